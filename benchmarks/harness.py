@@ -1,0 +1,199 @@
+"""Runs measurements, each in a fresh process, and stores what they say. Runs in the command itself.
+
+The systems take turns within a repetition, and every other repetition goes backwards, so that
+a machine that gets slower or faster meanwhile treats all alike.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import Measurement, Verdict, failures
+from benchmarks.scenarios import Load
+from benchmarks.setup_peers import python_of
+from benchmarks.systems import SYSTEMS
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+LOOPS = ("asyncio", "uvloop")
+# For the start, the warm-up and the end of the slowest peer. It only ends what hangs.
+SPARE_TIME = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement to make: which system, which load, which event loop."""
+
+    system: str
+    scenario: str
+    loop: str
+    load: Load
+
+
+def parse_arguments(
+    name: str,
+    description: str,
+    *,
+    systems: Sequence[str],
+    seconds: float,
+    quick_seconds: float,
+    callers: int | None = None,
+) -> argparse.Namespace:
+    """The command line that all measurements share, as `overhead --quick --systems floor ours`."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=description.splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="a minute, for a rough answer")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems, metavar="SYSTEM")
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS)
+    if callers is not None:
+        parser.add_argument("--callers", nargs="+", type=int, default=[callers])
+    parser.add_argument("--repetitions", type=int, help="5, or 3 if quick")
+    parser.add_argument(
+        "--seconds", type=float, help=f"per measurement: {seconds:g}, or {quick_seconds:g} if quick"
+    )
+    parser.add_argument("--json", type=Path, help="where the results go, with a .txt beside it")
+    parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
+    arguments = parser.parse_args()
+    arguments.name = name
+    # Odd numbers, so that the median is one of the repetitions.
+    arguments.repetitions = arguments.repetitions or (3 if arguments.quick else 5)
+    arguments.seconds = arguments.seconds or (quick_seconds if arguments.quick else seconds)
+    arguments.json = arguments.json or RESULTS / f"{name}{'-quick' * arguments.quick}.json"
+    return arguments
+
+
+def measure_all(jobs: Sequence[Job], repetitions: int) -> list[Measurement]:
+    """Do all jobs so often, taking turns, with progress on stderr."""
+    measurements: list[Measurement] = []
+    for repetition in range(repetitions):
+        for job in reversed(jobs) if repetition % 2 else jobs:
+            done = f"[{len(measurements) + 1}/{len(jobs) * repetitions}]"
+            what = f"{job.scenario}, {job.load.callers} callers, {job.loop}: {job.system}"
+            print(f"{done} {what}", file=sys.stderr)
+            measurements.append(measure(job, repetition))
+            if measurements[-1].error is not None:
+                print(f"    FAILED: {measurements[-1].error}", file=sys.stderr)
+    return measurements
+
+
+def measure(job: Job, repetition: int) -> Measurement:
+    """Measure once in a fresh process, and leave nothing of it running."""
+    system = SYSTEMS[job.system]
+    python = python_of(system.environment) if system.environment else Path(sys.executable)
+    outcome: dict[str, Any] = {"figures": {}, "versions": {}}
+    if not python.exists():
+        outcome["error"] = "not installed, see `make bench-setup`"
+    else:
+        request = {
+            "adapter": system.adapter,
+            "settings": system.settings,
+            "scenario": job.scenario,
+            "loop": job.loop,
+            "load": asdict(job.load),
+        }
+        outcome |= _in_fresh_process(python, json.dumps(request), job.load.seconds * 4 + SPARE_TIME)
+    return Measurement(job.system, job.scenario, job.loop, job.load.callers, repetition, **outcome)
+
+
+def _in_fresh_process(python: Path, request: str, time_limit: float) -> dict[str, Any]:
+    process = subprocess.Popen(
+        [python, "-m", "benchmarks.measured_process", request],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a group of its own, so that all of it can be ended
+    )
+    try:
+        output, complaints = process.communicate(timeout=time_limit)
+    except subprocess.TimeoutExpired:
+        return {"error": f"no end after {time_limit:.0f} s"}
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode != 0:
+        last_line = complaints.strip().splitlines()[-1:]
+        return {"error": " ".join([f"ended with {process.returncode}", *last_line])}
+    outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return outcome
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures depend on, and how busy the machine is with other work."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    models = [
+        line.partition(":")[2].strip() for line in cpuinfo.splitlines() if "model name" in line
+    ]
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load_average_at_start": os.getloadavg()[0],
+    }
+
+
+def finish(
+    arguments: argparse.Namespace,
+    machine: dict[str, Any],
+    measurements: list[Measurement],
+    text: str,
+    verdicts: list[Verdict],
+) -> int:
+    """Print the table and the verdicts, store them with everything measured.
+
+    Returns:
+        The exit status: 1 if `--check` was given and a bar was missed or not measured, else 0.
+    """
+    versions: dict[str, str] = {}
+    for measurement in measurements:
+        versions |= measurement.versions
+    result = {
+        "benchmark": arguments.name,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", f"benchmarks.{arguments.name}", *sys.argv[1:]]),
+        "hardware": machine,
+        "versions": versions,
+        "settings": {
+            "systems": {name: asdict(SYSTEMS[name]) for name in arguments.systems},
+            "repetitions": arguments.repetitions,
+            "seconds": arguments.seconds,
+            # The loads are regular: nothing is drawn at random.
+            "seed": None,
+        },
+        "verdicts": [{**asdict(v), "holds": v.holds} for v in verdicts],
+        "failures": failures(measurements),
+        "measurements": [asdict(m) for m in measurements],
+    }
+    lines = [
+        f"{result['command']}   {result['date']}",
+        ", ".join(f"{key} {value}" for key, value in machine.items()),
+        ", ".join(f"{key} {value}" for key, value in versions.items()),
+        f"median (range) of {arguments.repetitions} repetitions, {arguments.seconds:g} s each",
+        "",
+        text,
+        "",
+        *(str(verdict) for verdict in verdicts),
+        *(f"      FAILED  {line}" for line in failures(measurements)),
+    ]
+    report = "\n".join(lines) + "\n"
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.json.with_suffix(".txt").write_text(report)
+    print(report)
+    return 1 if arguments.check and not all(v.holds for v in verdicts) else 0

@@ -1,0 +1,61 @@
+"""One measurement of one system, in a process that has done nothing before: prints JSON.
+
+Imports only the standard library and the one system, for each peer has an environment of its own.
+"""
+
+import asyncio
+import importlib
+import json
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+from benchmarks.scenarios import PAYLOAD, SCENARIOS, Figures, Load, bare_loop
+
+
+async def _measure(adapter: Any, job: dict[str, Any]) -> Figures:
+    load = Load(**job["load"])
+    async with adapter.opened(load, **job["settings"]) as process:
+        answer = await process(PAYLOAD)
+        if answer != PAYLOAD:
+            raise RuntimeError(f"{job['adapter']} answered {answer!r} to {PAYLOAD!r}")
+        return await SCENARIOS[job["scenario"]](process, load)
+
+
+def _loop_factory(name: str) -> Any:
+    if name == "asyncio":
+        return asyncio.new_event_loop
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "from the source tree"
+
+
+def main() -> None:
+    """Measure what the first argument says, as JSON; see `harness.Job`."""
+    job = json.loads(sys.argv[1])
+    distributions = ["uvloop"] if job["loop"] == "uvloop" else []
+    if job["adapter"] is None:
+        figures = bare_loop(Load(**job["load"]))
+    else:
+        adapter = importlib.import_module(f"benchmarks.systems.{job['adapter']}")
+        distributions += adapter.DISTRIBUTIONS
+        with asyncio.Runner(loop_factory=_loop_factory(job["loop"])) as runner:
+            figures = runner.run(_measure(adapter, job))
+    versions = {name: _version(name) for name in distributions}
+    print(
+        json.dumps(
+            {"figures": figures, "versions": {"python": platform.python_version(), **versions}}
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Installs the peers that the benchmarks compare with, each into a virtual environment of its own.
+
+Environments of their own, because the peers' requirements contradict each other. Run it again at
+any time: what is there already is kept. A peer that can't be installed is named and left out; the
+benchmarks then report it as not installed.
+"""
+
+import subprocess
+import sys
+import venv
+from importlib import metadata
+from pathlib import Path
+
+ENVIRONMENTS = Path(__file__).resolve().parent.parent / ".venv-peers"
+
+PEERS = {
+    # pydantic and numpy: imported by it or by its users' models.
+    "fast_dynamic_batcher": ["fast_dynamic_batcher==1.1.0", "pydantic", "numpy"],
+    # Imports torch only if it is there; without it, it starts faster and serves the same.
+    "batched": ["batched==0.1.5", "numpy"],
+}
+
+
+def python_of(peer: str) -> Path:
+    """The interpreter of a peer's environment, whether or not it exists."""
+    return ENVIRONMENTS / peer / "bin" / "python"
+
+
+def install(peer: str) -> None:
+    """Make or complete one environment.
+
+    Raises:
+        subprocess.CalledProcessError: pip failed; its messages are on stderr.
+    """
+    # The same event loop as ours, so that the loop makes no difference.
+    requirements = [*PEERS[peer], f"uvloop=={metadata.version('uvloop')}"]
+    wanted = "\n".join([f"python {sys.version}", *requirements])
+    done = ENVIRONMENTS / peer / "installed.txt"
+    if done.exists() and done.read_text() == wanted:
+        print(f"{peer}: there already", file=sys.stderr)
+        return
+    print(f"{peer}: installing {' '.join(requirements)}", file=sys.stderr)
+    venv.create(ENVIRONMENTS / peer, with_pip=True, clear=True)
+    pip = [str(python_of(peer)), "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, *requirements], check=True)
+    done.write_text(wanted)
+
+
+def main() -> int:
+    """Install all peers; the number of those that failed."""
+    failed = 0
+    for peer in PEERS:
+        try:
+            install(peer)
+        except subprocess.CalledProcessError as error:
+            print(f"{peer}: NOT INSTALLED, pip ended with {error.returncode}", file=sys.stderr)
+            failed += 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""fast_batcher: a worker process, all settings at their defaults but the batch size."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from benchmarks import models
+from benchmarks.scenarios import Load, Process
+from fast_batcher import DynBatcher, InferenceModel
+
+DISTRIBUTIONS = ["fast_batcher"]
+
+
+class NoOp(models.NoOp, InferenceModel[str, str]):
+    """See `benchmarks.models`."""
+
+
+class Flat5ms(models.Flat5ms, InferenceModel[str, str]):
+    """See `benchmarks.models`."""
+
+
+class Linear5ms(models.Linear5ms, InferenceModel[str, str]):
+    """See `benchmarks.models`."""
+
+
+MODELS: dict[str, type[InferenceModel[str, str]]] = {
+    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms)
+}
+
+
+@asynccontextmanager
+async def opened(load: Load, **settings: Any) -> AsyncIterator[Process]:
+    """Start the worker and wait until it is ready."""
+    batcher = DynBatcher(MODELS[load.model], max_batch_size=load.max_batch_size, **settings)
+    async with batcher:
+        yield batcher.process_batched

@@ -1,0 +1,1 @@
+"""Apps to run and to copy from: `quickstart` is one file, `embeddings` serves a real model."""

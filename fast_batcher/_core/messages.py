@@ -1,0 +1,107 @@
+"""What goes into the core and what comes out of it. Pure values; they live where it does."""
+
+from enum import StrEnum
+from typing import Any, Final
+
+
+class Request:
+    """One caller's input on its way through the queue and a worker.
+
+    Mutable and slotted because one is made per call: its construction is a measurable part of a
+    call's cost (`benchmarks/overhead.py`).
+    """
+
+    __slots__ = ("arrival", "batch", "caller", "deadline", "id", "is_settled", "value")
+
+    def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
+        self.value = value
+        # Who waits for the outcome. The core never looks at it.
+        self.caller = caller
+        # The moment after which nobody wants the answer. None becomes the default when the
+        # scheduler accepts the request, and nobody looks at it before.
+        self.deadline: float = deadline  # type: ignore[assignment]
+        # The batch that carries it, None while it waits.
+        self.batch: Batch | None = None
+        # True once it has left the core: answered, failed, expired or cancelled.
+        self.is_settled = False
+        # Set by the scheduler when it accepts the request; ids rise with the order of arrival.
+        self.id: int
+        self.arrival: float
+
+
+class Release(StrEnum):
+    """Why a batch left when it did."""
+
+    FULL = "full"  # it holds `max_batch_size` requests
+    IDLE = "idle"  # a worker was free
+    WINDOW = "window"  # `max_delay` had passed under policy="fixed"
+    DEADLINE = "deadline"  # waiting longer would have been in vain for its oldest request
+    DRAIN = "drain"  # no more requests are taken, so there is nothing to wait for
+
+
+class Batch:
+    """Requests that were sent to a worker together."""
+
+    __slots__ = ("deadline", "id", "open_count", "release", "requests", "sent_at", "worker")
+
+    def __init__(
+        self, id: int, worker: int, requests: list[Request], release: Release, now: float
+    ) -> None:
+        self.id: Final = id
+        self.worker: Final = worker
+        self.requests = requests
+        self.release: Final = release
+        self.sent_at: Final = now
+        # Requests whose caller still waits.
+        self.open_count = len(requests)
+        # The earliest deadline among those.
+        self.deadline: float = min([request.deadline for request in requests])
+
+
+class Dispatch:
+    """Send this batch to its worker."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch: Final = batch
+
+
+class ExpiryReason(StrEnum):
+    """What a request was doing when its time was over."""
+
+    WAITING = "waiting"  # it was in the queue behind others
+    NOT_READY = "not ready"  # it was in the queue and no worker was ready
+    RUNNING = "running"  # a worker has it; the late result will be dropped
+    INFER_TIMEOUT = "infer timeout"  # its batch has been running for `infer_timeout`
+
+
+class Expire:
+    """Tell the caller that the deadline of this request has passed."""
+
+    __slots__ = ("reason", "request")
+
+    def __init__(self, request: Request, reason: ExpiryReason) -> None:
+        self.request: Final = request
+        self.reason: Final = reason
+
+
+class Stall:
+    """Every request of this worker's batch has expired; it counts as not ready until it answers."""
+
+    __slots__ = ("worker",)
+
+    def __init__(self, worker: int) -> None:
+        self.worker: Final = worker
+
+
+class Replace:
+    """This worker's batch has run for `infer_timeout`: end the worker and start another."""
+
+    __slots__ = ("worker",)
+
+    def __init__(self, worker: int) -> None:
+        self.worker: Final = worker
+
+
+Action = Dispatch | Expire | Stall | Replace

@@ -1,0 +1,355 @@
+"""The scheduler: events in, decisions out. Pure; runs on the one thread of its shell.
+
+A shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
+next event. Every accepted request leaves exactly once: through `batch_done`, `worker_lost`,
+`withdraw`, `cancel`, `close` or an `Expire` action; from then on its `is_settled` is True.
+"""
+
+from math import inf
+
+from fast_batcher._core.messages import (
+    Action,
+    Batch,
+    Dispatch,
+    Expire,
+    ExpiryReason,
+    Release,
+    Replace,
+    Request,
+    Stall,
+)
+from fast_batcher._core.policy import Policy
+from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher.errors import BatcherClosedError, BatcherError, QueueFullError
+from fast_batcher.stats import Tally
+
+# A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
+# costs no latency below it. Source: LIMITS "second batch in flight", eager +60 % p50, this none.
+BATCHES_PER_WORKER = 2
+
+
+class _Slot:
+    """A worker that has been ready and has not been lost."""
+
+    __slots__ = ("batches", "id", "is_stalled", "started_at")
+
+    def __init__(self, worker: int) -> None:
+        self.id = worker
+        # What it has, oldest first; the first one is being computed.
+        self.batches: list[Batch] = []
+        # When it began with the first one.
+        self.started_at = 0.0
+        # Every request of its first batch has expired: it gets no more until it answers.
+        self.is_stalled = False
+
+
+class Scheduler:
+    """Queue, workers and batches of one batcher.
+
+    Args:
+        policy: Decides when a batch leaves that is not full.
+        max_batch_size: Most requests in a batch.
+        max_queue_size: Most requests waiting.
+        timeout: Seconds from arrival to deadline where the caller names none, or None for no limit.
+        infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        max_batch_size: int,
+        max_queue_size: int,
+        timeout: float | None,
+        infer_timeout: float | None,
+    ) -> None:
+        self.tally = Tally()
+        self._policy = policy
+        self._max_batch_size = max_batch_size
+        self._max_queue_size = max_queue_size
+        self._timeout = inf if timeout is None else timeout
+        self._infer_timeout = inf if infer_timeout is None else infer_timeout
+        self._queue = RequestQueue()
+        # Ready workers by id, and what they have by batch id.
+        self._slots: dict[int, _Slot] = {}
+        self._batches: dict[int, Batch] = {}
+        self._next_batch_id = 0
+        # Nothing expires before this moment. A bound, worked out anew when it is reached: most
+        # requests are answered long before their deadlines, and are not looked at for it.
+        self._expiry_bound = inf
+        self._is_draining = False
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return self._queue.size
+
+    @property
+    def room(self) -> int:
+        """How many requests `submit` would find a place for."""
+        return self._max_queue_size - self._queue.size
+
+    @property
+    def running(self) -> int:
+        """Requests that a worker has and whose caller still waits."""
+        return sum(batch.open_count for batch in self._batches.values())
+
+    @property
+    def workers_ready(self) -> int:
+        """Workers that have loaded their model, are alive and are not stalled."""
+        return sum(not slot.is_stalled for slot in self._slots.values())
+
+    def submit(self, now: float, requests: list[Request]) -> list[Request]:
+        """Take requests into the queue, those first that come first.
+
+        All that arrived in one turn of the shell are taken together: it is this loop that every
+        request pays for, so it does nothing that can be done once for all.
+
+        Args:
+            now: The moment of their arrival, seconds; not before any earlier one.
+            requests: New requests, at least one.
+
+        Returns:
+            Those that were refused, for which `refusal` tells the reason. They are not touched.
+        """
+        refused: list[Request] = []
+        room = 0 if self._is_draining else self.room
+        if len(requests) > room:
+            requests, refused = requests[:room], requests[room:]
+            self.tally.rejected += len(refused)
+        deadline = now + self._timeout
+        request_id = self.tally.submitted
+        own: list[Request] = []
+        for request in requests:
+            request.id = request_id
+            request_id += 1
+            request.arrival = now
+            if request.deadline is not None:
+                own.append(request)
+            else:
+                request.deadline = deadline
+        self.tally.submitted = request_id
+        self._queue.extend(requests, own)
+        if own:
+            deadline = min(deadline, min([request.deadline for request in own]))
+        if deadline < self._expiry_bound:
+            self._expiry_bound = deadline
+        return refused
+
+    def refusal(self) -> BatcherError:
+        """Why `submit` has just refused a request; a new error for one caller."""
+        if self._is_draining:
+            return BatcherClosedError("the batcher is draining and takes no more requests")
+        return QueueFullError(
+            f"{self._queue.size} requests wait already (max_queue_size={self._max_queue_size})"
+        )
+
+    def cancel(self, request: Request) -> None:
+        """Forget a request whose caller has gone; if it runs, its output will be dropped."""
+        if request.is_settled:
+            return
+        request.is_settled = True
+        self.tally.cancelled += 1
+        if request.batch is None:
+            self._queue.discard(request)
+        else:
+            request.batch.open_count -= 1
+
+    def begin_drain(self) -> None:
+        """Take no more requests, and wait for nobody: what is queued leaves as workers get free."""
+        self._is_draining = True
+
+    def worker_ready(self, now: float, worker: int) -> None:
+        """A worker has loaded its model and can take batches."""
+        assert worker not in self._slots, "a worker is lost before it can be ready again"
+        slot = _Slot(worker)
+        slot.started_at = now
+        self._slots[worker] = slot
+
+    def worker_lost(self, worker: int) -> list[Request]:
+        """A worker has died or is being ended; returns the requests on it whose callers wait."""
+        slot = self._slots.pop(worker, None)
+        if slot is None:
+            return []
+        orphans: list[Request] = []
+        for batch in slot.batches:
+            del self._batches[batch.id]
+            orphans.extend(_settle_open(batch))
+        return orphans
+
+    def batch_done(self, now: float, worker: int, batch_id: int) -> Batch | None:
+        """A worker has answered a batch, well or badly.
+
+        Returns:
+            The batch, whose requests that are not settled yet are now the shell's to settle, or
+            None if the worker does not have such a batch: then it talks nonsense.
+        """
+        batch = self._batches.get(batch_id)
+        if batch is None or batch.worker != worker:
+            return None
+        del self._batches[batch_id]
+        slot = self._slots[worker]
+        slot.batches.remove(batch)
+        self._begin_batch(slot, now)
+        slot.is_stalled = False
+        self._policy.batch_done(now, batch)
+        return batch
+
+    def find_batch(self, worker: int, batch_id: int) -> Batch | None:
+        """The batch of this id that the worker has, or None."""
+        batch = self._batches.get(batch_id)
+        return batch if batch is not None and batch.worker == worker else None
+
+    def withdraw(self, batch: Batch, requests: list[Request]) -> None:
+        """Take requests out of a batch that has not reached its worker: they could not be sent.
+
+        A batch that has none left is as if it had never been sent.
+        """
+        gone = {request.id for request in requests}
+        batch.requests = [request for request in batch.requests if request.id not in gone]
+        for request in requests:
+            if not request.is_settled:
+                request.is_settled = True
+                batch.open_count -= 1
+        if not batch.requests:
+            del self._batches[batch.id]
+            self._slots[batch.worker].batches.remove(batch)
+
+    def close(self) -> list[Request]:
+        """End: returns every request, waiting or running, whose caller still waits."""
+        self._is_draining = True
+        rest = self._queue.take(self._queue.size)
+        for request in rest:
+            request.is_settled = True
+        for worker in list(self._slots):
+            rest.extend(self.worker_lost(worker))
+        return rest
+
+    def open_requests(self) -> list[Request]:
+        """Every request, waiting or running, whose caller still waits."""
+        running = [request for batch in self._batches.values() for request in batch.requests]
+        return [r for r in (*self._queue, *running) if not r.is_settled]
+
+    def poll(self, now: float) -> tuple[list[Action], float | None]:
+        """Decide what to do now.
+
+        Returns:
+            What the shell has to do, in this order, and the moment at which `poll` wants to be
+            called again if no event comes before, or None. At that moment it has something to do,
+            or finds that the deadline that it had in mind is no longer anybody's.
+        """
+        actions: list[Action] = []
+        if self._expiry_bound <= now:
+            self._expire(now, actions)
+            self._expiry_bound = self._earliest_expiry()
+        held_until = self._dispatch(now, actions)
+        wake_at = held_until if held_until < self._expiry_bound else self._expiry_bound
+        return actions, None if wake_at == inf else wake_at
+
+    def _dispatch(self, now: float, actions: list[Action]) -> float:
+        """Send what should leave now; returns until when the rest is held, `inf` if it is not."""
+        queue = self._queue
+        while queue.size:
+            is_full = queue.size >= self._max_batch_size
+            slot = self._choose_slot(1 if not is_full else BATCHES_PER_WORKER)
+            if slot is None:
+                return inf
+            release = Release.FULL if is_full else self._decide(now)
+            if not isinstance(release, Release):
+                return release
+            actions.append(Dispatch(self._make_batch(now, slot, release)))
+        return inf
+
+    def _decide(self, now: float) -> Release | float:
+        if self._is_draining:
+            return Release.DRAIN
+        return self._policy.decide(now, self._queue)
+
+    def _choose_slot(self, most_batches: int) -> _Slot | None:
+        """The least loaded worker that has fewer than `most_batches`, or None."""
+        chosen = None
+        load = most_batches
+        for slot in self._slots.values():
+            if len(slot.batches) < load and not slot.is_stalled:
+                chosen = slot
+                load = len(slot.batches)
+        return chosen
+
+    def _make_batch(self, now: float, slot: _Slot, release: Release) -> Batch:
+        requests = self._queue.take(self._max_batch_size)
+        batch = Batch(self._next_batch_id, slot.id, requests, release, now)
+        self._next_batch_id += 1
+        for request in requests:
+            request.batch = batch
+        if not slot.batches:
+            self._begin_batch(slot, now)
+        slot.batches.append(batch)
+        self._batches[batch.id] = batch
+        size = len(requests)
+        tally = self.tally
+        tally.batch_sizes[size] += 1
+        tally.releases[release] += 1
+        # One request speaks for its batch; which one moves on with the id, so that in the long run
+        # every position is heard. Recording all of them would cost more than sending them.
+        tally.queue_waits.append((now - requests[batch.id % size].arrival, size))
+        return batch
+
+    def _begin_batch(self, slot: _Slot, now: float) -> None:
+        """The worker begins with its first batch, if it has one."""
+        slot.started_at = now
+        if now + self._infer_timeout < self._expiry_bound:
+            self._expiry_bound = now + self._infer_timeout
+
+    def _earliest_expiry(self) -> float:
+        earliest = self._queue.earliest_deadline() if self._queue.size else inf
+        for batch in self._batches.values():
+            if batch.deadline < earliest and batch.open_count:
+                earliest = batch.deadline
+        if self._infer_timeout != inf:
+            for slot in self._slots.values():
+                if slot.batches:
+                    earliest = min(earliest, slot.started_at + self._infer_timeout)
+        return earliest
+
+    def _expire(self, now: float, actions: list[Action]) -> None:
+        tally = self.tally
+        reason = ExpiryReason.WAITING if self.workers_ready else ExpiryReason.NOT_READY
+        expired = self._queue.pop_expired(now)
+        tally.expired += len(expired)
+        actions.extend(Expire(request, reason) for request in expired)
+        for slot in list(self._slots.values()):
+            self._expire_running(now, slot, actions)
+
+    def _expire_running(self, now: float, slot: _Slot, actions: list[Action]) -> None:
+        if slot.batches and slot.started_at + self._infer_timeout <= now:
+            late = _settle_open(slot.batches[0])
+            self.tally.expired += len(late)
+            actions.extend(Expire(request, ExpiryReason.INFER_TIMEOUT) for request in late)
+            actions.append(Replace(slot.id))
+            slot.is_stalled = True
+            slot.started_at = inf  # said once
+        for batch in slot.batches:
+            if batch.deadline > now or not batch.open_count:
+                continue
+            for request in batch.requests:
+                if not request.is_settled and request.deadline <= now:
+                    request.is_settled = True
+                    batch.open_count -= 1
+                    self.tally.expired += 1
+                    actions.append(Expire(request, ExpiryReason.RUNNING))
+            open_deadlines = [r.deadline for r in batch.requests if not r.is_settled]
+            batch.deadline = min(open_deadlines, default=inf)
+            if batch is slot.batches[0] and not batch.open_count and not slot.is_stalled:
+                slot.is_stalled = True
+                actions.append(Stall(slot.id))
+
+
+def _was_settled(request: Request) -> bool:
+    was_settled = request.is_settled
+    request.is_settled = True
+    return was_settled
+
+
+def _settle_open(batch: Batch) -> list[Request]:
+    batch.open_count = 0
+    return [request for request in batch.requests if not _was_settled(request)]

@@ -1,0 +1,143 @@
+"""Batches to frames, and frames to outcomes. Runs on the event loop's thread of the parent.
+
+The usual case is one pickle each way. Everything else in here is there so that one input or output
+that cannot be sent, or a batch that is larger than a frame, harms no other request.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from fast_batcher._core.messages import Batch, Request
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.errors import (
+    BatcherError,
+    InferenceError,
+    RequestTooLargeError,
+    TransportError,
+    UnsendableValueError,
+)
+
+
+class Failure:
+    """An outcome that is an error; a new one for each caller, as tracebacks grow on shared ones."""
+
+    __slots__ = ("to_error",)
+
+    def __init__(self, to_error: Callable[[], BatcherError]) -> None:
+        self.to_error = to_error
+
+
+class Exchange:
+    """Sends batches and reads answers.
+
+    Args:
+        send: Sends one frame to a worker: (worker, kind, batch id, body).
+        max_frame_bytes: Longest body of a frame.
+    """
+
+    def __init__(self, send: Callable[[int, Kind, int, bytes], None], max_frame_bytes: int) -> None:
+        self._send = send
+        self._max_frame_bytes = max_frame_bytes
+        # Outcomes that came ahead of the last frame of their batch, by worker: each answers one
+        # batch at a time.
+        self._parts: dict[int, list[Any]] = {}
+
+    def send(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
+        """Send a batch to its worker.
+
+        Returns:
+            Requests whose input cannot be sent, each with the reason. The worker gets the others;
+            the batch has to be told.
+        """
+        try:
+            body = codec.dumps([request.value for request in batch.requests])
+        except Exception:  # noqa: BLE001  pickling is the user's code; find out whose
+            return self.send_by_item(batch)
+        if len(body) > self._max_frame_bytes:
+            return self.send_by_item(batch)
+        self._send(batch.worker, Kind.INPUTS, batch.id, body)
+        return []
+
+    def send_by_item(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
+        """The same with each input pickled apart."""
+        items: list[bytes | RemoteFailure] = []
+        refused: list[tuple[Request, BatcherError]] = []
+        for request in batch.requests:
+            item = self._dump_item(request.value)
+            if isinstance(item, bytes):
+                items.append(item)
+            else:
+                refused.append((request, item))
+        if items:
+            bodies = list(codec.split_parts(items, self._max_frame_bytes))
+            for body in bodies[:-1]:
+                self._send(batch.worker, Kind.INPUT_ITEMS_PART, batch.id, body)
+            self._send(batch.worker, Kind.INPUT_ITEMS, batch.id, bodies[-1])
+        return refused
+
+    def keep_part(self, worker: int, frame: Frame) -> None:
+        """Keep a part of the outcomes of a batch until the last one comes."""
+        self._parts.setdefault(worker, []).extend(codec.loads(frame.body))
+
+    def read(self, worker: int, frame: Frame, count: int) -> list[Any]:
+        """The outcomes of a batch by position: outputs, and a `Failure` where there is none.
+
+        Raises:
+            TransportError: The frame answers no batch of `count` requests.
+        """
+        if frame.kind is Kind.OUTPUTS:
+            outcomes = self._read_outputs(frame, count)
+        elif frame.kind is Kind.OUTPUT_ITEMS:
+            items = self._parts.pop(worker, []) + codec.loads(frame.body)
+            outcomes = [_read_item(item) for item in items]
+        elif frame.kind is Kind.FAILED:
+            outcomes = [Failure(RemoteFailure(*codec.loads(frame.body)).to_error)] * count
+        else:
+            raise TransportError(f"a worker answered with {frame.kind.name}")
+        if len(outcomes) != count:
+            raise TransportError(f"{len(outcomes)} outcomes came back for {count} requests")
+        return outcomes
+
+    def forget(self, worker: int) -> None:
+        """The worker is lost, and what it had begun to answer with it."""
+        self._parts.pop(worker, None)
+
+    def _read_outputs(self, frame: Frame, count: int) -> list[Any]:
+        try:
+            outputs: list[Any] = codec.loads(frame.body)
+        except Exception as error:  # noqa: BLE001  unpickling is the user's code
+            return [_unreadable(error)] * count
+        return outputs
+
+    def _dump_item(self, value: Any) -> bytes | BatcherError:
+        try:
+            item = codec.dumps(value)
+        except Exception as error:  # noqa: BLE001  pickling is the user's code
+            refusal = UnsendableValueError(
+                f"the input, a {type(value).__qualname__}, cannot be pickled ({error!r:.500}), so "
+                "it cannot reach the worker process; send plain data instead"
+            )
+            refusal.__cause__ = error
+            return refusal
+        if not codec.fits(item, self._max_frame_bytes):
+            return RequestTooLargeError(
+                f"the input takes {len(item)} bytes, more than max_frame_bytes="
+                f"{self._max_frame_bytes} allows"
+            )
+        return item
+
+
+def _read_item(item: Any) -> Any:
+    if not isinstance(item, bytes):
+        return Failure(RemoteFailure(*item).to_error)
+    try:
+        return codec.loads(item)
+    except Exception as error:  # noqa: BLE001  unpickling is the user's code
+        return _unreadable(error)
+
+
+def _unreadable(error: Exception) -> Failure:
+    text = f"the output cannot be unpickled: {error!r:.500}"
+    return Failure(lambda: InferenceError(text))

@@ -1,0 +1,430 @@
+"""The workers of one batcher: started, watched, replaced and ended. Parent process.
+
+Everything runs on the event loop's thread, but for `WorkerHandle.spawn`, which the starter thread
+runs, and `stop`, which may run on any thread once the loop is closed. The pool knows processes and
+frames; what a batch is, and what its loss means, is the batcher's business.
+"""
+
+import asyncio
+import atexit
+import functools
+import logging
+import multiprocessing.util  # noqa: F401  its exit hook joins our workers: ours must run before it
+import os
+import queue
+import select
+import signal
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from fast_batcher._core.backoff import Backoff
+from fast_batcher._process.worker_handle import WorkerHandle
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.config import ModelSpec, Settings
+from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
+
+logger = logging.getLogger("fast_batcher")
+
+# Between SIGTERM and SIGKILL: enough for a handler of the model to run. With the default
+# stop_timeout of 2 s a program that forgot to stop exits within 3 s.
+TERMINATE_GRACE = 0.5
+# A killed process is gone within milliseconds; one in an uninterruptible system call (a driver, a
+# network file system) may never be, and is not worth waiting for.
+KILL_GRACE = 5.0
+_LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
+
+
+class PoolEvents(Protocol):
+    """What a pool tells its batcher, on the loop's thread."""
+
+    def worker_ready(self, worker: int) -> None:
+        """A worker has loaded its model."""
+
+    def worker_lost(self, worker: int, exit_text: str) -> None:
+        """A worker that was ready is dead; `exit_text` tells how it ended."""
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        """A worker died or was ended before it was ready."""
+
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
+        """A ready worker has answered; an exception means that it talks nonsense."""
+
+
+class Pool:
+    """`num_workers` worker processes and the thread that starts them.
+
+    Args:
+        model: What the workers load.
+        settings: The batcher's settings.
+        events: Who is told.
+        name: The batcher's name, for threads and logs.
+    """
+
+    def __init__(self, model: ModelSpec, settings: Settings, events: PoolEvents, name: str) -> None:
+        self._model = model
+        self._settings = settings
+        self._events = events
+        self._name = name
+        # The process whose children the workers are; a forked copy of it leaves them alone.
+        self.owner_pid = os.getpid()
+        self.stop_timeout = settings.stop_timeout
+        self._starter = _Starter(f"fast_batcher-starter-{name}")
+        # The live handle of each worker; absent while it waits for its replacement.
+        self._handles: dict[int, WorkerHandle] = {}
+        # Handles whose process has been ended by us and is not dead yet.
+        self._leaving: set[WorkerHandle] = set()
+        # Handles that the starter thread has or will get to.
+        self._starting: set[WorkerHandle] = set()
+        # Starts whose outcome found a closed loop.
+        self._missed: deque[tuple[WorkerHandle, BaseException | None]] = deque()
+        self._ready: set[int] = set()
+        self._backoffs = [Backoff() for _ in range(settings.num_workers)]
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closing = False
+        self._all_dead: asyncio.Future[None] | None = None
+        _open_pools.add(self)
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start every worker; what comes of it is told through the events."""
+        self._loop = loop
+        for index in range(self._settings.num_workers):
+            self._start(index)
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Go on with another loop; the one before is closed, and its timers with it."""
+        self._loop = loop
+        self._timers.clear()
+        for handle in self._remaining():
+            if handle.is_attached:
+                handle.attach(loop)
+            if handle.is_ending:
+                handle.kill()
+        while self._missed:
+            self._spawned(*self._missed.popleft())
+        for index in range(self._settings.num_workers):
+            if index not in self._handles:
+                self._restart(index)
+            elif index not in self._ready:
+                self._limit_start(self._handles[index])
+
+    def send(self, worker: int, kind: Kind, batch_id: int, body: bytes) -> None:
+        """Send a frame to a ready worker without waiting."""
+        self._handles[worker].send(kind, batch_id, body)
+
+    def replace(self, worker: int) -> None:
+        """End a worker whose batch takes too long: SIGTERM, then SIGKILL, then another worker."""
+        handle = self._handles[worker]
+        handle.is_ending = True
+        handle.signal(signal.SIGTERM)
+        assert self._loop is not None, "a worker is ready only on a loop"
+        self._timers[worker] = self._loop.call_later(self._settings.stop_timeout, handle.kill)
+
+    def abandon(self) -> None:
+        """Kill every worker without waiting, and start no other."""
+        self._is_closing = True
+        self._cancel_timers()
+        for handle in self._handles.values():
+            handle.kill()
+
+    async def aclose(self) -> None:
+        """Ask the workers to end, then make them; returns when they are dead."""
+        self._is_closing = True
+        self._cancel_timers()
+        try:
+            for handle in self._handles.values():
+                if handle.index in self._ready:
+                    handle.ask_to_end()
+                else:
+                    handle.kill()  # it is loading: there is nothing to finish
+            await self._wait_until_dead(self._settings.stop_timeout)
+            for number, grace in _LAST_STEPS:
+                for handle in self._remaining():
+                    handle.is_ending = True
+                    handle.signal(number)
+                await self._wait_until_dead(grace)
+        finally:
+            # After a cancelled wait there may be workers left; no more waiting then.
+            self.stop(0.0)
+
+    def stop(self, grace: float) -> None:
+        """End without a loop: waits `grace` seconds for the workers to end by themselves."""
+        _end([self], grace)
+
+    # What handles tell.
+
+    def frame_arrived(self, handle: WorkerHandle, frame: Frame) -> None:
+        """Hand on an answer, or learn how the start went."""
+        if handle.index in self._ready:
+            self._events.frame_arrived(handle.index, frame)
+        elif frame.kind is Kind.READY:
+            self._cancel_timer(handle.index)
+            self._ready.add(handle.index)
+            self._backoffs[handle.index].ready(time.monotonic())
+            logger.info("%s: worker %d (pid %s) is ready", self._name, handle.index, handle.pid)
+            self._events.worker_ready(handle.index)
+        elif frame.kind is Kind.STARTUP_FAILED:
+            failure = RemoteFailure(*codec.loads(frame.body))
+            error = WorkerStartupError(
+                f"worker {handle.index} could not load {self._model.name}: {failure.text}"
+            )
+            error.__cause__ = RemoteTraceback(failure.traceback)
+            self._give_up_start(handle, error)
+        else:
+            raise TransportError(f"a worker that is not ready sent {frame.kind.name}")
+
+    def worker_exited(self, handle: WorkerHandle) -> None:
+        """A process is dead: tell what that means, and see to its replacement."""
+        self._leaving.discard(handle)
+        index = handle.index
+        if self._handles.get(index) is handle:
+            del self._handles[index]
+            self._cancel_timer(index)
+            if index in self._ready:
+                self._lose(handle)
+            else:
+                self._start_failed(index, self._died_loading(handle))
+        self._notice_all_dead()
+
+    # Starting and replacing.
+
+    def _start(self, index: int) -> None:
+        handle = WorkerHandle(index, self._model, self._settings, self)
+        self._handles[index] = handle
+        self._limit_start(handle)
+        self._starting.add(handle)
+        self._starter.run(handle.spawn, functools.partial(self._spawned_in_thread, handle))
+
+    def _limit_start(self, handle: WorkerHandle) -> None:
+        assert self._loop is not None, "set by open"
+        self._timers[handle.index] = self._loop.call_later(
+            self._settings.start_timeout, self._start_timed_out, handle
+        )
+
+    def _spawned_in_thread(self, handle: WorkerHandle, error: BaseException | None) -> None:
+        """On the starter thread: pass the word to whichever loop there is now."""
+        assert self._loop is not None, "set by open"
+        try:
+            self._loop.call_soon_threadsafe(self._spawned, handle, error)
+        except RuntimeError:  # that loop is closed; the next one, if any, will look here
+            self._missed.append((handle, error))
+
+    def _spawned(self, handle: WorkerHandle, error: BaseException | None) -> None:
+        assert self._loop is not None, "set by open"
+        self._starting.discard(handle)
+        if error is not None:
+            startup_error = WorkerStartupError(
+                f"worker {handle.index} could not be started: {error!r}"
+            )
+            startup_error.__cause__ = error
+            self._give_up_start(handle, startup_error)
+            self._notice_all_dead()
+        elif handle.is_alive:  # else stop() has been here
+            handle.attach(self._loop)
+            if self._is_closing or self._handles.get(handle.index) is not handle:
+                self._leaving.add(handle)
+                handle.kill()
+
+    def _start_timed_out(self, handle: WorkerHandle) -> None:
+        self._give_up_start(
+            handle,
+            WorkerStartupError(
+                f"worker {handle.index} did not load {self._model.name} within start_timeout="
+                f"{self._settings.start_timeout} seconds and was ended; raise start_timeout if the "
+                "model needs longer"
+            ),
+        )
+
+    def _give_up_start(self, handle: WorkerHandle, error: WorkerStartupError) -> None:
+        if self._handles.get(handle.index) is not handle:
+            return
+        del self._handles[handle.index]
+        self._cancel_timer(handle.index)
+        if handle.is_alive:
+            self._leaving.add(handle)
+            handle.kill()
+        self._start_failed(handle.index, error)
+
+    def _died_loading(self, handle: WorkerHandle) -> WorkerStartupError:
+        return WorkerStartupError(
+            f"worker {handle.index} ended with {handle.exit_text} before it had loaded "
+            f"{self._model.name}; its output on stderr may tell why. A script that is run needs "
+            "`if __name__ == '__main__':` around what it does, because the worker imports it"
+        )
+
+    def _start_failed(self, index: int, error: WorkerStartupError) -> None:
+        if not self._is_closing:
+            self._events.worker_failed_to_start(index, error)
+            self._restart_later(index)
+
+    def _lose(self, handle: WorkerHandle) -> None:
+        self._ready.discard(handle.index)
+        if not self._is_closing:
+            logger.warning(
+                "%s: worker %d (pid %s) ended with %s",
+                self._name,
+                handle.index,
+                handle.pid,
+                handle.exit_text,
+            )
+        self._events.worker_lost(handle.index, handle.exit_text)
+        self._restart_later(handle.index)
+
+    def _restart_later(self, index: int) -> None:
+        # The batcher may have answered the event by ending the pool.
+        if self._is_closing:
+            return
+        assert self._loop is not None, "set by open"
+        delay = self._backoffs[index].lost(time.monotonic())
+        self._timers[index] = self._loop.call_later(delay, self._restart, index)
+
+    def _restart(self, index: int) -> None:
+        self._timers.pop(index, None)
+        if not self._is_closing:
+            self._start(index)
+
+    # Ending.
+
+    def _remaining(self) -> list[WorkerHandle]:
+        handles = {*self._handles.values(), *self._leaving, *self._starting}
+        return [handle for handle in handles if handle.is_alive]
+
+    async def _wait_until_dead(self, seconds: float) -> None:
+        if self._remaining() or self._starting:
+            self._all_dead = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._all_dead], timeout=seconds)
+
+    def _notice_all_dead(self) -> None:
+        is_awaited = self._all_dead is not None and not self._all_dead.done()
+        if is_awaited and not self._remaining() and not self._starting:
+            assert self._all_dead is not None
+            self._all_dead.set_result(None)
+
+    def _cancel_timer(self, index: int) -> None:
+        timer = self._timers.pop(index, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _cancel_timers(self) -> None:
+        for index in list(self._timers):
+            self._cancel_timer(index)
+
+    # The steps of `_end`, which ends several pools at once.
+
+    def _begin_end(self) -> None:
+        self._is_closing = True
+        self._cancel_timers()
+        self._starter.hold()
+        for handle in self._remaining():
+            handle.disconnect()
+
+    def _finish_end(self) -> None:
+        self._handles.clear()
+        self._leaving.clear()
+        self._starting.clear()
+        self._ready.clear()
+        self._starter.stop()
+        _open_pools.discard(self)
+
+
+class _Starter:
+    """The thread that starts worker processes, one after the other.
+
+    Starting a process takes milliseconds, which are not the event loop's. And it must be a thread
+    that lives as long as the workers: on Linux the kernel ends them when the *thread* that forked
+    them ends.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Held while a process is being started, and to forbid it.
+        self._lock = threading.Lock()
+        self._is_held = False
+
+    def run(self, spawn: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+        """Call `spawn` and then `done`, with its error or None, on the starter thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put((spawn, done))
+
+    def hold(self) -> None:
+        """From the return of this call on nothing is started any more."""
+        with self._lock:
+            self._is_held = True
+
+    def stop(self) -> None:
+        """End the thread; the workers it has started are dead by now."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        # Workers inherit this mask and ignore SIGINT as soon as they can: a Ctrl-C while one is
+        # still importing must not end it with a traceback.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        while (job := self._jobs.get()) is not None:
+            spawn, done = job
+            error: BaseException | None = None
+            with self._lock:
+                if self._is_held:
+                    continue
+                try:
+                    spawn()
+                except BaseException as caught:  # noqa: BLE001  the loop's thread must hear of it
+                    error = caught
+            done(error)
+
+
+_Job = tuple[Callable[[], None], Callable[[BaseException | None], None]]
+
+# Pools that have not been ended, for the end of the interpreter.
+_open_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+
+
+def _end(pools: list[Pool], grace: float) -> None:
+    """End these pools together, blocking: ask, then SIGTERM, then SIGKILL; without grace only that."""
+    for pool in pools:
+        pool._begin_end()
+    steps = [(None, grace), *_LAST_STEPS] if grace else [_LAST_STEPS[-1]]
+    for number, wait in steps:
+        handles = [handle for pool in pools for handle in pool._remaining()]
+        if number is not None:
+            for handle in handles:
+                handle.signal(number)
+        _reap_dead(handles, wait)
+    for pool in pools:
+        pool._finish_end()
+
+
+def _reap_dead(handles: list[WorkerHandle], seconds: float) -> None:
+    """Wait up to so many seconds for these processes to die."""
+    deadline = time.monotonic() + seconds
+    poller = select.poll()
+    waiting = {handle.death_fd: handle for handle in handles}
+    for fd in waiting:
+        poller.register(fd, select.POLLIN)
+    while waiting:
+        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if not ready:
+            return
+        for fd, _ in ready:
+            poller.unregister(fd)
+            waiting.pop(fd).reap()
+
+
+@atexit.register
+def _end_forgotten_pools() -> None:
+    # In a forked copy of this process the workers are somebody else's.
+    mine = [pool for pool in _open_pools if pool.owner_pid == os.getpid()]
+    if mine:
+        _end(mine, max(pool.stop_timeout for pool in mine))

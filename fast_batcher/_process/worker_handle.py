@@ -1,0 +1,228 @@
+"""The parent's half of one worker process: its pipe, its death, its end.
+
+`spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
+thread that calls `stop()` after the loop. A handle is for one process; a replacement gets a new one.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+from multiprocessing.context import SpawnProcess
+from typing import TYPE_CHECKING, Protocol
+
+from fast_batcher._process.environment import limited_threads
+from fast_batcher._process.worker_main import worker_main
+from fast_batcher._transport.channel import LoopChannel
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.config import ModelSpec, Settings
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+logger = logging.getLogger("fast_batcher")
+
+# Our own context: the start method of the program around us stays what it is. Spawn, because a
+# forked child inherits CUDA state that it cannot use, and our pipe ends.
+_context = multiprocessing.get_context("spawn")
+
+
+class HandleEvents(Protocol):
+    """What a handle tells its pool, on the loop's thread."""
+
+    def frame_arrived(self, handle: "WorkerHandle", frame: Frame) -> None:
+        """The worker has said something; an exception means that it talks nonsense."""
+
+    def worker_exited(self, handle: "WorkerHandle") -> None:
+        """The process is dead, and everything it had sent has been handed on. Said once."""
+
+
+class WorkerHandle:
+    """One worker process.
+
+    Args:
+        index: Which of the batcher's workers this is, from 0.
+        model: What it loads.
+        settings: The batcher's settings.
+        events: Who is told.
+    """
+
+    def __init__(
+        self, index: int, model: ModelSpec, settings: Settings, events: HandleEvents
+    ) -> None:
+        self.index = index
+        self._model = model
+        self._settings = settings
+        self._events = events
+        self._process: SpawnProcess | None = None
+        # The process id, None before `spawn`.
+        self.pid: int | None = None
+        self._channel: LoopChannel | None = None
+        # Becomes readable when the process dies: a pidfd, or where there is none the sentinel,
+        # which also waits for the grandchildren that inherited it. -1 after the death.
+        self._death_fd = -1
+        self._owns_death_fd = False
+        self._loop: AbstractEventLoop | None = None
+        # It is being ended by us: nothing that it says counts any more.
+        self.is_ending = False
+        # How the process ended: "exit code 3", "signal 9 (SIGKILL)"; empty while it lives.
+        self.exit_text = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a process that has not been seen to end."""
+        return self._death_fd >= 0
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a loop watches the process, or did until it was closed."""
+        return self._loop is not None
+
+    def spawn(self) -> None:
+        """Start the process. Starter thread.
+
+        Raises:
+            OSError: The system has no room for another process, or the child died at once.
+        """
+        ours, theirs = _context.Pipe(duplex=True)
+        try:
+            self._channel = LoopChannel(
+                ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
+            )
+            process = _context.Process(
+                target=worker_main,
+                args=(theirs, self._settings.max_frame_bytes, os.getpid()),
+                name=f"fast_batcher-{self._model.name}-{self.index}",
+                # Not daemonic: a model may have children of its own (data loaders).
+                daemon=False,
+            )
+            with limited_threads(self._settings.num_workers):
+                process.start()
+        except BaseException:
+            if self._channel is not None:
+                self._channel.close()
+            raise
+        finally:
+            # The child has its own copy; while ours is open there is never an end of file.
+            theirs.close()
+        self._process = process
+        self.pid = process.pid
+        self._death_fd, self._owns_death_fd = _open_death_fd(process)
+
+    def attach(self, loop: "AbstractEventLoop") -> None:
+        """Let this loop watch the process; a loop that did so before is closed by now."""
+        assert self._channel is not None, "attached after spawn"
+        is_first = self._loop is None
+        self._loop = loop
+        self._channel.attach(loop)
+        if is_first:
+            self.send(Kind.LOAD, body=self._model.pickled)
+        loop.add_reader(self._death_fd, self._on_death)
+
+    def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
+        """Send a frame without waiting; one to a dead worker is dropped."""
+        assert self._channel is not None, "sent after spawn"
+        self._channel.send(kind, batch_id, body)
+
+    def ask_to_end(self) -> None:
+        """Let it finish what it has and end by itself. Its answers still count."""
+        self.send(Kind.STOP)
+
+    def disconnect(self) -> None:
+        """Close the pipe: the worker ends after the batch it is computing; nothing is heard of it."""
+        self.is_ending = True
+        if self._channel is not None:
+            self._channel.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, if it lives."""
+        if self.pid is not None and self.is_alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once; `worker_exited` follows."""
+        self.is_ending = True
+        self.signal(signal.SIGKILL)
+
+    def reap(self) -> None:
+        """The process is dead: take its exit status and release what belonged to it."""
+        if not self.is_alive:
+            return
+        assert self._process is not None
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._death_fd)
+        self.exit_text = describe_exit(_exit_code(self._process, self._death_fd))
+        if self._owns_death_fd:
+            os.close(self._death_fd)
+        self._death_fd = -1
+        if self._channel is not None:
+            self._channel.close()
+        # Closes the sentinel; refuses while the process lives.
+        with contextlib.suppress(ValueError):
+            self._process.close()
+
+    @property
+    def death_fd(self) -> int:
+        """Readable once the process is dead; -1 after `reap`."""
+        return self._death_fd
+
+    def _on_frame(self, frame: Frame) -> None:
+        if not self.is_ending:
+            self._events.frame_arrived(self, frame)
+
+    def _on_channel_end(self, error: Exception | None) -> None:
+        """It has closed its end or talks nonsense. Either way it is of no use any more."""
+        if error is not None and not self.is_ending:
+            logger.error(
+                "worker %d (pid %s) is replaced: %s", self.index, self.pid, error, exc_info=error
+            )
+        self.kill()
+
+    def _on_death(self) -> None:
+        # A reply may be read after the death of its writer.
+        if self._channel is not None:
+            self._channel.drain()
+        self.reap()
+        self._events.worker_exited(self)
+
+
+def _open_death_fd(process: SpawnProcess) -> tuple[int, bool]:
+    if sys.platform == "linux" and process.pid is not None:
+        # It is our child and nobody has waited for it, so the pid is its own.
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(process.pid), True
+    return process.sentinel, False
+
+
+def _exit_code(process: SpawnProcess, death_fd: int) -> int | None:
+    """The exit code, negative for a signal, None if another part of the program has taken it.
+
+    Asked of the kernel without taking it: `multiprocessing` waits for its children whenever anyone
+    starts another, from any thread.
+    """
+    status = None
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            info = os.waitid(os.P_PIDFD, death_fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if info is not None:
+                status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+    # Takes it, so that no zombie is left.
+    taken = process.exitcode
+    return taken if taken is not None else status
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended, in words."""
+    if code is None:
+        return "unknown exit status"
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    hint = ", possibly out of memory" if -code == signal.SIGKILL else ""
+    return f"signal {-code} ({name}{hint})"

@@ -1,0 +1,271 @@
+"""What runs in a worker process: load the model, then receive, infer, send.
+
+All of it runs on the main thread of the child, but for one thread that ends the process when the
+parent is gone. It imports neither asyncio nor anything of the parent's half.
+"""
+
+import ctypes
+import importlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from itertools import repeat
+from typing import Any
+
+from fast_batcher._transport import codec
+from fast_batcher._transport.channel import BlockingChannel
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.config import find_model_fault
+from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
+
+logger = logging.getLogger("fast_batcher.worker")
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def worker_main(connection: Any, max_frame_bytes: int, parent_pid: int) -> None:
+    """The target of the worker process; which model to load is the first frame.
+
+    Args:
+        connection: The worker's end of its pipe.
+        max_frame_bytes: Longest frame body either way.
+        parent_pid: The process to end with.
+    """
+    _set_signals()
+    _end_with_parent(parent_pid)
+    channel = BlockingChannel(connection, max_frame_bytes)
+    first = channel.receive()
+    if first is None:  # the parent has thought better of it
+        return
+    try:
+        instance = load_model(first.body)
+        _warm_up(instance)
+    except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
+        channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
+        channel.close()
+        sys.exit(1)
+    try:
+        channel.send(Kind.READY)
+        serve(channel, instance)
+    except OSError:
+        pass  # the parent has closed its end: there is nobody left to answer
+    finally:
+        _close_model(instance)
+
+
+def load_model(pickled: bytes | bytearray | memoryview) -> Any:
+    """Make the model's instance.
+
+    Args:
+        pickled: `(class or "module:Class", args, kwargs)`.
+
+    Raises:
+        WorkerStartupError: The string names nothing that could be a model.
+        Exception: What the import or the constructor raised.
+    """
+    model, args, kwargs = codec.loads(pickled)
+    if isinstance(model, str):
+        cls = _resolve(model)
+        fault = "it is not a class" if not isinstance(cls, type) else find_model_fault(cls)
+        if fault is not None:
+            raise WorkerStartupError(f"model={model!r}: {fault}")
+        model_name, model = model, cls
+    else:
+        model_name = f"{model.__module__}:{model.__qualname__}"
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        error.add_note(f"while calling {model_name} with model_args={args} and {kwargs}")
+        raise
+
+
+def serve(channel: BlockingChannel, model: Any) -> None:
+    """Answer batches until the parent says STOP or closes its end."""
+    parts: dict[int, list[bytes]] = {}
+    while (frame := channel.receive()) is not None:
+        if frame.kind is Kind.STOP:
+            return
+        if frame.kind is Kind.INPUT_ITEMS_PART:
+            parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+        elif frame.kind is Kind.INPUT_ITEMS:
+            items = parts.pop(frame.batch_id, []) + codec.loads(frame.body)
+            _answer_items(channel, model, frame.batch_id, items)
+        else:
+            _answer(channel, model, frame)
+
+
+def _answer(channel: BlockingChannel, model: Any, frame: Frame) -> None:
+    """Compute a batch that came as one pickle, the usual case."""
+    try:
+        inputs = codec.loads(frame.body)
+    except BaseException:  # noqa: BLE001  unpickling is the user's code too
+        channel.send(Kind.UNREADABLE, frame.batch_id)
+        return
+    outcome, seconds = _infer(model, inputs)
+    if isinstance(outcome, RemoteFailure):
+        channel.send(Kind.FAILED, frame.batch_id, codec.dumps(outcome), seconds)
+        return
+    if not any([isinstance(output, BaseException) for output in outcome]):
+        try:
+            body = codec.dumps(outcome)
+        except BaseException:  # noqa: BLE001  then item by item, to find the guilty one
+            body = None
+        if body is not None and len(body) <= channel.max_frame_bytes:
+            channel.send(Kind.OUTPUTS, frame.batch_id, body, seconds)
+            return
+    _send_items(channel, frame.batch_id, [_pack(channel, output) for output in outcome], seconds)
+
+
+def _answer_items(channel: BlockingChannel, model: Any, batch_id: int, items: list[bytes]) -> None:
+    """Compute a batch whose items were pickled apart; those that cannot be read fail alone."""
+    inputs: list[Any] = []
+    outcomes: list[bytes | RemoteFailure | None] = []
+    for item in items:
+        try:
+            inputs.append(codec.loads(item))
+            outcomes.append(None)
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code too
+            outcomes.append(codec.describe(error))
+    seconds = 0.0
+    if inputs:
+        outcome, seconds = _infer(model, inputs)
+        computed: Iterator[bytes | RemoteFailure]
+        if isinstance(outcome, RemoteFailure):
+            computed = repeat(outcome)
+        else:
+            computed = iter([_pack(channel, output) for output in outcome])
+        outcomes = [next(computed) if known is None else known for known in outcomes]
+    _send_items(channel, batch_id, outcomes, seconds)
+
+
+def _infer(model: Any, inputs: list[Any]) -> tuple[list[Any] | RemoteFailure, float]:
+    """Run the model; returns one output per input or the failure of all, and the seconds it took."""
+    # `infer` may change the list that it is given.
+    count = len(inputs)
+    started = time.monotonic()
+    try:
+        outputs = codec.check_outputs(model.infer(inputs), count)
+        seconds = time.monotonic() - started
+        if isinstance(outputs, str):
+            raise OutputMismatchError(outputs)
+    except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
+        return codec.describe(error), time.monotonic() - started
+    return outputs, seconds
+
+
+def _pack(channel: BlockingChannel, output: Any) -> bytes | RemoteFailure:
+    if isinstance(output, BaseException):
+        return codec.describe(output)
+    try:
+        item = codec.dumps(output)
+    except BaseException as error:  # noqa: BLE001  pickling is the user's code too
+        return codec.describe(_unsendable(output, error))
+    if not codec.fits(item, channel.max_frame_bytes):
+        return codec.describe(
+            InferenceError(
+                f"the output takes {len(item)} bytes, more than max_frame_bytes="
+                f"{channel.max_frame_bytes} allows; return less or raise max_frame_bytes"
+            )
+        )
+    return item
+
+
+def _unsendable(output: Any, error: BaseException) -> InferenceError:
+    result = InferenceError(
+        f"the output, a {type(output).__qualname__}, cannot be pickled: {error!r:.500}; return "
+        "plain data, arrays or tensors"
+    )
+    result.__cause__ = error
+    return result
+
+
+def _send_items(
+    channel: BlockingChannel, batch_id: int, outcomes: list[Any], seconds: float
+) -> None:
+    bodies = list(codec.split_parts(outcomes, channel.max_frame_bytes))
+    for body in bodies[:-1]:
+        channel.send(Kind.OUTPUT_ITEMS_PART, batch_id, body)
+    channel.send(Kind.OUTPUT_ITEMS, batch_id, bodies[-1], seconds)
+
+
+def _resolve(name: str) -> Any:
+    """The object that "module:Class" names.
+
+    Raises:
+        WorkerStartupError: There is no such module or attribute; a module that exists and fails to
+            import raises what it raises.
+    """
+    module_name, _, path = name.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise WorkerStartupError(
+            f"model={name!r}: there is no module {error.name!r} on the worker's path; write the "
+            "name as you would import it"
+        ) from error
+    for attribute in path.split("."):
+        try:
+            target = getattr(target, attribute)
+        except AttributeError as error:
+            raise WorkerStartupError(
+                f"model={name!r}: module {module_name!r} has no {path!r}"
+            ) from error
+    return target
+
+
+def _warm_up(model: Any) -> None:
+    warmup_inputs = getattr(model, "warmup_inputs", None)
+    inputs = list(warmup_inputs()) if warmup_inputs is not None else []
+    if not inputs:
+        return
+    outputs = codec.check_outputs(model.infer(list(inputs)), len(inputs))
+    if isinstance(outputs, str):
+        raise OutputMismatchError(f"during warm-up: {outputs}")
+
+
+def _close_model(model: Any) -> None:
+    close = getattr(model, "close", None)
+    if close is None:
+        return
+    try:
+        close()
+    except Exception:
+        logger.exception("the model's close() raised")
+
+
+def _set_signals() -> None:
+    """Ctrl-C goes to the whole process group, and the parent decides what follows from it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A parent that ignores these hands that down through exec.
+    for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own default: EPIPE as an exception
+    signal.set_wakeup_fd(-1)
+    # The starter thread blocks SIGINT so that it is harmless before this point.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """See to it that this process does not outlive its parent, even inside a long call into C."""
+    if sys.platform == "linux":
+        # The kernel's own: works while C code holds the GIL.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:  # it died before the line above
+            os._exit(1)
+    # Elsewhere, and after a change of credentials, which clears the former.
+    threading.Thread(target=_watch_parent, name="fast_batcher-watcher", daemon=True).start()
+
+
+def _watch_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,843 @@
+"""`DynBatcher`: the asyncio shell around the core. Runs on the event loop's thread of the API process.
+
+    endpoint --process_batched--> submit --> Scheduler <--poll-- _pump --Dispatch--> Pool ==> worker
+       ^                                                                                        |
+       +------------- future <-- settle <-- frame_arrived <=====================================+
+
+It decides nothing: it tells the scheduler what happened and when, and carries out what the
+scheduler answers. Its only loop is *apply the event, poll, do the actions, set the timer*. One
+`_pump` per turn of the event loop takes along everything that arrived in that turn; there is no
+task, timer, lock or event per request.
+"""
+
+import asyncio
+import concurrent.futures
+import copy
+import functools
+import logging
+import math
+import multiprocessing.process
+import os
+import sys
+from asyncio import get_running_loop
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from threading import get_ident
+from time import monotonic
+from types import TracebackType
+from typing import Any, Generic, NoReturn, Self, overload
+
+from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
+from fast_batcher._core.lifecycle import Event, State, next_state
+from fast_batcher._core.messages import (
+    Batch,
+    Dispatch,
+    Expire,
+    ExpiryReason,
+    Replace,
+    Request,
+    Stall,
+)
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._process.exchange import Exchange, Failure
+from fast_batcher._process.pool import Pool
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.config import (
+    MAX_FRAME_BYTES,
+    PolicyName,
+    check_model,
+    check_name,
+    check_settings,
+)
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    ConfigurationError,
+    DeadlineExceededError,
+    NotReadyError,
+    TransportError,
+    WorkerLostError,
+    WorkerStartupError,
+)
+from fast_batcher.model import InferenceModel, InputT, OutputT
+from fast_batcher.stats import BatcherStats, weighted_quantile
+
+logger = logging.getLogger("fast_batcher")
+
+# Of one `process_many` call at most this many full batches per worker are queued or running: one
+# that runs, and one that waits full behind it. More would only stand in other callers' way.
+MANY_BATCHES_PER_WORKER = 2
+
+
+class DynBatcher(Generic[InputT, OutputT]):
+    """Answers single requests with a model that computes batches, in worker processes of its own.
+
+    Args:
+        model: A subclass of `InferenceModel`, importable under its name, or "module:Class", which
+            only the workers import.
+        max_batch_size: Most requests in a batch, 1 or more.
+        max_delay: Longest deliberate wait of a batch while a worker is free, seconds. A bound, not
+            a wait: a free worker takes what is there. Only `policy="fixed"` waits for it.
+        model_args: Positional arguments of the model's constructor; picklable.
+        model_kwargs: Keyword arguments of the model's constructor; picklable.
+        num_workers: Processes, each with a copy of the model.
+        policy: "adaptive" or "greedy": a free worker takes what waits at once; "fixed": wait for a
+            full batch or `max_delay` seconds after the first request.
+        max_queue_size: Most requests waiting; default the larger of 1024 and 8 batches per worker.
+        timeout: Seconds until a call gives up where it names no timeout; None for no limit.
+        infer_timeout: Seconds that one batch may take before its worker is replaced, or None.
+        start_timeout: Seconds that a worker may take to load the model.
+        stop_timeout: Seconds that a worker may take to end before it is made to.
+        drain_timeout: Seconds that `aclose` lets accepted requests finish; the default stays below
+            the 30 s that Kubernetes gives a pod.
+        max_frame_bytes: Largest message to or from a worker; larger batches are sent in parts.
+        auto_open: Whether the first call opens a batcher that nobody has opened.
+        name: For logs and health checks; default the model's name.
+
+    Raises:
+        ConfigurationError: A setting is wrong. Nothing has been started.
+
+    Constructing starts nothing, except under a running event loop, where opening begins at the
+    loop's next turn. All methods but `submit` belong to the thread of that loop.
+    """
+
+    def __init__(
+        self,
+        model: type[InferenceModel[InputT, OutputT]] | str,
+        max_batch_size: int = 32,
+        max_delay: float | None = None,
+        *,
+        model_args: Sequence[Any] = (),
+        model_kwargs: Mapping[str, Any] | None = None,
+        num_workers: int = 1,
+        policy: PolicyName = "adaptive",
+        max_queue_size: int | None = None,
+        timeout: float | None = 30.0,
+        infer_timeout: float | None = None,
+        start_timeout: float = 300.0,
+        stop_timeout: float = 2.0,
+        drain_timeout: float = 20.0,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
+        auto_open: bool = True,
+        name: str | None = None,
+    ) -> None:
+        self._settings = check_settings(
+            max_batch_size=max_batch_size,
+            max_delay=max_delay,
+            num_workers=num_workers,
+            policy=policy,
+            max_queue_size=max_queue_size,
+            timeout=timeout,
+            infer_timeout=infer_timeout,
+            start_timeout=start_timeout,
+            stop_timeout=stop_timeout,
+            drain_timeout=drain_timeout,
+            max_frame_bytes=max_frame_bytes,
+            auto_open=auto_open,
+        )
+        self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
+        self.name = check_name(name, self._model.name)
+        self._scheduler = Scheduler(
+            make_policy(policy, max_delay),
+            max_batch_size=max_batch_size,
+            max_queue_size=self._settings.max_queue_size,
+            timeout=timeout,
+            infer_timeout=infer_timeout,
+        )
+        self._state = State.NEW
+        self._start_error: WorkerStartupError | None = None
+        self._pool: Pool | None = None
+        # Workers that have been ready once: when that is all of them, the batcher is open.
+        self._seen_ready: set[int] = set()
+
+        # Process, loop and the loop's thread that the batcher belongs to.
+        self._pid = os.getpid()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        # The same loop while calls on it need no closer look: opening or open, not draining.
+        self._serving_loop: asyncio.AbstractEventLoop | None = None
+        # Requests of this turn of the loop, and whether a `_pump` is scheduled to take them.
+        self._arrivals: list[Request] = []
+        self._pump_is_due = False
+        # One timer for the earliest moment at which the scheduler wants to be asked.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+
+        # Those who wait in `open` and in `aclose`.
+        self._ready_waiters: list[asyncio.Future[None]] = []
+        self._drained: asyncio.Future[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
+
+        if auto_open:
+            self._begin_open_soon()
+
+    # Calls.
+
+    async def process_batched(self, value: InputT, *, timeout: float | None = None) -> OutputT:
+        """Wait for the model's output for one input.
+
+        The input joins the next batch; its place is kept in order of arrival.
+
+        Args:
+            value: One input, without a batch axis. Must be picklable; it should not be changed
+                until the call returns.
+            timeout: Seconds from now until the caller loses interest, `math.inf` for no limit, None
+                for the batcher's `timeout`. Covers the start of the workers too.
+
+        Returns:
+            What `infer` returned at this input's position.
+
+        Raises:
+            QueueFullError: `max_queue_size` requests wait already; nothing was queued.
+            DeadlineExceededError: The timeout passed first.
+            NotReadyError: The timeout passed and no worker was ready.
+            InferenceError: The model raised; also an instance of what it raised.
+            OutputMismatchError: The model returned something other than one output per input.
+            UnsendableValueError: The input cannot be pickled.
+            RequestTooLargeError: The pickled input is larger than `max_frame_bytes`.
+            WorkerLostError: The worker died while it had this request.
+            WorkerStartupError: The model could not be loaded.
+            BatcherClosedError: The batcher is draining or closed.
+
+        Cancellation: safe at any time. A waiting input is forgotten; a running one is computed and
+        its output dropped. Other inputs of the batch are not affected.
+        """
+        if not self._pump_is_due:
+            loop = get_running_loop()
+            if loop is not self._serving_loop:
+                self._serve_on(loop)
+            self._pump_is_due = True
+            loop.call_soon(self._pump)
+        else:
+            # Others have called in this turn of the loop: a cheaper question is enough.
+            loop = self._loop  # type: ignore[assignment]  # set since it has a pump
+            if get_ident() != self._thread or loop.is_closed():
+                loop = get_running_loop()
+                self._serve_on(loop)
+        deadline = None if timeout is None else monotonic() + _checked(timeout)
+        future: asyncio.Future[OutputT] = loop.create_future()
+        request = Request(value, future, deadline)
+        self._arrivals.append(request)
+        try:
+            return await future
+        finally:
+            if not request.is_settled:
+                self._abandon(request)
+
+    async def process_many(
+        self, values: Iterable[InputT], *, timeout: float | None = None
+    ) -> list[OutputT]:
+        """Wait for the outputs of many inputs, in their order.
+
+        They are queued a few batches at a time, so that other callers get their turns, and count
+        against `max_queue_size` one by one.
+
+        Args:
+            values: Inputs as for `process_batched`; none gives an empty list.
+            timeout: As for `process_batched`, for all of them together.
+
+        Raises:
+            BatcherError: As `process_batched`, the error of the first input that has one. The
+                others are abandoned.
+
+        Cancellation: safe at any time; all of them are abandoned.
+        """
+        limit = self._settings.timeout if timeout is None else _checked(timeout)
+        deadline = math.inf if limit is None else monotonic() + limit
+        window = MANY_BATCHES_PER_WORKER * self._settings.max_batch_size
+        window *= self._settings.num_workers
+        outputs: list[OutputT] = []
+        in_flight: deque[Request] = deque()
+        try:
+            for value in values:
+                # With requests of its own under way it waits for room; else it is refused.
+                while in_flight and (
+                    len(in_flight) >= window or self._scheduler.room <= len(self._arrivals)
+                ):
+                    outputs.append(await in_flight[0].caller)
+                    in_flight.popleft()
+                request = Request(value, get_running_loop().create_future(), deadline)
+                self._enqueue(request)
+                in_flight.append(request)
+            while in_flight:
+                outputs.append(await in_flight[0].caller)
+                in_flight.popleft()
+        finally:
+            for request in in_flight:
+                self._abandon(request)
+                if request.caller.done() and not request.caller.cancelled():
+                    request.caller.exception()  # seen, so that asyncio does not report it
+        return outputs
+
+    def submit(
+        self, value: InputT, *, timeout: float | None = None
+    ) -> concurrent.futures.Future[OutputT]:
+        """Queue one input from any thread, for endpoints written with `def`.
+
+        Args:
+            value: As for `process_batched`.
+            timeout: As for `process_batched`.
+
+        Returns:
+            A future for the output; its errors are those of `process_batched`. Cancelling it is
+            cancelling the call. Do not wait for it on the event loop's own thread.
+
+        Raises:
+            NotReadyError: The batcher has not been opened, so there is no loop to serve it.
+            BatcherClosedError: The batcher is draining or closed.
+        """
+        loop = self._loop
+        if loop is None or self._serving_loop is None:
+            self._refuse("submit() needs a batcher that has been opened on an event loop")
+        deadline = None if timeout is None else monotonic() + _checked(timeout)
+        future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
+        request = Request(value, ThreadCaller(future), deadline)
+
+        def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
+            if future.cancelled():
+                _call_in_loop(loop, self._abandon, request)
+
+        future.add_done_callback(abandon_if_cancelled)
+        if not _call_in_loop(loop, self._submit_from_thread, request):
+            raise NotReadyError(f"{self.name}: the event loop that served it is closed")
+        return future
+
+    # Life.
+
+    async def open(self, *, wait_ready: bool = True) -> None:
+        """Start the workers and wait until every one is ready.
+
+        Args:
+            wait_ready: False returns at once, so that an app can answer probes while the model
+                loads; calls are queued until a worker is ready.
+
+        Raises:
+            WorkerStartupError: A worker could not load its model; the cause is its traceback. No
+                process is left.
+            BatcherClosedError: It is draining or closed; a batcher is opened once.
+
+        Cancellation: safe; the workers go on loading.
+        """
+        loop = get_running_loop()
+        if self._state is State.NEW:
+            self._begin_open()
+        if loop is not self._serving_loop and self._start_error is None:
+            self._serve_on(loop)
+        if wait_ready and self._state is State.OPENING:
+            waiter = loop.create_future()
+            self._ready_waiters.append(waiter)
+            await waiter
+        start_error = self._fresh_start_error()
+        if start_error is not None:
+            assert self._pool is not None, "a start has failed, so there was one"
+            await self._pool.aclose()
+            raise start_error
+
+    def begin_drain(self) -> None:
+        """Take no more requests and report not ready, while what is queued is being finished.
+
+        For a preStop hook, or a moment before `aclose`. May be called again.
+        """
+        if self._state in (State.NEW, State.OPENING, State.OPEN, State.BROKEN):
+            self._move(Event.DRAIN)
+            self._serving_loop = None
+            self._take_arrivals(monotonic())
+            self._scheduler.begin_drain()
+            if self._loop is not None and not self._loop.is_closed():
+                self._pump_soon(self._loop)
+
+    async def aclose(self) -> None:
+        """Finish what has been accepted, then end the workers. May be called again, in any state.
+
+        Requests that are not answered within `drain_timeout` fail with `BatcherClosedError`.
+        Workers end within `stop_timeout`, or are terminated and killed.
+
+        Cancellation: safe; the workers are then killed at once.
+        """
+        loop = get_running_loop()
+        if self._state is State.CLOSED or self._pid != os.getpid():
+            return
+        if self._closing is not None and self._closing.get_loop() is loop:
+            await asyncio.wait([self._closing])
+            return
+        if self._loop is not None and self._loop is not loop:
+            self._require_closed_loop("aclose()")
+            self.stop()
+            return
+        self._closing = loop.create_future()
+        try:
+            self.begin_drain()
+            await self._wait_until_drained(loop)
+            self._fail_open_requests()
+            if self._pool is not None:
+                await self._pool.aclose()
+        finally:
+            # After a cancelled wait nothing is waited for any more.
+            self._end(grace=0.0)
+            self._closing.set_result(None)
+
+    def stop(self) -> None:
+        """End now, from synchronous code, in any state. May be called again.
+
+        Requests that have not been answered fail with `BatcherClosedError`. Blocks until the
+        workers are dead: up to `stop_timeout` seconds if one is computing, and half a second more
+        if it has to be killed. Works after the event loop has been closed; then nobody is left to
+        be told.
+        """
+        if self._pid == os.getpid():
+            self._end(grace=self._settings.stop_timeout)
+
+    async def __aenter__(self) -> Self:
+        """Open, and wait until every worker is ready."""
+        await self._open_or_stop(wait_ready=True)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close as `aclose` does, whatever happened in the body."""
+        await self.aclose()
+
+    @overload
+    def lifespan(self, app: Any, /) -> AbstractAsyncContextManager[None]: ...
+    @overload
+    def lifespan(
+        self, *, wait_ready: bool = True
+    ) -> Callable[[Any], AbstractAsyncContextManager[None]]: ...
+    def lifespan(self, app: Any = None, /, *, wait_ready: bool = True) -> Any:
+        """The batcher's life as an app's lifespan: `FastAPI(lifespan=batcher.lifespan)`.
+
+        Args:
+            app: What the framework passes. Without it, the call returns a lifespan made with the
+                other arguments: `FastAPI(lifespan=batcher.lifespan(wait_ready=False))`.
+            wait_ready: Whether the app starts to answer only when every worker is ready.
+
+        Raises:
+            WorkerStartupError: A worker could not load its model; the server then stops.
+        """
+
+        @asynccontextmanager
+        async def run(app: Any) -> AsyncIterator[None]:  # noqa: ARG001
+            await self._open_or_stop(wait_ready=wait_ready)
+            try:
+                yield
+            finally:
+                await self.aclose()
+
+        return run if app is None else run(app)
+
+    # What can be seen of it.
+
+    @property
+    def state(self) -> str:
+        """One of "new", "opening", "open", "draining", "closed" and "broken"."""
+        return str(self._state)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether calls are taken and at least one worker can compute them."""
+        return self._state is State.OPEN and self._scheduler.workers_ready > 0
+
+    @property
+    def start_error(self) -> WorkerStartupError | None:
+        """Why the batcher is broken, None if it is not."""
+        return self._start_error
+
+    @property
+    def stats(self) -> BatcherStats:
+        """A snapshot of counts and quantiles."""
+        scheduler, tally = self._scheduler, self._scheduler.tally
+        return BatcherStats(
+            state=self.state,
+            workers_ready=scheduler.workers_ready,
+            num_workers=self._settings.num_workers,
+            waiting=scheduler.waiting,
+            running=scheduler.running,
+            submitted=tally.submitted,
+            completed=tally.completed,
+            failed=tally.failed,
+            expired=tally.expired,
+            cancelled=tally.cancelled,
+            rejected=tally.rejected,
+            batches=sum(tally.batch_sizes.values()),
+            batch_sizes=dict(sorted(tally.batch_sizes.items())),
+            releases={release.value: count for release, count in tally.releases.items()},
+            restarts=tally.restarts,
+            queue_wait_p50=weighted_quantile(tally.queue_waits, 0.50),
+            queue_wait_p95=weighted_quantile(tally.queue_waits, 0.95),
+            infer_p50=weighted_quantile(tally.infer_times, 0.50),
+            infer_p95=weighted_quantile(tally.infer_times, 0.95),
+        )
+
+    def __repr__(self) -> str:
+        scheduler = self._scheduler
+        return (
+            f"<{type(self).__name__} {self.name!r} {self._state.value} "
+            f"workers={scheduler.workers_ready}/{self._settings.num_workers} "
+            f"waiting={scheduler.waiting} running={scheduler.running} "
+            f"completed={scheduler.tally.completed} failed={scheduler.tally.failed}>"
+        )
+
+    # What the pool tells. These are public because the pool calls them; users do not.
+
+    def worker_ready(self, worker: int) -> None:
+        """A worker has loaded its model."""
+        self._scheduler.worker_ready(monotonic(), worker)
+        if worker in self._seen_ready:
+            self._scheduler.tally.restarts += 1
+        self._seen_ready.add(worker)
+        if self._state is State.OPENING and len(self._seen_ready) == self._settings.num_workers:
+            self._move(Event.ALL_READY)
+            self._wake_ready_waiters()
+        self._pump()
+
+    def worker_lost(self, worker: int, exit_text: str) -> None:
+        """A worker that was ready is dead."""
+        self._exchange.forget(worker)
+        for request in self._scheduler.worker_lost(worker):
+            error = WorkerLostError(
+                f"worker {worker} ended with {exit_text} while it had this request"
+            )
+            fail(self._scheduler.tally, request, error)
+        self._pump()
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        """A worker was never ready: the end of an opening, a set-back of a replacement."""
+        if self._state is not State.OPENING:
+            logger.warning("%s: %s; trying again", self.name, error)
+            return
+        logger.error("%s: %s", self.name, error, exc_info=error)
+        self._start_error = error
+        self._serving_loop = None
+        self._move(Event.START_FAILED)
+        assert self._pool is not None, "it is the pool that calls"
+        self._pool.abandon()
+        self._fail_open_requests()
+        self._wake_ready_waiters()
+
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
+        """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
+        if frame.kind is Kind.UNREADABLE or frame.kind is Kind.OUTPUT_ITEMS_PART:
+            batch = self._scheduler.find_batch(worker, frame.batch_id)
+            if batch is None:
+                raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
+            if frame.kind is Kind.OUTPUT_ITEMS_PART:
+                self._exchange.keep_part(worker, frame)
+            else:
+                self._withdraw(batch, self._exchange.send_by_item(batch))
+            return
+        batch = self._scheduler.batch_done(monotonic(), worker, frame.batch_id)
+        if batch is None:
+            raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
+        self._scheduler.tally.infer_times.append((frame.seconds, 1))
+        # Give the worker its next batch before anything is done about this one.
+        if self._scheduler.waiting:
+            self._pump()
+        try:
+            outcomes = self._exchange.read(worker, frame, len(batch.requests))
+        except Exception as error:
+            # The worker will be replaced; this batch is no longer on it, and must not be forgotten.
+            outcomes = [Failure(functools.partial(TransportError, str(error)))] * len(
+                batch.requests
+            )
+            settle(self._scheduler.tally, batch.requests, outcomes)
+            raise
+        settle(self._scheduler.tally, batch.requests, outcomes)
+        if self._drained is not None:
+            self._notice_drained()
+
+    # Opening.
+
+    def _begin_open_soon(self) -> None:
+        try:
+            loop = get_running_loop()
+        except RuntimeError:
+            return
+        loop.call_soon(self._begin_open)
+
+    def _begin_open(self) -> None:
+        """Start the workers, if nobody has done so; READY arrives as an event."""
+        if self._state is not State.NEW:
+            return
+        _check_platform()
+        loop = get_running_loop()
+        self._bind(loop)
+        self._move(Event.OPEN)
+        self._pool = Pool(self._model, self._settings, self, self.name)
+        self._exchange = Exchange(self._pool.send, self._settings.max_frame_bytes)
+        self._pool.open(loop)
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = self._serving_loop = loop
+        self._thread = get_ident()
+
+    async def _open_or_stop(self, *, wait_ready: bool) -> None:
+        try:
+            await self.open(wait_ready=wait_ready)
+        except BaseException:
+            # The caller's `async with` has not begun, so its end will not come.
+            if self._state is not State.BROKEN:
+                self._end(grace=0.0)
+            raise
+
+    def _serve_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """See to it that calls on this loop can be served, or raise."""
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"{self.name}: this DynBatcher was made in another process (pid {self._pid}) and "
+                "does not survive a fork; make one in each process, for example in the lifespan"
+            )
+        if self._state is State.NEW:
+            if not self._settings.auto_open:
+                self._refuse("it has not been opened")
+            self._begin_open()
+        if self._state not in (State.OPENING, State.OPEN):
+            self._refuse("it takes no calls")
+        if self._loop is not loop:
+            self._require_closed_loop("this call")
+            self._rebind(loop)
+
+    def _refuse(self, what: str) -> NoReturn:
+        """Raise the error that tells why calls are not taken."""
+        start_error = self._fresh_start_error()
+        if start_error is not None:
+            raise start_error
+        if self._state in (State.DRAINING, State.CLOSED):
+            self._scheduler.tally.rejected += 1
+            raise BatcherClosedError(
+                f"{self.name} is {self._state.value} and takes no more requests; a closed batcher "
+                "is not opened again, make a new one"
+            )
+        raise NotReadyError(
+            f"{self.name}: {what}. Give its lifespan to the app: FastAPI(lifespan=batcher.lifespan)"
+            ", and in tests use `with TestClient(app)`, which runs it"
+        )
+
+    def _require_closed_loop(self, what: str) -> None:
+        assert self._loop is not None, "asked only of a batcher that has a loop"
+        if not self._loop.is_closed():
+            raise RuntimeError(
+                f"{self.name}: {what} comes from another event loop than the one that serves it, "
+                "which is still alive; from other threads use submit()"
+            )
+
+    def _rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Go on with another loop. Those who waited on the closed one cannot be told anything."""
+        assert self._pool is not None, "it has been opened"
+        logger.info("%s: goes on with another event loop", self.name)
+        for request in self._scheduler.open_requests():
+            if is_beyond_reach(request):
+                self._scheduler.cancel(request)
+        self._arrivals = [r for r in self._arrivals if not is_beyond_reach(r)]
+        self._bind(loop)
+        self._pump_is_due = False
+        self._timer, self._timer_at = None, math.inf
+        self._ready_waiters.clear()
+        self._pool.rebind(loop)
+        self._pump_soon(loop)
+
+    def _fresh_start_error(self) -> WorkerStartupError | None:
+        """The start error for one caller, if there is one: tracebacks grow on shared ones."""
+        if self._start_error is None:
+            return None
+        error = copy.copy(self._start_error)
+        error.__cause__ = self._start_error.__cause__
+        return error
+
+    def _wake_ready_waiters(self) -> None:
+        for waiter in self._ready_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._ready_waiters.clear()
+
+    def _move(self, event: Event) -> None:
+        before, self._state = self._state, next_state(self._state, event)
+        logger.info("%s: %s -> %s (%s)", self.name, before.value, self._state.value, event.value)
+
+    # The loop: apply the event, poll, do the actions, set the timer.
+
+    def _enqueue(self, request: Request) -> None:
+        """Let a request wait for the pump of this turn."""
+        loop = get_running_loop()
+        if loop is not self._serving_loop:
+            self._serve_on(loop)
+        self._arrivals.append(request)
+        self._pump_soon(loop)
+
+    def _pump_soon(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._pump_is_due:
+            self._pump_is_due = True
+            loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pump_is_due = False
+        now = monotonic()
+        self._take_arrivals(now)
+        actions, wake_at = self._scheduler.poll(now)
+        for action in actions:
+            self._do(action)
+        if wake_at is not None and wake_at < self._timer_at:
+            self._set_timer(wake_at)
+        if self._drained is not None:
+            self._notice_drained()
+
+    def _take_arrivals(self, now: float) -> None:
+        arrivals, self._arrivals = self._arrivals, []
+        if not arrivals:
+            return
+        for request in self._scheduler.submit(now, arrivals):
+            request.is_settled = True
+            tell(request, self._fresh_start_error() or self._scheduler.refusal())
+
+    def _do(self, action: Dispatch | Expire | Stall | Replace) -> None:
+        if isinstance(action, Dispatch):
+            self._send(action.batch)
+        elif isinstance(action, Expire):
+            self._tell_expired(action.request, action.reason)
+        elif isinstance(action, Stall):
+            logger.warning(
+                "%s: worker %d is not ready: every request of its batch has expired",
+                self.name,
+                action.worker,
+            )
+        else:
+            logger.warning(
+                "%s: worker %d is replaced: its batch took longer than infer_timeout=%s seconds",
+                self.name,
+                action.worker,
+                self._settings.infer_timeout,
+            )
+            assert self._pool is not None
+            self._pool.replace(action.worker)
+
+    def _set_timer(self, wake_at: float) -> None:
+        assert self._loop is not None, "there is something to wait for only on a loop"
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(max(0.0, wake_at - monotonic()), self._wake)
+        self._timer_at = wake_at
+
+    def _wake(self) -> None:
+        self._timer, self._timer_at = None, math.inf
+        self._pump()
+
+    def _send(self, batch: Batch) -> None:
+        refused = self._exchange.send(batch)
+        if refused:
+            self._withdraw(batch, refused)
+
+    def _withdraw(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+        """Requests of a batch that cannot be sent fail; the worker has the others."""
+        for request, error in refused:
+            if not request.is_settled:
+                fail(self._scheduler.tally, request, error)
+        self._scheduler.withdraw(batch, [request for request, _ in refused])
+        # A batch of which nothing was left has left its worker free.
+        self._pump_soon(get_running_loop())
+
+    def _tell_expired(self, request: Request, reason: ExpiryReason) -> None:
+        waited = f"after {request.deadline - request.arrival:.3g} seconds"
+        if reason is ExpiryReason.NOT_READY:
+            error: BatcherError = NotReadyError(f"no worker was ready {waited}")
+        elif reason is ExpiryReason.WAITING:
+            error = DeadlineExceededError(f"the request was still waiting {waited}")
+        elif reason is ExpiryReason.RUNNING:
+            error = DeadlineExceededError(f"the model had not answered {waited}")
+        else:
+            error = DeadlineExceededError(
+                f"the batch ran longer than infer_timeout={self._settings.infer_timeout} seconds"
+            )
+        tell(request, error)
+
+    def _abandon(self, request: Request) -> None:
+        """The caller has gone. Nothing here waits: cancel scopes cancel again at every wait."""
+        self._take_arrivals(monotonic())  # it may be one of them
+        self._scheduler.cancel(request)
+        if self._drained is not None:
+            self._notice_drained()
+
+    def _submit_from_thread(self, request: Request) -> None:
+        try:
+            self._enqueue(request)
+        except (BatcherError, RuntimeError) as error:
+            request.is_settled = True
+            tell(request, error)
+
+    # Ending.
+
+    async def _wait_until_drained(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._drained = loop.create_future()
+        try:
+            self._notice_drained()
+            await asyncio.wait([self._drained], timeout=self._settings.drain_timeout)
+        finally:
+            self._drained = None
+
+    def _notice_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            if not self._scheduler.waiting and not self._scheduler.running:
+                self._drained.set_result(None)
+
+    def _fail_open_requests(self) -> None:
+        self._take_arrivals(monotonic())
+        for request in self._scheduler.close():
+            if is_beyond_reach(request):
+                self._scheduler.tally.cancelled += 1
+            else:
+                error = self._fresh_start_error() or BatcherClosedError(
+                    f"{self.name} was closed before it had answered"
+                )
+                fail(self._scheduler.tally, request, error)
+
+    def _end(self, grace: float) -> None:
+        if self._state is State.CLOSED:
+            return
+        self._move(Event.CLOSE)
+        self._serving_loop = None
+        self._fail_open_requests()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._pool is not None:
+            self._pool.stop(grace)
+        if self._loop is not None and not self._loop.is_closed():
+            self._wake_ready_waiters()
+            self._notice_drained()
+
+
+def _call_in_loop(
+    loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any
+) -> bool:
+    """Call on the loop's thread; False if the loop is closed."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _checked(timeout: Any) -> float:
+    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+        raise ConfigurationError(
+            f"timeout={timeout!r}: give more than 0 seconds, math.inf for no limit"
+        )
+    return timeout
+
+
+def _check_platform() -> None:
+    if sys.platform == "win32":
+        raise ConfigurationError(
+            "fast_batcher needs Linux or macOS; on Windows run it inside WSL or a container"
+        )
+    # Set while a spawned process imports the main module. A batcher opened then would spawn a
+    # process that imports the main module, and so on.
+    if getattr(multiprocessing.process.current_process(), "_inheriting", False):
+        raise ConfigurationError(
+            "a batcher is being opened while a worker process imports the main module; put what "
+            "the script does under `if __name__ == '__main__':`"
+        )

@@ -1,0 +1,271 @@
+"""Settings of a batcher, checked once at construction. Pure; imports only errors.
+
+Each check names the parameter, the value and the remedy. What only the worker can know (does the
+module import, does the class load) is found at open.
+"""
+
+import inspect
+import math
+import os
+import pickle
+import re
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from fast_batcher.errors import ConfigurationError
+
+PolicyName = Literal["adaptive", "greedy", "fixed"]
+
+# Memory per request in flight is small, but a size with nine digits is a typing error.
+MAX_BATCH_SIZE = 2**20
+# More processes than any machine has cores for; above it someone confused two parameters.
+MAX_WORKERS = 1024
+# A longer duration than a year is a unit mistake, and timers of event loops overflow at some point.
+MAX_SECONDS = 365 * 24 * 3600.0
+# Room for at least this many waiting requests, and for 8 batches per worker (DESIGN: POLICY 5.8).
+MIN_QUEUE_SIZE = 1024
+QUEUED_BATCHES_PER_WORKER = 8
+# A frame holds one whole batch of inputs or outputs. 256 MiB is 400 images of 602 KB, and small
+# enough that a garbage length cannot take the machine's memory.
+MAX_FRAME_BYTES = 256 * 2**20
+# Below it an error with its text and traceback (64 Ki characters each) might not fit.
+MIN_MAX_FRAME_BYTES = 2**20
+
+_MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The checked settings of one batcher; see `DynBatcher` for what each means."""
+
+    max_batch_size: int = 32
+    max_delay: float | None = None
+    num_workers: int = 1
+    policy: PolicyName = "adaptive"
+    max_queue_size: int = MIN_QUEUE_SIZE
+    timeout: float | None = 30.0
+    infer_timeout: float | None = None
+    start_timeout: float = 300.0
+    stop_timeout: float = 2.0
+    drain_timeout: float = 20.0
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    auto_open: bool = True
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model a worker loads, in a form that crosses the process boundary.
+
+    `pickled` holds (class or "module:Class", args, kwargs). It is pickled once, in the parent, and
+    read in the worker inside a `try`, so that a module that does not import is a clear error.
+    """
+
+    name: str
+    pickled: bytes
+
+
+def check_settings(
+    *,
+    max_batch_size: int,
+    max_delay: float | None,
+    num_workers: int,
+    policy: str,
+    max_queue_size: int | None,
+    timeout: float | None,
+    infer_timeout: float | None,
+    start_timeout: float,
+    stop_timeout: float,
+    drain_timeout: float,
+    max_frame_bytes: int,
+    auto_open: bool,
+) -> Settings:
+    """Check every value; raise `ConfigurationError` for the first wrong one."""
+    _check_count("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
+    _check_count("num_workers", num_workers, 1, MAX_WORKERS)
+    if policy not in get_args(PolicyName):
+        names = ", ".join(repr(name) for name in get_args(PolicyName))
+        raise ConfigurationError(f"policy={policy!r}: choose one of {names}")
+    if max_delay is not None:
+        _check_seconds("max_delay", max_delay, zero_allowed=True)
+    elif policy == "fixed":
+        raise ConfigurationError(
+            "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
+            "number of seconds, for example max_delay=0.01"
+        )
+    if max_queue_size is None:
+        room = QUEUED_BATCHES_PER_WORKER * max_batch_size * num_workers
+        max_queue_size = max(MIN_QUEUE_SIZE, room)
+    _check_count("max_queue_size", max_queue_size, 1, None)
+    for name, seconds in (("timeout", timeout), ("infer_timeout", infer_timeout)):
+        if seconds is not None:
+            _check_seconds(name, seconds)
+    _check_seconds("start_timeout", start_timeout)
+    _check_seconds("stop_timeout", stop_timeout, zero_allowed=True)
+    _check_seconds("drain_timeout", drain_timeout, zero_allowed=True)
+    _check_count("max_frame_bytes", max_frame_bytes, MIN_MAX_FRAME_BYTES, None)
+    if not isinstance(auto_open, bool):
+        raise ConfigurationError(f"auto_open={auto_open!r}: give True or False")
+    _warn_about_workers(num_workers)
+    return Settings(
+        max_batch_size=max_batch_size,
+        max_delay=max_delay,
+        num_workers=num_workers,
+        policy=policy,  # type: ignore[arg-type]  # checked against the literal above
+        max_queue_size=max_queue_size,
+        timeout=timeout,
+        infer_timeout=infer_timeout,
+        start_timeout=start_timeout,
+        stop_timeout=stop_timeout,
+        drain_timeout=drain_timeout,
+        max_frame_bytes=max_frame_bytes,
+        auto_open=auto_open,
+    )
+
+
+def check_name(name: object, model_name: str) -> str:
+    """The batcher's name for logs and health checks: as given, else the model's."""
+    if name is None:
+        return model_name
+    if not isinstance(name, str) or not name.strip() or not name.isprintable():
+        raise ConfigurationError(f"name={name!r}: give a printable, non-empty string or leave it")
+    return name
+
+
+def check_model(
+    model: object,
+    model_args: object,
+    model_kwargs: object,
+    max_frame_bytes: int,
+) -> ModelSpec:
+    """Check what can be known without running the model's code, and pickle it for the workers."""
+    if isinstance(model, str):
+        if not _MODEL_STRING.fullmatch(model):
+            raise ConfigurationError(
+                f"model={model!r}: write 'package.module:Class', as in 'app.models:Embedder'"
+            )
+        name = model.rpartition(":")[2]
+    elif isinstance(model, type):
+        _check_class(model)
+        name = model.__name__
+    elif hasattr(type(model), "infer"):
+        raise ConfigurationError(
+            f"model={model!r}: give the class, not an instance; each worker makes its own. "
+            "Arguments of the constructor go into model_args and model_kwargs"
+        )
+    else:
+        raise ConfigurationError(
+            f"model={model!r}: give a subclass of InferenceModel or a 'module:Class' string"
+        )
+    args, kwargs = _check_arguments(model_args, model_kwargs)
+    try:
+        pickled = pickle.dumps((model, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise ConfigurationError(
+            f"model_args={model_args!r:.200}, model_kwargs={model_kwargs!r:.200}: they cannot be "
+            f"pickled ({error}), so they cannot reach the worker; pass a path or a name instead "
+            "and load the thing in the model's __init__"
+        ) from error
+    if len(pickled) > max_frame_bytes:
+        raise ConfigurationError(
+            f"model_args and model_kwargs take {len(pickled)} bytes, more than max_frame_bytes="
+            f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
+        )
+    return ModelSpec(name=name, pickled=pickled)
+
+
+def find_model_fault(model: type) -> str | None:
+    """What is wrong with a model class, or None; asked in the parent and again in the worker."""
+    infer = getattr(model, "infer", None)
+    if not callable(infer):
+        return "it has no method infer(self, inputs)"
+    abstract = sorted(getattr(model, "__abstractmethods__", ()))
+    if abstract:
+        return f"it does not implement {', '.join(abstract)}"
+    if inspect.iscoroutinefunction(infer) or inspect.isasyncgenfunction(infer):
+        return "infer is async; the worker has no event loop, write a plain def"
+    if inspect.isgeneratorfunction(infer):
+        return "infer is a generator; return a list with one output per input"
+    return _find_arity_fault(model, infer)
+
+
+def _find_arity_fault(model: type, infer: Any) -> str | None:
+    try:
+        signature = inspect.signature(infer)
+    except (TypeError, ValueError):  # written in C: the first call will tell
+        return None
+    is_static = isinstance(inspect.getattr_static(model, "infer"), staticmethod | classmethod)
+    try:
+        signature.bind(*([()] if is_static else [None, ()]))
+    except TypeError:
+        return f"infer{signature} must take exactly one argument besides self, the list of inputs"
+    return None
+
+
+def _check_class(model: type) -> None:
+    fault = find_model_fault(model)
+    if fault is not None:
+        raise ConfigurationError(f"model={model!r}: {fault}")
+    name = f"{model.__module__}.{model.__qualname__}"
+    if "<locals>" in model.__qualname__:
+        raise ConfigurationError(
+            f"model={model!r}: {name} is defined inside a function, so the worker process cannot "
+            "import it; move the class to the top level of a module"
+        )
+    if model.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigurationError(
+            f"model={model!r}: a class typed into a notebook or a prompt does not exist in the "
+            "worker process; put it into a .py file and import it from there"
+        )
+    try:
+        pickle.dumps(model)
+    except Exception as error:
+        raise ConfigurationError(
+            f"model={model!r}: the worker process cannot import it ({error}); it must be reachable "
+            "under its own name at the top level of its module"
+        ) from error
+
+
+def _check_arguments(
+    model_args: object, model_kwargs: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
+        raise ConfigurationError(
+            f"model_args={model_args!r:.200}: give a tuple, for example ('weights.pt',)"
+        )
+    kwargs = {} if model_kwargs is None else model_kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise ConfigurationError(
+            f"model_kwargs={model_kwargs!r:.200}: give a dict with names as keys"
+        )
+    return tuple(model_args), dict(kwargs)
+
+
+def _check_count(name: str, value: object, least: int, most: int | None) -> None:
+    # bool is an int to Python, and never a count to a person.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give a whole number, {least} or more")
+    if value < least or (most is not None and value > most):
+        limits = f"{least} or more" if most is None else f"{least} to {most}"
+        raise ConfigurationError(f"{name}={value!r}: must be {limits}")
+
+
+def _check_seconds(name: str, value: object, *, zero_allowed: bool = False) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: give seconds as a number, for example 0.5")
+    if math.isnan(value) or value < 0 or (value == 0 and not zero_allowed) or value > MAX_SECONDS:
+        least = "0 or more" if zero_allowed else "more than 0"
+        raise ConfigurationError(f"{name}={value!r}: must be {least} seconds, at most a year")
+
+
+def _warn_about_workers(num_workers: int) -> None:
+    cores = os.cpu_count() or 1
+    if num_workers > cores:
+        warnings.warn(
+            f"num_workers={num_workers} is more than the {cores} cores of this machine; on a CPU "
+            "the workers will take time from each other",
+            RuntimeWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,187 @@
+"""Every error that the library raises, as one tree. Runs in every process; imports nothing of ours.
+
+    BatcherError
+        ConfigurationError (ValueError)        a wrong setting, found at construction
+        BatcherClosedError                     called after the end, or while draining
+        NotReadyError                          no worker became ready before the deadline
+        QueueFullError                         refused at the door
+        DeadlineExceededError (TimeoutError)   the deadline cannot be met, or has passed
+        RequestTooLargeError                   the request does not fit into a message
+        UnsendableValueError (TypeError)       the input cannot be pickled
+        InferenceError                         the model raised
+            OutputMismatchError (IndexError)   the model returned the wrong number of outputs
+        WorkerError
+            WorkerStartupError                 a worker could not load its model
+            WorkerLostError                    a worker died with the batch
+            PoisonRequestError                 this request was on two dying workers
+            TransportError                     a channel broke or carried garbage
+
+All of them survive pickling. HTTP statuses are the business of `fast_batcher.fastapi` alone.
+"""
+
+import builtins
+from functools import cache
+from typing import Any
+
+# A model may raise with a whole tensor printed in its message; a log line or a response needs less.
+# Source: the reference limit for error texts in the fault catalogue, 64 KiB.
+MAX_ERROR_TEXT = 64 * 1024
+
+
+class BatcherError(Exception):
+    """Base of every error of this library."""
+
+
+class ConfigurationError(BatcherError, ValueError):
+    """A setting is wrong; the message names the parameter, the value and the remedy."""
+
+
+class BatcherClosedError(BatcherError):
+    """The batcher is draining or closed and takes no more requests."""
+
+
+class _RetryableError(BatcherError):
+    """An error that can tell after how many seconds another try makes sense."""
+
+    def __init__(self, message: str = "", *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        # Seconds, or None when nothing is known.
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, self.__dict__
+
+
+class NotReadyError(_RetryableError):
+    """No worker is ready: the batcher is starting, broken, or was restarting until the deadline."""
+
+
+class QueueFullError(_RetryableError):
+    """`max_queue_size` requests wait already; nothing was queued."""
+
+
+class DeadlineExceededError(_RetryableError, TimeoutError):
+    """The request's deadline passed, or (`retry_after` is set) it was refused as unreachable."""
+
+
+class RequestTooLargeError(BatcherError):
+    """The request is larger than `max_frame_bytes` allows."""
+
+
+class UnsendableValueError(BatcherError, TypeError):
+    """The input cannot be pickled, so it cannot reach the worker process."""
+
+
+class InferenceError(BatcherError):
+    """The model raised while it computed this request; see `__cause__` for its traceback.
+
+    A model's own exception arrives as an instance of a class that is made of `InferenceError` and
+    the type that the model raised, so `except ValueError` and `except InferenceError` both work.
+    """
+
+
+class OutputMismatchError(InferenceError, IndexError):
+    """The model returned something other than one output per input."""
+
+
+class WorkerError(BatcherError):
+    """Something is wrong with a worker process, not with a request."""
+
+
+class WorkerStartupError(WorkerError):
+    """A worker could not load its model, or took longer than `start_timeout`."""
+
+
+class WorkerLostError(WorkerError):
+    """The worker process died while it had this request; the message tells how it died."""
+
+
+class PoisonRequestError(WorkerError):
+    """This request was on two workers that died; it is not tried a third time."""
+
+
+class TransportError(WorkerError):
+    """The channel to a worker broke, or carried something that is not a message of ours."""
+
+
+# The name that fast_dynamic_batcher uses for a wrong number of outputs.
+DynamicBatchIndexError = OutputMismatchError
+
+
+class RemoteTraceback(Exception):  # noqa: N818  it is a text to be shown as the cause, not a failure
+    """The traceback of a worker process as text; the `__cause__` of what a caller sees."""
+
+    def __str__(self) -> str:
+        return f"\n\n{self.args[0].rstrip()}\n"
+
+
+def from_model(original: Exception | None, text: str, remote_traceback: str) -> InferenceError:
+    """Make the error that a caller sees out of what the model raised.
+
+    Args:
+        original: The model's exception, or None if it could not be sent to this process.
+        text: The message to use where the original cannot be.
+        remote_traceback: The traceback in the worker; becomes the cause.
+
+    Returns:
+        A new error, for one caller: tracebacks grow on shared ones.
+    """
+    error = _as_inference_error(original) if original is not None else None
+    if error is None:
+        error = InferenceError(text)
+    error.__cause__ = RemoteTraceback(remote_traceback) if remote_traceback else None
+    return error
+
+
+def _as_inference_error(original: Exception) -> InferenceError | None:
+    """The same exception as an `InferenceError` too, or None where no such class can be built."""
+    if isinstance(original, StopIteration):  # asyncio refuses to carry one: it ends generators
+        return None
+    try:
+        combined = _combined_class(type(original))
+        error: InferenceError = combined.__new__(combined, *original.args)
+        # The state of built-in types (errno, the unicode positions) is set by their __init__. A
+        # user's __init__ may want other arguments than `args`, so it is not called.
+        _builtin_base(type(original)).__init__(error, *original.args)
+        error.args = original.args
+        error.__dict__.update(original.__dict__)
+    except Exception:  # noqa: BLE001  any class the user can write may refuse to be combined
+        return None
+    return error
+
+
+def _builtin_base(kind: type[BaseException]) -> Any:
+    return next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
+
+
+@cache  # one class per type the model raises; their number is the number of classes in its code
+def _combined_class(kind: Any) -> type[InferenceError]:
+    if issubclass(kind, InferenceError):
+        return kind
+    namespace = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce__": _reduce_combined,
+        "_original_class": kind,
+    }
+    return type(kind.__name__, (InferenceError, kind), namespace)
+
+
+def _reduce_combined(error: Any) -> tuple[Any, ...]:
+    """How a combined error is pickled: its class exists only here, its parts exist everywhere."""
+    cause = error.__cause__
+    traceback = cause.args[0] if isinstance(cause, RemoteTraceback) else ""
+    return _rebuild_combined, (error._original_class, error.args, error.__dict__, traceback)
+
+
+def _rebuild_combined(
+    kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any], traceback: str
+) -> InferenceError:
+    combined = _combined_class(kind)
+    error: InferenceError = combined.__new__(combined, *args)
+    _builtin_base(kind).__init__(error, *args)
+    error.args = args
+    error.__dict__.update(state)
+    error.__cause__ = RemoteTraceback(traceback) if traceback else None
+    return error

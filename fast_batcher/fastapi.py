@@ -1,0 +1,290 @@
+"""What a FastAPI app needs around a batcher. Runs in the API process, on its event loop.
+
+Lifespans that combine, a dependency, one table from errors to HTTP statuses, the same statuses for
+OpenAPI, and the two health routes. This is the only module that knows FastAPI or an HTTP status;
+nothing inside the library imports it.
+"""
+
+import inspect
+import logging
+import math
+import secrets
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from fastapi import APIRouter, FastAPI
+from fastapi.exception_handlers import http_exception_handler
+from pydantic import BaseModel, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, Response
+from starlette.types import Lifespan, StatefulLifespan
+from starlette.websockets import WebSocket, WebSocketState
+
+from fast_batcher import errors
+from fast_batcher.batcher import DynBatcher
+
+AppT = TypeVar("AppT")
+InputT = TypeVar("InputT")
+OutputT = TypeVar("OutputT")
+
+logger = logging.getLogger(__name__)
+
+# Seconds a client is asked to wait where the error knows nothing better: the header holds whole
+# seconds, and a second is longer than most batches take. Source: RFC 9110, section 10.2.3.
+RETRY_AFTER = 1
+# Random bytes of an error id. 64 bits: no two alike among the billions a log may hold.
+ERROR_ID_BYTES = 8
+# What a WebSocket is closed with. Source: the IANA registry of close codes; 1011 (internal error)
+# stands for every other status, 1013 asks the client to come back, 1009 is "message too big".
+CLOSE_CODES = {413: 1009, 429: 1013, 503: 1013, 504: 1013}
+CLOSE_CODE = 1011
+
+
+class _Answer(NamedTuple):
+    """What a client is told about an error: `detail` where the error's own text must not leave."""
+
+    status: int
+    code: str
+    detail: str | None = None
+
+
+# The one table. The most derived class with a row counts.
+ANSWERS: dict[type[errors.BatcherError], _Answer] = {
+    errors.BatcherError: _Answer(500, "internal_error", "internal error"),
+    errors.ConfigurationError: _Answer(500, "configuration_error", "internal error"),
+    errors.BatcherClosedError: _Answer(503, "closed"),
+    errors.NotReadyError: _Answer(503, "not_ready"),
+    errors.QueueFullError: _Answer(503, "queue_full"),
+    errors.DeadlineExceededError: _Answer(504, "deadline_exceeded"),
+    errors.RequestTooLargeError: _Answer(413, "request_too_large"),
+    errors.UnsendableValueError: _Answer(500, "unsendable_value", "internal error"),
+    errors.InferenceError: _Answer(500, "inference_failed", "the model failed"),
+    errors.OutputMismatchError: _Answer(500, "output_mismatch", "the model failed"),
+    errors.WorkerError: _Answer(503, "worker_failed"),
+    # Its message carries the traceback of the model's constructor.
+    errors.WorkerStartupError: _Answer(503, "worker_startup_failed", "the model did not load"),
+    errors.WorkerLostError: _Answer(503, "worker_lost"),
+    errors.PoisonRequestError: _Answer(500, "poison_request", "the model failed"),
+    errors.TransportError: _Answer(503, "transport_failed"),
+}
+
+# The statuses that `error_responses` can document.
+DESCRIPTIONS = {
+    413: "The request is too large for the model's queue.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    500: "The model failed on this request; the error id leads to the server's log.",
+    503: "The model cannot take the request now; try again after `Retry-After` seconds.",
+    504: "The model did not answer before the request's deadline.",
+}
+
+
+class ErrorBody(BaseModel):
+    """The JSON body of every error answer."""
+
+    detail: str = Field(description="What went wrong, for a person.")
+    code: str = Field(description="What went wrong, for a program.", examples=["queue_full"])
+    error_id: str = Field(description="Names this very failure in the server's log.")
+
+
+def combine_lifespans(*lifespans: Lifespan[AppT]) -> StatefulLifespan[AppT]:
+    """Make one lifespan of several: entered in order, left in reverse.
+
+    If one fails to start, those before it are left again and the error stops the server. The dicts
+    they yield are merged; a later one wins where two use the same key.
+    """
+
+    @asynccontextmanager
+    async def combined(app: AppT) -> AsyncIterator[Any]:
+        state: dict[str, Any] | None = None
+        async with AsyncExitStack() as stack:
+            for lifespan in lifespans:
+                part: Mapping[str, Any] | None = await stack.enter_async_context(lifespan(app))
+                if part is not None:
+                    state = {**(state or {}), **part}
+            # None if nobody has state: Starlette refuses even {} on a server without state.
+            yield state
+
+    return combined
+
+
+def dependency(
+    batcher: DynBatcher[InputT, OutputT],
+) -> Callable[[], Awaitable[DynBatcher[InputT, OutputT]]]:
+    """Make the callable for `Depends`; keep it in a name, for `app.dependency_overrides`.
+
+    It takes no parameters, so OpenAPI shows none, and it serves WebSocket endpoints as well.
+    """
+
+    # A coroutine function: FastAPI sends a plain function to a thread at every request.
+    async def get_batcher() -> DynBatcher[InputT, OutputT]:
+        return batcher
+
+    return get_batcher
+
+
+def install_exception_handlers(
+    app: FastAPI, *, queue_full_status: Literal[503, 429] = 503, debug: bool = False
+) -> None:
+    """Answer every `BatcherError` of the app's endpoints with a status and an `ErrorBody`.
+
+    An `HTTPException` that the model raised keeps its status, detail and headers. Where the app has
+    a handler of its own for what the model raised, or for one of the library's errors, that is used.
+    A WebSocket that is not accepted yet gets the same answer; an open one is closed with 1013 (try
+    again), 1009 (too big) or 1011, and the error's code and id as the reason.
+
+    Args:
+        app: The app, before it has started.
+        queue_full_status: 503, or 429 as some clients expect it.
+        debug: Put the traceback of a 500 into the body; never in production.
+    """
+    if queue_full_status not in (503, 429):
+        raise errors.ConfigurationError(f"queue_full_status={queue_full_status!r}: 503 or 429")
+    if app.middleware_stack is not None:
+        raise errors.ConfigurationError(
+            "install_exception_handlers(app) must be called before the app starts, where the app "
+            "is made, not in its lifespan or an endpoint"
+        )
+
+    async def answer(connection: HTTPConnection, error: Exception) -> Any:
+        assert isinstance(error, errors.BatcherError)  # it is installed for this class alone
+        own = _find_own_handler(app, error)
+        if own is not None:
+            if inspect.iscoroutinefunction(own):
+                return await own(connection, error)
+            return await run_in_threadpool(own, connection, error)
+        response, reason = _make_response(error, queue_full_status, debug=debug)
+        if isinstance(connection, WebSocket):
+            return await _end_websocket(connection, response, reason)
+        return response
+
+    app.add_exception_handler(errors.BatcherError, answer)
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe the error answers to OpenAPI: `responses=error_responses()` on a route, router or app.
+
+    Args:
+        statuses: Exactly those to show, out of 413, 429, 500, 503, 504; without any, 503 and 504.
+    """
+    unknown = [status for status in statuses if status not in DESCRIPTIONS]
+    if unknown:
+        known = ", ".join(map(str, DESCRIPTIONS))
+        raise errors.ConfigurationError(
+            f"error_responses: no error has status {unknown[0]!r}: choose from {known}"
+        )
+    return {status: _describe(status) for status in statuses or (503, 504)}
+
+
+def health_router(
+    *batchers: DynBatcher[Any, Any], prefix: str = "", include_in_schema: bool = False
+) -> APIRouter:
+    """Make the routes for a supervisor's probes, `/livez` and `/readyz`.
+
+    `/livez` answers 200 while the event loop runs. `/readyz` answers 200 while every batcher is
+    ready, else 503; both times with the state of each. Both are answered without the model.
+    """
+    if not batchers:
+        raise errors.ConfigurationError("health_router: give the batchers that must be ready")
+    router = APIRouter(prefix=prefix, include_in_schema=include_in_schema, tags=["health"])
+
+    @router.get("/livez")
+    async def livez() -> JSONResponse:
+        return JSONResponse({"status": "alive"}, headers={"Cache-Control": "no-store"})
+
+    @router.get("/readyz")
+    async def readyz() -> JSONResponse:
+        ready = all(batcher.is_ready for batcher in batchers)
+        content = {
+            "status": "ready" if ready else "not ready",
+            "batchers": [_report(batcher) for batcher in batchers],
+        }
+        headers = {"Cache-Control": "no-store"}
+        if not ready:
+            headers["Retry-After"] = str(RETRY_AFTER)
+        return JSONResponse(content, 200 if ready else 503, headers)
+
+    return router
+
+
+def _find_own_handler(app: FastAPI, error: errors.BatcherError) -> Any:
+    """The app's handler for the class that the model raised: without us, it would get the error.
+
+    FastAPI's default for HTTPException is no choice of the app's, and leaves out code and id.
+    """
+    if type(error) in ANSWERS or not isinstance(error, errors.InferenceError):
+        return None
+    for kind in type(error).__mro__:
+        own = app.exception_handlers.get(kind)
+        if own and not issubclass(kind, errors.BatcherError) and kind is not Exception:
+            return None if own is http_exception_handler else own
+    return None
+
+
+def _find_answer(error: errors.BatcherError, queue_full_status: int) -> _Answer:
+    kind = next(kind for kind in type(error).__mro__ if kind in ANSWERS)
+    answer = ANSWERS[kind]
+    if kind is errors.QueueFullError:
+        return answer._replace(status=queue_full_status)
+    if isinstance(error, errors.DeadlineExceededError) and error.retry_after is not None:
+        return answer._replace(status=503, code="deadline_unreachable")  # refused, not passed
+    return answer
+
+
+def _make_response(
+    error: errors.BatcherError, queue_full_status: int, *, debug: bool
+) -> tuple[Response, str]:
+    """Log an error; return its answer and, for a WebSocket, its code and id in one line."""
+    status, code, detail = _find_answer(error, queue_full_status)
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, HTTPException):
+        status, detail, headers = error.status_code, error.detail, error.headers
+    elif status == 500 and debug:
+        detail = "".join(traceback.format_exception(error))
+    error_id = secrets.token_hex(ERROR_ID_BYTES)
+    if status == 500:
+        logger.error("%s, error id %s", code, error_id, exc_info=error)
+    else:  # normal under load, and as many as there are requests
+        logger.debug("%s, error id %s: %s", code, error_id, error)
+    text = str(error) if detail is None else detail
+    body = {"detail": text, "code": code, "error_id": error_id}
+    response = JSONResponse(body, status, headers)
+    if status in (503, 429):
+        seconds = math.ceil(getattr(error, "retry_after", None) or 0)
+        response.headers.setdefault("Retry-After", str(max(RETRY_AFTER, seconds)))
+    return response, f"{code} {error_id}"
+
+
+async def _end_websocket(websocket: WebSocket, response: Response, reason: str) -> None:
+    if WebSocketState.DISCONNECTED in (websocket.client_state, websocket.application_state):
+        return
+    accepted = websocket.application_state is WebSocketState.CONNECTED
+    if not accepted and "websocket.http.response" in websocket.scope.get("extensions", {}):
+        await websocket.send_denial_response(response)
+    else:  # before accept, a server without the extension answers 403 to a close
+        await websocket.close(CLOSE_CODES.get(response.status_code, CLOSE_CODE), reason)
+
+
+def _describe(status: int) -> dict[str, Any]:
+    answer: dict[str, Any] = {"model": ErrorBody, "description": DESCRIPTIONS[status]}
+    if status in (503, 429):
+        schema = {"type": "integer", "minimum": RETRY_AFTER}
+        text = "Seconds until another try makes sense."
+        answer["headers"] = {"Retry-After": {"description": text, "schema": schema}}
+    return answer
+
+
+def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
+    stats, failure = batcher.stats, batcher.start_error
+    return {
+        "name": batcher.name,
+        "state": stats.state,
+        "workers_ready": stats.workers_ready,
+        "num_workers": stats.num_workers,
+        "waiting": stats.waiting,
+        # One line: the rest of the text is the traceback in the worker.
+        "start_error": failure and str(failure).partition("\n")[0],
+    }

@@ -1,0 +1,40 @@
+"""What the user writes: a model that answers a list of inputs. Runs in the worker process."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+InputT = TypeVar("InputT")
+OutputT = TypeVar("OutputT")
+
+
+class InferenceModel(ABC, Generic[InputT, OutputT]):
+    """A model that computes many inputs at once.
+
+    Subclass it, load the weights in `__init__`, and hand the *class* to a `DynBatcher`: an instance
+    is made in every worker process, and no method of it ever runs anywhere else. All calls come from
+    one thread, one after the other.
+    """
+
+    @abstractmethod
+    def infer(self, inputs: list[InputT]) -> Sequence[OutputT]:
+        """Compute one batch.
+
+        Args:
+            inputs: 1 to `max_batch_size` inputs, in order of arrival.
+
+        Returns:
+            One output per input, in the same order: a list, tuple, or an array or tensor whose first
+            axis is the batch. An exception instance at a position fails that request alone.
+
+        Raises:
+            Exception: Whatever it raises reaches the callers of this batch as an `InferenceError`
+                that is also an instance of the raised type. The worker goes on serving.
+        """
+
+    def warmup_inputs(self) -> Sequence[InputT]:
+        """Inputs to compute once before the worker is called ready; none by default."""
+        return ()
+
+    def close(self) -> None:  # noqa: B027  optional: most models have nothing to release
+        """Release what the model holds; called when the worker is asked to end, not when it dies."""

@@ -1,0 +1,91 @@
+"""Counts and the snapshot made of them. Runs in the API process, on the thread of its caller."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+# Quantiles look back over this many batches: enough for a stable 95 % quantile (51 samples above
+# it), few enough that sorting them takes well under a millisecond.
+SAMPLED_BATCHES = 1024
+
+
+@dataclass(frozen=True)
+class BatcherStats:
+    """What a batcher has done so far and holds now.
+
+    At any moment `submitted = completed + failed + expired + cancelled + waiting + running`.
+    """
+
+    # "new", "opening", "open", "draining", "closed" or "broken".
+    state: str
+    # Workers that can take a batch, out of `num_workers`.
+    workers_ready: int
+    num_workers: int
+    # Requests in the queue, and requests that a worker has and whose caller still waits.
+    waiting: int
+    running: int
+    # Requests taken into the queue since construction, and what became of them.
+    submitted: int
+    completed: int
+    failed: int
+    expired: int
+    cancelled: int
+    # Requests refused at the door; they are not among `submitted`.
+    rejected: int
+    # Batches sent, how many of each size, and why they left when they did.
+    batches: int
+    batch_sizes: dict[int, int]
+    releases: dict[str, int]
+    # Workers that were replaced after their death.
+    restarts: int
+    # Seconds from arrival to dispatch per request, and in `infer` per batch; None before the first.
+    queue_wait_p50: float | None
+    queue_wait_p95: float | None
+    infer_p50: float | None
+    infer_p95: float | None
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Requests per batch sent, 0.0 before the first."""
+        sent = sum(size * count for size, count in self.batch_sizes.items())
+        return sent / self.batches if self.batches else 0.0
+
+
+@dataclass
+class Tally:
+    """The running counts behind `BatcherStats`; written by the scheduler and the batcher."""
+
+    submitted: int = 0
+    completed: int = 0
+    failed: int = 0
+    expired: int = 0
+    cancelled: int = 0
+    rejected: int = 0
+    restarts: int = 0
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    releases: Counter[str] = field(default_factory=Counter)
+    # (seconds waited, weight): one request of each batch, standing for all of them.
+    queue_waits: deque[tuple[float, int]] = field(
+        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
+    )
+    infer_times: deque[tuple[float, int]] = field(
+        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
+    )
+
+
+def weighted_quantile(samples: "deque[tuple[float, int]]", q: float) -> float | None:
+    """The smallest value at which a share `q` of the total weight is reached, None without samples.
+
+    Args:
+        samples: Pairs of value and positive weight, in any order.
+        q: A share, 0 to 1.
+    """
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    target = q * sum(weight for _, weight in ordered)
+    reached = 0
+    for value, weight in ordered:
+        reached += weight
+        if reached >= target:
+            return value
+    return ordered[-1][0]

@@ -1,0 +1,1 @@
+"""Small apps that uvicorn runs in the tests, and their models."""

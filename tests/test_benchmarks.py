@@ -1,0 +1,175 @@
+"""The benchmarks' own arithmetic, and that a benchmark runs from the command line."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cpu import TreeCpu, descendants, process_cpu
+from benchmarks.harness import Job, measure
+from benchmarks.report import Measurement, Series, Spread, Verdict, failures, number, table
+from benchmarks.scenarios import Load
+from benchmarks.systems import SYSTEMS
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def measured(system: str, repetition: int, cost: float | None) -> Measurement:
+    figures = {} if cost is None else {"cost": cost}
+    error = "it broke" if cost is None else None
+    return Measurement(system, "full_speed", "asyncio", 64, repetition, figures, {}, error)
+
+
+def series(*measurements: Measurement, system: str) -> Series:
+    return Series.of(measurements, system, "full_speed", "asyncio", 64)
+
+
+@contextmanager
+def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does its work, prints a line, and then waits for the end of its input."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", f"{code}\nprint(flush=True)\nimport sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdout.readline()
+        yield process
+    finally:
+        process.communicate(timeout=30)
+
+
+def test_a_spread_is_median_and_range() -> None:
+    assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert Spread.of([]) is None
+    assert str(Spread(2.345678, 1.0, 1234.5)) == "2.35 (1-1234)"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0"), (0.00021, "0.0002"), (0.0123456, "0.0123"), (99.94, "99.9"), (123456.7, "123457")],
+)
+def test_numbers_have_no_exponent(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_ratios_and_differences_are_taken_within_a_repetition() -> None:
+    # The machine is ten times slower in the second repetition; the ratio does not see it.
+    runs = [measured("ours", 0, 2.0), measured("ours", 1, 40.0), measured("ours", 2, 3.0)]
+    runs += [measured("floor", 0, 1.0), measured("floor", 1, 10.0), measured("floor", 2, 1.0)]
+    ours, floor = series(*runs, system="ours"), series(*runs, system="floor")
+    assert ours.ratio("cost", floor) == Spread(3.0, 2.0, 4.0)
+    assert ours.difference("cost", floor) == Spread(2.0, 1.0, 30.0)
+
+
+def test_a_failed_repetition_is_left_out_of_both_sides_and_is_reported() -> None:
+    runs = [measured("ours", 0, 2.0), measured("ours", 1, None)]
+    runs += [measured("floor", 0, 1.0), measured("floor", 1, 1.0)]
+    ours = series(*runs, system="ours")
+    assert ours.spread("cost") == Spread(2.0, 2.0, 2.0)
+    assert ours.ratio("cost", series(*runs, system="floor")) == Spread(2.0, 2.0, 2.0)
+    assert failures(runs) == ["ours on asyncio: it broke"]
+
+
+def test_a_verdict_compares_the_median_with_its_bar() -> None:
+    spread = Spread(2.0, 1.0, 9.0)
+    assert Verdict("", spread, at_most=2.0).holds is True
+    assert Verdict("", spread, at_most=1.9).holds is False
+    assert Verdict("", spread, at_least=2.1).holds is False
+    assert Verdict("", spread, at_least=2.0).holds is True
+    assert Verdict("", None, at_least=2.0).holds is None
+    assert "MISSED" in str(Verdict("", spread, at_most=1.9))
+    assert "not measured" in str(Verdict("", None, at_most=1.9))
+
+
+def test_a_table_aligns_its_columns_and_shows_what_is_missing() -> None:
+    text = table(["system", "us"], [["a long name", Spread(1.0, 1.0, 1.0)], ["b", None]])
+    assert text.splitlines() == [
+        "system            us",
+        "-" * len("system            us"),
+        "a long name  1 (1-1)",
+        "b                  -",
+    ]
+
+
+def test_the_cpu_of_a_process_is_what_it_says_itself() -> None:
+    before = time.process_time()
+    read = process_cpu(os.getpid())
+    assert before <= read <= time.process_time()
+
+
+def test_a_busy_child_counts_as_workers_and_an_idle_one_hardly() -> None:
+    work = "import time\nwhile time.process_time() < 0.2: pass"
+    start = TreeCpu.read()
+    with child(work) as busy, child("") as idle:
+        assert {busy.pid, idle.pid} <= set(descendants(os.getpid()))
+        assert process_cpu(busy.pid) >= 0.2
+        assert process_cpu(idle.pid) < process_cpu(busy.pid)
+        living = TreeCpu.read().since(start).workers
+        assert living >= 0.2
+    # Its CPU time does not vanish with the process.
+    assert TreeCpu.read().since(start).workers >= living
+
+
+def test_grandchildren_are_descendants() -> None:
+    code = "import subprocess, sys\n"
+    code += "subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
+    with child(code) as parent:
+        assert parent.pid in descendants(os.getpid())
+        assert len(descendants(parent.pid)) == 1
+
+
+def test_every_system_has_its_adapter_file() -> None:
+    for system in SYSTEMS.values():
+        if system.adapter is not None:
+            assert (ROOT / "benchmarks" / "systems" / f"{system.adapter}.py").exists()
+
+
+def test_a_system_that_fails_is_reported_and_not_dropped() -> None:
+    load = Load("NoSuchModel", max_batch_size=1, callers=1, seconds=0.01)
+    failed = measure(Job("thread", "lone_requests", "asyncio", load), repetition=0)
+    assert failed.error == "ended with 1 KeyError: 'NoSuchModel'"
+    assert failed.figures == {}
+
+
+def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "overhead.json"
+    command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]
+    command += [
+        "--seconds",
+        "0.05",
+        "--repetitions",
+        "2",
+        "--loops",
+        "asyncio",
+        "--json",
+        str(path),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    result = json.loads(path.read_text())
+    assert set(result) == {
+        *("benchmark", "date", "command", "hardware", "versions", "settings", "verdicts"),
+        *("failures", "measurements"),
+    }
+    assert result["failures"] == []
+    assert [m["repetition"] for m in result["measurements"]] == [0, 1]
+    for measurement in result["measurements"]:
+        assert measurement["system"] == "floor"
+        assert measurement["figures"]["api_cpu_us"] > 0
+        assert measurement["figures"]["workers_cpu_us"] == 0
+        assert measurement["figures"]["requests_per_second"] > 0
+    assert result["settings"]["systems"] == {
+        "floor": {"adapter": "floor", "settings": {}, "environment": None}
+    }
+    # Nothing was said about ours, so nothing holds.
+    assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
+    assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
+    assert "[2/2]" in done.stderr

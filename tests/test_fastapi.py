@@ -1,0 +1,837 @@
+"""`fast_batcher.fastapi` in real apps: real workers, real servers, and every row of its table."""
+
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx2
+import psutil
+import pytest
+from apps.models import BreaksOnLoad, Echo, Gated, Raises, TooDarkError
+from fastapi import Depends, FastAPI, HTTPException, Request, WebSocket
+from fastapi.responses import JSONResponse
+from fastapi.testclient import TestClient
+from starlette.testclient import WebSocketDenialResponse
+from starlette.websockets import WebSocketDisconnect
+
+from fast_batcher import DynBatcher, errors
+from fast_batcher.fastapi import (
+    ANSWERS,
+    combine_lifespans,
+    dependency,
+    error_responses,
+    health_router,
+    install_exception_handlers,
+)
+
+TESTS = Path(__file__).parent
+# No wait of these tests may be longer, in seconds; hundreds of times what an idle machine needs.
+LIMIT = 60.0
+ERROR_ID = re.compile(r"[0-9a-f]{16}")
+
+
+class Gate:
+    """Where a model waits until the test lets it on; the input or argument is the gate's port."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(LIMIT)
+        self._visitors: list[socket.socket] = []
+        self.port: int = self._listener.getsockname()[1]
+
+    def wait_for_visitor(self) -> None:
+        visitor, _ = self._listener.accept()
+        self._visitors.append(visitor)
+
+    def let_on(self) -> None:
+        self._visitors[-1].sendall(b".")
+
+    def close(self) -> None:
+        for end in (self._listener, *self._visitors):
+            end.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
+
+
+class Server:
+    """A uvicorn in a process of its own; both its streams can be read line by line."""
+
+    def __init__(self, app: str, *options: str) -> None:
+        self.process = subprocess.Popen(
+            uvicorn_command(app, *options),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        # Ends the wait for a line that never comes.
+        self._watchdog = threading.Timer(LIMIT, self.process.kill)
+        self._watchdog.start()
+        self.output = ""
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.output += line
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"the server ended without a line like {pattern!r}:\n{self.output}")
+
+    def wait_for_exit(self) -> int:
+        assert self.process.stdout is not None
+        self.output += self.process.stdout.read()
+        return self.process.wait()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self._watchdog.cancel()
+        self._watchdog.join()
+
+
+def uvicorn_command(app: str, *options: str) -> list[str]:
+    where = ["--app-dir", str(TESTS), "--host", "127.0.0.1", "--port", "0", "--no-use-colors"]
+    return [sys.executable, "-m", "uvicorn", app, *where, *options]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(app: str, *options: str) -> Server:
+        servers.append(Server(app, *options))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def make_raising_app(error: Exception, **options: Any) -> FastAPI:
+    app = FastAPI()
+    install_exception_handlers(app, **options)
+
+    @app.get("/")
+    async def fail() -> None:
+        raise error
+
+    @app.websocket("/open")
+    async def fail_open(websocket: WebSocket) -> None:
+        await websocket.accept()
+        raise error
+
+    @app.websocket("/unaccepted")
+    async def fail_before_accept() -> None:
+        raise error
+
+    @app.websocket("/closed")
+    async def fail_after_close(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.close(3000, "done")
+        raise error
+
+    return app
+
+
+def answer_to(error: Exception, **options: Any) -> httpx2.Response:
+    response: httpx2.Response = TestClient(make_raising_app(error, **options)).get("/")
+    return response
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+# error, status, code, Retry-After, detail
+TABLE: list[tuple[errors.BatcherError, int, str, str | None, str]] = [
+    (errors.BatcherError("canary"), 500, "internal_error", None, "internal error"),
+    (errors.ConfigurationError("canary"), 500, "configuration_error", None, "internal error"),
+    (errors.BatcherClosedError("it is over"), 503, "closed", "1", "it is over"),
+    (errors.NotReadyError("starting"), 503, "not_ready", "1", "starting"),
+    (errors.NotReadyError("s", retry_after=0.2), 503, "not_ready", "1", "s"),
+    (errors.QueueFullError("full"), 503, "queue_full", "1", "full"),
+    (errors.QueueFullError("full", retry_after=2.001), 503, "queue_full", "3", "full"),
+    (errors.DeadlineExceededError("late"), 504, "deadline_exceeded", None, "late"),
+    (
+        errors.DeadlineExceededError("no", retry_after=4.0),
+        *(503, "deadline_unreachable", "4", "no"),
+    ),
+    (
+        errors.DeadlineExceededError("no", retry_after=0.0),
+        *(503, "deadline_unreachable", "1", "no"),
+    ),
+    (errors.RequestTooLargeError("9 MiB"), 413, "request_too_large", None, "9 MiB"),
+    (errors.UnsendableValueError("canary"), 500, "unsendable_value", None, "internal error"),
+    (errors.InferenceError("canary"), 500, "inference_failed", None, "the model failed"),
+    (errors.OutputMismatchError("canary"), 500, "output_mismatch", None, "the model failed"),
+    (errors.WorkerError("hm"), 503, "worker_failed", "1", "hm"),
+    (
+        errors.WorkerStartupError("canary"),
+        *(503, "worker_startup_failed", "1", "the model did not load"),
+    ),
+    (errors.WorkerLostError("signal 9"), 503, "worker_lost", "1", "signal 9"),
+    (errors.PoisonRequestError("canary"), 500, "poison_request", None, "the model failed"),
+    (errors.TransportError("garbage"), 503, "transport_failed", "1", "garbage"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "retry_after", "detail"), TABLE, ids=[row[2] for row in TABLE]
+)
+def test_each_error_has_its_answer(
+    error: errors.BatcherError, status: int, code: str, retry_after: str | None, detail: str
+) -> None:
+    response = answer_to(error)
+    assert response.status_code == status
+    assert response.headers.get("Retry-After") == retry_after
+    body = response.json()
+    assert ERROR_ID.fullmatch(body.pop("error_id"))
+    assert body == {"detail": detail, "code": code}
+
+
+def test_the_table_has_every_class_of_the_error_tree() -> None:
+    tree = {
+        kind
+        for kind in vars(errors).values()
+        if isinstance(kind, type)
+        and issubclass(kind, errors.BatcherError)
+        and not kind.__name__.startswith("_")
+    }
+    assert set(ANSWERS) == tree
+    assert {type(row[0]) for row in TABLE} == tree
+
+
+def test_the_most_derived_class_with_a_row_counts() -> None:
+    class CacheFullError(errors.QueueFullError):
+        pass
+
+    class RowsMissingError(errors.OutputMismatchError):
+        pass
+
+    assert answer_to(CacheFullError(""), queue_full_status=429).json()["code"] == "queue_full"
+    assert answer_to(CacheFullError(""), queue_full_status=429).status_code == 429
+    assert answer_to(RowsMissingError("")).json()["code"] == "output_mismatch"
+
+
+def test_a_full_queue_is_429_by_choice_and_nothing_else_is() -> None:
+    response = answer_to(errors.QueueFullError("full", retry_after=7), queue_full_status=429)
+    assert (response.status_code, response.headers["Retry-After"]) == (429, "7")
+    assert answer_to(errors.NotReadyError("starting"), queue_full_status=429).status_code == 503
+
+
+def test_a_wrong_status_for_a_full_queue_is_refused() -> None:
+    with pytest.raises(errors.ConfigurationError, match="queue_full_status=418: 503 or 429"):
+        install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
+
+
+def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> None:
+    app = FastAPI()
+    TestClient(app).get("/")
+    with pytest.raises(errors.ConfigurationError, match="before the app starts"):
+        install_exception_handlers(app)
+
+
+def test_an_error_that_is_not_ours_is_left_alone() -> None:
+    with pytest.raises(ZeroDivisionError):
+        answer_to(ZeroDivisionError())
+
+
+# --- what is logged, what is told -----------------------------------------------------------------
+
+
+def failed_inference() -> errors.InferenceError:
+    return errors.from_model(ValueError("canary"), "ValueError: canary", "in infer: canary")
+
+
+def test_a_500_is_logged_once_with_its_id_and_the_remote_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    response = answer_to(failed_inference())
+    (record,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+    assert (record.name, record.levelname) == ("fast_batcher.fastapi", "ERROR")
+    assert response.json()["error_id"] in record.getMessage()
+    assert "in infer: canary" in caplog.text
+
+
+def test_the_body_of_a_500_does_not_show_what_failed() -> None:
+    response = answer_to(failed_inference())
+    assert response.status_code == 500
+    assert "canary" not in response.text
+    assert "canary" not in str(response.headers)
+
+
+def test_debug_shows_the_traceback_of_a_500_and_changes_no_other() -> None:
+    detail = answer_to(failed_inference(), debug=True).json()["detail"]
+    assert "ValueError: canary" in detail
+    assert "in infer: canary" in detail
+    assert answer_to(errors.QueueFullError("full"), debug=True).json()["detail"] == "full"
+
+
+def test_a_refusal_is_not_logged_above_debug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="fast_batcher.fastapi")
+    error_id = answer_to(errors.QueueFullError("full")).json()["error_id"]
+    (record,) = [one for one in caplog.records if one.name == "fast_batcher.fastapi"]
+    assert record.levelno == logging.DEBUG
+    assert error_id in record.getMessage()
+
+
+# --- what the model itself raised -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def raising_client() -> Iterator[TestClient]:
+    """An app whose model raises what it is asked for, and which has handlers of its own."""
+    batcher = DynBatcher(Raises)
+    app = FastAPI(lifespan=batcher.lifespan)
+    install_exception_handlers(app)
+
+    @app.exception_handler(TooDarkError)
+    def explain(_: Request, error: Exception) -> JSONResponse:
+        # In a thread, as Starlette does with a plain function.
+        return JSONResponse({"lux": str(error), "thread": threading.get_ident()}, 418)
+
+    @app.exception_handler(errors.BatcherClosedError)
+    async def say_goodbye(_: Request, __: Exception) -> JSONResponse:
+        return JSONResponse("bye", 410)
+
+    @app.get("/infer/{what}")
+    async def infer(what: str) -> str:
+        return await batcher.process_batched(what)
+
+    @app.get("/closed")
+    async def closed() -> None:
+        raise errors.BatcherClosedError
+
+    @app.get("/thread")
+    async def thread() -> int:
+        return threading.get_ident()
+
+    with TestClient(app) as client:
+        yield client
+
+
+def test_what_the_model_raises_is_a_500(raising_client: TestClient) -> None:
+    response = raising_client.get("/infer/value")
+    assert response.status_code == 500
+    assert response.json()["code"] == "inference_failed"
+    assert "canary" not in response.text
+
+
+def test_an_http_exception_of_the_model_keeps_status_detail_and_headers(
+    raising_client: TestClient,
+) -> None:
+    response = raising_client.get("/infer/http")
+    assert response.status_code == 422
+    assert response.headers["X-Model"] == "tiny"
+    assert response.json()["detail"] == {"field": "text"}
+    assert response.json()["code"] == "inference_failed"
+
+
+def test_a_503_of_the_model_says_when_to_come_back(raising_client: TestClient) -> None:
+    response = raising_client.get("/infer/http positional")
+    assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
+    assert response.json()["detail"] == "the cache is cold"
+
+
+def test_a_header_that_the_model_has_set_is_not_replaced() -> None:
+    original = HTTPException(429, "over your quota", {"retry-after": "60"})
+    response = answer_to(errors.from_model(original, "", ""))
+    assert response.headers.get_list("Retry-After") == ["60"]
+
+
+def test_the_apps_handler_for_what_the_model_raised_is_used(raising_client: TestClient) -> None:
+    response = raising_client.get("/infer/dark")
+    assert (response.status_code, response.json()["lux"]) == (418, "lux below 3")
+    assert response.json()["thread"] != raising_client.get("/thread").json()
+
+
+def test_the_apps_handler_for_one_of_our_errors_is_used(raising_client: TestClient) -> None:
+    response = raising_client.get("/closed")
+    assert (response.status_code, response.json()) == (410, "bye")
+
+
+@pytest.mark.parametrize(
+    ("handled", "error", "status"),
+    [
+        (ValueError, errors.from_model(ValueError("x"), "", ""), 418),
+        (LookupError, errors.from_model(KeyError("x"), "", ""), 418),
+        (HTTPException, errors.from_model(HTTPException(404, "x"), "", ""), 418),
+        # These are not the model's words: the base classes are there for `except`.
+        (ValueError, errors.ConfigurationError("x"), 500),
+        (TimeoutError, errors.DeadlineExceededError("x"), 504),
+        (IndexError, errors.OutputMismatchError("x"), 500),
+        (Exception, errors.from_model(ValueError("x"), "", ""), 500),
+    ],
+)
+def test_the_apps_handlers_are_for_what_the_model_raised_alone(
+    handled: type[Exception], error: Exception, status: int
+) -> None:
+    app = make_raising_app(error)
+
+    @app.exception_handler(handled)
+    async def explain(_: Request, __: Exception) -> JSONResponse:
+        return JSONResponse("mine", 418)
+
+    assert TestClient(app).get("/").status_code == status
+
+
+# --- WebSockets -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "close_code", "code"),
+    [
+        (errors.QueueFullError("full"), 1013, "queue_full"),
+        (errors.DeadlineExceededError("late"), 1013, "deadline_exceeded"),
+        (errors.RequestTooLargeError("9 MiB"), 1009, "request_too_large"),
+        (errors.InferenceError("canary"), 1011, "inference_failed"),
+    ],
+)
+def test_an_open_websocket_is_closed_with_a_code_and_a_reason(
+    error: Exception, close_code: int, code: str
+) -> None:
+    with TestClient(make_raising_app(error)).websocket_connect("/open") as session:
+        with pytest.raises(WebSocketDisconnect) as closed:
+            session.receive_text()
+        assert closed.value.code == close_code
+        word, _, error_id = closed.value.reason.partition(" ")
+        assert word == code
+        assert ERROR_ID.fullmatch(error_id)
+
+
+def test_a_websocket_that_is_not_accepted_yet_gets_the_http_answer() -> None:
+    client = TestClient(make_raising_app(errors.NotReadyError("starting")))
+    with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect("/unaccepted"):
+        pass
+    assert denied.value.status_code == 503
+    assert denied.value.headers["Retry-After"] == "1"
+    assert denied.value.json()["code"] == "not_ready"
+
+
+def test_a_server_without_denial_answers_closes_the_websocket() -> None:
+    app = make_raising_app(errors.NotReadyError("starting"))
+
+    async def without_extensions(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "extensions": {}}, receive, send)
+
+    client = TestClient(without_extensions)
+    with pytest.raises(WebSocketDisconnect) as closed, client.websocket_connect("/unaccepted"):
+        pass
+    assert closed.value.code == 1013
+
+
+def test_an_error_after_the_websocket_was_closed_changes_nothing() -> None:
+    client = TestClient(make_raising_app(errors.InferenceError("x")))
+    with client.websocket_connect("/closed") as session:
+        with pytest.raises(WebSocketDisconnect) as closed:
+            session.receive_text()
+        assert (closed.value.code, closed.value.reason) == (3000, "done")
+
+
+# --- lifespans ------------------------------------------------------------------------------------
+
+
+class Diary:
+    """Lifespans that write down when they are entered and left."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+
+    def lifespan(
+        self, name: str, state: dict[str, Any] | None = None, failure: Exception | None = None
+    ) -> Any:
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[dict[str, Any] | None]:
+            assert isinstance(app, FastAPI)
+            self.entries.append(f"enter {name}")
+            if failure is not None:
+                raise failure
+            try:
+                yield state
+            finally:
+                self.entries.append(f"leave {name}")
+
+        return lifespan
+
+
+def test_lifespans_are_entered_in_order_and_left_in_reverse() -> None:
+    diary = Diary()
+    with TestClient(FastAPI(lifespan=combine_lifespans(diary.lifespan("a"), diary.lifespan("b")))):
+        assert diary.entries == ["enter a", "enter b"]
+    assert diary.entries == ["enter a", "enter b", "leave b", "leave a"]
+
+
+def test_a_lifespan_that_fails_has_the_others_left_again() -> None:
+    diary = Diary()
+    combined = combine_lifespans(
+        diary.lifespan("a"),
+        diary.lifespan("b"),
+        diary.lifespan("c", failure=OSError("no such disk")),
+        diary.lifespan("never"),
+    )
+    with pytest.raises(OSError, match="no such disk"), TestClient(FastAPI(lifespan=combined)):
+        pass
+    assert diary.entries == ["enter a", "enter b", "enter c", "leave b", "leave a"]
+
+
+def test_the_states_of_lifespans_are_merged_and_a_later_one_wins() -> None:
+    diary = Diary()
+    combined = combine_lifespans(
+        diary.lifespan("a", {"db": 1, "who": "a"}),
+        diary.lifespan("b"),
+        diary.lifespan("c", {"who": "c"}),
+    )
+    app = FastAPI(lifespan=combined)
+
+    @app.get("/")
+    async def state(request: Request) -> dict[str, Any]:
+        return {"db": request.state.db, "who": request.state.who}
+
+    with TestClient(app) as client:
+        assert client.get("/").json() == {"db": 1, "who": "c"}
+
+
+@pytest.mark.anyio
+async def test_no_state_stays_no_state() -> None:
+    """Starlette raises for any dict where the server keeps no state."""
+    async with combine_lifespans(Diary().lifespan("a"))(FastAPI()) as state:
+        assert state is None
+
+
+def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
+    first, second = DynBatcher(Echo), DynBatcher(Gated)
+    diary = Diary()
+    app = FastAPI(
+        lifespan=combine_lifespans(first.lifespan, second.lifespan, diary.lifespan("mine"))
+    )
+    with TestClient(app):
+        assert (first.is_ready, second.is_ready) == (True, True)
+    assert (first.state, second.state) == ("closed", "closed")
+
+
+def test_a_batcher_is_closed_when_a_later_lifespan_fails() -> None:
+    batcher = DynBatcher(Echo)
+    failing = Diary().lifespan("disk", failure=OSError("no such disk"))
+    app = FastAPI(lifespan=combine_lifespans(batcher.lifespan, failing))
+    with pytest.raises(OSError, match="no such disk"), TestClient(app):
+        pass
+    assert batcher.state == "closed"
+
+
+def test_a_model_that_does_not_load_closes_the_batchers_before_it() -> None:
+    good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
+    app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan))
+    with pytest.raises(errors.WorkerStartupError, match="no weights at"), TestClient(app):
+        pass
+    assert good.state == "closed"
+
+
+# --- the dependency -------------------------------------------------------------------------------
+
+
+def make_echo_app(batcher: DynBatcher[str, str], **options: Any) -> tuple[FastAPI, Any]:
+    get_echo = dependency(batcher)
+    app = FastAPI(**options)
+    install_exception_handlers(app)
+    app.include_router(health_router(batcher))
+
+    @app.get("/echo/{text}")
+    async def echo(text: str, model: Annotated[DynBatcher[str, str], Depends(get_echo)]) -> str:
+        return await model.process_batched(text)
+
+    @app.websocket("/ws")
+    async def chat(
+        websocket: WebSocket, model: Annotated[DynBatcher[str, str], Depends(get_echo)]
+    ) -> None:
+        await websocket.accept()
+        async for text in websocket.iter_text():
+            await websocket.send_text(await model.process_batched(text))
+
+    return app, get_echo
+
+
+class Shouting:
+    """Stands in for a batcher where a user's test overrides the dependency."""
+
+    async def process_batched(self, text: str) -> str:
+        return text.upper()
+
+
+def test_the_dependency_serves_routes_and_websockets() -> None:
+    batcher = DynBatcher(Echo)
+    app, _ = make_echo_app(batcher, lifespan=batcher.lifespan)
+    with TestClient(app) as client:
+        assert client.get("/echo/hello").json() == "hello"
+        with client.websocket_connect("/ws") as session:
+            session.send_text("over a socket")
+            assert session.receive_text() == "over a socket"
+
+
+def test_the_dependency_can_be_overridden() -> None:
+    app, get_echo = make_echo_app(DynBatcher(Echo, auto_open=False))
+    app.dependency_overrides[get_echo] = Shouting
+    client = TestClient(app)
+    assert client.get("/echo/hello").json() == "HELLO"
+    with client.websocket_connect("/ws") as session:
+        session.send_text("hi")
+        assert session.receive_text() == "HI"
+
+
+def test_the_dependency_does_not_show_in_openapi() -> None:
+    app, _ = make_echo_app(DynBatcher(Echo))
+    (path,) = app.openapi()["paths"].values()  # the health routes are hidden
+    assert [parameter["name"] for parameter in path["get"]["parameters"]] == ["text"]
+    assert "requestBody" not in path["get"]
+
+
+# --- without a lifespan ---------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_the_first_request_opens_a_batcher_without_a_lifespan() -> None:
+    batcher = DynBatcher(Echo)
+    app, _ = make_echo_app(batcher)
+    try:
+        async with httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app), base_url="http://test"
+        ) as client:
+            assert (await client.get("/echo/hello")).json() == "hello"
+    finally:
+        await batcher.aclose()
+
+
+@pytest.mark.anyio
+async def test_without_auto_open_the_answer_names_the_lifespan_and_the_test_client() -> None:
+    batcher = DynBatcher(Echo, auto_open=False)
+    app, _ = make_echo_app(batcher)
+    async with httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app), base_url="http://test"
+    ) as client:
+        response = await client.get("/echo/hello")
+    assert response.status_code == 503
+    assert response.json()["code"] == "not_ready"
+    assert "lifespan" in response.json()["detail"]
+    assert "with TestClient(app)" in response.json()["detail"]
+
+
+# --- OpenAPI --------------------------------------------------------------------------------------
+
+
+def documented(responses: Any) -> dict[str, Any]:
+    app = FastAPI(responses=responses)
+
+    @app.get("/")
+    async def home() -> None: ...
+
+    found: dict[str, Any] = app.openapi()
+    return found
+
+
+def test_openapi_shows_503_and_504_by_default() -> None:
+    schema = documented(error_responses())
+    responses = schema["paths"]["/"]["get"]["responses"]
+    assert set(responses) == {"200", "503", "504"}
+    assert responses["503"]["headers"]["Retry-After"]["schema"]["type"] == "integer"
+    assert "headers" not in responses["504"]
+    for status in ("503", "504"):
+        content = responses[status]["content"]["application/json"]
+        assert content == {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
+    body = schema["components"]["schemas"]["ErrorBody"]
+    assert set(body["required"]) == {"detail", "code", "error_id"}
+
+
+def test_openapi_shows_exactly_the_statuses_that_were_named() -> None:
+    responses = documented(error_responses(429, 413, 500))["paths"]["/"]["get"]["responses"]
+    assert set(responses) == {"200", "429", "413", "500"}
+    assert [status for status in responses if "headers" in responses[status]] == ["429"]
+
+
+def test_every_status_of_the_table_can_be_documented() -> None:
+    statuses = {row[1] for row in TABLE} | {429}
+    assert set(error_responses(*statuses)) == statuses
+
+
+def test_a_status_that_no_error_has_is_refused() -> None:
+    with pytest.raises(errors.ConfigurationError, match="502"):
+        error_responses(503, 502)
+
+
+# --- health ---------------------------------------------------------------------------------------
+
+
+def test_health_follows_a_batcher_from_loading_to_ready_to_draining(
+    gate: Gate, thread: ThreadPoolExecutor
+) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.port,), name="embedder")
+    app = FastAPI(lifespan=batcher.lifespan(wait_ready=False))
+    install_exception_handlers(app)
+    app.include_router(health_router(batcher, prefix="/health"))
+
+    @app.get("/pass/{port}")
+    async def pass_gate(port: int) -> int:
+        return await batcher.process_batched(port)
+
+    with TestClient(app) as client:
+        gate.wait_for_visitor()  # the model is loading
+        response = client.get("/health/readyz")
+        assert response.status_code == 503
+        assert response.headers["Retry-After"] == "1"
+        assert response.headers["Cache-Control"] == "no-store"
+        assert response.json() == {
+            "status": "not ready",
+            "batchers": [
+                {
+                    "name": "embedder",
+                    "state": "opening",
+                    "workers_ready": 0,
+                    "num_workers": 1,
+                    "waiting": 0,
+                    "start_error": None,
+                }
+            ],
+        }
+        assert client.get("/health/livez").status_code == 200
+
+        gate.let_on()
+        assert client.get("/pass/0").status_code == 200  # it waits for the worker
+        response = client.get("/health/readyz")
+        assert response.status_code == 200
+        assert response.headers["Cache-Control"] == "no-store"
+        assert "Retry-After" not in response.headers
+        assert response.json()["status"] == "ready"
+        assert response.json()["batchers"][0]["workers_ready"] == 1
+
+        running = thread.submit(client.get, f"/pass/{gate.port}")
+        gate.wait_for_visitor()  # a request is in the model
+        assert client.portal is not None
+        client.portal.call(batcher.begin_drain)
+        response = client.get("/health/readyz")
+        assert response.status_code == 503
+        assert response.json()["batchers"][0]["state"] == "draining"
+        assert client.get("/health/livez").status_code == 200
+        refused = client.get("/pass/0")
+        assert (refused.status_code, refused.json()["code"]) == (503, "closed")
+        gate.let_on()
+        assert running.result(LIMIT).status_code == 200
+
+
+def test_readyz_tells_why_a_model_did_not_load_in_one_line() -> None:
+    good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
+    app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan(wait_ready=False)))
+    install_exception_handlers(app)
+    app.include_router(health_router(good, bad))
+
+    @app.get("/")
+    async def ask() -> str:
+        return await bad.process_batched("x")
+
+    with TestClient(app) as client:
+        response = client.get("/")
+        assert response.status_code == 503
+        assert "weights" not in response.text
+        response = client.get("/readyz")
+        assert response.status_code == 503
+        ours, theirs = response.json()["batchers"]
+        assert (ours["name"], ours["state"], ours["start_error"]) == ("Echo", "open", None)
+        assert (theirs["name"], theirs["state"]) == ("BreaksOnLoad", "broken")
+        assert "no weights at /models/tiny.bin" in theirs["start_error"]
+        assert "\n" not in theirs["start_error"]
+        assert client.get("/livez").status_code == 200
+
+
+def test_health_routes_are_in_openapi_by_choice() -> None:
+    app = FastAPI()
+    app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
+    assert set(app.openapi()["paths"]) == {"/livez", "/readyz"}
+
+
+def test_a_health_router_without_batchers_would_always_be_ready_and_is_refused() -> None:
+    with pytest.raises(errors.ConfigurationError, match="health_router"):
+        health_router()
+
+
+# --- uvicorn --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("app", "error", "cause"),
+    [
+        ("bad_setting", "ConfigurationError", "max_queue_size=-3"),
+        ("bad_model", "WorkerStartupError", "FileNotFoundError: no weights at /models/tiny.bin"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--workers", "2"]], ids=["one", "two"])
+def test_uvicorn_stops_with_a_readable_message(
+    app: str, error: str, cause: str, options: list[str]
+) -> None:
+    command = uvicorn_command(f"apps.{app}:app", *options)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
+    assert ended.returncode != 0
+    assert "Application startup complete" not in ended.stderr
+    (line, *_) = [line for line in ended.stderr.splitlines() if error in line]
+    assert cause in line
+
+
+@pytest.mark.slow
+def test_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
+    serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
+) -> None:
+    server = serve("apps.whole:app")
+    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    assert httpx2.get(f"{url}/readyz").status_code == 200
+    running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
+    gate.wait_for_visitor()
+    workers = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("Waiting for connections to close|Waiting for background tasks|Shutting down")
+    gate.let_on()
+    response = running.result(LIMIT)
+    assert response.status_code == 200
+    assert response.json() in [worker.pid for worker in workers]
+    assert server.wait_for_exit() == -signal.SIGTERM
+    assert "Traceback" not in server.output
+    assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
+
+
+@pytest.mark.slow
+def test_each_of_two_uvicorn_workers_has_processes_of_its_own(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("apps.whole:app", "--workers", "2")
+    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    said = [server.wait_for(r"server (\d+) has worker (\d+) of (\d+)") for _ in range(2)]
+    (one, its_worker, its_parent), (two, other_worker, other_parent) = [m.groups() for m in said]
+    assert (its_parent, other_parent) == (one, two)
+    assert len({one, two, its_worker, other_worker, str(os.getpid())}) == 5
+    server.wait_for("Application startup complete")
+    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+    everyone = psutil.Process(server.process.pid).children(recursive=True)
+    assert {int(its_worker), int(other_worker)} <= {process.pid for process in everyone}
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_exit()
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+
+
+def test_importing_the_package_does_not_import_fastapi() -> None:
+    code = "import sys, fast_batcher; sys.exit('fastapi' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
