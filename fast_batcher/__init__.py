@@ -62,7 +62,7 @@ logging.getLogger("fast_batcher").addHandler(logging.NullHandler())
 def __getattr__(name: str) -> Any:
     # Loaded when asked for: a worker imports this package for its model and needs no event loop.
     if name == "DynBatcher":
-        from fast_batcher.batcher import DynBatcher  # noqa: PLC0415
+        from fast_batcher.batcher import DynBatcher
 
         globals()[name] = DynBatcher
         return DynBatcher

@@ -14,7 +14,7 @@ from fast_batcher.stats import Tally
 
 
 class ThreadCaller:
-    """A `concurrent.futures.Future` behind the few methods of an asyncio one that settling needs."""
+    """A `concurrent.futures.Future` behind the two methods that settling needs."""
 
     def __init__(self, future: concurrent.futures.Future[Any]) -> None:
         self._future = future

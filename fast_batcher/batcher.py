@@ -1,4 +1,4 @@
-"""`DynBatcher`: the asyncio shell around the core. Runs on the event loop's thread of the API process.
+"""`DynBatcher`: the asyncio shell around the core. API process, the event loop's thread.
 
     endpoint --process_batched--> submit --> Scheduler <--poll-- _pump --Dispatch--> Pool ==> worker
        ^                                                                                        |
@@ -62,7 +62,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import InferenceModel, InputT, OutputT
-from fast_batcher.stats import BatcherStats, weighted_quantile
+from fast_batcher.stats import BatcherStats
 
 logger = logging.getLogger("fast_batcher")
 
@@ -148,7 +148,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         self._state = State.NEW
         self._start_error: WorkerStartupError | None = None
-        self._pool: Pool | None = None
+        self._pool = Pool(self._model, self._settings, self, self.name)
+        self._exchange = Exchange(self._pool.send, max_frame_bytes)
         # Workers that have been ready once: when that is all of them, the batcher is open.
         self._seen_ready: set[int] = set()
 
@@ -331,9 +332,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             await waiter
         start_error = self._fresh_start_error()
         if start_error is not None:
-            assert self._pool is not None, "a start has failed, so there was one"
             await self._pool.aclose()
             raise start_error
+        if wait_ready and self._state is not State.OPEN:  # it was ended meanwhile
+            self._refuse("it was not ready")
 
     def begin_drain(self) -> None:
         """Take no more requests and report not ready, while what is queued is being finished.
@@ -346,6 +348,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._take_arrivals(monotonic())
             self._scheduler.begin_drain()
             if self._loop is not None and not self._loop.is_closed():
+                self._wake_ready_waiters()
                 self._pump_soon(self._loop)
 
     async def aclose(self) -> None:
@@ -371,8 +374,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self.begin_drain()
             await self._wait_until_drained(loop)
             self._fail_open_requests()
-            if self._pool is not None:
-                await self._pool.aclose()
+            await self._pool.aclose()
         finally:
             # After a cancelled wait nothing is waited for any more.
             self._end(grace=0.0)
@@ -384,10 +386,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         Requests that have not been answered fail with `BatcherClosedError`. Blocks until the
         workers are dead: up to `stop_timeout` seconds if one is computing, and half a second more
         if it has to be killed. Works after the event loop has been closed; then nobody is left to
-        be told.
+        be told. From another thread it asks the loop's thread, and waits for it.
         """
-        if self._pid == os.getpid():
-            self._end(grace=self._settings.stop_timeout)
+        if self._pid != os.getpid():
+            return
+        loop, grace = self._loop, self._settings.stop_timeout
+        if loop is not None and loop.is_running() and get_ident() != self._thread:
+            # Futures and file descriptors belong to the loop's thread, so that thread has to do it.
+            ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+            if _call_in_loop(loop, lambda: ended.set_result(self._end(grace))):
+                ended.result()
+                return
+        self._end(grace)
 
     async def __aenter__(self) -> Self:
         """Open, and wait until every worker is ready."""
@@ -422,7 +432,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
 
         @asynccontextmanager
-        async def run(app: Any) -> AsyncIterator[None]:  # noqa: ARG001
+        async def run(app: Any) -> AsyncIterator[None]:
             await self._open_or_stop(wait_ready=wait_ready)
             try:
                 yield
@@ -451,27 +461,12 @@ class DynBatcher(Generic[InputT, OutputT]):
     @property
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
-        scheduler, tally = self._scheduler, self._scheduler.tally
-        return BatcherStats(
+        return self._scheduler.tally.snapshot(
             state=self.state,
-            workers_ready=scheduler.workers_ready,
+            workers_ready=self._scheduler.workers_ready,
             num_workers=self._settings.num_workers,
-            waiting=scheduler.waiting,
-            running=scheduler.running,
-            submitted=tally.submitted,
-            completed=tally.completed,
-            failed=tally.failed,
-            expired=tally.expired,
-            cancelled=tally.cancelled,
-            rejected=tally.rejected,
-            batches=sum(tally.batch_sizes.values()),
-            batch_sizes=dict(sorted(tally.batch_sizes.items())),
-            releases={release.value: count for release, count in tally.releases.items()},
-            restarts=tally.restarts,
-            queue_wait_p50=weighted_quantile(tally.queue_waits, 0.50),
-            queue_wait_p95=weighted_quantile(tally.queue_waits, 0.95),
-            infer_p50=weighted_quantile(tally.infer_times, 0.50),
-            infer_p95=weighted_quantile(tally.infer_times, 0.95),
+            waiting=self._scheduler.waiting,
+            running=self._scheduler.running,
         )
 
     def __repr__(self) -> str:
@@ -515,7 +510,6 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._start_error = error
         self._serving_loop = None
         self._move(Event.START_FAILED)
-        assert self._pool is not None, "it is the pool that calls"
         self._pool.abandon()
         self._fail_open_requests()
         self._wake_ready_waiters()
@@ -542,10 +536,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             outcomes = self._exchange.read(worker, frame, len(batch.requests))
         except Exception as error:
             # The worker will be replaced; this batch is no longer on it, and must not be forgotten.
-            outcomes = [Failure(functools.partial(TransportError, str(error)))] * len(
-                batch.requests
-            )
-            settle(self._scheduler.tally, batch.requests, outcomes)
+            failure = Failure(functools.partial(TransportError, str(error)))
+            settle(self._scheduler.tally, batch.requests, [failure] * len(batch.requests))
             raise
         settle(self._scheduler.tally, batch.requests, outcomes)
         if self._drained is not None:
@@ -568,8 +560,6 @@ class DynBatcher(Generic[InputT, OutputT]):
         loop = get_running_loop()
         self._bind(loop)
         self._move(Event.OPEN)
-        self._pool = Pool(self._model, self._settings, self, self.name)
-        self._exchange = Exchange(self._pool.send, self._settings.max_frame_bytes)
         self._pool.open(loop)
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -628,7 +618,6 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Go on with another loop. Those who waited on the closed one cannot be told anything."""
-        assert self._pool is not None, "it has been opened"
         logger.info("%s: goes on with another event loop", self.name)
         for request in self._scheduler.open_requests():
             if is_beyond_reach(request):
@@ -712,7 +701,6 @@ class DynBatcher(Generic[InputT, OutputT]):
                 action.worker,
                 self._settings.infer_timeout,
             )
-            assert self._pool is not None
             self._pool.replace(action.worker)
 
     def _set_timer(self, wake_at: float) -> None:
@@ -779,9 +767,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._drained = None
 
     def _notice_drained(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            if not self._scheduler.waiting and not self._scheduler.running:
-                self._drained.set_result(None)
+        is_awaited = self._drained is not None and not self._drained.done()
+        if is_awaited and not self._scheduler.waiting and not self._scheduler.running:
+            assert self._drained is not None
+            self._drained.set_result(None)
 
     def _fail_open_requests(self) -> None:
         self._take_arrivals(monotonic())
@@ -803,8 +792,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._pool is not None:
-            self._pool.stop(grace)
+        self._pool.stop(grace)
         if self._loop is not None and not self._loop.is_closed():
             self._wake_ready_waiters()
             self._notice_drained()

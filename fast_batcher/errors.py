@@ -21,7 +21,7 @@ All of them survive pickling. HTTP statuses are the business of `fast_batcher.fa
 
 import builtins
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 # A model may raise with a whole tensor printed in its message; a log line or a response needs less.
 # Source: the reference limit for error texts in the fault catalogue, 64 KiB.
@@ -108,7 +108,7 @@ class TransportError(WorkerError):
 DynamicBatchIndexError = OutputMismatchError
 
 
-class RemoteTraceback(Exception):  # noqa: N818  it is a text to be shown as the cause, not a failure
+class RemoteTraceback(Exception):
     """The traceback of a worker process as text; the `__cause__` of what a caller sees."""
 
     def __str__(self) -> str:
@@ -157,13 +157,13 @@ def _builtin_base(kind: type[BaseException]) -> Any:
 @cache  # one class per type the model raises; their number is the number of classes in its code
 def _combined_class(kind: Any) -> type[InferenceError]:
     if issubclass(kind, InferenceError):
-        return kind
+        return cast("type[InferenceError]", kind)
     namespace = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
         "__reduce__": _reduce_combined,
-        "_original_class": kind,
+        "original_class": kind,
     }
     return type(kind.__name__, (InferenceError, kind), namespace)
 
@@ -172,7 +172,7 @@ def _reduce_combined(error: Any) -> tuple[Any, ...]:
     """How a combined error is pickled: its class exists only here, its parts exist everywhere."""
     cause = error.__cause__
     traceback = cause.args[0] if isinstance(cause, RemoteTraceback) else ""
-    return _rebuild_combined, (error._original_class, error.args, error.__dict__, traceback)
+    return _rebuild_combined, (error.original_class, error.args, error.__dict__, traceback)
 
 
 def _rebuild_combined(

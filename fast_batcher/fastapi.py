@@ -131,8 +131,8 @@ def install_exception_handlers(
 ) -> None:
     """Answer every `BatcherError` of the app's endpoints with a status and an `ErrorBody`.
 
-    An `HTTPException` that the model raised keeps its status, detail and headers. Where the app has
-    a handler of its own for what the model raised, or for one of the library's errors, that is used.
+    An `HTTPException` that the model raised keeps its status, detail and headers. The app's own
+    handler is used where it has one for what the model raised or for an error of the library.
     A WebSocket that is not accepted yet gets the same answer; an open one is closed with 1013 (try
     again), 1009 (too big) or 1011, and the error's code and id as the reason.
 
@@ -165,7 +165,7 @@ def install_exception_handlers(
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Describe the error answers to OpenAPI: `responses=error_responses()` on a route, router or app.
+    """Describe the error answers to OpenAPI: `responses=error_responses()` on a route or app.
 
     Args:
         statuses: Exactly those to show, out of 413, 429, 500, 503, 504; without any, 503 and 504.

@@ -12,8 +12,8 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     """A model that computes many inputs at once.
 
     Subclass it, load the weights in `__init__`, and hand the *class* to a `DynBatcher`: an instance
-    is made in every worker process, and no method of it ever runs anywhere else. All calls come from
-    one thread, one after the other.
+    is made in every worker process, and no method of it ever runs anywhere else. All calls come
+    from one thread, one after the other.
     """
 
     @abstractmethod
@@ -24,8 +24,8 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
             inputs: 1 to `max_batch_size` inputs, in order of arrival.
 
         Returns:
-            One output per input, in the same order: a list, tuple, or an array or tensor whose first
-            axis is the batch. An exception instance at a position fails that request alone.
+            One output per input, in the same order: a list, tuple, or an array or tensor whose
+            first axis is the batch. An exception instance at a position fails that request alone.
 
         Raises:
             Exception: Whatever it raises reaches the callers of this batch as an `InferenceError`
@@ -36,5 +36,5 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         """Inputs to compute once before the worker is called ready; none by default."""
         return ()
 
-    def close(self) -> None:  # noqa: B027  optional: most models have nothing to release
-        """Release what the model holds; called when the worker is asked to end, not when it dies."""
+    def close(self) -> None:
+        """Release what the model holds; called when the worker ends in order, not when it dies."""

@@ -71,6 +71,32 @@ class Tally:
         default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
     )
 
+    def snapshot(
+        self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
+    ) -> BatcherStats:
+        """The counts as they are now, with what their owner knows besides."""
+        return BatcherStats(
+            state=state,
+            workers_ready=workers_ready,
+            num_workers=num_workers,
+            waiting=waiting,
+            running=running,
+            submitted=self.submitted,
+            completed=self.completed,
+            failed=self.failed,
+            expired=self.expired,
+            cancelled=self.cancelled,
+            rejected=self.rejected,
+            batches=sum(self.batch_sizes.values()),
+            batch_sizes=dict(sorted(self.batch_sizes.items())),
+            releases={str(release): count for release, count in self.releases.items()},
+            restarts=self.restarts,
+            queue_wait_p50=weighted_quantile(self.queue_waits, 0.50),
+            queue_wait_p95=weighted_quantile(self.queue_waits, 0.95),
+            infer_p50=weighted_quantile(self.infer_times, 0.50),
+            infer_p95=weighted_quantile(self.infer_times, 0.95),
+        )
+
 
 def weighted_quantile(samples: "deque[tuple[float, int]]", q: float) -> float | None:
     """The smallest value at which a share `q` of the total weight is reached, None without samples.

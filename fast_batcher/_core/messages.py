@@ -11,17 +11,18 @@ class Request:
     call's cost (`benchmarks/overhead.py`).
     """
 
-    __slots__ = ("arrival", "batch", "caller", "deadline", "id", "is_settled", "value")
+    __slots__ = ("arrival", "batch_id", "caller", "deadline", "id", "is_settled", "value")
 
     def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
         self.value = value
         # Who waits for the outcome. The core never looks at it.
         self.caller = caller
         # The moment after which nobody wants the answer. None becomes the default when the
-        # scheduler accepts the request, and nobody looks at it before.
+        # scheduler accepts the request; nobody looks at it before.
         self.deadline: float = deadline  # type: ignore[assignment]
-        # The batch that carries it, None while it waits.
-        self.batch: Batch | None = None
+        # The id of the batch that carries it, None while it waits. A reference to the batch would
+        # make every batch a cycle that only the garbage collector can free.
+        self.batch_id: int | None = None
         # True once it has left the core: answered, failed, expired or cancelled.
         self.is_settled = False
         # Set by the scheduler when it accepts the request; ids rise with the order of arrival.

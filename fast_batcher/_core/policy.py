@@ -1,8 +1,8 @@
 """When does a waiting batch leave? The seam between the scheduler and its rules. Pure.
 
-The scheduler asks only while a worker is free and requests wait; a batch that is full always leaves.
-A policy answers with a `Release` (send the oldest requests now) or with the moment until which it
-holds the batch. It may remember what it saw through `batch_done`.
+The scheduler asks only while a worker is free and requests wait; a full batch always leaves.
+A policy answers with a `Release` (send the oldest requests now) or with the moment until which
+it holds the batch. It may remember what it saw through `batch_done`.
 """
 
 from math import inf
@@ -38,7 +38,7 @@ class GreedyPolicy:
     optimum, where fixed windows cost up to ten times as much.
     """
 
-    def decide(self, now: float, queue: RequestQueue) -> Release | float:  # noqa: ARG002
+    def decide(self, now: float, queue: RequestQueue) -> Release | float:
         """Send now."""
         return Release.IDLE
 

@@ -98,7 +98,7 @@ class RequestQueue:
         if len(self._heap) > 2 * len(self._own) + MIN_DEAD_ENTRIES:
             self._rebuild_heap()
         heap = self._heap
-        while heap and (heap[0][2].is_settled or heap[0][2].batch is not None):
+        while heap and (heap[0][2].is_settled or heap[0][2].batch_id is not None):
             heappop(heap)
         return min(earliest, heap[0][0]) if heap else earliest
 

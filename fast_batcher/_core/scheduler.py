@@ -150,10 +150,10 @@ class Scheduler:
             return
         request.is_settled = True
         self.tally.cancelled += 1
-        if request.batch is None:
+        if request.batch_id is None:
             self._queue.discard(request)
         else:
-            request.batch.open_count -= 1
+            self._batches[request.batch_id].open_count -= 1
 
     def begin_drain(self) -> None:
         """Take no more requests, and wait for nobody: what is queued leaves as workers get free."""
@@ -279,8 +279,9 @@ class Scheduler:
         requests = self._queue.take(self._max_batch_size)
         batch = Batch(self._next_batch_id, slot.id, requests, release, now)
         self._next_batch_id += 1
+        batch_id = batch.id
         for request in requests:
-            request.batch = batch
+            request.batch_id = batch_id
         if not slot.batches:
             self._begin_batch(slot, now)
         slot.batches.append(batch)

@@ -53,7 +53,7 @@ def usable_cores() -> int:
 
 
 def read_quota(path: Path) -> float | None:
-    """The cores a cgroup v2 quota file ("max 100000" or "150000 100000") allows, None for no limit."""
+    """The cores that a cgroup v2 quota file ("max 100000", "150000 100000") allows, or None."""
     try:
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

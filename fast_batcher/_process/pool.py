@@ -71,9 +71,9 @@ class Pool:
         self._settings = settings
         self._events = events
         self._name = name
-        # The process whose children the workers are; a forked copy of it leaves them alone.
-        self.owner_pid = os.getpid()
         self.stop_timeout = settings.stop_timeout
+        # The process whose children the workers are; a forked copy of it leaves them alone.
+        self.owner_pid = 0
         self._starter = _Starter(f"fast_batcher-starter-{name}")
         # The live handle of each worker; absent while it waits for its replacement.
         self._handles: dict[int, WorkerHandle] = {}
@@ -89,11 +89,12 @@ class Pool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._all_dead: asyncio.Future[None] | None = None
-        _open_pools.add(self)
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start every worker; what comes of it is told through the events."""
         self._loop = loop
+        self.owner_pid = os.getpid()
+        _open_pools.add(self)
         for index in range(self._settings.num_workers):
             self._start(index)
 
@@ -101,7 +102,7 @@ class Pool:
         """Go on with another loop; the one before is closed, and its timers with it."""
         self._loop = loop
         self._timers.clear()
-        for handle in self._remaining():
+        for handle in self.remaining():
             if handle.is_attached:
                 handle.attach(loop)
             if handle.is_ending:
@@ -145,7 +146,7 @@ class Pool:
                     handle.kill()  # it is loading: there is nothing to finish
             await self._wait_until_dead(self._settings.stop_timeout)
             for number, grace in _LAST_STEPS:
-                for handle in self._remaining():
+                for handle in self.remaining():
                     handle.is_ending = True
                     handle.signal(number)
                 await self._wait_until_dead(grace)
@@ -291,18 +292,19 @@ class Pool:
 
     # Ending.
 
-    def _remaining(self) -> list[WorkerHandle]:
+    def remaining(self) -> list[WorkerHandle]:
+        """The workers that live."""
         handles = {*self._handles.values(), *self._leaving, *self._starting}
         return [handle for handle in handles if handle.is_alive]
 
     async def _wait_until_dead(self, seconds: float) -> None:
-        if self._remaining() or self._starting:
+        if self.remaining() or self._starting:
             self._all_dead = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._all_dead], timeout=seconds)
 
     def _notice_all_dead(self) -> None:
         is_awaited = self._all_dead is not None and not self._all_dead.done()
-        if is_awaited and not self._remaining() and not self._starting:
+        if is_awaited and not self.remaining() and not self._starting:
             assert self._all_dead is not None
             self._all_dead.set_result(None)
 
@@ -317,14 +319,16 @@ class Pool:
 
     # The steps of `_end`, which ends several pools at once.
 
-    def _begin_end(self) -> None:
+    def begin_end(self) -> None:
+        """Start nothing more, and close the pipes: the workers end when they notice."""
         self._is_closing = True
         self._cancel_timers()
         self._starter.hold()
-        for handle in self._remaining():
+        for handle in self.remaining():
             handle.disconnect()
 
-    def _finish_end(self) -> None:
+    def finish_end(self) -> None:
+        """Forget the workers, which are dead, and end the thread that started them."""
         self._handles.clear()
         self._leaving.clear()
         self._starting.clear()
@@ -392,18 +396,18 @@ _open_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
 
 
 def _end(pools: list[Pool], grace: float) -> None:
-    """End these pools together, blocking: ask, then SIGTERM, then SIGKILL; without grace only that."""
+    """End these pools together, blocking: ask, SIGTERM, SIGKILL; without grace only the last."""
     for pool in pools:
-        pool._begin_end()
+        pool.begin_end()
     steps = [(None, grace), *_LAST_STEPS] if grace else [_LAST_STEPS[-1]]
     for number, wait in steps:
-        handles = [handle for pool in pools for handle in pool._remaining()]
+        handles = [handle for pool in pools for handle in pool.remaining()]
         if number is not None:
             for handle in handles:
                 handle.signal(number)
         _reap_dead(handles, wait)
     for pool in pools:
-        pool._finish_end()
+        pool.finish_end()
 
 
 def _reap_dead(handles: list[WorkerHandle], seconds: float) -> None:

@@ -1,7 +1,8 @@
 """The parent's half of one worker process: its pipe, its death, its end.
 
 `spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
-thread that calls `stop()` after the loop. A handle is for one process; a replacement gets a new one.
+thread that calls `stop()` after the loop. A handle is for one process; a replacement gets a new
+one.
 """
 
 import contextlib
@@ -131,7 +132,7 @@ class WorkerHandle:
         self.send(Kind.STOP)
 
     def disconnect(self) -> None:
-        """Close the pipe: the worker ends after the batch it is computing; nothing is heard of it."""
+        """Close the pipe: the worker ends after the batch it computes; nothing is heard of it."""
         self.is_ending = True
         if self._channel is not None:
             self._channel.close()

@@ -13,9 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
@@ -23,6 +22,9 @@ from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import find_model_fault
 from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -111,7 +113,7 @@ def _answer(channel: BlockingChannel, model: Any, frame: Frame) -> None:
     if isinstance(outcome, RemoteFailure):
         channel.send(Kind.FAILED, frame.batch_id, codec.dumps(outcome), seconds)
         return
-    if not any([isinstance(output, BaseException) for output in outcome]):
+    if not any(isinstance(output, BaseException) for output in outcome):
         try:
             body = codec.dumps(outcome)
         except BaseException:  # noqa: BLE001  then item by item, to find the guilty one
@@ -145,17 +147,17 @@ def _answer_items(channel: BlockingChannel, model: Any, batch_id: int, items: li
 
 
 def _infer(model: Any, inputs: list[Any]) -> tuple[list[Any] | RemoteFailure, float]:
-    """Run the model; returns one output per input or the failure of all, and the seconds it took."""
+    """Run the model: one output per input, or the failure of all; and the seconds it took."""
     # `infer` may change the list that it is given.
     count = len(inputs)
     started = time.monotonic()
     try:
         outputs = codec.check_outputs(model.infer(inputs), count)
-        seconds = time.monotonic() - started
-        if isinstance(outputs, str):
-            raise OutputMismatchError(outputs)
     except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
         return codec.describe(error), time.monotonic() - started
+    seconds = time.monotonic() - started
+    if isinstance(outputs, str):
+        return codec.describe(OutputMismatchError(outputs)), seconds
     return outputs, seconds
 
 

@@ -9,13 +9,13 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from fast_batcher._transport.frames import Frame, FrameReader, Kind, pack
 
 if TYPE_CHECKING:  # the worker imports this module, and has no event loop
     from asyncio import AbstractEventLoop
+    from multiprocessing.connection import Connection
 
 
 class LoopChannel:

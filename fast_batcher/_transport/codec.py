@@ -21,7 +21,7 @@ _ITEM_OVERHEAD = 16
 class RemoteFailure(NamedTuple):
     """An exception as data."""
 
-    # "ValueError: 'x' is not a number"
+    # In one line: the type and what it said.
     text: str
     traceback: str
     # The exception itself, if it came through a round trip in the worker unharmed.
@@ -32,7 +32,7 @@ class RemoteFailure(NamedTuple):
         original = None
         if self.pickled is not None:
             try:
-                original = pickle.loads(self.pickled)  # noqa: S301  from our own worker
+                original = pickle.loads(self.pickled)
             except Exception:  # noqa: BLE001  the class may not exist here; the text serves
                 original = None
         if not isinstance(original, Exception):
@@ -47,7 +47,7 @@ def dumps(value: Any) -> bytes:
 
 def loads(body: memoryview | bytearray | bytes) -> Any:
     """Unpickle one thing; copies out of the body."""
-    return pickle.loads(body)  # noqa: S301  the two ends are one program
+    return pickle.loads(body)
 
 
 def describe(error: BaseException) -> RemoteFailure:
