@@ -394,7 +394,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if loop is not None and loop.is_running() and get_ident() != self._thread:
             # Futures and file descriptors belong to the loop's thread, so that thread has to do it.
             ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-            if _call_in_loop(loop, lambda: ended.set_result(self._end(grace))):
+            if _call_in_loop(loop, self._end_for_thread, ended):
                 ended.result()
                 return
         self._end(grace)
@@ -417,7 +417,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def lifespan(self, app: Any, /) -> AbstractAsyncContextManager[None]: ...
     @overload
     def lifespan(
-        self, *, wait_ready: bool = True
+        self, /, *, wait_ready: bool = True
     ) -> Callable[[Any], AbstractAsyncContextManager[None]]: ...
     def lifespan(self, app: Any = None, /, *, wait_ready: bool = True) -> Any:
         """The batcher's life as an app's lifespan: `FastAPI(lifespan=batcher.lifespan)`.
@@ -782,6 +782,12 @@ class DynBatcher(Generic[InputT, OutputT]):
                     f"{self.name} was closed before it had answered"
                 )
                 fail(self._scheduler.tally, request, error)
+
+    def _end_for_thread(self, ended: concurrent.futures.Future[None]) -> None:
+        try:
+            self._end(self._settings.stop_timeout)
+        finally:
+            ended.set_result(None)
 
     def _end(self, grace: float) -> None:
         if self._state is State.CLOSED:

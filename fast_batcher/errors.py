@@ -20,8 +20,7 @@ All of them survive pickling. HTTP statuses are the business of `fast_batcher.fa
 """
 
 import builtins
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 # A model may raise with a whole tensor printed in its message; a log line or a response needs less.
 # Source: the reference limit for error texts in the fault catalogue, 64 KiB.
@@ -154,10 +153,15 @@ def _builtin_base(kind: type[BaseException]) -> Any:
     return next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
 
 
-@cache  # one class per type the model raises; their number is the number of classes in its code
-def _combined_class(kind: Any) -> type[InferenceError]:
+# One class per type that models raise; as many as there are such classes in the user's code.
+_combined_classes: dict[type[Exception], type[InferenceError]] = {}
+
+
+def _combined_class(kind: type[Exception]) -> type[InferenceError]:
     if issubclass(kind, InferenceError):
-        return cast("type[InferenceError]", kind)
+        return kind
+    if kind in _combined_classes:
+        return _combined_classes[kind]
     namespace = {
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
@@ -165,7 +169,9 @@ def _combined_class(kind: Any) -> type[InferenceError]:
         "__reduce__": _reduce_combined,
         "original_class": kind,
     }
-    return type(kind.__name__, (InferenceError, kind), namespace)
+    combined = type(kind.__name__, (InferenceError, kind), namespace)
+    _combined_classes[kind] = combined
+    return combined
 
 
 def _reduce_combined(error: Any) -> tuple[Any, ...]:

@@ -127,7 +127,7 @@ class Scheduler:
             if request.deadline is not None:
                 own.append(request)
             else:
-                request.deadline = deadline
+                request.deadline = deadline  # type: ignore[unreachable]  # see Request
         self.tally.submitted = request_id
         self._queue.extend(requests, own)
         if own:
