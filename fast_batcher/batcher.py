@@ -62,7 +62,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import InferenceModel, InputT, OutputT
-from fast_batcher.stats import BatcherStats
+from fast_batcher.stats import BatcherStats, Tally
 
 logger = logging.getLogger("fast_batcher")
 
@@ -139,40 +139,46 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)
-        self._scheduler = Scheduler(
-            make_policy(policy, max_delay),
-            max_batch_size=max_batch_size,
-            max_queue_size=self._settings.max_queue_size,
-            timeout=timeout,
-            infer_timeout=infer_timeout,
-        )
+        self._tally = Tally()
         self._state = State.NEW
-        self._start_error: WorkerStartupError | None = None
-        self._pool = Pool(self._model, self._settings, self, self.name)
-        self._exchange = Exchange(self._pool.send, max_frame_bytes)
-        # Workers that have been ready once: when that is all of them, the batcher is open.
-        self._seen_ready: set[int] = set()
+        self._make_parts()
 
-        # Process, loop and the loop's thread that the batcher belongs to.
-        self._pid = os.getpid()
+        # Process, loop and the loop's thread that the batcher belongs to while it is open.
+        self._pid = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
         # The same loop while calls on it need no closer look: opening or open, not draining.
         self._serving_loop: asyncio.AbstractEventLoop | None = None
+
+        if auto_open:
+            self._begin_open_soon()
+
+    def _make_parts(self) -> None:
+        """What lives from one opening to the next closing."""
+        settings = self._settings
+        self._scheduler = Scheduler(
+            make_policy(settings.policy, settings.max_delay),
+            self._tally,
+            max_batch_size=settings.max_batch_size,
+            max_queue_size=settings.max_queue_size,
+            timeout=settings.timeout,
+            infer_timeout=settings.infer_timeout,
+        )
+        self._pool = Pool(self._model, settings, self, self.name)
+        self._exchange = Exchange(self._pool.send, settings.max_frame_bytes)
+        self._start_error: WorkerStartupError | None = None
+        # Workers that have been ready once: when that is all of them, the batcher is open.
+        self._seen_ready: set[int] = set()
         # Requests of this turn of the loop, and whether a `_pump` is scheduled to take them.
         self._arrivals: list[Request] = []
         self._pump_is_due = False
         # One timer for the earliest moment at which the scheduler wants to be asked.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
-
         # Those who wait in `open` and in `aclose`.
         self._ready_waiters: list[asyncio.Future[None]] = []
         self._drained: asyncio.Future[None] | None = None
         self._closing: asyncio.Future[None] | None = None
-
-        if auto_open:
-            self._begin_open_soon()
 
     # Calls.
 
@@ -308,7 +314,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     # Life.
 
     async def open(self, *, wait_ready: bool = True) -> None:
-        """Start the workers and wait until every one is ready.
+        """Start the workers and wait until every one is ready. A closed batcher is opened again.
 
         Args:
             wait_ready: False returns at once, so that an app can answer probes while the model
@@ -317,12 +323,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         Raises:
             WorkerStartupError: A worker could not load its model; the cause is its traceback. No
                 process is left.
-            BatcherClosedError: It is draining or closed; a batcher is opened once.
+            BatcherClosedError: It is draining, or was closed while it was opening.
 
         Cancellation: safe; the workers go on loading.
         """
         loop = get_running_loop()
-        if self._state is State.NEW:
+        if self._state is State.CLOSED:
+            self._make_parts()
+            self._begin_open()
+        elif self._state is State.NEW:
             self._begin_open()
         if loop is not self._serving_loop and self._start_error is None:
             self._serve_on(loop)
@@ -360,7 +369,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe; the workers are then killed at once.
         """
         loop = get_running_loop()
-        if self._state is State.CLOSED or self._pid != os.getpid():
+        if self._state is State.CLOSED or self._is_foreign():
             return
         if self._closing is not None and self._closing.get_loop() is loop:
             await asyncio.wait([self._closing])
@@ -388,7 +397,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if it has to be killed. Works after the event loop has been closed; then nobody is left to
         be told. From another thread it asks the loop's thread, and waits for it.
         """
-        if self._pid != os.getpid():
+        if self._is_foreign():
             return
         loop, grace = self._loop, self._settings.stop_timeout
         if loop is not None and loop.is_running() and get_ident() != self._thread:
@@ -461,7 +470,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     @property
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
-        return self._scheduler.tally.snapshot(
+        return self._tally.snapshot(
             state=self.state,
             workers_ready=self._scheduler.workers_ready,
             num_workers=self._settings.num_workers,
@@ -475,7 +484,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             f"<{type(self).__name__} {self.name!r} {self._state.value} "
             f"workers={scheduler.workers_ready}/{self._settings.num_workers} "
             f"waiting={scheduler.waiting} running={scheduler.running} "
-            f"completed={scheduler.tally.completed} failed={scheduler.tally.failed}>"
+            f"completed={self._tally.completed} failed={self._tally.failed}>"
         )
 
     # What the pool tells. These are public because the pool calls them; users do not.
@@ -484,7 +493,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A worker has loaded its model."""
         self._scheduler.worker_ready(monotonic(), worker)
         if worker in self._seen_ready:
-            self._scheduler.tally.restarts += 1
+            self._tally.restarts += 1
         self._seen_ready.add(worker)
         if self._state is State.OPENING and len(self._seen_ready) == self._settings.num_workers:
             self._move(Event.ALL_READY)
@@ -498,7 +507,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             error = WorkerLostError(
                 f"worker {worker} ended with {exit_text} while it had this request"
             )
-            fail(self._scheduler.tally, request, error)
+            fail(self._tally, request, error)
         self._pump()
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
@@ -528,7 +537,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         batch = self._scheduler.batch_done(monotonic(), worker, frame.batch_id)
         if batch is None:
             raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
-        self._scheduler.tally.infer_times.append((frame.seconds, 1))
+        self._tally.infer_times.append((frame.seconds, 1))
         # Give the worker its next batch before anything is done about this one.
         if self._scheduler.waiting:
             self._pump()
@@ -537,9 +546,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         except Exception as error:
             # The worker will be replaced; this batch is no longer on it, and must not be forgotten.
             failure = Failure(functools.partial(TransportError, str(error)))
-            settle(self._scheduler.tally, batch.requests, [failure] * len(batch.requests))
+            settle(self._tally, batch.requests, [failure] * len(batch.requests))
             raise
-        settle(self._scheduler.tally, batch.requests, outcomes)
+        settle(self._tally, batch.requests, outcomes)
         if self._drained is not None:
             self._notice_drained()
 
@@ -550,14 +559,19 @@ class DynBatcher(Generic[InputT, OutputT]):
             loop = get_running_loop()
         except RuntimeError:
             return
-        loop.call_soon(self._begin_open)
+        loop.call_soon(self._open_if_new)
+
+    def _open_if_new(self) -> None:
+        if self._state is State.NEW:
+            self._begin_open()
 
     def _begin_open(self) -> None:
         """Start the workers, if nobody has done so; READY arrives as an event."""
-        if self._state is not State.NEW:
+        if self._state not in (State.NEW, State.CLOSED):
             return
         _check_platform()
         loop = get_running_loop()
+        self._pid = os.getpid()
         self._bind(loop)
         self._move(Event.OPEN)
         self._pool.open(loop)
@@ -571,16 +585,15 @@ class DynBatcher(Generic[InputT, OutputT]):
             await self.open(wait_ready=wait_ready)
         except BaseException:
             # The caller's `async with` has not begun, so its end will not come.
-            if self._state is not State.BROKEN:
-                self._end(grace=0.0)
+            self._end(grace=0.0)
             raise
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """See to it that calls on this loop can be served, or raise."""
-        if self._pid != os.getpid():
+        if self._is_foreign():
             raise RuntimeError(
-                f"{self.name}: this DynBatcher was made in another process (pid {self._pid}) and "
-                "does not survive a fork; make one in each process, for example in the lifespan"
+                f"{self.name}: this DynBatcher was opened in another process (pid {self._pid}) and "
+                "does not survive a fork; open one in each process, for example in the lifespan"
             )
         if self._state is State.NEW:
             if not self._settings.auto_open:
@@ -592,16 +605,20 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._require_closed_loop("this call")
             self._rebind(loop)
 
+    def _is_foreign(self) -> bool:
+        """Whether this is a forked copy: workers and loop are those of another process."""
+        return self._pid not in (0, os.getpid())
+
     def _refuse(self, what: str) -> NoReturn:
         """Raise the error that tells why calls are not taken."""
         start_error = self._fresh_start_error()
         if start_error is not None:
             raise start_error
         if self._state in (State.DRAINING, State.CLOSED):
-            self._scheduler.tally.rejected += 1
+            self._tally.rejected += 1
             raise BatcherClosedError(
-                f"{self.name} is {self._state.value} and takes no more requests; a closed batcher "
-                "is not opened again, make a new one"
+                f"{self.name} is {self._state.value} and takes no requests; `await open()` or "
+                "`async with` opens a closed batcher again"
             )
         raise NotReadyError(
             f"{self.name}: {what}. Give its lifespan to the app: FastAPI(lifespan=batcher.lifespan)"
@@ -723,7 +740,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Requests of a batch that cannot be sent fail; the worker has the others."""
         for request, error in refused:
             if not request.is_settled:
-                fail(self._scheduler.tally, request, error)
+                fail(self._tally, request, error)
         self._scheduler.withdraw(batch, [request for request, _ in refused])
         # A batch of which nothing was left has left its worker free.
         self._pump_soon(get_running_loop())
@@ -776,12 +793,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._take_arrivals(monotonic())
         for request in self._scheduler.close():
             if is_beyond_reach(request):
-                self._scheduler.tally.cancelled += 1
+                self._tally.cancelled += 1
             else:
                 error = self._fresh_start_error() or BatcherClosedError(
                     f"{self.name} was closed before it had answered"
                 )
-                fail(self._scheduler.tally, request, error)
+                fail(self._tally, request, error)
 
     def _end_for_thread(self, ended: concurrent.futures.Future[None]) -> None:
         try:
@@ -793,6 +810,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._state is State.CLOSED:
             return
         self._move(Event.CLOSE)
+        self._pid = 0
         self._serving_loop = None
         self._fail_open_requests()
         if self._timer is not None:

@@ -132,25 +132,31 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
     return error
 
 
+def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    """Make an exception from its parts, without calling an `__init__` of the user's.
+
+    A user's `__init__` may want other arguments than `args`, or none of them: that is why many
+    exceptions do not survive pickling. The state of built-in types (errno, the positions of a
+    unicode error) is set by their own `__init__`.
+    """
+    error = kind.__new__(kind, *args)
+    builtin: Any = next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
+    builtin.__init__(error, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
 def _as_inference_error(original: Exception) -> InferenceError | None:
     """The same exception as an `InferenceError` too, or None where no such class can be built."""
     if isinstance(original, StopIteration):  # asyncio refuses to carry one: it ends generators
         return None
     try:
         combined = _combined_class(type(original))
-        error: InferenceError = combined.__new__(combined, *original.args)
-        # The state of built-in types (errno, the unicode positions) is set by their __init__. A
-        # user's __init__ may want other arguments than `args`, so it is not called.
-        _builtin_base(type(original)).__init__(error, *original.args)
-        error.args = original.args
-        error.__dict__.update(original.__dict__)
+        error = rebuild(combined, original.args, original.__dict__)
     except Exception:  # noqa: BLE001  any class the user can write may refuse to be combined
         return None
-    return error
-
-
-def _builtin_base(kind: type[BaseException]) -> Any:
-    return next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
+    return error if isinstance(error, InferenceError) else None
 
 
 # One class per type that models raise; as many as there are such classes in the user's code.
@@ -183,11 +189,7 @@ def _reduce_combined(error: Any) -> tuple[Any, ...]:
 
 def _rebuild_combined(
     kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any], traceback: str
-) -> InferenceError:
-    combined = _combined_class(kind)
-    error: InferenceError = combined.__new__(combined, *args)
-    _builtin_base(kind).__init__(error, *args)
-    error.args = args
-    error.__dict__.update(state)
+) -> Exception:
+    error = rebuild(_combined_class(kind), args, state)
     error.__cause__ = RemoteTraceback(traceback) if traceback else None
     return error

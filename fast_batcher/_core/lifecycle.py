@@ -14,7 +14,7 @@ class State(StrEnum):
     OPENING = "opening"  # workers are loading; requests are queued
     OPEN = "open"  # every worker has been ready once
     DRAINING = "draining"  # no new requests; the queue is being finished
-    CLOSED = "closed"  # the end
+    CLOSED = "closed"  # nothing is left; it can be opened again
     BROKEN = "broken"  # a worker could not be started; every call fails at once
 
 
@@ -41,6 +41,8 @@ MOVES: Final[dict[tuple[State, Event], State]] = {
     (State.DRAINING, Event.CLOSE): State.CLOSED,
     (State.BROKEN, Event.DRAIN): State.DRAINING,
     (State.BROKEN, Event.CLOSE): State.CLOSED,
+    # An app is started once per test: `with TestClient(app)` runs its lifespan each time.
+    (State.CLOSED, Event.OPEN): State.OPENING,
 }
 
 

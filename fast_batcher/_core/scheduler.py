@@ -48,6 +48,7 @@ class Scheduler:
 
     Args:
         policy: Decides when a batch leaves that is not full.
+        tally: Where it counts; it may have counted for another scheduler before.
         max_batch_size: Most requests in a batch.
         max_queue_size: Most requests waiting.
         timeout: Seconds from arrival to deadline where the caller names none, or None for no limit.
@@ -57,13 +58,14 @@ class Scheduler:
     def __init__(
         self,
         policy: Policy,
+        tally: Tally,
         *,
         max_batch_size: int,
         max_queue_size: int,
         timeout: float | None,
         infer_timeout: float | None,
     ) -> None:
-        self.tally = Tally()
+        self.tally = tally
         self._policy = policy
         self._max_batch_size = max_batch_size
         self._max_queue_size = max_queue_size

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model
+from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebuild
 
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 # Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
@@ -24,7 +24,7 @@ class RemoteFailure(NamedTuple):
     # In one line: the type and what it said.
     text: str
     traceback: str
-    # The exception itself, if it came through a round trip in the worker unharmed.
+    # Its type, arguments and attributes, if they came through a round trip in the worker unharmed.
     pickled: bytes | None
 
     def to_error(self) -> InferenceError:
@@ -32,11 +32,9 @@ class RemoteFailure(NamedTuple):
         original = None
         if self.pickled is not None:
             try:
-                original = pickle.loads(self.pickled)
+                original = rebuild(*loads(self.pickled))
             except Exception:  # noqa: BLE001  the class may not exist here; the text serves
                 original = None
-        if not isinstance(original, Exception):
-            original = None
         return from_model(original, self.text, self.traceback)
 
 
@@ -111,16 +109,16 @@ def _short(text: str, *, keep_end: bool = False) -> str:
 
 
 def _pickle_if_it_survives(error: BaseException) -> bytes | None:
+    """The parts of an exception, if they can be put together again."""
     if not isinstance(error, Exception):
         return None
     try:
-        pickled = dumps(error)
-        copy = loads(pickled)
+        pickled = dumps((type(error), error.args, error.__dict__))
+        rebuild(*loads(pickled))
     except Exception:  # noqa: BLE001  an exception may hold or be anything
         return None
     # The body of a 10 MB message is not worth its way; the shortened text is.
-    same = type(copy) is type(error) and len(pickled) <= MAX_ERROR_TEXT
-    return pickled if same else None
+    return pickled if len(pickled) <= MAX_ERROR_TEXT else None
 
 
 def check_outputs(outputs: Any, count: int) -> list[Any] | str:
