@@ -1,0 +1,64 @@
+# `make demo` and `make test` work on a fresh machine with Python 3.11 or newer, venv, pip and make.
+PYTHON ?= python3
+# The version that is tested. Name another to try it: make test TORCH=torch
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: help install fix check test test-fast cov demo bench-setup bench clean
+
+help:
+	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched, one table'
+	@echo 'make test         formatting, lint and every test'
+	@echo 'make test-fast    the tests that take no processes or models, in seconds'
+	@echo 'make fix          format and mend what can be mended'
+	@echo 'make cov          every test with branch coverage, child processes included'
+	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
+	@echo 'make bench        overhead, idle latency and saturation against them'
+	@echo 'make clean        remove what these commands have made'
+
+install: .venv/installed
+
+# torch first, so that nothing else chooses its version.
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --disable-pip-version-check '$(TORCH)'
+	$(BIN)/pip install --disable-pip-version-check -e '.[dev]'
+	touch $@
+
+fix: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+
+test: check
+	$(PYTEST)
+
+test-fast: install
+	$(PYTEST) -m 'not slow'
+
+cov: install
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
+demo: install
+	$(BIN)/python -m examples.embeddings.demo
+
+bench-setup: install
+	$(BIN)/python -m benchmarks.setup_peers
+
+bench: bench-setup
+	$(BIN)/python -m benchmarks.overhead
+	$(BIN)/python -m benchmarks.idle_latency
+	$(BIN)/python -m benchmarks.saturation
+
+clean:
+	rm -rf .venv .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
