@@ -46,6 +46,7 @@ from fast_batcher._process.pool import Pool
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import (
     MAX_FRAME_BYTES,
+    MAX_SECONDS,
     PolicyName,
     check_model,
     check_name,
@@ -741,7 +742,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         for request, error in refused:
             if not request.is_settled:
                 fail(self._tally, request, error)
-        self._scheduler.withdraw(batch, [request for request, _ in refused])
+        self._scheduler.withdraw(monotonic(), batch, [request for request, _ in refused])
         # A batch of which nothing was left has left its worker free.
         self._pump_soon(get_running_loop())
 
@@ -834,11 +835,13 @@ def _call_in_loop(
 
 
 def _checked(timeout: Any) -> float:
-    if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not is_number or not (0 < timeout <= MAX_SECONDS or timeout == math.inf):
         raise ConfigurationError(
-            f"timeout={timeout!r}: give more than 0 seconds, math.inf for no limit"
+            f"timeout={timeout!r:.100}: give more than 0 seconds and at most a year, or math.inf "
+            "for no limit"
         )
-    return timeout
+    return float(timeout)
 
 
 def _check_platform() -> None:

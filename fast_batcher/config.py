@@ -5,7 +5,6 @@ module import, does the class load) is found at open.
 """
 
 import inspect
-import math
 import os
 import pickle
 import re
@@ -249,15 +248,15 @@ def _check_count(name: str, value: object, least: int, most: int | None) -> None
         raise ConfigurationError(f"{name}={value!r}: give a whole number, {least} or more")
     if value < least or (most is not None and value > most):
         limits = f"{least} or more" if most is None else f"{least} to {most}"
-        raise ConfigurationError(f"{name}={value!r}: must be {limits}")
+        raise ConfigurationError(f"{name}={value!r:.100}: must be {limits}")
 
 
 def _check_seconds(name: str, value: object, *, zero_allowed: bool = False) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigurationError(f"{name}={value!r}: give seconds as a number, for example 0.5")
-    if math.isnan(value) or value < 0 or (value == 0 and not zero_allowed) or value > MAX_SECONDS:
+    if not 0 <= value <= MAX_SECONDS or (value == 0 and not zero_allowed):  # false for NaN too
         least = "0 or more" if zero_allowed else "more than 0"
-        raise ConfigurationError(f"{name}={value!r}: must be {least} seconds, at most a year")
+        raise ConfigurationError(f"{name}={value!r:.100}: must be {least} seconds, at most a year")
 
 
 def _warn_about_workers(num_workers: int) -> None:

@@ -132,19 +132,29 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
     return error
 
 
+def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:
+    """The parts of an exception from which `rebuild` makes an equal one: type, args and state."""
+    # A built-in type knows what it keeps outside `args`: an OSError its file name, for one.
+    _, args, *state = _builtin_base(type(error)).__reduce__(error)
+    return type(error), args, state[0] if state else {}
+
+
 def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     """Make an exception from its parts, without calling an `__init__` of the user's.
 
     A user's `__init__` may want other arguments than `args`, or none of them: that is why many
-    exceptions do not survive pickling. The state of built-in types (errno, the positions of a
-    unicode error) is set by their own `__init__`.
+    exceptions do not survive pickling.
     """
     error = kind.__new__(kind, *args)
-    builtin: Any = next(base for base in kind.__mro__ if base.__module__ == builtins.__name__)
-    builtin.__init__(error, *args)
-    error.args = args
-    error.__dict__.update(state)
+    _builtin_base(kind).__init__(error, *args)
+    for name, value in state.items():
+        setattr(error, name, value)
     return error
+
+
+def _builtin_base(kind: type[BaseException]) -> Any:
+    # By identity: a combined class carries the module and the name of what it was made from.
+    return next(base for base in kind.__mro__ if vars(builtins).get(base.__name__) is base)
 
 
 def _as_inference_error(original: Exception) -> InferenceError | None:
@@ -152,8 +162,8 @@ def _as_inference_error(original: Exception) -> InferenceError | None:
     if isinstance(original, StopIteration):  # asyncio refuses to carry one: it ends generators
         return None
     try:
-        combined = _combined_class(type(original))
-        error = rebuild(combined, original.args, original.__dict__)
+        kind, args, state = take_apart(original)
+        error = rebuild(_combined_class(kind), args, state)
     except Exception:  # noqa: BLE001  any class the user can write may refuse to be combined
         return None
     return error if isinstance(error, InferenceError) else None
@@ -184,7 +194,8 @@ def _reduce_combined(error: Any) -> tuple[Any, ...]:
     """How a combined error is pickled: its class exists only here, its parts exist everywhere."""
     cause = error.__cause__
     traceback = cause.args[0] if isinstance(cause, RemoteTraceback) else ""
-    return _rebuild_combined, (error.original_class, error.args, error.__dict__, traceback)
+    _, args, state = take_apart(error)
+    return _rebuild_combined, (error.original_class, args, state, traceback)
 
 
 def _rebuild_combined(

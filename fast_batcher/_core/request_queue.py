@@ -59,6 +59,7 @@ class RequestQueue:
         """Remove and return the `count` oldest requests, or all if there are fewer."""
         if self._own or self._dead:
             taken = self._take_live(count)
+            self._limit_heap()
         else:
             default = self._default
             if len(default) <= count:
@@ -95,8 +96,6 @@ class RequestQueue:
         earliest = self._default[0].deadline if self._default else inf
         if not self._heap:
             return earliest
-        if len(self._heap) > 2 * len(self._own) + MIN_DEAD_ENTRIES:
-            self._rebuild_heap()
         heap = self._heap
         while heap and (heap[0][2].is_settled or heap[0][2].batch_id is not None):
             heappop(heap)
@@ -135,6 +134,11 @@ class RequestQueue:
             (own if own and own[0] is request else self._default).popleft()
             taken.append(request)
         return taken
+
+    def _limit_heap(self) -> None:
+        """Requests that have left hold their values: keep no more of them than wait."""
+        if len(self._heap) > 2 * len(self._own) + MIN_DEAD_ENTRIES:
+            self._rebuild_heap()
 
     def _rebuild_heap(self) -> None:
         self._heap = [

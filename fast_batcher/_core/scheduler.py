@@ -189,11 +189,7 @@ class Scheduler:
         batch = self._batches.get(batch_id)
         if batch is None or batch.worker != worker:
             return None
-        del self._batches[batch_id]
-        slot = self._slots[worker]
-        slot.batches.remove(batch)
-        self._begin_batch(slot, now)
-        slot.is_stalled = False
+        self._remove_batch(now, batch)
         self._policy.batch_done(now, batch)
         return batch
 
@@ -202,7 +198,7 @@ class Scheduler:
         batch = self._batches.get(batch_id)
         return batch if batch is not None and batch.worker == worker else None
 
-    def withdraw(self, batch: Batch, requests: list[Request]) -> None:
+    def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> None:
         """Take requests out of a batch that has not reached its worker: they could not be sent.
 
         A batch that has none left is as if it had never been sent.
@@ -214,8 +210,7 @@ class Scheduler:
                 request.is_settled = True
                 batch.open_count -= 1
         if not batch.requests:
-            del self._batches[batch.id]
-            self._slots[batch.worker].batches.remove(batch)
+            self._remove_batch(now, batch)
 
     def close(self) -> list[Request]:
         """End: returns every request, waiting or running, whose caller still waits."""
@@ -296,6 +291,14 @@ class Scheduler:
         # every position is heard. Recording all of them would cost more than sending them.
         tally.queue_waits.append((now - requests[batch.id % size].arrival, size))
         return batch
+
+    def _remove_batch(self, now: float, batch: Batch) -> None:
+        """The worker has this batch no more, and has shown that it lives."""
+        del self._batches[batch.id]
+        slot = self._slots[batch.worker]
+        slot.batches.remove(batch)
+        slot.is_stalled = False
+        self._begin_batch(slot, now)
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:
         """The worker begins with its first batch, if it has one."""

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebuild
+from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebuild, take_apart
 
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 # Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
@@ -113,7 +113,7 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
     if not isinstance(error, Exception):
         return None
     try:
-        pickled = dumps((type(error), error.args, error.__dict__))
+        pickled = dumps(take_apart(error))
         rebuild(*loads(pickled))
     except Exception:  # noqa: BLE001  an exception may hold or be anything
         return None
