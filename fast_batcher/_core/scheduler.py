@@ -189,7 +189,9 @@ class Scheduler:
         batch = self._batches.get(batch_id)
         if batch is None or batch.worker != worker:
             return None
-        self._remove_batch(now, batch)
+        slot = self._slots[worker]
+        self._remove_batch(slot, batch)
+        self._begin_batch(slot, now)
         self._policy.batch_done(now, batch)
         return batch
 
@@ -210,7 +212,11 @@ class Scheduler:
                 request.is_settled = True
                 batch.open_count -= 1
         if not batch.requests:
-            self._remove_batch(now, batch)
+            slot = self._slots[batch.worker]
+            was_first = slot.batches[0] is batch
+            self._remove_batch(slot, batch)
+            if was_first:
+                self._begin_batch(slot, now)
 
     def close(self) -> list[Request]:
         """End: returns every request, waiting or running, whose caller still waits."""
@@ -292,17 +298,14 @@ class Scheduler:
         tally.queue_waits.append((now - requests[batch.id % size].arrival, size))
         return batch
 
-    def _remove_batch(self, now: float, batch: Batch) -> None:
-        """The worker has this batch no more, and has shown that it lives."""
+    def _remove_batch(self, slot: _Slot, batch: Batch) -> None:
         del self._batches[batch.id]
-        slot = self._slots[batch.worker]
         slot.batches.remove(batch)
-        slot.is_stalled = False
-        self._begin_batch(slot, now)
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:
-        """The worker begins with its first batch, if it has one."""
+        """The worker has done with a batch, and begins with the next if it has one."""
         slot.started_at = now
+        slot.is_stalled = False
         if now + self._infer_timeout < self._expiry_bound:
             self._expiry_bound = now + self._infer_timeout
 
