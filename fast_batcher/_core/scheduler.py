@@ -133,6 +133,8 @@ class Scheduler:
         self.tally.submitted = request_id
         self._queue.extend(requests, own)
         if own:
+            if len(own) == len(requests):
+                deadline = inf
             deadline = min(deadline, min([request.deadline for request in own]))
         if deadline < self._expiry_bound:
             self._expiry_bound = deadline
