@@ -145,7 +145,10 @@ def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any])
     A user's `__init__` may want other arguments than `args`, or none of them: that is why many
     exceptions do not survive pickling.
     """
-    error = kind.__new__(kind, *args)
+    # MemoryError keeps freed instances for reuse, so its __new__ refuses a class that is combined.
+    is_refused = issubclass(kind, MemoryError) and issubclass(kind, InferenceError)
+    new: Any = Exception.__new__ if is_refused else kind.__new__
+    error: Exception = new(kind, *args)
     _builtin_base(kind).__init__(error, *args)
     for name, value in state.items():
         setattr(error, name, value)

@@ -17,7 +17,7 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     """
 
     @abstractmethod
-    def infer(self, inputs: list[InputT]) -> Sequence[OutputT]:
+    def infer(self, inputs: list[InputT]) -> Sequence[OutputT | Exception]:
         """Compute one batch.
 
         Args:
