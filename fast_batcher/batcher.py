@@ -12,6 +12,7 @@ task, timer, lock or event per request.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import copy
 import functools
 import logging
@@ -141,6 +142,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)
         self._tally = Tally()
+        # Requests of other threads that the loop's thread has not looked at yet.
+        self._submitted: deque[Request] = deque()
         self._state = State.NEW
         self._make_parts()
 
@@ -296,6 +299,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             NotReadyError: The batcher has not been opened, so there is no loop to serve it.
             BatcherClosedError: The batcher is draining or closed.
         """
+        self._require_own_process()
         loop = self._loop
         if loop is None or self._serving_loop is None:
             self._refuse("submit() needs a batcher that has been opened on an event loop")
@@ -308,8 +312,11 @@ class DynBatcher(Generic[InputT, OutputT]):
                 _call_in_loop(loop, self._abandon, request)
 
         future.add_done_callback(abandon_if_cancelled)
-        if not _call_in_loop(loop, self._submit_from_thread, request):
-            raise NotReadyError(f"{self.name}: the event loop that served it is closed")
+        self._submitted.append(request)
+        if not _call_in_loop(loop, self._take_submitted):
+            with contextlib.suppress(ValueError):  # another loop has just taken it
+                self._submitted.remove(request)
+                raise NotReadyError(f"{self.name}: the event loop that served it is closed")
         return future
 
     # Life.
@@ -379,16 +386,19 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._require_closed_loop("aclose()")
             self.stop()
             return
-        self._closing = loop.create_future()
+        closing = self._closing = loop.create_future()
         try:
             self.begin_drain()
             await self._wait_until_drained(loop)
-            self._fail_open_requests()
-            await self._pool.aclose()
+            # While this waited, somebody may have stopped the batcher and opened it again.
+            if self._closing is closing:
+                self._fail_open_requests()
+                await self._pool.aclose()
         finally:
             # After a cancelled wait nothing is waited for any more.
-            self._end(grace=0.0)
-            self._closing.set_result(None)
+            if self._closing is closing:
+                self._end(grace=0.0)
+            closing.set_result(None)
 
     def stop(self) -> None:
         """End now, from synchronous code, in any state. May be called again.
@@ -591,11 +601,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """See to it that calls on this loop can be served, or raise."""
-        if self._is_foreign():
-            raise RuntimeError(
-                f"{self.name}: this DynBatcher was opened in another process (pid {self._pid}) and "
-                "does not survive a fork; open one in each process, for example in the lifespan"
-            )
+        self._require_own_process()
         if self._state is State.NEW:
             if not self._settings.auto_open:
                 self._refuse("it has not been opened")
@@ -605,6 +611,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._loop is not loop:
             self._require_closed_loop("this call")
             self._rebind(loop)
+
+    def _require_own_process(self) -> None:
+        if self._is_foreign():
+            raise RuntimeError(
+                f"{self.name}: this DynBatcher was opened in another process (pid {self._pid}) and "
+                "does not survive a fork; open one in each process, for example in the lifespan"
+            )
 
     def _is_foreign(self) -> bool:
         """Whether this is a forked copy: workers and loop are those of another process."""
@@ -646,6 +659,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._timer, self._timer_at = None, math.inf
         self._ready_waiters.clear()
         self._pool.rebind(loop)
+        self._take_submitted()
         self._pump_soon(loop)
 
     def _fresh_start_error(self) -> WorkerStartupError | None:
@@ -767,22 +781,26 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._drained is not None:
             self._notice_drained()
 
-    def _submit_from_thread(self, request: Request) -> None:
-        try:
-            self._enqueue(request)
-        except (BatcherError, RuntimeError) as error:
-            request.is_settled = True
-            tell(request, error)
+    def _take_submitted(self) -> None:
+        """Queue what other threads have submitted."""
+        while self._submitted:
+            request = self._submitted.popleft()
+            try:
+                self._enqueue(request)
+            except (BatcherError, RuntimeError) as error:
+                request.is_settled = True
+                tell(request, error)
 
     # Ending.
 
     async def _wait_until_drained(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._drained = loop.create_future()
+        drained = self._drained = loop.create_future()
         try:
             self._notice_drained()
-            await asyncio.wait([self._drained], timeout=self._settings.drain_timeout)
+            await asyncio.wait([drained], timeout=self._settings.drain_timeout)
         finally:
-            self._drained = None
+            if self._drained is drained:
+                self._drained = None
 
     def _notice_drained(self) -> None:
         is_awaited = self._drained is not None and not self._drained.done()
@@ -791,6 +809,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._drained.set_result(None)
 
     def _fail_open_requests(self) -> None:
+        while self._submitted:
+            self._arrivals.append(self._submitted.popleft())
         self._take_arrivals(monotonic())
         for request in self._scheduler.close():
             if is_beyond_reach(request):

@@ -167,7 +167,7 @@ def _as_inference_error(original: Exception) -> InferenceError | None:
     try:
         kind, args, state = take_apart(original)
         error = rebuild(_combined_class(kind), args, state)
-    except Exception:  # noqa: BLE001  any class the user can write may refuse to be combined
+    except BaseException:  # noqa: BLE001  any class the user can write may refuse to be combined
         return None
     return error if isinstance(error, InferenceError) else None
 

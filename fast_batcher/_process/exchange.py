@@ -53,7 +53,7 @@ class Exchange:
         """
         try:
             body = codec.dumps([request.value for request in batch.requests])
-        except Exception:  # noqa: BLE001  pickling is the user's code; find out whose
+        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
             return self.send_by_item(batch)
         if len(body) > self._max_frame_bytes:
             return self.send_by_item(batch)
@@ -107,16 +107,17 @@ class Exchange:
     def _read_outputs(self, frame: Frame, count: int) -> list[Any]:
         try:
             outputs: list[Any] = codec.loads(frame.body)
-        except Exception as error:  # noqa: BLE001  unpickling is the user's code
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
             return [_unreadable(error)] * count
         return outputs
 
     def _dump_item(self, value: Any) -> bytes | BatcherError:
         try:
             item = codec.dumps(value)
-        except Exception as error:  # noqa: BLE001  pickling is the user's code
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code
             refusal = UnsendableValueError(
-                f"the input, a {type(value).__qualname__}, cannot be pickled ({error!r:.500}), so "
+                f"the input, a {type(value).__qualname__}, cannot be pickled "
+                f"({codec.one_line(error)}), so "
                 "it cannot reach the worker process; send plain data instead"
             )
             refusal.__cause__ = error
@@ -134,10 +135,10 @@ def _read_item(item: Any) -> Any:
         return Failure(RemoteFailure(*item).to_error)
     try:
         return codec.loads(item)
-    except Exception as error:  # noqa: BLE001  unpickling is the user's code
+    except BaseException as error:  # noqa: BLE001  unpickling is the user's code
         return _unreadable(error)
 
 
-def _unreadable(error: Exception) -> Failure:
-    text = f"the output cannot be unpickled: {error!r:.500}"
+def _unreadable(error: BaseException) -> Failure:
+    text = f"the output cannot be unpickled: {codec.one_line(error)}"
     return Failure(lambda: InferenceError(text))

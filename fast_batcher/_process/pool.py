@@ -7,6 +7,7 @@ frames; what a batch is, and what its loss means, is the batcher's business.
 
 import asyncio
 import atexit
+import contextlib
 import functools
 import logging
 import multiprocessing.util  # noqa: F401  its exit hook joins our workers: ours must run before it
@@ -81,8 +82,9 @@ class Pool:
         self._leaving: set[WorkerHandle] = set()
         # Handles that the starter thread has or will get to.
         self._starting: set[WorkerHandle] = set()
-        # Starts whose outcome found a closed loop.
-        self._missed: deque[tuple[WorkerHandle, BaseException | None]] = deque()
+        # Outcomes of starts that the loop has not looked at yet. Kept here, so that one that comes
+        # while a loop is being closed is there for the next.
+        self._spawned: deque[tuple[WorkerHandle, BaseException | None]] = deque()
         self._ready: set[int] = set()
         self._backoffs = [Backoff() for _ in range(settings.num_workers)]
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -107,8 +109,7 @@ class Pool:
                 handle.attach(loop)
             if handle.is_ending:
                 handle.kill()
-        while self._missed:
-            self._spawned(*self._missed.popleft())
+        self._take_spawned()
         for index in range(self._settings.num_workers):
             if index not in self._handles:
                 self._restart(index)
@@ -211,12 +212,15 @@ class Pool:
     def _spawned_in_thread(self, handle: WorkerHandle, error: BaseException | None) -> None:
         """On the starter thread: pass the word to whichever loop there is now."""
         assert self._loop is not None, "set by open"
-        try:
-            self._loop.call_soon_threadsafe(self._spawned, handle, error)
-        except RuntimeError:  # that loop is closed; the next one, if any, will look here
-            self._missed.append((handle, error))
+        self._spawned.append((handle, error))
+        with contextlib.suppress(RuntimeError):  # that loop is closed; the next one looks itself
+            self._loop.call_soon_threadsafe(self._take_spawned)
 
-    def _spawned(self, handle: WorkerHandle, error: BaseException | None) -> None:
+    def _take_spawned(self) -> None:
+        while self._spawned:
+            self._finish_spawn(*self._spawned.popleft())
+
+    def _finish_spawn(self, handle: WorkerHandle, error: BaseException | None) -> None:
         assert self._loop is not None, "set by open"
         self._starting.discard(handle)
         if error is not None:

@@ -181,8 +181,8 @@ def _pack(channel: BlockingChannel, output: Any) -> bytes | RemoteFailure:
 
 def _unsendable(output: Any, error: BaseException) -> InferenceError:
     result = InferenceError(
-        f"the output, a {type(output).__qualname__}, cannot be pickled: {error!r:.500}; return "
-        "plain data, arrays or tensors"
+        f"the output, a {type(output).__qualname__}, cannot be pickled: {codec.one_line(error)}; "
+        "return plain data, arrays or tensors"
     )
     result.__cause__ = error
     return result

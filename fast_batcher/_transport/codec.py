@@ -33,7 +33,7 @@ class RemoteFailure(NamedTuple):
         if self.pickled is not None:
             try:
                 original = rebuild(*loads(self.pickled))
-            except Exception:  # noqa: BLE001  the class may not exist here; the text serves
+            except BaseException:  # noqa: BLE001  the class may not exist here; the text serves
                 original = None
         return from_model(original, self.text, self.traceback)
 
@@ -50,10 +50,10 @@ def loads(body: memoryview | bytearray | bytes) -> Any:
 
 def describe(error: BaseException) -> RemoteFailure:
     """Turn an exception into data that crosses the process boundary, whatever the exception is."""
-    text = _short(_one_line(error))
+    text = one_line(error)
     try:
         trace = "".join(traceback.format_exception(error))
-    except Exception:  # noqa: BLE001  __str__ and __notes__ are the user's code
+    except BaseException:  # noqa: BLE001  __str__ and __notes__ are the user's code
         trace = text
     return RemoteFailure(text, _short(trace, keep_end=True), _pickle_if_it_survives(error))
 
@@ -89,13 +89,14 @@ def _size(item: bytes | RemoteFailure) -> int:
     return 4 * (len(item.text) + len(item.traceback)) + pickled + 8 * _ITEM_OVERHEAD
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The type of an exception and what it says, whatever its `__str__` does."""
     name = type(error).__qualname__
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001  __str__ is the user's code
+    except BaseException:  # noqa: BLE001  __str__ is the user's code
         return f"{name} (its text cannot be shown: __str__ raised)"
-    return f"{name}: {text}" if text else name
+    return _short(f"{name}: {text}" if text else name)
 
 
 def _short(text: str, *, keep_end: bool = False) -> str:
@@ -115,7 +116,7 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
     try:
         pickled = dumps(take_apart(error))
         rebuild(*loads(pickled))
-    except Exception:  # noqa: BLE001  an exception may hold or be anything
+    except BaseException:  # noqa: BLE001  an exception may hold or be anything
         return None
     # The body of a 10 MB message is not worth its way; the shortened text is.
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
