@@ -169,7 +169,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             infer_timeout=settings.infer_timeout,
         )
         self._pool = Pool(self._model, settings, self, self.name)
-        self._exchange = Exchange(self._pool.send, settings.max_frame_bytes)
+        self._exchange = Exchange(self._pool.senders, settings.max_frame_bytes)
         self._start_error: WorkerStartupError | None = None
         # Workers that have been ready once: when that is all of them, the batcher is open.
         self._seen_ready: set[int] = set()
@@ -698,10 +698,16 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _pump(self) -> None:
         self._pump_is_due = False
         now = monotonic()
-        self._take_arrivals(now)
+        if self._arrivals:
+            self._take_arrivals(now)
         actions, wake_at = self._scheduler.poll(now)
         for action in actions:
-            self._do(action)
+            if isinstance(action, Dispatch):
+                refused = self._exchange.send(action.batch)
+                if refused:
+                    self._withdraw(action.batch, refused)
+            else:
+                self._do(action)
         if wake_at is not None and wake_at < self._timer_at:
             self._set_timer(wake_at)
         if self._drained is not None:
@@ -715,10 +721,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             request.is_settled = True
             tell(request, self._fresh_start_error() or self._scheduler.refusal())
 
-    def _do(self, action: Dispatch | Expire | Stall | Replace) -> None:
-        if isinstance(action, Dispatch):
-            self._send(action.batch)
-        elif isinstance(action, Expire):
+    def _do(self, action: Expire | Stall | Replace) -> None:
+        if isinstance(action, Expire):
             self._tell_expired(action.request, action.reason)
         elif isinstance(action, Stall):
             logger.warning(
@@ -745,11 +749,6 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _wake(self) -> None:
         self._timer, self._timer_at = None, math.inf
         self._pump()
-
-    def _send(self, batch: Batch) -> None:
-        refused = self._exchange.send(batch)
-        if refused:
-            self._withdraw(batch, refused)
 
     def _withdraw(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
         """Requests of a batch that cannot be sent fail; the worker has the others."""

@@ -191,8 +191,9 @@ class Scheduler:
         batch = self._batches.get(batch_id)
         if batch is None or batch.worker != worker:
             return None
+        del self._batches[batch_id]
         slot = self._slots[worker]
-        self._remove_batch(slot, batch)
+        slot.batches.remove(batch)
         self._begin_batch(slot, now)
         self._policy.batch_done(now, batch)
         return batch
@@ -216,7 +217,8 @@ class Scheduler:
         if not batch.requests:
             slot = self._slots[batch.worker]
             was_first = slot.batches[0] is batch
-            self._remove_batch(slot, batch)
+            slot.batches.remove(batch)
+            del self._batches[batch.id]
             if was_first:
                 self._begin_batch(slot, now)
 
@@ -247,7 +249,7 @@ class Scheduler:
         if self._expiry_bound <= now:
             self._expire(now, actions)
             self._expiry_bound = self._earliest_expiry()
-        held_until = self._dispatch(now, actions)
+        held_until = self._dispatch(now, actions) if self._queue.size else inf
         wake_at = held_until if held_until < self._expiry_bound else self._expiry_bound
         return actions, None if wake_at == inf else wake_at
 
@@ -259,16 +261,17 @@ class Scheduler:
             slot = self._choose_slot(1 if not is_full else BATCHES_PER_WORKER)
             if slot is None:
                 return inf
-            release = Release.FULL if is_full else self._decide(now)
+            release: Release | float
+            if is_full:
+                release = Release.FULL
+            elif self._is_draining:
+                release = Release.DRAIN
+            else:
+                release = self._policy.decide(now, queue)
             if not isinstance(release, Release):
                 return release
             actions.append(Dispatch(self._make_batch(now, slot, release)))
         return inf
-
-    def _decide(self, now: float) -> Release | float:
-        if self._is_draining:
-            return Release.DRAIN
-        return self._policy.decide(now, self._queue)
 
     def _choose_slot(self, most_batches: int) -> _Slot | None:
         """The least loaded worker that has fewer than `most_batches`, or None."""
@@ -288,7 +291,9 @@ class Scheduler:
         for request in requests:
             request.batch_id = batch_id
         if not slot.batches:
-            self._begin_batch(slot, now)
+            slot.started_at = now
+            if self._infer_timeout != inf:
+                self._expiry_bound = min(self._expiry_bound, now + self._infer_timeout)
         slot.batches.append(batch)
         self._batches[batch.id] = batch
         size = len(requests)
@@ -299,10 +304,6 @@ class Scheduler:
         # every position is heard. Recording all of them would cost more than sending them.
         tally.queue_waits.append((now - requests[batch.id % size].arrival, size))
         return batch
-
-    def _remove_batch(self, slot: _Slot, batch: Batch) -> None:
-        del self._batches[batch.id]
-        slot.batches.remove(batch)
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:
         """The worker has done with a batch, and begins with the next if it has one."""

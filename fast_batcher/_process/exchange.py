@@ -4,12 +4,12 @@ The usual case is one pickle each way. Everything else in here is there so that 
 that cannot be sent, or a batch that is larger than a frame, harms no other request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import RemoteFailure, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
     BatcherError,
@@ -33,12 +33,16 @@ class Exchange:
     """Sends batches and reads answers.
 
     Args:
-        send: Sends one frame to a worker: (worker, kind, batch id, body).
+        senders: How to send one frame (kind, batch id, body) to each ready worker.
         max_frame_bytes: Longest body of a frame.
     """
 
-    def __init__(self, send: Callable[[int, Kind, int, bytes], None], max_frame_bytes: int) -> None:
-        self._send = send
+    def __init__(
+        self,
+        senders: Mapping[int, Callable[[Kind, int, bytes], None]],
+        max_frame_bytes: int,
+    ) -> None:
+        self._senders = senders
         self._max_frame_bytes = max_frame_bytes
         # Outcomes that came ahead of the last frame of their batch, by worker: each answers one
         # batch at a time.
@@ -52,12 +56,12 @@ class Exchange:
             the batch has to be told.
         """
         try:
-            body = codec.dumps([request.value for request in batch.requests])
+            body = dumps([request.value for request in batch.requests])
         except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
             return self.send_by_item(batch)
         if len(body) > self._max_frame_bytes:
             return self.send_by_item(batch)
-        self._send(batch.worker, Kind.INPUTS, batch.id, body)
+        self._senders[batch.worker](Kind.INPUTS, batch.id, body)
         return []
 
     def send_by_item(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
@@ -71,15 +75,16 @@ class Exchange:
             else:
                 refused.append((request, item))
         if items:
+            send = self._senders[batch.worker]
             bodies = list(codec.split_parts(items, self._max_frame_bytes))
             for body in bodies[:-1]:
-                self._send(batch.worker, Kind.INPUT_ITEMS_PART, batch.id, body)
-            self._send(batch.worker, Kind.INPUT_ITEMS, batch.id, bodies[-1])
+                send(Kind.INPUT_ITEMS_PART, batch.id, body)
+            send(Kind.INPUT_ITEMS, batch.id, bodies[-1])
         return refused
 
     def keep_part(self, worker: int, frame: Frame) -> None:
         """Keep a part of the outcomes of a batch until the last one comes."""
-        self._parts.setdefault(worker, []).extend(codec.loads(frame.body))
+        self._parts.setdefault(worker, []).extend(loads(frame.body))
 
     def read(self, worker: int, frame: Frame, count: int) -> list[Any]:
         """The outcomes of a batch by position: outputs, and a `Failure` where there is none.
@@ -88,12 +93,15 @@ class Exchange:
             TransportError: The frame answers no batch of `count` requests.
         """
         if frame.kind is Kind.OUTPUTS:
-            outcomes = self._read_outputs(frame, count)
+            try:
+                outcomes: list[Any] = loads(frame.body)
+            except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+                outcomes = [_unreadable(error)] * count
         elif frame.kind is Kind.OUTPUT_ITEMS:
-            items = self._parts.pop(worker, []) + codec.loads(frame.body)
+            items = self._parts.pop(worker, []) + loads(frame.body)
             outcomes = [_read_item(item) for item in items]
         elif frame.kind is Kind.FAILED:
-            outcomes = [Failure(RemoteFailure(*codec.loads(frame.body)).to_error)] * count
+            outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
         else:
             raise TransportError(f"a worker answered with {frame.kind.name}")
         if len(outcomes) != count:
@@ -104,16 +112,9 @@ class Exchange:
         """The worker is lost, and what it had begun to answer with it."""
         self._parts.pop(worker, None)
 
-    def _read_outputs(self, frame: Frame, count: int) -> list[Any]:
-        try:
-            outputs: list[Any] = codec.loads(frame.body)
-        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-            return [_unreadable(error)] * count
-        return outputs
-
     def _dump_item(self, value: Any) -> bytes | BatcherError:
         try:
-            item = codec.dumps(value)
+            item = dumps(value)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code
             refusal = UnsendableValueError(
                 f"the input, a {type(value).__qualname__}, cannot be pickled "
@@ -134,7 +135,7 @@ def _read_item(item: Any) -> Any:
     if not isinstance(item, bytes):
         return Failure(RemoteFailure(*item).to_error)
     try:
-        return codec.loads(item)
+        return loads(item)
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code
         return _unreadable(error)
 

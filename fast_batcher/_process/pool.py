@@ -86,6 +86,8 @@ class Pool:
         # while a loop is being closed is there for the next.
         self._spawned: deque[tuple[WorkerHandle, BaseException | None]] = deque()
         self._ready: set[int] = set()
+        # How to send a frame (kind, batch id, body) to each ready worker without waiting.
+        self.senders: dict[int, Callable[[Kind, int, bytes], None]] = {}
         self._backoffs = [Backoff() for _ in range(settings.num_workers)]
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,14 +118,10 @@ class Pool:
             elif index not in self._ready:
                 self._limit_start(self._handles[index])
 
-    def send(self, worker: int, kind: Kind, batch_id: int, body: bytes) -> None:
-        """Send a frame to a ready worker without waiting."""
-        self._handles[worker].send(kind, batch_id, body)
-
     def replace(self, worker: int) -> None:
         """End a worker whose batch takes too long: SIGTERM, then SIGKILL, then another worker."""
         handle = self._handles[worker]
-        handle.is_ending = True
+        handle.ignore()
         handle.signal(signal.SIGTERM)
         assert self._loop is not None, "a worker is ready only on a loop"
         self._timers[worker] = self._loop.call_later(self._settings.stop_timeout, handle.kill)
@@ -148,7 +146,7 @@ class Pool:
             await self._wait_until_dead(self._settings.stop_timeout)
             for number, grace in _LAST_STEPS:
                 for handle in self.remaining():
-                    handle.is_ending = True
+                    handle.ignore()
                     handle.signal(number)
                 await self._wait_until_dead(grace)
         finally:
@@ -162,12 +160,12 @@ class Pool:
     # What handles tell.
 
     def frame_arrived(self, handle: WorkerHandle, frame: Frame) -> None:
-        """Hand on an answer, or learn how the start went."""
-        if handle.index in self._ready:
-            self._events.frame_arrived(handle.index, frame)
-        elif frame.kind is Kind.READY:
+        """Learn from a worker that is not ready yet how the start went."""
+        if frame.kind is Kind.READY:
             self._cancel_timer(handle.index)
             self._ready.add(handle.index)
+            self.senders[handle.index] = handle.send
+            handle.deliver_to(functools.partial(self._events.frame_arrived, handle.index))
             self._backoffs[handle.index].ready(time.monotonic())
             logger.info("%s: worker %d (pid %s) is ready", self._name, handle.index, handle.pid)
             self._events.worker_ready(handle.index)
@@ -270,6 +268,7 @@ class Pool:
 
     def _lose(self, handle: WorkerHandle) -> None:
         self._ready.discard(handle.index)
+        del self.senders[handle.index]
         if not self._is_closing:
             logger.warning(
                 "%s: worker %d (pid %s) ended with %s",
@@ -337,6 +336,7 @@ class Pool:
         self._leaving.clear()
         self._starting.clear()
         self._ready.clear()
+        self.senders.clear()
         self._starter.stop()
         _open_pools.discard(self)
 

@@ -11,8 +11,9 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fast_batcher._process.environment import limited_threads
 from fast_batcher._process.worker_main import worker_main
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 logger = logging.getLogger("fast_batcher")
+
+# Stands in for an exit code that another part of the program has taken. The shell's convention for
+# "out of range"; nobody is shown it.
+UNKNOWN_EXIT = 255
 
 # Our own context: the start method of the program around us stays what it is. Spawn, because a
 # forked child inherits CUDA state that it cannot use, and our pipe ends.
@@ -66,7 +71,7 @@ class WorkerHandle:
         self._death_fd = -1
         self._owns_death_fd = False
         self._loop: AbstractEventLoop | None = None
-        # It is being ended by us: nothing that it says counts any more.
+        # It is being ended by us.
         self.is_ending = False
         # How the process ended: "exit code 3", "signal 9 (SIGKILL)"; empty while it lives.
         self.exit_text = ""
@@ -119,21 +124,33 @@ class WorkerHandle:
         self._loop = loop
         self._channel.attach(loop)
         if is_first:
-            self.send(Kind.LOAD, body=self._model.pickled)
+            self.send(Kind.LOAD, 0, self._model.pickled)
         loop.add_reader(self._death_fd, self._on_death)
 
-    def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
-        """Send a frame without waiting; one to a dead worker is dropped."""
+    @property
+    def send(self) -> Callable[[Kind, int, bytes], None]:
+        """Sends a frame (kind, batch id, body) without waiting; one to a dead worker is dropped."""
         assert self._channel is not None, "sent after spawn"
-        self._channel.send(kind, batch_id, body)
+        return self._channel.send
 
     def ask_to_end(self) -> None:
         """Let it finish what it has and end by itself. Its answers still count."""
-        self.send(Kind.STOP)
+        self.send(Kind.STOP, 0, b"")
+
+    def deliver_to(self, on_frame: Callable[[Frame], None]) -> None:
+        """From now on frames go there at once, not through `events`: it is ready."""
+        assert self._channel is not None, "a frame has arrived"
+        self._channel.on_frame = on_frame
+
+    def ignore(self) -> None:
+        """It is being ended by us: nothing that it says counts any more."""
+        self.is_ending = True
+        if self._channel is not None:
+            self._channel.on_frame = _drop
 
     def disconnect(self) -> None:
         """Close the pipe: the worker ends after the batch it computes; nothing is heard of it."""
-        self.is_ending = True
+        self.ignore()
         if self._channel is not None:
             self._channel.close()
 
@@ -145,7 +162,7 @@ class WorkerHandle:
 
     def kill(self) -> None:
         """End it at once; `worker_exited` follows."""
-        self.is_ending = True
+        self.ignore()
         self.signal(signal.SIGKILL)
 
     def reap(self) -> None:
@@ -161,9 +178,7 @@ class WorkerHandle:
         self._death_fd = -1
         if self._channel is not None:
             self._channel.close()
-        # Closes the sentinel; refuses while the process lives.
-        with contextlib.suppress(ValueError):
-            self._process.close()
+        self._process.close()
 
     @property
     def death_fd(self) -> int:
@@ -171,8 +186,7 @@ class WorkerHandle:
         return self._death_fd
 
     def _on_frame(self, frame: Frame) -> None:
-        if not self.is_ending:
-            self._events.frame_arrived(self, frame)
+        self._events.frame_arrived(self, frame)
 
     def _on_channel_end(self, error: Exception | None) -> None:
         """It has closed its end or talks nonsense. Either way it is of no use any more."""
@@ -188,6 +202,10 @@ class WorkerHandle:
             self._channel.drain()
         self.reap()
         self._events.worker_exited(self)
+
+
+def _drop(frame: Frame) -> None:
+    """What a worker says that is being ended."""
 
 
 def _open_death_fd(process: SpawnProcess) -> tuple[int, bool]:
@@ -212,6 +230,11 @@ def _exit_code(process: SpawnProcess, death_fd: int) -> int | None:
                 status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
     # Takes it, so that no zombie is left.
     taken = process.exitcode
+    if taken is None:
+        # Another part of the program has waited for it, and `multiprocessing` would take it for
+        # alive, and keep its pipes, for ever.
+        popen: Any = vars(process)["_popen"]
+        popen.returncode = UNKNOWN_EXIT if status is None else status
     return taken if taken is not None else status
 
 

@@ -41,6 +41,7 @@ def worker_main(connection: Any, max_frame_bytes: int, parent_pid: int) -> None:
     """
     _set_signals()
     _end_with_parent(parent_pid)
+    _log_to_stderr()
     channel = BlockingChannel(connection, max_frame_bytes)
     first = channel.receive()
     if first is None:  # the parent has thought better of it
@@ -59,6 +60,7 @@ def worker_main(connection: Any, max_frame_bytes: int, parent_pid: int) -> None:
         pass  # the parent has closed its end: there is nobody left to answer
     finally:
         _close_model(instance)
+        channel.close()
 
 
 def load_model(pickled: bytes | bytearray | memoryview) -> Any:
@@ -91,19 +93,22 @@ def serve(channel: BlockingChannel, model: Any) -> None:
     """Answer batches until the parent says STOP or closes its end."""
     parts: dict[int, list[bytes]] = {}
     while (frame := channel.receive()) is not None:
-        if frame.kind is Kind.STOP:
-            return
-        if frame.kind is Kind.INPUT_ITEMS_PART:
-            parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+        if frame.kind is Kind.INPUTS:
+            _answer(channel, model, frame)
         elif frame.kind is Kind.INPUT_ITEMS:
             items = parts.pop(frame.batch_id, []) + codec.loads(frame.body)
             _answer_items(channel, model, frame.batch_id, items)
+        elif frame.kind is Kind.INPUT_ITEMS_PART:
+            parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
         else:
-            _answer(channel, model, frame)
+            return
 
 
 def _answer(channel: BlockingChannel, model: Any, frame: Frame) -> None:
-    """Compute a batch that came as one pickle, the usual case."""
+    """Compute a batch that came as one pickle, the usual case.
+
+    Few calls on purpose: after a pause each costs microseconds, and a lone request waits for them.
+    """
     try:
         inputs = codec.loads(frame.body)
     except BaseException:  # noqa: BLE001  unpickling is the user's code too
@@ -114,7 +119,10 @@ def _answer(channel: BlockingChannel, model: Any, frame: Frame) -> None:
         channel.send(Kind.FAILED, frame.batch_id, codec.dumps(outcome), seconds)
         return
     # By type: a batch has few of them and many outputs.
-    if not any(issubclass(kind, BaseException) for kind in set(map(type, outcome))):
+    for kind in set(map(type, outcome)):
+        if issubclass(kind, BaseException):
+            break
+    else:
         try:
             body = codec.dumps(outcome)
         except BaseException:  # noqa: BLE001  then item by item, to find the guilty one
@@ -153,10 +161,12 @@ def _infer(model: Any, inputs: list[Any]) -> tuple[list[Any] | RemoteFailure, fl
     count = len(inputs)
     started = time.monotonic()
     try:
-        outputs = codec.check_outputs(model.infer(inputs), count)
+        outputs = model.infer(inputs)
+        seconds = time.monotonic() - started
+        if type(outputs) is not list or len(outputs) != count:
+            outputs = codec.check_outputs(outputs, count)
     except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
         return codec.describe(error), time.monotonic() - started
-    seconds = time.monotonic() - started
     if isinstance(outputs, str):
         return codec.describe(OutputMismatchError(outputs)), seconds
     return outputs, seconds
@@ -242,6 +252,17 @@ def _close_model(model: Any) -> None:
         close()
     except Exception:
         logger.exception("the model's close() raised")
+
+
+def _log_to_stderr() -> None:
+    """Show our own log where the model's output goes; the program's handlers are in the parent."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(
+        logging.Formatter("%(levelname)s %(processName)s (pid %(process)d): %(message)s")
+    )
+    library = logging.getLogger("fast_batcher")
+    library.addHandler(handler)
+    library.propagate = False  # or a model that configures logging would have it twice
 
 
 def _set_signals() -> None:

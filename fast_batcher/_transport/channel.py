@@ -24,7 +24,7 @@ class LoopChannel:
     Args:
         connection: One end of a duplex pipe; the channel takes it over.
         max_frame_bytes: Longest body that is accepted.
-        on_frame: Called with each frame; its body is valid during the call only.
+        on_frame: Called with each frame; its body is valid during the call only. May be replaced.
         on_end: Called once when the worker's end is gone, with None, or with the error that makes
             the channel useless: what arrived is not a frame.
     """
@@ -40,7 +40,7 @@ class LoopChannel:
         self._socket.setblocking(False)
         self._fd = self._socket.fileno()
         self._reader = FrameReader(max_frame_bytes)
-        self._on_frame = on_frame
+        self.on_frame = on_frame
         self._on_end = on_end
         self._loop: AbstractEventLoop | None = None
         # What the socket has not taken yet. Bounded by the batches a worker is given at once.
@@ -50,7 +50,7 @@ class LoopChannel:
     def attach(self, loop: "AbstractEventLoop") -> None:
         """Let this loop watch the socket; a loop that did so before is closed by now."""
         self._loop = loop
-        loop.add_reader(self._fd, self._on_readable)
+        loop.add_reader(self._fd, self._read)
         if self._backlog:
             loop.add_writer(self._fd, self._on_writable)
 
@@ -59,30 +59,24 @@ class LoopChannel:
         if self._is_over:
             return
         parts = pack(kind, batch_id, body)
-        if self._backlog:
-            self._backlog += map(memoryview, parts)
-            return
-        for index, part in enumerate(parts):
-            sent = self._send_now(part)
-            if sent < len(part):
-                self._backlog.append(memoryview(part)[sent:])
-                self._backlog += map(memoryview, parts[index + 1 :])
-                assert self._loop is not None, "nothing is sent before a loop is attached"
-                self._loop.add_writer(self._fd, self._on_writable)
+        sent = 0
+        if not self._backlog:
+            try:
+                sent = self._socket.send(parts[0])
+            except BlockingIOError:
+                pass
+            except OSError:  # the worker is gone: its death is noticed where deaths are
                 return
-
-    def _send_now(self, part: bytes) -> int:
-        """Send what the socket takes; returns how many bytes that were."""
-        try:
-            return self._socket.send(part)
-        except BlockingIOError:
-            return 0
-        except OSError:  # the worker is gone: its death is noticed where deaths are
-            return len(part)
+            if sent == len(parts[0]) and len(parts) == 1:
+                return
+            assert self._loop is not None, "nothing is sent before a loop is attached"
+            self._loop.add_writer(self._fd, self._on_writable)
+        self._backlog.append(memoryview(parts[0])[sent:])
+        self._backlog += map(memoryview, parts[1:])
 
     def drain(self) -> None:
         """Hand on what has arrived: a reply may be read after the death of its writer."""
-        while not self._is_over and self._read_once():
+        while self._read():
             pass
 
     def close(self) -> None:
@@ -94,14 +88,13 @@ class LoopChannel:
         self._socket.close()
         self._fd = -1
 
-    def _on_readable(self) -> None:
-        if not self._is_over:
-            self._read_once()
-
-    def _read_once(self) -> bool:
+    def _read(self) -> bool:
         """Read and hand on what one call gives; False if there was nothing or it was the end."""
+        if self._is_over:
+            return False
+        reader = self._reader
         try:
-            count = self._socket.recv_into(self._reader.space())
+            count = self._socket.recv_into(reader.space)
         except BlockingIOError:
             return False
         except OSError:  # a reset is an end like another
@@ -109,10 +102,11 @@ class LoopChannel:
         if count == 0:
             self._finish(None)
             return False
-        self._reader.received(count)
         try:
-            while not self._is_over and (frame := self._reader.next_frame()) is not None:
-                self._on_frame(frame)
+            frame = reader.received(count)
+            while frame is not None:
+                self.on_frame(frame)
+                frame = reader.next_frame() if reader.rest and not self._is_over else None
         except Exception as error:  # noqa: BLE001  whatever it is, this stream cannot be read on
             self._finish(error)
             return False
@@ -166,14 +160,16 @@ class BlockingChannel:
         Raises:
             TransportError: What arrived is not a frame.
         """
-        while (frame := self._reader.next_frame()) is None:
+        reader = self._reader
+        frame = reader.next_frame() if reader.rest else None
+        while frame is None:
             try:
-                count = self._socket.recv_into(self._reader.space())
+                count = self._socket.recv_into(reader.space)
             except ConnectionError:
                 return None
             if count == 0:
                 return None
-            self._reader.received(count)
+            frame = reader.received(count)
         return frame
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"", seconds: float = 0.0) -> None:

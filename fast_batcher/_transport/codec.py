@@ -6,6 +6,7 @@ no other. Exceptions cross as data: many do not survive pickling, and finding th
 happen in the parent.
 """
 
+import functools
 import pickle
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +14,9 @@ from typing import Any, NamedTuple
 
 from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebuild, take_apart
 
-PROTOCOL = pickle.HIGHEST_PROTOCOL
+# Pickle one thing, and unpickle one thing, copied out of the body. The two ends are one program.
+dumps = functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+loads = pickle.loads
 # Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
 _ITEM_OVERHEAD = 16
 
@@ -38,23 +41,15 @@ class RemoteFailure(NamedTuple):
         return from_model(original, self.text, self.traceback)
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle one thing."""
-    return pickle.dumps(value, PROTOCOL)
-
-
-def loads(body: memoryview | bytearray | bytes) -> Any:
-    """Unpickle one thing; copies out of the body."""
-    return pickle.loads(body)
-
-
 def describe(error: BaseException) -> RemoteFailure:
     """Turn an exception into data that crosses the process boundary, whatever the exception is."""
     text = one_line(error)
     try:
+        str(error)
         trace = "".join(traceback.format_exception(error))
     except BaseException:  # noqa: BLE001  __str__ and __notes__ are the user's code
-        trace = text
+        # An error that cannot be shown would raise again wherever the app shows it.
+        return RemoteFailure(text, text, None)
     return RemoteFailure(text, _short(trace, keep_end=True), _pickle_if_it_survives(error))
 
 

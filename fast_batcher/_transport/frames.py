@@ -7,6 +7,7 @@ One frame carries one batch each way. A header that is not ours, or that announc
 `max_frame_bytes`, is refused before anything is allocated for it.
 """
 
+import functools
 import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -56,6 +57,10 @@ class Frame(NamedTuple):
     body: memoryview | bytearray | bytes
 
 
+# The same as Frame(...), made without a Python call: once per batch and direction.
+_make_frame = functools.partial(tuple.__new__, Frame)
+
+
 def pack(kind: Kind, batch_id: int, body: bytes, seconds: float = 0.0) -> tuple[bytes, ...]:
     """The bytes of a frame, in pieces to be sent one after the other."""
     header = _HEADER.pack(_MAGIC, kind, len(body), batch_id, seconds)
@@ -66,8 +71,8 @@ def pack(kind: Kind, batch_id: int, body: bytes, seconds: float = 0.0) -> tuple[
 class FrameReader:
     """Cuts a stream of bytes into frames, whatever pieces it arrives in.
 
-    Read into `space()`, say how much it was with `received()`, then call `next_frame()` until it
-    returns None.
+    Read into `space`, say with `received` how much it was, and call `next_frame` while there is a
+    `rest`; then read again. The usual case, one read that brings one frame, takes one call.
 
     Args:
         max_frame_bytes: Longest body that is accepted.
@@ -76,30 +81,26 @@ class FrameReader:
     def __init__(self, max_frame_bytes: int) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._view = memoryview(bytearray(READ_SIZE))
-        # Unread bytes of the buffer.
+        # Where the next bytes go. Writing there invalidates the body of every frame given out.
+        self.space = self._view
+        # Bytes of the buffer that have not been given out, and where they begin.
+        self.rest = 0
         self._start = 0
-        self._end = 0
-        # A body that does not fit into the buffer, and how much of it is there.
+        # A body that does not fit into the buffer, what of it is still to come, and its header.
         self._large: memoryview | None = None
-        self._large_filled = 0
         self._large_header: tuple[Kind, int, float] | None = None
 
-    def space(self) -> memoryview:
-        """Where the next bytes go; invalidates the body of every frame given out so far."""
-        if self._large is not None:
-            return self._large[self._large_filled :]
-        if self._start:
-            rest = bytes(self._view[self._start : self._end])
-            self._view[: len(rest)] = rest
-            self._start, self._end = 0, len(rest)
-        return self._view[self._end :]
+    def received(self, count: int) -> Frame | None:
+        """`count` bytes have been written to `space`; returns the first complete frame, if any.
 
-    def received(self, count: int) -> None:
-        """`count` bytes have been written to the start of `space()`."""
+        Raises:
+            TransportError: The bytes are not a frame of ours; nothing after them can be read.
+        """
         if self._large is not None:
-            self._large_filled += count
-        else:
-            self._end += count
+            self.space = self.space[count:]
+            return None if self.space else self._finish_large()
+        self.rest += count
+        return self.next_frame()
 
     def next_frame(self) -> Frame | None:
         """The next complete frame, or None until more bytes come.
@@ -107,40 +108,54 @@ class FrameReader:
         Raises:
             TransportError: The bytes are not a frame of ours; nothing after them can be read.
         """
-        if self._large is not None:
-            return self._finish_large()
-        available = self._end - self._start
-        if available < HEADER_SIZE:
+        start, rest = self._start, self.rest
+        if rest < HEADER_SIZE:
+            self._make_space()
             return None
-        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, self._start)
-        kind = self._check_header(magic, number, length)
-        body_start = self._start + HEADER_SIZE
-        if HEADER_SIZE + length <= available:
-            self._start = body_start + length
-            return Frame(kind, batch_id, seconds, self._view[body_start : self._start])
-        if HEADER_SIZE + length > READ_SIZE:
-            self._large = memoryview(bytearray(length))
-            self._large_header = (kind, batch_id, seconds)
-            self._large_filled = self._end - body_start
-            self._large[: self._large_filled] = self._view[body_start : self._end]
-            self._start = self._end = 0
-        return None
-
-    def _check_header(self, magic: int, number: int, length: int) -> Kind:
+        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
         kind = _KINDS.get(number)
         if magic != _MAGIC or kind is None:
             raise TransportError("the channel carries something that is not a message of ours")
-        if length > self._max_frame_bytes:
-            raise TransportError(
-                f"a frame of {length} bytes was announced, more than max_frame_bytes="
-                f"{self._max_frame_bytes}"
-            )
-        return kind
-
-    def _finish_large(self) -> Frame | None:
-        assert self._large is not None
-        assert self._large_header is not None, "set together with the buffer"
-        if self._large_filled < len(self._large):
+        size = HEADER_SIZE + length
+        if size == rest:  # the usual case; what comes next may go over it
+            self._start = self.rest = 0
+            self.space = self._view
+        elif size < rest:
+            self._start = start + size
+            self.rest = rest - size
+        else:
+            if length > self._max_frame_bytes:
+                raise TransportError(
+                    f"a frame of {length} bytes was announced, more than max_frame_bytes="
+                    f"{self._max_frame_bytes}"
+                )
+            if size > READ_SIZE:
+                self._begin_large(length, (kind, batch_id, seconds))
+            else:
+                self._make_space()
             return None
-        body, self._large = self._large, None
-        return Frame(*self._large_header, body)
+        body = self._view[start + HEADER_SIZE : start + size]
+        return _make_frame((kind, batch_id, seconds, body))
+
+    def _make_space(self) -> None:
+        """Move the beginning of a frame to the beginning of the buffer."""
+        if self._start:
+            self._view[: self.rest] = bytes(self._view[self._start : self._start + self.rest])
+            self._start = 0
+        self.space = self._view[self.rest :]
+
+    def _begin_large(self, length: int, header: tuple[Kind, int, float]) -> None:
+        self._large = memoryview(bytearray(length))
+        self._large_header = header
+        begun = self.rest - HEADER_SIZE
+        body_start = self._start + HEADER_SIZE
+        self._large[:begun] = self._view[body_start : body_start + begun]
+        self.space = self._large[begun:]
+        self._start = self.rest = 0
+
+    def _finish_large(self) -> Frame:
+        assert self._large_header is not None, "set together with the body"
+        frame = Frame(*self._large_header, self._large)  # type: ignore[arg-type]
+        self._large = None
+        self.space = self._view
+        return frame
