@@ -389,7 +389,8 @@ class _Starter:
                 try:
                     spawn()
                 except BaseException as caught:  # noqa: BLE001  the loop's thread must hear of it
-                    error = caught
+                    # Its frames hold the pipes of the start that failed.
+                    error = caught.with_traceback(None)
             done(error)
 
 
