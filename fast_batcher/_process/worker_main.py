@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 import threading
-import time
 from itertools import repeat
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._transport import codec
@@ -90,86 +90,112 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
 
 
 def serve(channel: BlockingChannel, model: Any) -> None:
-    """Answer batches until the parent says STOP or closes its end."""
-    parts: dict[int, list[bytes]] = {}
-    while (frame := channel.receive()) is not None:
-        if frame.kind is Kind.INPUTS:
-            _answer(channel, model, frame)
-        elif frame.kind is Kind.INPUT_ITEMS:
-            items = parts.pop(frame.batch_id, []) + codec.loads(frame.body)
-            _answer_items(channel, model, frame.batch_id, items)
-        elif frame.kind is Kind.INPUT_ITEMS_PART:
-            parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
-        else:
-            return
+    """Answer batches until the parent says STOP or closes its end.
 
-
-def _answer(channel: BlockingChannel, model: Any, frame: Frame) -> None:
-    """Compute a batch that came as one pickle, the usual case.
-
-    Few calls on purpose: after a pause each costs microseconds, and a lone request waits for them.
+    The usual batch is handled in this one function: after a pause every Python call costs about ten
+    microseconds, and it is a lone request that waits for them (`benchmarks/idle_latency.py`).
     """
-    try:
-        inputs = codec.loads(frame.body)
-    except BaseException:  # noqa: BLE001  unpickling is the user's code too
-        channel.send(Kind.UNREADABLE, frame.batch_id)
-        return
-    outcome, seconds = _infer(model, inputs)
-    if isinstance(outcome, RemoteFailure):
-        channel.send(Kind.FAILED, frame.batch_id, codec.dumps(outcome), seconds)
-        return
-    # By type: a batch has few of them and many outputs.
-    for kind in set(map(type, outcome)):
-        if issubclass(kind, BaseException):
-            break
-    else:
+    receive, send, infer, loads = channel.receive, channel.send, model.infer, codec.loads
+    inputs_kind, outputs_kind, parts = Kind.INPUTS, Kind.OUTPUTS, _Parts()
+    while (frame := receive()) is not None:
+        if frame.kind is not inputs_kind:
+            if frame.kind is Kind.STOP:
+                return
+            _answer_items(channel, model, frame, parts)
+            continue
+        batch_id = frame.batch_id
         try:
-            body = codec.dumps(outcome)
-        except BaseException:  # noqa: BLE001  then item by item, to find the guilty one
-            body = None
+            inputs = loads(frame.body)
+        except BaseException:  # noqa: BLE001  unpickling is the user's code too
+            send(Kind.UNREADABLE, batch_id)
+            continue
+        count = len(inputs)  # `infer` may change the list that it is given
+        started = monotonic()
+        try:
+            outputs = infer(inputs)
+        except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
+            failure = codec.dumps(codec.describe(error))
+            send(Kind.FAILED, batch_id, failure, monotonic() - started)
+            continue
+        seconds = monotonic() - started
+        body = _dump_whole(outputs, count)
         if body is not None and len(body) <= channel.max_frame_bytes:
-            channel.send(Kind.OUTPUTS, frame.batch_id, body, seconds)
-            return
-    _send_items(channel, frame.batch_id, [_pack(channel, output) for output in outcome], seconds)
+            send(outputs_kind, batch_id, body, seconds)
+        else:
+            _send_outputs(channel, batch_id, outputs, count, seconds)
 
 
-def _answer_items(channel: BlockingChannel, model: Any, batch_id: int, items: list[bytes]) -> None:
+_Parts = dict[int, list[bytes]]
+
+
+def _dump_whole(outputs: Any, count: int) -> bytes | None:
+    """One pickle of a list of `count` outputs; None if it is not such a list, or not so simple."""
+    if type(outputs) is not list or len(outputs) != count:
+        return None
+    # By type: a batch has few of them and many outputs.
+    for kind in set(map(type, outputs)):
+        if issubclass(kind, BaseException):
+            return None
+    try:
+        return codec.dumps(outputs)
+    except BaseException:  # noqa: BLE001  then item by item, to find the guilty one
+        return None
+
+
+def _send_outputs(
+    channel: BlockingChannel, batch_id: int, outputs: Any, count: int, seconds: float
+) -> None:
+    """Send outputs of any kind: arrays row by row, exceptions and what cannot be pickled apart."""
+    checked = _check(outputs, count)
+    if isinstance(checked, RemoteFailure):
+        channel.send(Kind.FAILED, batch_id, codec.dumps(checked), seconds)
+        return
+    body = _dump_whole(checked, count)
+    if body is not None and len(body) <= channel.max_frame_bytes:
+        channel.send(Kind.OUTPUTS, batch_id, body, seconds)
+    else:
+        _send_items(channel, batch_id, [_pack(channel, output) for output in checked], seconds)
+
+
+def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
+    try:
+        checked = codec.check_outputs(outputs, count)
+    except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
+        return codec.describe(error)
+    return codec.describe(OutputMismatchError(checked)) if isinstance(checked, str) else checked
+
+
+def _answer_items(channel: BlockingChannel, model: Any, frame: Frame, parts: _Parts) -> None:
     """Compute a batch whose items were pickled apart; those that cannot be read fail alone."""
+    if frame.kind is Kind.INPUT_ITEMS_PART:
+        parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+        return
     inputs: list[Any] = []
     outcomes: list[bytes | RemoteFailure | None] = []
-    for item in items:
+    for item in (*parts.pop(frame.batch_id, ()), *codec.loads(frame.body)):
         try:
             inputs.append(codec.loads(item))
             outcomes.append(None)
         except BaseException as error:  # noqa: BLE001  unpickling is the user's code too
             outcomes.append(codec.describe(error))
-    seconds = 0.0
+    started = monotonic()
     if inputs:
-        outcome, seconds = _infer(model, inputs)
-        computed: Iterator[bytes | RemoteFailure]
-        if isinstance(outcome, RemoteFailure):
-            computed = repeat(outcome)
-        else:
-            computed = iter([_pack(channel, output) for output in outcome])
+        computed = _compute_items(channel, model, inputs)
         outcomes = [next(computed) if known is None else known for known in outcomes]
-    _send_items(channel, batch_id, outcomes, seconds)
+    _send_items(channel, frame.batch_id, outcomes, monotonic() - started)
 
 
-def _infer(model: Any, inputs: list[Any]) -> tuple[list[Any] | RemoteFailure, float]:
-    """Run the model: one output per input, or the failure of all; and the seconds it took."""
-    # `infer` may change the list that it is given.
+def _compute_items(
+    channel: BlockingChannel, model: Any, inputs: list[Any]
+) -> "Iterator[bytes | RemoteFailure]":
     count = len(inputs)
-    started = time.monotonic()
     try:
-        outputs = model.infer(inputs)
-        seconds = time.monotonic() - started
-        if type(outputs) is not list or len(outputs) != count:
-            outputs = codec.check_outputs(outputs, count)
+        checked = _check(model.infer(inputs), count)
     except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-        return codec.describe(error), time.monotonic() - started
-    if isinstance(outputs, str):
-        return codec.describe(OutputMismatchError(outputs)), seconds
-    return outputs, seconds
+        checked = codec.describe(error)
+    if isinstance(checked, RemoteFailure):
+        return repeat(checked)
+    return iter([_pack(channel, output) for output in checked])
 
 
 def _pack(channel: BlockingChannel, output: Any) -> bytes | RemoteFailure:

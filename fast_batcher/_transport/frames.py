@@ -68,6 +68,25 @@ def pack(kind: Kind, batch_id: int, body: bytes, seconds: float = 0.0) -> tuple[
     return (header + body,) if len(body) <= MAX_JOINED else (header, body)
 
 
+def unpack_header(
+    buffer: memoryview, max_frame_bytes: int, start: int = 0
+) -> tuple[Kind, int, float, int]:
+    """Kind, batch id, seconds and length of the body.
+
+    Raises:
+        TransportError: It is not a header of ours, or announces more than `max_frame_bytes`.
+    """
+    magic, number, length, batch_id, seconds = _HEADER.unpack_from(buffer, start)
+    kind = _KINDS.get(number)
+    if magic != _MAGIC or kind is None:
+        raise TransportError("the channel carries something that is not a message of ours")
+    if length > max_frame_bytes:
+        raise TransportError(
+            f"a frame of {length} bytes was announced, more than max_frame_bytes={max_frame_bytes}"
+        )
+    return kind, batch_id, seconds, length
+
+
 class FrameReader:
     """Cuts a stream of bytes into frames, whatever pieces it arrives in.
 
@@ -112,10 +131,7 @@ class FrameReader:
         if rest < HEADER_SIZE:
             self._make_space()
             return None
-        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
-        kind = _KINDS.get(number)
-        if magic != _MAGIC or kind is None:
-            raise TransportError("the channel carries something that is not a message of ours")
+        kind, batch_id, seconds, length = unpack_header(self._view, self._max_frame_bytes, start)
         size = HEADER_SIZE + length
         if size == rest:  # the usual case; what comes next may go over it
             self._start = self.rest = 0
@@ -124,11 +140,6 @@ class FrameReader:
             self._start = start + size
             self.rest = rest - size
         else:
-            if length > self._max_frame_bytes:
-                raise TransportError(
-                    f"a frame of {length} bytes was announced, more than max_frame_bytes="
-                    f"{self._max_frame_bytes}"
-                )
             if size > READ_SIZE:
                 self._begin_large(length, (kind, batch_id, seconds))
             else:
