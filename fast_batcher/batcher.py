@@ -68,6 +68,8 @@ from fast_batcher.stats import BatcherStats, Tally
 
 logger = logging.getLogger("fast_batcher")
 
+# Frames that leave their batch unanswered.
+UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
 # that runs, and one that waits full behind it. More would only stand in other callers' way.
 MANY_BATCHES_PER_WORKER = 2
@@ -536,14 +538,8 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def frame_arrived(self, worker: int, frame: Frame) -> None:
         """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
-        if frame.kind is Kind.UNREADABLE or frame.kind is Kind.OUTPUT_ITEMS_PART:
-            batch = self._scheduler.find_batch(worker, frame.batch_id)
-            if batch is None:
-                raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
-            if frame.kind is Kind.OUTPUT_ITEMS_PART:
-                self._exchange.keep_part(worker, frame)
-            else:
-                self._withdraw(batch, self._exchange.send_by_item(batch))
+        if frame.kind in UNFINISHED_KINDS:
+            self._go_on_with_batch(worker, frame)
             return
         batch = self._scheduler.batch_done(monotonic(), worker, frame.batch_id)
         if batch is None:
@@ -562,6 +558,16 @@ class DynBatcher(Generic[InputT, OutputT]):
         settle(self._tally, batch.requests, outcomes)
         if self._drained is not None:
             self._notice_drained()
+
+    def _go_on_with_batch(self, worker: int, frame: Frame) -> None:
+        """The worker has said something about a batch that is not its end."""
+        batch = self._scheduler.find_batch(worker, frame.batch_id)
+        if batch is None:
+            raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
+        if frame.kind is Kind.OUTPUT_ITEMS_PART:
+            self._exchange.keep_part(worker, frame)
+        else:
+            self._withdraw(batch, self._exchange.send_by_item(batch))
 
     # Opening.
 
