@@ -47,9 +47,6 @@ class _RetryableError(BatcherError):
         # Seconds, or None when nothing is known.
         self.retry_after = retry_after
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, self.__dict__
-
 
 class NotReadyError(_RetryableError):
     """No worker is ready: the batcher is starting, broken, or was restarting until the deadline."""

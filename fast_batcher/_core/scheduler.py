@@ -166,9 +166,7 @@ class Scheduler:
     def worker_ready(self, now: float, worker: int) -> None:
         """A worker has loaded its model and can take batches."""
         assert worker not in self._slots, "a worker is lost before it can be ready again"
-        slot = _Slot(worker)
-        slot.started_at = now
-        self._slots[worker] = slot
+        self._slots[worker] = _Slot(worker)
 
     def worker_lost(self, worker: int) -> list[Request]:
         """A worker has died or is being ended; returns the requests on it whose callers wait."""
@@ -351,7 +349,7 @@ class Scheduler:
                     actions.append(Expire(request, ExpiryReason.RUNNING))
             open_deadlines = [r.deadline for r in batch.requests if not r.is_settled]
             batch.deadline = min(open_deadlines, default=inf)
-            if batch is slot.batches[0] and not batch.open_count and not slot.is_stalled:
+            if batch is slot.batches[0] and not batch.open_count:
                 slot.is_stalled = True
                 actions.append(Stall(slot.id))
 

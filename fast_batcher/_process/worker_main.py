@@ -43,24 +43,33 @@ def worker_main(connection: Any, max_frame_bytes: int, parent_pid: int) -> None:
     _end_with_parent(parent_pid)
     _log_to_stderr()
     channel = BlockingChannel(connection, max_frame_bytes)
-    first = channel.receive()
-    if first is None:  # the parent has thought better of it
-        return
+    exit_code = 0
     try:
-        instance = load_model(first.body)
-        _warm_up(instance)
-    except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
-        channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
-        channel.close()
-        sys.exit(1)
-    try:
-        channel.send(Kind.READY)
-        serve(channel, instance)
+        exit_code = _load_and_serve(channel)
     except OSError:
         pass  # the parent has closed its end: there is nobody left to answer
     finally:
-        _close_model(instance)
-        channel.close()
+        channel.detach()
+    sys.exit(exit_code)
+
+
+def _load_and_serve(channel: BlockingChannel) -> int:
+    """The life of a worker; returns its exit code."""
+    first = channel.receive()
+    if first is None:  # the parent has thought better of it
+        return 0
+    try:
+        model = load_model(first.body)
+        _warm_up(model)
+    except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
+        channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
+        return 1
+    try:
+        channel.send(Kind.READY)
+        serve(channel, model)
+    finally:
+        _close_model(model)
+    return 0
 
 
 def load_model(pickled: bytes | bytearray | memoryview) -> Any:

@@ -199,8 +199,16 @@ class BlockingChannel:
             self._socket.sendall(part)
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end: the other side reads an end of file."""
         self._socket.close()
+
+    def detach(self) -> None:
+        """Leave it to the end of the process to close this end.
+
+        The parent takes a closed end for a worker that is of no use, and kills it: libraries of the
+        model would not come to their exit hooks.
+        """
+        self._socket.detach()
 
 
 def _take_socket(connection: "Connection[object, object]") -> socket.socket:
