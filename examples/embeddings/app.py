@@ -4,6 +4,7 @@ Start it with `uvicorn examples.embeddings.app:app`. An app of your own needs on
 second one is here to be compared with.
 """
 
+import os
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -24,8 +25,11 @@ from fast_batcher.fastapi import (
 # its end: 1000 characters of the sentences beside this file are 223 tokens at most.
 MAX_CHARACTERS = 1000
 
+# Most sentences in a batch; from outside, so that a load test can try several.
+MAX_BATCH_SIZE = int(os.environ.get("MAX_BATCH_SIZE", "32"))
+
 # The same model, the same thread count, one worker each. Only the batch size differs.
-batched = DynBatcher(MiniLM, max_batch_size=32, name="batched")
+batched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, name="batched")
 unbatched = DynBatcher(MiniLM, max_batch_size=1, name="unbatched")
 batchers = (batched, unbatched)
 
@@ -34,7 +38,7 @@ Batched = Annotated[Embedder, Depends(dependency(batched))]
 Unbatched = Annotated[Embedder, Depends(dependency(unbatched))]
 
 
-class TextIn(BaseModel):
+class Text(BaseModel):
     """What a client sends."""
 
     text: Annotated[
@@ -42,7 +46,7 @@ class TextIn(BaseModel):
     ]
 
 
-class EmbeddingOut(BaseModel):
+class Embedding(BaseModel):
     """What it gets back."""
 
     embedding: list[float] = Field(
@@ -60,15 +64,15 @@ app.include_router(health_router(*batchers))
 
 
 @app.post("/embed", responses=error_responses(503, 504))
-async def embed(body: TextIn, embedder: Batched) -> EmbeddingOut:
+async def embed(body: Text, embedder: Batched) -> Embedding:
     """Embed a text, in one batch with the others that are in flight."""
-    return EmbeddingOut(embedding=await embedder.process_batched(body.text))
+    return Embedding(embedding=await embedder.process_batched(body.text))
 
 
 @app.post("/embed-unbatched", responses=error_responses(503, 504))
-async def embed_unbatched(body: TextIn, embedder: Unbatched) -> EmbeddingOut:
+async def embed_unbatched(body: Text, embedder: Unbatched) -> Embedding:
     """Embed a text on its own."""
-    return EmbeddingOut(embedding=await embedder.process_batched(body.text))
+    return Embedding(embedding=await embedder.process_batched(body.text))
 
 
 @app.get("/stats")

@@ -46,10 +46,10 @@ HERE = Path(__file__).parent
 HOST = "127.0.0.1"
 ENDPOINTS = {"batched": "/embed", "unbatched": "/embed-unbatched"}
 # Requests to each endpoint before the first round, so that no round pays for first times.
-WARMUP_REQUESTS = 64
+WARMUP_REQUESTS = 32
 # A round stops sending after this many seconds, so that six of them and the rest stay below three
 # minutes on a slow machine. The rates come from what was sent; the table says how many that were.
-ROUND_LIMIT = 20.0
+ROUND_LIMIT = 15
 # Two workers import torch and load the model, on a machine that may be busy or have a cold disk.
 START_LIMIT = 180.0
 # What a batcher may take to drain and stop, and some for the server around it.
@@ -150,9 +150,13 @@ async def read_log(server: Server, listening: asyncio.Event) -> None:
 
 
 async def send_all(
-    round_: Round, server: Server, sentences: list[str], clients: int, progress: Progress
+    round_: Round,
+    server: Server,
+    sentences: list[str],
+    options: argparse.Namespace,
+    progress: Progress,
 ) -> None:
-    """Send each sentence once, from `clients` connections that each wait for their answer."""
+    """Send each sentence once, from many connections that each wait for their answer."""
     path = ENDPOINTS[round_.name]
     bodies = [json.dumps({"text": sentence}).encode() for sentence in sentences]
     todo = iter(range(len(bodies)))
@@ -165,7 +169,7 @@ async def send_all(
         async with Connection(HOST, server.port) as connection:
             for i in todo:
                 sent = time.perf_counter()
-                if sent - start > ROUND_LIMIT:
+                if sent - start > options.limit:
                     return
                 status, answer = await connection.post(path, bodies[i])
                 if status == 200:
@@ -175,11 +179,12 @@ async def send_all(
                     round_.errors.append(f"{status} {answer.decode(errors='replace')}")
                 progress.advance(bar)
 
-    async with asyncio.timeout(ROUND_LIMIT + ANSWER_LIMIT):
+    async with asyncio.timeout(options.limit + ANSWER_LIMIT):
         ended = await asyncio.gather(
-            *(run_client() for _ in range(clients)), return_exceptions=True
+            *(run_client() for _ in range(options.clients)), return_exceptions=True
         )
     round_.seconds = time.perf_counter() - start
+    progress.stop_task(bar)
     round_.errors += [repr(error) for error in ended if error is not None]
     after = await read_batch_sizes(server, round_.name)
     batches = {size: count - before.get(size, 0) for size, count in after.items()}
@@ -221,10 +226,11 @@ def find_lowest_cosine(rounds: list[Round], own: list[list[float]]) -> float:
 
 def make_table(rounds: list[Round]) -> Table:
     """One row per round and endpoint; latencies as the clients saw them."""
-    table = Table(title="Sentence embeddings over HTTP", box=SIMPLE)
+    title = "Sentence embeddings over HTTP, latencies in ms"
+    table = Table(title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
     table.add_column("round", justify="right")
     table.add_column("endpoint")
-    for heading in ("requests", "per s", "p50", "p95", "p99", "mean batch", "errors"):
+    for heading in ("requests", "requests/s", "p50", "p95", "p99", "mean batch", "errors"):
         table.add_column(heading, justify="right")
     for round_ in rounds:
         quantiles = np.percentile(round_.latencies or [0.0], [50, 95, 99]) * 1000
@@ -260,7 +266,7 @@ async def run_rounds(
         for name in ENDPOINTS:
             warmup = Round(0, name)
             some = sentences[:WARMUP_REQUESTS]
-            await send_all(warmup, server, some, options.clients, progress)
+            await send_all(warmup, server, some, options, progress)
             if warmup.errors:
                 log = "\n".join(server.log)
                 raise SystemExit(f"The first requests failed: {warmup.errors[0]}\n{log}")
@@ -269,7 +275,7 @@ async def run_rounds(
             for name in ENDPOINTS:
                 round_ = Round(number, name)
                 rounds.append(round_)
-                await send_all(round_, server, sentences, options.clients, progress)
+                await send_all(round_, server, sentences, options, progress)
     return rounds, Ending(server.process.returncode, list(server.log))
 
 
@@ -303,6 +309,12 @@ def read_options(arguments: list[str] | None = None) -> Any:
     parser.add_argument("--clients", type=int, default=32, help="connections at once (32)")
     parser.add_argument("--rounds", type=int, default=3, help="alternations (3)")
     parser.add_argument("--sentences", type=int, default=512, help="requests per round (512)")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=ROUND_LIMIT,
+        help=f"seconds after which a round stops sending ({ROUND_LIMIT})",
+    )
     options = parser.parse_args(arguments)
     for name, value in vars(options).items():
         if value < 1:
@@ -328,6 +340,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Asked to end, it ends the server first, as with Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(main())
     except KeyboardInterrupt:

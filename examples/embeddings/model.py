@@ -13,7 +13,7 @@ from fast_batcher import InferenceModel
 DIMENSIONS = 384
 # Sentences computed at once. `encode` sorts the batch by length and cuts it into groups of this
 # size, so that a short sentence is not padded to the longest of 32. With the sentences beside this
-# file, on two CPU cores, that is about a fifth faster than one group of 32; a GPU wants larger ones.
+# file, on two CPU cores, that is about a fifth faster than one group of 32; a GPU wants more.
 GROUP_SIZE = 16
 
 

@@ -1,0 +1,1 @@
+"""The parts of the load test: server, client, GPU, tables and plots."""

@@ -1,0 +1,264 @@
+"""One measurement of a server: starts the clients, waits, puts together what they saw.
+
+Runs in the command's process, which sleeps meanwhile.
+"""
+
+import http.client
+import json
+import statistics
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from benchmarks.cpu import TreeCpu
+from benchmarks.load import tied
+from benchmarks.load.client import ANSWER_LIMIT, Plan, Record
+from benchmarks.load.gpu import GpuWatch
+from benchmarks.load.server import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+# How often the progress bar moves while we wait, seconds. Drawing it takes CPU from the server.
+TICK = 0.5
+# For the start of the clients' interpreters and the way of their results. It only ends what hangs.
+SPARE_TIME = 60.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the requests go."""
+
+    host: str
+    port: int
+    # None for a server that somebody else runs: then its CPU time is not known.
+    server: Server | None = None
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of one answer."""
+        return self._exchange("GET", path, None, {})
+
+    def post(self, path: str, body: bytes, content_type: str) -> tuple[int, bytes]:
+        """Status and body of one answer."""
+        return self._exchange("POST", path, body, {"Content-Type": content_type})
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_LIMIT)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        finally:
+            connection.close()
+
+    def read_batch_sizes(self) -> Counter[int] | None:
+        """How many batches of each size there were, if the app says so at /stats."""
+        status, body = self.get("/stats")
+        if status != 200:
+            return None
+        sizes: Counter[int] = Counter()
+        for batcher in json.loads(body).values():
+            sizes.update({int(size): n for size, n in batcher["batch_sizes"].items()})
+        return sizes
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured."""
+
+    # "batched" or "unbatched".
+    name: str
+    path: str
+    # In a closed loop that many ask all the time; in an open loop at most so many at once.
+    clients: int
+    # Arrivals per second in an open loop, and what share that is of what the path can do.
+    rate: float | None = None
+    share: float | None = None
+    # Of the app that was started for this case; None for the app as it is.
+    max_batch_size: int | None = None
+
+    @property
+    def load(self) -> str:
+        """The load in words."""
+        if self.rate is None:
+            return f"{self.clients} clients"
+        return f"{self.rate:.0f}/s" + (f" ({self.share:.0%})" if self.share else "")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all measurements of a run have in common."""
+
+    bodies: list[bytes]
+    content_type: str
+    # Measured, and the time before under the same load that is not.
+    seconds: float
+    warm_up: float
+    # A good answer that comes later than this, in seconds, is counted as late.
+    late: float
+    client_processes: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one repetition of a case gave."""
+
+    case: Case
+    repetition: int
+    figures: dict[str, float]
+    # What came instead of a good answer, and how often.
+    lost: dict[str, int] = field(default_factory=dict)
+
+
+def measure(
+    target: Target, case: Case, repetition: int, settings: Settings, tick: Callable[[float], None]
+) -> Measurement:
+    """Put the target under a load.
+
+    Args:
+        target: The server.
+        case: The load.
+        repetition: Part of the seed, so that no two repetitions are the same.
+        settings: See there.
+        tick: Called while it waits, with the seconds since the last time.
+    """
+    plans = make_plans(target, case, repetition, settings)
+    batches = target.read_batch_sizes()
+    before = None if target.server is None else target.server.read_cpu()
+    with GpuWatch() as gpu:
+        records = run_clients(plans, settings.warm_up + settings.seconds, tick)
+    figures = summarise(records, settings)
+    if target.server is not None and before is not None:
+        figures |= _cpu_per_answer(target.server.read_cpu().since(before), records)
+    if batches is not None:
+        done = (target.read_batch_sizes() or Counter()) - batches
+        if done:
+            figures["mean_batch"] = sum(size * n for size, n in done.items()) / done.total()
+            figures["largest_batch"] = max(done)
+    if gpu.busy_share is not None:
+        figures["gpu_busy"] = gpu.busy_share
+    lost: Counter[str] = Counter()
+    for record in records:
+        lost.update(record.lost)
+    return Measurement(case, repetition, figures, dict(lost))
+
+
+def make_plans(target: Target, case: Case, repetition: int, settings: Settings) -> list[Plan]:
+    """Divide a load among the client processes, never more of them than clients."""
+    processes = min(settings.client_processes, case.clients)
+    whole = Plan(
+        host=target.host,
+        port=target.port,
+        path=case.path,
+        bodies=[body.decode("latin-1") for body in settings.bodies],
+        content_type=settings.content_type,
+        connections=0,
+        # Poisson processes side by side are one of the summed rate.
+        rate=None if case.rate is None else case.rate / processes,
+        seconds=settings.seconds,
+        warm_up=settings.warm_up,
+        seed=0,
+    )
+    return [
+        replace(
+            whole,
+            connections=case.clients // processes + (index < case.clients % processes),
+            seed=settings.seed + 1000 * repetition + index,
+        )
+        for index in range(processes)
+    ]
+
+
+def run_clients(plans: list[Plan], seconds: float, tick: Callable[[float], None]) -> list[Record]:
+    """Run a client process for each plan, all at once; nothing of them is left afterwards.
+
+    Raises:
+        RuntimeError: A client failed; the text is what it said.
+    """
+    clients: list[subprocess.Popen[str]] = []
+    try:
+        for plan in plans:  # one by one, so that those that started are ended if one does not
+            clients.append(_start_client(plan))  # noqa: PERF401
+        for client in clients:
+            assert client.stdout is not None
+            if not client.stdout.readline():
+                raise _complaint(client)
+        for client in clients:  # they stand ready: these few microseconds are all that is between
+            assert client.stdin is not None
+            client.stdin.write("go\n")
+            client.stdin.flush()
+        return [_wait(client, seconds + ANSWER_LIMIT + SPARE_TIME, tick) for client in clients]
+    finally:
+        for client in clients:
+            client.kill()
+            client.communicate()
+
+
+def _start_client(plan: Plan) -> subprocess.Popen[str]:
+    client = subprocess.Popen(
+        tied.command("benchmarks.load.client"),
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert client.stdin is not None
+    client.stdin.write(json.dumps(asdict(plan)) + "\n")
+    client.stdin.flush()
+    return client
+
+
+def _wait(client: subprocess.Popen[str], limit: float, tick: Callable[[float], None]) -> Record:
+    for _ in range(round(limit / TICK)):
+        try:
+            output, _ = client.communicate(timeout=TICK)
+        except subprocess.TimeoutExpired:
+            tick(TICK)
+            continue
+        if client.returncode != 0:
+            break
+        return Record(**json.loads(output))
+    raise _complaint(client)
+
+
+def _complaint(client: subprocess.Popen[str]) -> RuntimeError:
+    client.kill()
+    _, text = client.communicate()
+    last_line = text.strip().splitlines()[-1:] or ["it said nothing in time"]
+    return RuntimeError(f"the client failed: {last_line[0]}")
+
+
+def summarise(records: list[Record], settings: Settings) -> dict[str, float]:
+    """The figures of all client processes together; latencies and lags in milliseconds."""
+    latencies = [latency for record in records for latency in record.latencies]
+    lags = [lag for record in records for lag in record.lags]
+    answers = sum(record.answers for record in records)
+    figures = {
+        "requests_per_second": sum(record.rate for record in records),
+        "requests": float(sum(record.requests for record in records)),
+        "lost": float(sum(sum(record.lost.values()) for record in records)),
+        "late": float(sum(latency > settings.late for latency in latencies)),
+        # Of the busiest process: at 1 it cannot send more, whatever the others do.
+        "client_busy": max(record.cpu / record.elapsed for record in records),
+    }
+    if answers:
+        figures["client_cpu_us"] = sum(record.cpu for record in records) / answers * 1e6
+    for prefix, values in (("", latencies), ("lag_", lags)):
+        if len(values) > 1:
+            cuts = statistics.quantiles(values, n=100, method="inclusive")
+            figures |= {f"{prefix}p{at}_ms": cuts[at - 1] * 1e3 for at in (50, 95, 99)}
+    return figures
+
+
+def _cpu_per_answer(used: TreeCpu, records: list[Record]) -> dict[str, float]:
+    answers = sum(record.answers for record in records)
+    if not answers:
+        return {}
+    return {
+        "api_cpu_ms": used.api / answers * 1e3,
+        "workers_cpu_ms": used.workers / answers * 1e3,
+    }

@@ -1,0 +1,128 @@
+"""Starts an app under uvicorn, and ends it with all it has started. Runs in the command's process.
+
+The server leads a process group of its own, so a Ctrl-C reaches the command alone, which then ends
+the server in order; what is left of the group after that is killed and reported.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from benchmarks.cpu import TreeCpu, descendants, process_cpu
+from benchmarks.load import tied
+
+ROOT = Path(__file__).resolve().parents[2]
+HOST = "127.0.0.1"
+# Workers import torch and load a model, on a machine that may be busy or have a cold disk.
+START_LIMIT = 180.0
+# uvicorn lets answers finish, then a batcher drains (20 s) and stops its workers (2 s).
+STOP_LIMIT = 40.0
+# Longer than any measurement, so that the server never closes a connection that rests.
+KEEP_ALIVE = 3600
+# Lines of the server's log that are kept, for when it fails.
+KEPT_LINES = 200
+
+
+class Server:
+    """A running server.
+
+    Args:
+        process: uvicorn, with its log as a pipe on stderr.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.port = 0
+        self.log: deque[str] = deque(maxlen=KEPT_LINES)
+        self._is_listening = threading.Event()
+        self._reader = threading.Thread(target=self._read_log, name="server-log")
+        self._reader.start()
+
+    def _read_log(self) -> None:
+        assert self.process.stderr is not None  # it was asked for as a pipe
+        for line in self.process.stderr:
+            self.log.append(line.rstrip())
+            address = re.search(r"running on http://[\d.]+:(\d+)", line)
+            if address:
+                self.port = int(address[1])
+                self._is_listening.set()
+        self._is_listening.set()  # it has ended: nobody shall wait for its port
+
+    def wait_until_listening(self) -> None:
+        """Wait: uvicorn names its port when the app has started, so the model is loaded by then.
+
+        Raises:
+            RuntimeError: It did not start; the text is its log.
+        """
+        self._is_listening.wait(START_LIMIT)
+        if not self.port:
+            raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
+
+    def read_cpu(self) -> TreeCpu:
+        """CPU seconds of the server and of the workers that live now."""
+        workers = 0.0
+        for pid in descendants(self.process.pid):
+            try:
+                workers += process_cpu(pid)
+            except OSError:
+                continue  # it ended while we looked
+        return TreeCpu(api=process_cpu(self.process.pid), workers=workers)
+
+    def end(self) -> bool:
+        """End it and everything it started; whether that went by itself when it was asked to."""
+        try:
+            self.process.send_signal(signal.SIGTERM)
+            # Its workers hold the other end of the log: the log's end means that they are gone too.
+            self._reader.join(STOP_LIMIT)
+            went_by_itself = not self._reader.is_alive()
+        finally:
+            self._kill_group()
+            status = self.process.wait()
+            self._reader.join()
+            assert self.process.stderr is not None
+            self.process.stderr.close()
+        # uvicorn ends itself with the signal it was sent, once it has shut down.
+        return went_by_itself and status in (0, -signal.SIGTERM)
+
+    def _kill_group(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+@contextmanager
+def serve(app: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Run an app, "module:name", on a free port; from the repository's root.
+
+    Args:
+        app: What uvicorn is given.
+        environment: Added to this process's.
+
+    Raises:
+        RuntimeError: The server did not start, or did not end by itself on the way out.
+    """
+    options = ["--host", HOST, "--port", "0", "--no-access-log", "--no-use-colors"]
+    options += ["--timeout-keep-alive", str(KEEP_ALIVE)]
+    process = subprocess.Popen(
+        tied.command("uvicorn", app, *options),
+        cwd=ROOT,
+        env=os.environ | dict(environment or {}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    server = Server(process)
+    try:
+        server.wait_until_listening()
+        yield server
+    except BaseException:
+        server.end()
+        raise
+    if not server.end():
+        raise RuntimeError("the server did not end by itself:\n" + "\n".join(server.log))

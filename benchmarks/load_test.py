@@ -1,0 +1,317 @@
+"""How much can an app with batching answer over HTTP, and how fast, against the same one without?
+
+Starts the app under uvicorn, or takes the address of one that runs, and loads it from processes of
+their own: in a closed loop, with so many clients that always wait for an answer, and in an open
+loop, with requests that arrive at random, timed from when they were due. Runs on the CPU, or on a
+GPU if the app uses one.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.harness import RESULTS, hardware
+from benchmarks.load.gpu import NOT_MEASURED, GpuWatch
+from benchmarks.load.measurement import Case, Measurement, Settings, Target, measure
+from benchmarks.load.report import cases, draw, make_remarks, make_table, spread
+from benchmarks.load.server import ROOT, serve
+
+APP = "examples.embeddings.app:app"
+SENTENCES = ROOT / "examples" / "embeddings" / "sentences.txt"
+# Unmeasured share of each measurement, for the load to settle.
+WARM_UP_SHARE = 0.25
+# Most requests under way in an open loop; later ones wait for a connection, and their wait counts.
+OPEN_CONNECTIONS = 512
+DISTRIBUTIONS = (
+    *("fast_batcher", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pydantic"),
+    *("torch", "sentence-transformers", "transformers", "numpy", "pillow"),
+)
+
+
+def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.load_test", description=(__doc__ or "").splitlines()[0]
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--app", default=APP, help=f"module:name for uvicorn ({APP})")
+    where.add_argument("--url", help="of a server that runs, http://host:port, instead")
+    parser.add_argument("--path", help="the batched endpoint (/embed)")
+    parser.add_argument("--unbatched-path", help="the same without batching (/embed-unbatched)")
+    parser.add_argument("--body-file", nargs="+", type=Path, help="request bodies (sentences)")
+    parser.add_argument("--content-type", default="application/json")
+    parser.add_argument("--clients", nargs="+", type=int, help="closed loops (1 8 32 128)")
+    open_ = parser.add_mutually_exclusive_group()
+    open_.add_argument("--rates", nargs="+", type=float, help="open loops, requests per second")
+    open_.add_argument(
+        "--shares",
+        nargs="+",
+        type=float,
+        help="open loops, shares of the rate that the same path reached (0.5 0.8 0.95)",
+    )
+    parser.add_argument(
+        "--batch-sizes",
+        nargs="*",
+        type=int,
+        help="start the app once for each, with MAX_BATCH_SIZE in its environment (none)",
+    )
+    parser.add_argument("--seconds", type=float, help="per measurement (6)")
+    parser.add_argument("--repetitions", type=int, help="(3)")
+    parser.add_argument("--late", type=float, default=1.0, help="late after so many seconds (1)")
+    parser.add_argument("--client-processes", type=int, default=1, help="(1)")
+    parser.add_argument("--seed", type=int, default=1, help="of arrivals and order of bodies (1)")
+    parser.add_argument("--quick", action="store_true", help="under a minute, for a rough answer")
+    parser.add_argument("--json", type=Path, help="results, with .txt and .png beside it")
+    options = parser.parse_args(arguments)
+    quick = options.quick
+    if options.path is None:
+        if options.url or options.app != APP:
+            parser.error("--path is needed for an app of your own")
+        options.path, options.unbatched_path = "/embed", "/embed-unbatched"
+    if options.body_file is None and (options.url or options.app != APP):
+        parser.error("--body-file is needed for an app of your own")
+    if options.url and options.batch_sizes:
+        parser.error("--batch-sizes needs --app: a server that runs cannot be started again")
+    options.clients = options.clients or ([1, 32] if quick else [1, 8, 32, 128])
+    if options.rates is None and options.shares is None:
+        options.shares = [0.8] if quick else [0.5, 0.8, 0.95]
+    options.batch_sizes = options.batch_sizes or []
+    options.seconds = options.seconds or (2.0 if quick else 6.0)
+    options.repetitions = options.repetitions or (1 if quick else 3)
+    options.json = options.json or RESULTS / f"load_test{'-quick' * quick}.json"
+    return options
+
+
+class LoadTest:
+    """All measurements of one run, in order.
+
+    Args:
+        options: The command line's.
+        progress: Where to show how far it is.
+    """
+
+    def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
+        self._options = options
+        self._progress = progress
+        self._bar = progress.add_task("starting", total=self._count_seconds())
+        self.measurements: list[Measurement] = []
+        # Of the client, against an app that does nothing.
+        self.floor: Measurement
+        self._settings = Settings(
+            bodies=read_bodies(options),
+            content_type=options.content_type,
+            seconds=options.seconds,
+            warm_up=options.seconds * WARM_UP_SHARE,
+            late=options.late,
+            client_processes=options.client_processes,
+            seed=options.seed,
+        )
+        self._paths = {"batched": options.path}
+        if options.unbatched_path:
+            self._paths["unbatched"] = options.unbatched_path
+
+    def run(self) -> None:
+        """Measure everything.
+
+        Raises:
+            RuntimeError: A server did not start or end, or gave no answer at all.
+        """
+        options = self._options
+        with self._open_target(MAX_BATCH_SIZE=None) as target:
+            answer_bytes = self._probe(target)
+            closed = [
+                Case(name, path, clients)
+                for clients in options.clients
+                for name, path in self._paths.items()
+            ]
+            self._warm_up(target)
+            self._measure_in_turn(target, closed)
+            self._measure_in_turn(target, self._open_cases())
+        for size in options.batch_sizes:
+            case = Case("batched", options.path, max(options.clients), max_batch_size=size)
+            with self._open_target(MAX_BATCH_SIZE=size) as target:
+                self._warm_up(target)
+                self._measure_in_turn(target, [case])
+        with serve("benchmarks.load.floor:app", {"FLOOR_ANSWER_BYTES": str(answer_bytes)}) as floor:
+            case = Case("bare ASGI app", "/", max(options.clients))
+            self.floor = self._measure(Target("127.0.0.1", floor.port, floor), case, 0)
+
+    def _count_seconds(self) -> float:
+        """What the bar counts; an estimate, since rates decide how long open loops are."""
+        options = self._options
+        paths = 1 + bool(options.unbatched_path)
+        loads = len(options.clients) + len(options.rates or options.shares)
+        each = paths * loads * options.repetitions + paths + 1
+        each += len(options.batch_sizes) * (1 + options.repetitions)
+        seconds: float = each * options.seconds * (1 + WARM_UP_SHARE)
+        return seconds
+
+    @contextmanager
+    def _open_target(self, **variables: object) -> Iterator[Target]:
+        options = self._options
+        if options.url:
+            address = urlsplit(options.url)
+            if address.scheme != "http" or address.hostname is None:
+                raise RuntimeError(f"--url {options.url}: http://host:port is needed")
+            yield Target(address.hostname, address.port or 80)
+            return
+        self._progress.update(self._bar, description=f"starting {options.app}")
+        environment = {name: str(value) for name, value in variables.items() if value is not None}
+        with serve(options.app, environment) as server:
+            yield Target("127.0.0.1", server.port, server)
+
+    def _probe(self, target: Target) -> int:
+        """Ask each path once; how many bytes the longest answer has."""
+        longest = 0
+        for path in self._paths.values():
+            status, answer = target.post(path, self._settings.bodies[0], self._options.content_type)
+            if status != 200:
+                raise RuntimeError(f"POST {path}: {status} {answer[:500].decode(errors='replace')}")
+            longest = max(longest, len(answer))
+        return longest
+
+    def _warm_up(self, target: Target) -> None:
+        for name, path in self._paths.items():
+            self._measure(target, Case(name, path, max(self._options.clients)), -1)
+
+    def _open_cases(self) -> list[Case]:
+        options = self._options
+        if options.rates:
+            return [
+                Case(name, path, OPEN_CONNECTIONS, rate)
+                for name, path in self._paths.items()
+                for rate in options.rates
+            ]
+        return [
+            Case(name, path, OPEN_CONNECTIONS, share * self._capacity(path), share)
+            for name, path in self._paths.items()
+            for share in options.shares
+        ]
+
+    def _capacity(self, path: str) -> float:
+        """The best median rate of a path in a closed loop."""
+        spreads = [
+            spread(self.measurements, case, "requests_per_second")
+            for case in cases(self.measurements)
+            if case.path == path
+        ]
+        capacity = max(s.median for s in spreads if s is not None)
+        if not capacity:
+            raise RuntimeError(f"{path} did not answer in {self._options.seconds:g} s: --seconds")
+        return capacity
+
+    def _measure_in_turn(self, target: Target, chosen: list[Case]) -> None:
+        """Every other repetition goes backwards: what slows the machine meanwhile slows all."""
+        for repetition in range(self._options.repetitions):
+            for case in reversed(chosen) if repetition % 2 else chosen:
+                self.measurements.append(self._measure(target, case, repetition))
+
+    def _measure(self, target: Target, case: Case, repetition: int) -> Measurement:
+        size = f", max_batch_size {case.max_batch_size}" if case.max_batch_size else ""
+        what = "warming up" if repetition < 0 else f"{case.name}, {case.load}{size}"
+        self._progress.update(self._bar, description=what)
+        return measure(target, case, repetition, self._settings, self._tick)
+
+    def _tick(self, seconds: float) -> None:
+        self._progress.advance(self._bar, seconds)
+
+
+def read_bodies(options: argparse.Namespace) -> list[bytes]:
+    """What is sent."""
+    if options.body_file:
+        return [path.read_bytes() for path in options.body_file]
+    lines = SENTENCES.read_text().splitlines()
+    return [json.dumps({"text": line}).encode() for line in lines]
+
+
+def find_versions() -> dict[str, str]:
+    """Versions of what takes part and is installed."""
+    found = {"python": sys.version.split()[0]}
+    for name in DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def store(options: argparse.Namespace, machine: dict[str, Any], test: LoadTest) -> str:
+    """Write the results beside each other; return the text."""
+    with GpuWatch() as gpu:
+        machine = {**machine, "gpu": gpu.name or NOT_MEASURED}
+    versions = find_versions()
+    command = shlex.join(["python", "-m", "benchmarks.load_test", *sys.argv[1:]])
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    text = "\n".join(
+        [
+            f"{command}   {date}",
+            ", ".join(f"{key} {value}" for key, value in machine.items()),
+            ", ".join(f"{key} {value}" for key, value in versions.items()),
+            f"median (range) of {options.repetitions} repetitions, {options.seconds:g} s each; "
+            f"late: more than {options.late:g} s; seed {options.seed}",
+            "",
+            make_table(test.measurements),
+            "",
+            *make_remarks(test.measurements, test.floor),
+            "",
+        ]
+    )
+    result = {
+        "benchmark": "load_test",
+        "date": date,
+        "command": command,
+        "hardware": machine,
+        "versions": versions,
+        "settings": {name: _plain(value) for name, value in vars(options).items()},
+        "client": asdict(test.floor),
+        "measurements": [asdict(m) for m in test.measurements],
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    options.json.with_suffix(".txt").write_text(text)
+    processor = f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu']}"
+    draw(test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}")
+    return text
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Path):
+        return os.path.relpath(value, ROOT)
+    return [_plain(one) for one in value] if isinstance(value, list) else value
+
+
+def main() -> int:
+    """Measure, print, store; 1 if a server failed."""
+    options = read_arguments()
+    # So that the servers are ended as on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    machine = hardware()
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    try:
+        with Progress(*columns, console=console, refresh_per_second=2) as progress:
+            test = LoadTest(options, progress)
+            test.run()
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(store(options, machine, test))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

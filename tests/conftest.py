@@ -1,0 +1,126 @@
+"""What every test gets: both event loops, and the proof that it has left nothing behind.
+
+Parent process, pytest's own thread.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import psutil
+import pytest
+import uvloop
+from waits import MEASURED, Gate
+
+# How long an example takes depends on the machine, and says nothing about it being right.
+hypothesis.settings.register_profile("ours", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ours")
+
+
+@pytest.fixture(
+    params=[("asyncio", {"use_uvloop": False}), ("asyncio", {"use_uvloop": True})],
+    ids=["asyncio", "uvloop"],
+    scope="session",
+)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """The loops that async tests run on, for anyio's plugin."""
+    return request.param
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What this process holds that somebody has to give back."""
+
+    children: frozenset[int]
+    threads: frozenset[threading.Thread]
+    descriptors: frozenset[str]
+    shared_memory: frozenset[str]
+
+    @classmethod
+    def now(cls) -> "Holdings":
+        """Look."""
+        return cls(
+            children=frozenset(_children()),
+            threads=frozenset(threading.enumerate()),
+            descriptors=frozenset(_descriptors()),
+            shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),
+        )
+
+    def beyond(self, before: "Holdings") -> dict[str, list[str]]:
+        """What was not there before, by kind."""
+        return {
+            kind: sorted(str(one) for one in new)
+            for kind in self.__dataclass_fields__
+            if (new := getattr(self, kind) - getattr(before, kind))
+        }
+
+
+def _children() -> Iterator[int]:
+    # The kernel lists them by the thread that started them.
+    for path in Path("/proc/self/task").glob("*/children"):
+        yield from map(int, path.read_text().split())
+
+
+def _descriptors() -> Iterator[str]:
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            yield f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}"
+        except FileNotFoundError:  # the one that lists the directory
+            pass
+
+
+def _is_used_elsewhere(name: str) -> bool:
+    """Whether a program that is not of ours has this shared memory: the whole machine shares it."""
+    me = psutil.Process()
+    ours = {me.pid, *(child.pid for child in me.children(recursive=True))}
+    for process in psutil.process_iter():
+        if process.pid not in ours:
+            with suppress(OSError):
+                if f"/dev/shm/{name}" in Path(f"/proc/{process.pid}/maps").read_text():
+                    return True
+    return not Path("/dev/shm", name).exists()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _everlasting() -> None:
+    """Start what lives as long as the interpreter, whoever needs it first."""
+    # CPython's own process, started with the first spawn.
+    resource_tracker.ensure_running()
+    # libuv opens a pipe for signals, once per process, with the first loop.
+    uvloop.new_event_loop().close()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(_everlasting: None) -> Iterator[None]:
+    """After the test: no process, thread, descriptor or shared memory that was not there before."""
+    before = Holdings.now()
+    yield
+    left = Holdings.now().beyond(before)
+    shared_memory = left.pop("shared_memory", [])
+    if mine := [name for name in shared_memory if not _is_used_elsewhere(name)]:
+        left["shared_memory"] = mine
+    assert not left, f"the test has left behind: {left}"
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A gate at which models wait."""
+    gate = Gate(str(tmp_path / "gate"))
+    yield gate
+    gate.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print what was measured beside its bound."""
+    if MEASURED:
+        terminalreporter.section("measured, and the bounds")
+    for what, seconds, figure in sorted(MEASURED, key=lambda one: (one[0], one[1])):
+        terminalreporter.write_line(
+            f"{1000 * seconds:8.1f} ms of {1000 * figure:5.0f} ms (x 5)  {what}"
+        )

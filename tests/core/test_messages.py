@@ -1,0 +1,90 @@
+"""The values that go into the core and come out of it."""
+
+import gc
+import weakref
+
+import pytest
+
+from fast_batcher._core.messages import (
+    Batch,
+    Dispatch,
+    Expire,
+    ExpiryReason,
+    Release,
+    Replace,
+    Request,
+    Stall,
+)
+
+
+def request(deadline: float) -> Request:
+    return Request("input", caller="caller", deadline=deadline)
+
+
+def batch_of(*deadlines: float) -> Batch:
+    requests = [request(deadline) for deadline in deadlines]
+    return Batch(id=3, worker=1, requests=requests, release=Release.IDLE, now=2.5)
+
+
+def test_a_new_request_waits_and_is_not_settled() -> None:
+    new = Request({"any": "input"}, caller="caller")
+    assert new.value == {"any": "input"}
+    assert new.caller == "caller"
+    assert new.batch_id is None
+    assert not new.is_settled
+
+
+def test_a_new_batch_counts_its_callers_and_knows_the_first_deadline() -> None:
+    batch = batch_of(9.0, 4.0, 7.0)
+    assert (batch.id, batch.worker, batch.release, batch.sent_at) == (3, 1, Release.IDLE, 2.5)
+    assert batch.open_count == 3
+    assert batch.deadline == 4.0
+
+
+def test_actions_carry_what_the_shell_needs() -> None:
+    batch = batch_of(1.0)
+    expire = Expire(batch.requests[0], ExpiryReason.RUNNING)
+    assert Dispatch(batch).batch is batch
+    assert (expire.request, expire.reason) == (batch.requests[0], ExpiryReason.RUNNING)
+    assert (Stall(2).worker, Replace(3).worker) == (2, 3)
+
+
+EXPIRE = Expire(request(1.0), ExpiryReason.WAITING)
+
+
+@pytest.mark.parametrize(
+    "value", [request(1.0), batch_of(1.0), Dispatch(batch_of(1.0)), EXPIRE, Stall(0), Replace(0)]
+)
+def test_they_have_no_room_for_anything_else(value: object) -> None:
+    """One of each is made per call or batch; a dict in each would cost more than the rest."""
+    with pytest.raises(AttributeError):
+        value.anything = 1  # type: ignore[attr-defined]
+
+
+def test_reasons_are_the_words_that_users_see() -> None:
+    assert [str(release) for release in Release] == ["full", "idle", "window", "deadline", "drain"]
+    assert [str(reason) for reason in ExpiryReason] == [
+        "waiting",
+        "not ready",
+        "running",
+        "infer timeout",
+    ]
+
+
+def test_a_batch_is_freed_without_the_garbage_collector() -> None:
+    """An input may be large; it must go when its batch goes, not when the collector comes by."""
+
+    class Input:
+        pass
+
+    value = Input()
+    seen = weakref.ref(value)
+    gc.disable()
+    try:
+        requests = [Request(value, caller=None, deadline=1.0)]
+        batch = Batch(id=0, worker=0, requests=requests, release=Release.FULL, now=0.0)
+        requests[0].batch_id = batch.id
+        del value, requests, batch
+        assert seen() is None
+    finally:
+        gc.enable()

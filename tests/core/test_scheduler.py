@@ -1,0 +1,1052 @@
+"""The scheduler by example: one rule per test, every moment an argument."""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from math import inf
+
+import pytest
+
+from fast_batcher._core.messages import (
+    Action,
+    Batch,
+    Dispatch,
+    Expire,
+    ExpiryReason,
+    Release,
+    Replace,
+    Request,
+    Stall,
+)
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher.errors import BatcherClosedError, QueueFullError
+from fast_batcher.stats import Tally
+
+
+def make(
+    policy: Policy | None = None,
+    *,
+    max_batch_size: int = 2,
+    max_queue_size: int = 100,
+    timeout: float | None = None,
+    infer_timeout: float | None = None,
+    workers: int = 1,
+) -> Scheduler:
+    """A scheduler whose workers are ready since moment 0."""
+    scheduler = Scheduler(
+        policy or GreedyPolicy(),
+        Tally(),
+        max_batch_size=max_batch_size,
+        max_queue_size=max_queue_size,
+        timeout=timeout,
+        infer_timeout=infer_timeout,
+    )
+    for worker in range(workers):
+        scheduler.worker_ready(0.0, worker)
+    return scheduler
+
+
+def submit(
+    scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
+) -> list[Request]:
+    """Requests that arrive together and are all accepted."""
+    requests = [Request(f"input {number}", None, deadline) for number in range(count)]
+    assert scheduler.submit(now, requests) == []
+    return requests
+
+
+def dispatched(actions: Sequence[Action]) -> list[Batch]:
+    """The batches that leave, where nothing else happens."""
+    batches = []
+    for action in actions:
+        assert isinstance(action, Dispatch)
+        batches.append(action.batch)
+    return batches
+
+
+def poll_batches(scheduler: Scheduler, now: float) -> list[Batch]:
+    actions, _ = scheduler.poll(now)
+    return dispatched(actions)
+
+
+def run(scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None) -> Batch:
+    """Requests that arrive together and leave at once as one batch."""
+    requests = submit(scheduler, now, count, deadline)
+    (batch,) = poll_batches(scheduler, now)
+    assert batch.requests == requests
+    return batch
+
+
+def told(actions: Sequence[Action]) -> list[object]:
+    """Actions in a form that can be compared."""
+    plain: list[object] = []
+    for action in actions:
+        if isinstance(action, Dispatch):
+            plain.append(action.batch.requests)
+        elif isinstance(action, Expire):
+            plain.append((action.reason, action.request))
+        else:
+            plain.append((type(action), action.worker))
+    return plain
+
+
+def settle(scheduler: Scheduler, now: float, batch: Batch) -> list[Request]:
+    """What a shell does with an answered batch; those that have their outcome from it."""
+    assert scheduler.batch_done(now, batch.worker, batch.id) is batch
+    answered = [request for request in batch.requests if not request.is_settled]
+    for request in answered:
+        request.is_settled = True
+    scheduler.tally.completed += len(answered)
+    return answered
+
+
+# Nothing to do.
+
+
+def test_without_requests_it_wants_nothing() -> None:
+    assert make().poll(5.0) == ([], None)
+
+
+def test_without_a_deadline_and_a_worker_it_waits_for_an_event() -> None:
+    scheduler = make(workers=0)
+    submit(scheduler, 1.0)
+    assert scheduler.poll(1.0) == ([], None)
+    assert scheduler.waiting == 1
+
+
+# Batches.
+
+
+def test_a_free_worker_takes_what_waits_at_once() -> None:
+    scheduler = make(max_batch_size=4)
+    requests = submit(scheduler, 1.0, 3)
+    (batch,) = poll_batches(scheduler, 1.0)
+    assert batch.requests == requests
+    assert (batch.id, batch.worker, batch.release, batch.sent_at) == (0, 0, Release.IDLE, 1.0)
+    assert [request.batch_id for request in requests] == [0, 0, 0]
+    assert (scheduler.waiting, scheduler.running) == (0, 3)
+
+
+def test_a_batch_is_not_larger_than_it_may_be() -> None:
+    scheduler = make(max_batch_size=2)
+    requests = submit(scheduler, 0.0, 3)
+    (batch,) = poll_batches(scheduler, 0.0)
+    assert batch.requests == requests[:2]
+    assert batch.release is Release.FULL
+    assert scheduler.waiting == 1
+
+
+def test_batches_have_their_own_numbers() -> None:
+    scheduler = make(workers=3)
+    submit(scheduler, 0.0, 6)
+    assert [batch.id for batch in poll_batches(scheduler, 0.0)] == [0, 1, 2]
+
+
+def test_requests_leave_in_their_order_of_arrival() -> None:
+    scheduler = make(max_batch_size=2)
+    first = submit(scheduler, 0.0, 1)
+    second = submit(scheduler, 0.0, 1, deadline=50.0)
+    third = submit(scheduler, 0.0, 1)
+    (batch,) = poll_batches(scheduler, 0.0)
+    assert batch.requests == first + second
+    settle(scheduler, 1.0, batch)
+    assert [batch.requests for batch in poll_batches(scheduler, 1.0)] == [third]
+
+
+def test_a_request_knows_when_it_arrived_and_in_which_order() -> None:
+    scheduler = make(workers=0)
+    requests = [*submit(scheduler, 1.0, 2), *submit(scheduler, 4.0)]
+    assert [request.arrival for request in requests] == [1.0, 1.0, 4.0]
+    assert [request.id for request in requests] == [0, 1, 2]
+
+
+def test_a_busy_worker_gets_no_half_batch() -> None:
+    scheduler = make(max_batch_size=3)
+    run(scheduler, 0.0)
+    submit(scheduler, 0.1, 2)
+    assert scheduler.poll(0.1) == ([], None)
+
+
+def test_a_busy_worker_gets_a_second_batch_that_is_full() -> None:
+    """Late binding: until it is full, the batch is still open to later arrivals."""
+    scheduler = make(max_batch_size=3)
+    run(scheduler, 0.0)
+    waiting = submit(scheduler, 0.1, 2)
+    assert poll_batches(scheduler, 0.1) == []
+    waiting += submit(scheduler, 0.2, 1)
+    (second,) = poll_batches(scheduler, 0.2)
+    assert second.requests == waiting
+    assert (second.worker, second.release) == (0, Release.FULL)
+
+
+def test_a_busy_worker_gets_no_third_batch() -> None:
+    scheduler = make(max_batch_size=2)
+    submit(scheduler, 0.0, 100)
+    assert len(poll_batches(scheduler, 0.0)) == 2
+    assert poll_batches(scheduler, 0.0) == []
+    assert scheduler.waiting == 96
+
+
+def test_a_worker_that_has_answered_gets_the_next_batch() -> None:
+    scheduler = make(max_batch_size=2)
+    submit(scheduler, 0.0, 5)
+    first, second = poll_batches(scheduler, 0.0)
+    settle(scheduler, 1.0, first)
+    assert poll_batches(scheduler, 1.0) == []
+    settle(scheduler, 2.0, second)
+    (third,) = poll_batches(scheduler, 2.0)
+    assert (len(third.requests), third.release) == (1, Release.IDLE)
+
+
+def test_the_least_loaded_worker_comes_first() -> None:
+    scheduler = make(max_batch_size=2, workers=3)
+    submit(scheduler, 0.0, 12)
+    batches = poll_batches(scheduler, 0.0)
+    assert [batch.worker for batch in batches] == [0, 1, 2, 0, 1, 2]
+
+
+def test_a_free_worker_comes_before_the_second_place_of_a_busy_one() -> None:
+    scheduler = make(max_batch_size=2, workers=2)
+    assert run(scheduler, 0.0).worker == 0
+    submit(scheduler, 0.0, 2)
+    assert [batch.worker for batch in poll_batches(scheduler, 0.0)] == [1]
+
+
+def test_a_half_batch_goes_to_the_worker_that_is_free() -> None:
+    scheduler = make(max_batch_size=4, workers=2)
+    first = run(scheduler, 0.0)
+    assert run(scheduler, 0.1).worker == 1
+    settle(scheduler, 0.2, first)
+    assert run(scheduler, 0.3).worker == 0
+
+
+def test_a_worker_that_becomes_ready_takes_what_waits() -> None:
+    scheduler = make(workers=0)
+    requests = submit(scheduler, 0.0, 2)
+    assert scheduler.workers_ready == 0
+    scheduler.worker_ready(7.0, 5)
+    (batch,) = poll_batches(scheduler, 7.0)
+    assert (batch.worker, batch.requests) == (5, requests)
+    assert scheduler.workers_ready == 1
+
+
+def test_a_worker_cannot_be_ready_twice() -> None:
+    with pytest.raises(AssertionError, match="before it can be ready again"):
+        make().worker_ready(1.0, 0)
+
+
+def test_an_answer_to_a_batch_that_the_worker_does_not_have_is_nonsense() -> None:
+    scheduler = make(workers=2)
+    batch = run(scheduler, 0.0)
+    assert scheduler.batch_done(1.0, 0, batch.id + 1) is None
+    assert scheduler.batch_done(1.0, 1, batch.id) is None
+    assert scheduler.find_batch(0, batch.id + 1) is None
+    assert scheduler.find_batch(1, batch.id) is None
+    assert scheduler.find_batch(0, batch.id) is batch
+    assert scheduler.running == 1
+    settle(scheduler, 1.0, batch)
+    assert scheduler.batch_done(1.0, 0, batch.id) is None
+    assert scheduler.find_batch(0, batch.id) is None
+
+
+def test_the_policy_learns_of_every_answered_batch() -> None:
+    class Learns(GreedyPolicy):
+        def __init__(self) -> None:
+            self.seen: list[tuple[float, Batch]] = []
+
+        def batch_done(self, now: float, batch: Batch) -> None:
+            self.seen.append((now, batch))
+
+    policy = Learns()
+    scheduler = make(policy)
+    batch = run(scheduler, 0.0)
+    settle(scheduler, 3.0, batch)
+    assert policy.seen == [(3.0, batch)]
+
+
+# The fixed window.
+
+
+def test_a_fixed_window_holds_until_its_end() -> None:
+    scheduler = make(FixedPolicy(5.0), max_batch_size=3)
+    first = submit(scheduler, 1.0)
+    assert scheduler.poll(1.0) == ([], 6.0)
+    second = submit(scheduler, 4.0)
+    assert scheduler.poll(4.0) == ([], 6.0)
+    (batch,) = poll_batches(scheduler, 6.0)
+    assert (batch.requests, batch.release) == (first + second, Release.WINDOW)
+
+
+def test_a_full_batch_does_not_wait_for_the_window() -> None:
+    scheduler = make(FixedPolicy(5.0), max_batch_size=2)
+    submit(scheduler, 1.0)
+    scheduler.poll(1.0)
+    submit(scheduler, 1.5)
+    (batch,) = poll_batches(scheduler, 1.5)
+    assert batch.release is Release.FULL
+
+
+def test_what_is_left_over_waits_for_its_own_window() -> None:
+    scheduler = make(FixedPolicy(5.0), max_batch_size=2, workers=2)
+    submit(scheduler, 1.0, 2)
+    submit(scheduler, 2.0)
+    actions, wake_at = scheduler.poll(2.0)
+    assert len(dispatched(actions)) == 1
+    assert wake_at == 7.0
+
+
+def test_a_window_that_ended_while_the_worker_was_busy_is_over() -> None:
+    scheduler = make(FixedPolicy(5.0), max_batch_size=2)
+    submit(scheduler, 0.0, 2)
+    (busy,) = poll_batches(scheduler, 0.0)
+    submit(scheduler, 1.0)
+    assert scheduler.poll(1.0) == ([], None)
+    settle(scheduler, 20.0, busy)
+    (batch,) = poll_batches(scheduler, 20.0)
+    assert batch.release is Release.WINDOW
+
+
+def test_a_deadline_before_the_end_of_the_window_ends_the_wait() -> None:
+    scheduler = make(FixedPolicy(5.0), max_batch_size=4)
+    first = submit(scheduler, 1.0)
+    assert scheduler.poll(1.0) == ([], 6.0)
+    hurried = submit(scheduler, 2.0, deadline=5.5)
+    (batch,) = poll_batches(scheduler, 2.0)
+    assert (batch.requests, batch.release) == (first + hurried, Release.DEADLINE)
+
+
+def test_a_window_moves_on_when_its_first_request_has_gone() -> None:
+    scheduler = make(FixedPolicy(5.0), max_batch_size=4)
+    (first,) = submit(scheduler, 1.0)
+    submit(scheduler, 3.0)
+    assert scheduler.poll(3.0) == ([], 6.0)
+    scheduler.cancel(first)
+    assert scheduler.poll(6.0) == ([], 8.0)
+    assert len(poll_batches(scheduler, 8.0)) == 1
+
+
+def test_a_hold_without_a_bound_waits_for_a_full_batch() -> None:
+    scheduler = make(FixedPolicy(inf), max_batch_size=2)
+    submit(scheduler, 1.0)
+    assert scheduler.poll(1e6) == ([], None)
+    submit(scheduler, 1e6)
+    assert len(poll_batches(scheduler, 1e6)) == 1
+
+
+# The door.
+
+
+def test_a_full_queue_refuses_those_that_come_last() -> None:
+    scheduler = make(max_queue_size=3, workers=0)
+    submit(scheduler, 0.0, 1)
+    arriving = [Request(number, None) for number in range(4)]
+    assert scheduler.room == 2
+    assert scheduler.submit(0.0, arriving) == arriving[2:]
+    assert (scheduler.waiting, scheduler.room) == (3, 0)
+    assert (scheduler.tally.submitted, scheduler.tally.rejected) == (3, 2)
+
+
+def test_a_refused_request_is_not_touched() -> None:
+    scheduler = make(max_queue_size=1, workers=0, timeout=5.0)
+    submit(scheduler, 0.0)
+    refused = Request("too many", None)
+    assert scheduler.submit(0.0, [refused]) == [refused]
+    assert not refused.is_settled
+    assert not hasattr(refused, "id")
+    assert refused not in scheduler.open_requests()
+    assert refused.deadline is None
+
+
+def test_the_refusal_tells_why() -> None:
+    scheduler = make(max_queue_size=1, workers=0)
+    submit(scheduler, 0.0)
+    error = scheduler.refusal()
+    assert isinstance(error, QueueFullError)
+    assert str(error) == "1 requests wait already (max_queue_size=1)"
+    assert scheduler.refusal() is not error
+
+
+def test_a_request_that_leaves_makes_room() -> None:
+    scheduler = make(max_queue_size=1, workers=0)
+    (waiting,) = submit(scheduler, 0.0)
+    scheduler.cancel(waiting)
+    submit(scheduler, 0.0)
+    scheduler.worker_ready(0.0, 0)
+    scheduler.poll(0.0)
+    submit(scheduler, 0.0)
+
+
+def test_running_requests_take_no_room() -> None:
+    scheduler = make(max_queue_size=2)
+    run(scheduler, 0.0, 2)
+    assert scheduler.room == 2
+
+
+# Deadlines of waiting requests.
+
+
+def test_a_waiting_request_expires_at_its_deadline() -> None:
+    scheduler = make()
+    busy = run(scheduler, 0.0)
+    (late,) = submit(scheduler, 1.0, deadline=11.0)
+    assert scheduler.poll(1.0) == ([], 11.0)
+    assert scheduler.poll(10.999) == ([], 11.0)
+    actions, wake_at = scheduler.poll(11.0)
+    assert told(actions) == [(ExpiryReason.WAITING, late)]
+    assert wake_at is None
+    assert late.is_settled
+    assert (scheduler.waiting, scheduler.running, scheduler.tally.expired) == (0, 1, 1)
+    settle(scheduler, 12.0, busy)
+    assert poll_batches(scheduler, 12.0) == []
+
+
+def test_the_default_timeout_counts_from_the_arrival() -> None:
+    scheduler = make(timeout=10.0, workers=0)
+    (late,) = submit(scheduler, 3.0)
+    assert late.deadline == 13.0
+    assert scheduler.poll(3.0) == ([], 13.0)
+    actions, _ = scheduler.poll(13.0)
+    assert told(actions) == [(ExpiryReason.NOT_READY, late)]
+
+
+def test_without_a_default_timeout_nothing_expires() -> None:
+    scheduler = make(timeout=None, workers=0)
+    (patient,) = submit(scheduler, 0.0)
+    assert patient.deadline == inf
+    assert scheduler.poll(1e9) == ([], None)
+
+
+def test_a_deadline_of_its_own_comes_before_the_default() -> None:
+    scheduler = make(timeout=10.0, workers=0)
+    patient, hurried = submit(scheduler, 0.0)[0], submit(scheduler, 0.0, deadline=3.0)[0]
+    assert scheduler.poll(0.0) == ([], 3.0)
+    actions, wake_at = scheduler.poll(3.0)
+    assert told(actions) == [(ExpiryReason.NOT_READY, hurried)]
+    assert wake_at == 10.0
+    assert told(scheduler.poll(10.0)[0]) == [(ExpiryReason.NOT_READY, patient)]
+
+
+def test_a_deadline_of_its_own_takes_the_place_of_the_default() -> None:
+    scheduler = make(timeout=10.0)
+    run(scheduler, 0.0, deadline=inf)
+    assert scheduler.poll(0.0) == ([], None)
+
+
+def test_of_deadlines_that_arrive_together_the_first_counts() -> None:
+    scheduler = make(timeout=10.0, workers=0)
+    scheduler.submit(0.0, [Request("input", None, deadline) for deadline in (8.0, 3.0, 5.0)])
+    assert scheduler.poll(0.0) == ([], 3.0)
+    scheduler.submit(0.0, [Request("input", None, deadline) for deadline in (2.5, None, 9.0)])
+    assert scheduler.poll(0.0) == ([], 2.5)
+
+
+def test_among_later_deadlines_the_default_counts() -> None:
+    scheduler = make(timeout=10.0, workers=0)
+    scheduler.submit(0.0, [Request("input", None, deadline) for deadline in (80.0, None)])
+    assert scheduler.poll(0.0) == ([], 10.0)
+
+
+def test_a_deadline_of_its_own_may_be_later_than_the_default() -> None:
+    scheduler = make(timeout=10.0, workers=0)
+    submit(scheduler, 0.0, deadline=60.0)
+    assert scheduler.poll(10.0) == ([], 60.0)
+
+
+def test_nothing_is_dispatched_after_its_deadline() -> None:
+    scheduler = make(workers=0)
+    (late,) = submit(scheduler, 0.0, deadline=5.0)
+    (in_time,) = submit(scheduler, 0.0, deadline=5.001)
+    scheduler.worker_ready(5.0, 0)
+    actions, wake_at = scheduler.poll(5.0)
+    assert told(actions) == [(ExpiryReason.WAITING, late), [in_time]]
+    assert wake_at == 5.001
+
+
+def test_a_deadline_that_has_passed_on_arrival_is_not_dispatched() -> None:
+    scheduler = make()
+    (late,) = submit(scheduler, 5.0, deadline=4.9)
+    assert told(scheduler.poll(5.0)[0]) == [(ExpiryReason.WAITING, late)]
+
+
+def test_requests_expire_in_their_order_of_arrival() -> None:
+    scheduler = make(workers=0)
+    requests = [submit(scheduler, 0.0, deadline=deadline)[0] for deadline in (3.0, 1.0, 2.0)]
+    actions, _ = scheduler.poll(9.0)
+    assert told(actions) == [(ExpiryReason.NOT_READY, request) for request in requests]
+
+
+def test_a_wake_up_that_has_become_needless_leads_to_a_later_one() -> None:
+    scheduler = make(workers=0)
+    (gone,) = submit(scheduler, 0.0, deadline=3.0)
+    submit(scheduler, 0.0, deadline=8.0)
+    assert scheduler.poll(0.0) == ([], 3.0)
+    scheduler.cancel(gone)
+    assert scheduler.poll(3.0) == ([], 8.0)
+
+
+# Deadlines of running requests.
+
+
+def test_a_running_request_expires_and_its_batch_runs_on() -> None:
+    scheduler = make()
+    (hurried,) = submit(scheduler, 0.0, deadline=5.0)
+    (patient,) = submit(scheduler, 0.0, deadline=9.0)
+    (batch,) = poll_batches(scheduler, 0.0)
+    actions, wake_at = scheduler.poll(5.0)
+    assert told(actions) == [(ExpiryReason.RUNNING, hurried)]
+    assert wake_at == 9.0
+    assert (scheduler.running, scheduler.tally.expired, scheduler.workers_ready) == (1, 1, 1)
+    assert settle(scheduler, 6.0, batch) == [patient]
+
+
+def test_the_requests_of_a_batch_expire_one_after_the_other() -> None:
+    scheduler = make(max_batch_size=3)
+    requests = [submit(scheduler, 0.0, deadline=deadline)[0] for deadline in (1.0, 9.0, 5.0)]
+    scheduler.poll(0.0)
+    assert scheduler.poll(1.0)[1] == 5.0
+    actions, wake_at = scheduler.poll(5.0)
+    assert told(actions) == [(ExpiryReason.RUNNING, requests[2])]
+    assert wake_at == 9.0
+
+
+@pytest.mark.parametrize("deadlines", list(itertools.permutations((3.0, 5.0, 8.0))))
+def test_the_first_deadline_counts_wherever_its_request_is(deadlines: Sequence[float]) -> None:
+    scheduler = make(max_batch_size=2, workers=3)
+    on_first, on_second, waiting = deadlines
+    for deadline in (on_first, on_second, 0.5):
+        run(scheduler, 0.0, deadline=deadline)
+    submit(scheduler, 0.0, deadline=waiting)
+    actions, wake_at = scheduler.poll(0.5)
+    assert [type(action) for action in actions] == [Expire, Stall]
+    assert wake_at == 3.0
+
+
+def test_a_worker_whose_whole_batch_has_expired_is_not_ready() -> None:
+    scheduler = make(timeout=5.0)
+    batch = run(scheduler, 0.0, 2)
+    actions, wake_at = scheduler.poll(5.0)
+    assert told(actions) == [
+        (ExpiryReason.RUNNING, batch.requests[0]),
+        (ExpiryReason.RUNNING, batch.requests[1]),
+        (Stall, 0),
+    ]
+    assert wake_at is None
+    assert (scheduler.running, scheduler.workers_ready) == (0, 0)
+
+
+def test_a_stalled_worker_gets_nothing_until_it_answers() -> None:
+    scheduler = make(max_batch_size=2)
+    stuck = run(scheduler, 0.0, deadline=5.0)
+    scheduler.poll(5.0)
+    waiting = submit(scheduler, 6.0, 2)
+    assert scheduler.poll(6.0) == ([], None)
+    assert settle(scheduler, 7.0, stuck) == []
+    assert scheduler.workers_ready == 1
+    (batch,) = poll_batches(scheduler, 7.0)
+    assert batch.requests == waiting
+
+
+def test_behind_a_stalled_worker_requests_expire_as_not_ready() -> None:
+    scheduler = make()
+    run(scheduler, 0.0, deadline=5.0)
+    scheduler.poll(5.0)
+    (late,) = submit(scheduler, 6.0, deadline=8.0)
+    assert told(scheduler.poll(8.0)[0]) == [(ExpiryReason.NOT_READY, late)]
+
+
+def test_others_serve_while_one_is_stalled() -> None:
+    scheduler = make(workers=2)
+    assert run(scheduler, 0.0, deadline=5.0).worker == 0
+    scheduler.poll(5.0)
+    assert scheduler.workers_ready == 1
+    assert run(scheduler, 6.0).worker == 1
+    (late,) = submit(scheduler, 6.0, deadline=8.0)
+    assert told(scheduler.poll(8.0)[0]) == [(ExpiryReason.WAITING, late)]
+
+
+def test_a_worker_is_said_to_be_stalled_once() -> None:
+    scheduler = make()
+    submit(scheduler, 0.0, deadline=5.0)
+    submit(scheduler, 0.0, deadline=6.0)
+    scheduler.poll(0.0)
+    assert [type(action) for action in scheduler.poll(5.0)[0]] == [Expire]
+    assert [type(action) for action in scheduler.poll(6.0)[0]] == [Expire, Stall]
+    assert scheduler.poll(7.0) == ([], None)
+
+
+def test_a_batch_that_waits_behind_another_stalls_nobody() -> None:
+    """The worker has not begun with it, so that it has expired says nothing about the worker."""
+    scheduler = make(max_batch_size=1)
+    running = run(scheduler, 0.0, deadline=50.0)
+    behind = run(scheduler, 0.0, deadline=5.0)
+    actions, wake_at = scheduler.poll(5.0)
+    assert told(actions) == [(ExpiryReason.RUNNING, behind.requests[0])]
+    assert (scheduler.workers_ready, wake_at) == (1, 50.0)
+    assert settle(scheduler, 6.0, running) == running.requests
+    assert settle(scheduler, 7.0, behind) == []
+
+
+def test_the_batch_behind_a_stalled_one_keeps_its_deadline() -> None:
+    scheduler = make(max_batch_size=1)
+    first = run(scheduler, 0.0, deadline=5.0)
+    second = run(scheduler, 0.0, deadline=9.0)
+    assert [type(action) for action in scheduler.poll(5.0)[0]] == [Expire, Stall]
+    assert settle(scheduler, 6.0, first) == []
+    assert settle(scheduler, 7.0, second) == second.requests
+
+
+def test_a_wake_up_for_a_batch_without_callers_is_not_asked_for() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0, deadline=5.0)
+    scheduler.cancel(batch.requests[0])
+    assert scheduler.poll(5.0) == ([], None)
+    assert scheduler.workers_ready == 1
+
+
+def test_the_deadline_of_a_cancelled_running_request_is_nobodys() -> None:
+    scheduler = make()
+    (hurried,) = submit(scheduler, 0.0, deadline=5.0)
+    (patient,) = submit(scheduler, 0.0, deadline=9.0)
+    scheduler.poll(0.0)
+    scheduler.cancel(hurried)
+    assert scheduler.poll(5.0) == ([], 9.0)
+    actions, _ = scheduler.poll(9.0)
+    assert told(actions) == [(ExpiryReason.RUNNING, patient), (Stall, 0)]
+
+
+# infer_timeout.
+
+
+def test_a_batch_that_runs_too_long_gets_its_worker_replaced() -> None:
+    scheduler = make(infer_timeout=4.0)
+    batch = run(scheduler, 1.0, 2)
+    assert scheduler.poll(1.0) == ([], 5.0)
+    assert scheduler.poll(4.999) == ([], 5.0)
+    actions, wake_at = scheduler.poll(5.0)
+    assert told(actions) == [
+        (ExpiryReason.INFER_TIMEOUT, batch.requests[0]),
+        (ExpiryReason.INFER_TIMEOUT, batch.requests[1]),
+        (Replace, 0),
+    ]
+    assert wake_at is None
+    assert (scheduler.running, scheduler.workers_ready, scheduler.tally.expired) == (0, 0, 2)
+
+
+def test_it_wants_to_be_woken_when_the_time_of_a_batch_is_over() -> None:
+    scheduler = make(infer_timeout=4.0)
+    submit(scheduler, 1.0)
+    assert scheduler.poll(1.0)[1] == 5.0
+
+
+def test_a_worker_is_replaced_once() -> None:
+    scheduler = make(infer_timeout=4.0)
+    run(scheduler, 0.0)
+    scheduler.poll(4.0)
+    assert scheduler.poll(100.0) == ([], None)
+
+
+def test_a_worker_that_is_being_replaced_gets_nothing() -> None:
+    scheduler = make(infer_timeout=4.0)
+    run(scheduler, 0.0)
+    scheduler.poll(4.0)
+    waiting = submit(scheduler, 5.0, 2)
+    assert scheduler.poll(5.0) == ([], None)
+    assert scheduler.worker_lost(0) == []
+    scheduler.worker_ready(6.0, 0)
+    (batch,) = poll_batches(scheduler, 6.0)
+    assert batch.requests == waiting
+
+
+def test_the_time_of_a_batch_begins_when_the_one_before_it_ends() -> None:
+    scheduler = make(max_batch_size=1, infer_timeout=4.0)
+    first = run(scheduler, 0.0)
+    second = run(scheduler, 1.0)
+    settle(scheduler, 3.0, first)
+    assert scheduler.poll(4.0) == ([], 7.0)
+    actions, _ = scheduler.poll(7.0)
+    assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, second.requests[0]), (Replace, 0)]
+
+
+def test_the_time_of_a_batch_begins_when_it_is_sent() -> None:
+    scheduler = make(infer_timeout=4.0)
+    settle(scheduler, 2.0, run(scheduler, 0.0))
+    run(scheduler, 100.0)
+    assert scheduler.poll(103.9)[0] == []
+    assert [type(action) for action in scheduler.poll(104.0)[0]] == [Expire, Replace]
+
+
+def test_a_batch_that_is_answered_in_time_replaces_nobody() -> None:
+    scheduler = make(infer_timeout=4.0)
+    settle(scheduler, 3.9, run(scheduler, 0.0))
+    assert scheduler.poll(50.0) == ([], None)
+
+
+def test_requests_that_were_cancelled_or_expired_do_not_expire_again() -> None:
+    scheduler = make(max_batch_size=3, infer_timeout=4.0)
+    (hurried,) = submit(scheduler, 0.0, deadline=2.0)
+    (gone, patient) = submit(scheduler, 0.0, 2)
+    scheduler.poll(0.0)
+    scheduler.cancel(gone)
+    assert told(scheduler.poll(2.0)[0]) == [(ExpiryReason.RUNNING, hurried)]
+    assert told(scheduler.poll(4.0)[0]) == [(ExpiryReason.INFER_TIMEOUT, patient), (Replace, 0)]
+    assert (scheduler.tally.expired, scheduler.tally.cancelled) == (2, 1)
+
+
+def test_a_batch_whose_callers_have_all_gone_still_has_its_time() -> None:
+    """The worker is stuck whether or not somebody waits for it."""
+    scheduler = make(infer_timeout=4.0)
+    batch = run(scheduler, 0.0)
+    scheduler.cancel(batch.requests[0])
+    assert told(scheduler.poll(4.0)[0]) == [(Replace, 0)]
+
+
+def test_a_stalled_worker_is_replaced_when_its_time_is_over() -> None:
+    scheduler = make(infer_timeout=4.0)
+    run(scheduler, 0.0, deadline=2.0)
+    assert [type(action) for action in scheduler.poll(2.0)[0]] == [Expire, Stall]
+    assert told(scheduler.poll(4.0)[0]) == [(Replace, 0)]
+
+
+def test_deadline_and_infer_timeout_at_one_moment_expire_a_request_once() -> None:
+    scheduler = make(infer_timeout=4.0)
+    batch = run(scheduler, 0.0, deadline=4.0)
+    actions, _ = scheduler.poll(4.0)
+    assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, batch.requests[0]), (Replace, 0)]
+    assert scheduler.tally.expired == 1
+
+
+def test_what_waits_behind_a_batch_that_hangs_is_lost_with_its_worker() -> None:
+    scheduler = make(max_batch_size=1, infer_timeout=4.0)
+    run(scheduler, 0.0)
+    behind = run(scheduler, 0.0)
+    scheduler.poll(4.0)
+    assert scheduler.running == 1
+    assert scheduler.worker_lost(0) == behind.requests
+
+
+def test_a_late_answer_before_the_worker_dies_settles_nothing_twice() -> None:
+    scheduler = make(infer_timeout=4.0)
+    batch = run(scheduler, 0.0)
+    scheduler.poll(4.0)
+    assert settle(scheduler, 4.1, batch) == []
+    assert scheduler.worker_lost(0) == []
+    assert (scheduler.tally.expired, scheduler.tally.completed) == (1, 0)
+
+
+# Cancelling.
+
+
+def test_a_cancelled_waiting_request_is_forgotten() -> None:
+    scheduler = make(max_batch_size=1)
+    busy = run(scheduler, 0.0)
+    run(scheduler, 0.0)
+    gone, patient = submit(scheduler, 0.0, 2)
+    scheduler.cancel(gone)
+    assert (scheduler.waiting, scheduler.tally.cancelled) == (1, 1)
+    assert gone.is_settled
+    settle(scheduler, 1.0, busy)
+    assert [batch.requests for batch in poll_batches(scheduler, 1.0)] == [[patient]]
+
+
+def test_a_cancelled_running_request_harms_nobody_else() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0, 2)
+    gone, patient = batch.requests
+    scheduler.cancel(gone)
+    assert (scheduler.running, scheduler.tally.cancelled) == (1, 1)
+    assert settle(scheduler, 1.0, batch) == [patient]
+
+
+def test_cancelling_what_has_left_does_nothing() -> None:
+    scheduler = make()
+    answered = run(scheduler, 0.0)
+    settle(scheduler, 1.0, answered)
+    scheduler.cancel(answered.requests[0])
+    (late,) = submit(scheduler, 1.0, deadline=0.5)
+    scheduler.poll(1.0)
+    scheduler.cancel(late)
+    (waiting,) = submit(scheduler, 2.0)
+    scheduler.cancel(waiting)
+    scheduler.cancel(waiting)
+    assert scheduler.tally.cancelled == 1
+    assert scheduler.waiting == 0
+
+
+# Losing workers.
+
+
+def test_a_lost_worker_gives_back_its_requests() -> None:
+    scheduler = make(max_batch_size=2)
+    submit(scheduler, 0.0, 5)
+    first, second = poll_batches(scheduler, 0.0)
+    assert scheduler.worker_lost(0) == [*first.requests, *second.requests]
+    assert all(request.is_settled for request in (*first.requests, *second.requests))
+    assert (scheduler.running, scheduler.waiting, scheduler.workers_ready) == (0, 1, 0)
+    assert scheduler.batch_done(1.0, 0, first.id) is None
+
+
+def test_a_lost_worker_gives_back_nothing_that_has_left() -> None:
+    scheduler = make(max_batch_size=3)
+    (hurried,) = submit(scheduler, 0.0, deadline=2.0)
+    gone, patient = submit(scheduler, 0.0, 2)
+    scheduler.poll(0.0)
+    scheduler.cancel(gone)
+    scheduler.poll(2.0)
+    assert hurried.is_settled
+    assert scheduler.worker_lost(0) == [patient]
+
+
+def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
+    scheduler = make(workers=1)
+    assert scheduler.worker_lost(7) == []
+    assert scheduler.workers_ready == 1
+
+
+def test_a_lost_idle_worker_gives_back_nothing() -> None:
+    scheduler = make(workers=2)
+    assert scheduler.worker_lost(0) == []
+    assert run(scheduler, 0.0).worker == 1
+
+
+def test_waiting_requests_survive_the_loss_and_go_to_the_replacement() -> None:
+    scheduler = make(max_batch_size=1)
+    run(scheduler, 0.0)
+    run(scheduler, 0.0)
+    waiting = submit(scheduler, 0.0)
+    scheduler.worker_lost(0)
+    assert scheduler.poll(1.0) == ([], None)
+    scheduler.worker_ready(2.0, 0)
+    (batch,) = poll_batches(scheduler, 2.0)
+    assert batch.requests == waiting
+    assert batch.id == 2
+
+
+def test_only_the_lost_worker_is_forgotten() -> None:
+    scheduler = make(workers=2)
+    lost = run(scheduler, 0.0)
+    kept = run(scheduler, 0.0)
+    assert scheduler.worker_lost(lost.worker) == lost.requests
+    assert settle(scheduler, 1.0, kept) == kept.requests
+
+
+# Withdrawing.
+
+
+def test_a_withdrawn_request_is_no_part_of_its_batch() -> None:
+    scheduler = make(max_batch_size=3)
+    batch = run(scheduler, 0.0, 3)
+    first, bad, last = batch.requests
+    scheduler.withdraw(0.0, batch, [bad])
+    assert batch.requests == [first, last]
+    assert bad.is_settled
+    assert scheduler.running == 2
+    assert settle(scheduler, 1.0, batch) == [first, last]
+
+
+def test_withdrawing_what_the_shell_has_settled_counts_once() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0, 2)
+    gone = batch.requests[0]
+    scheduler.cancel(gone)
+    scheduler.withdraw(0.0, batch, [gone])
+    assert scheduler.running == 1
+
+
+def test_a_batch_of_which_nothing_is_left_was_never_sent() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0, 2)
+    scheduler.withdraw(0.0, batch, batch.requests)
+    assert scheduler.running == 0
+    assert scheduler.find_batch(0, batch.id) is None
+    assert scheduler.batch_done(0.0, 0, batch.id) is None
+    assert run(scheduler, 0.0).worker == 0
+
+
+def test_a_stalled_worker_whose_batch_is_withdrawn_serves_again() -> None:
+    """It has said that it cannot read the batch, so it is alive."""
+    scheduler = make(timeout=1.0)
+    batch = run(scheduler, 0.0)
+    assert [type(action) for action in scheduler.poll(1.0)[0]] == [Expire, Stall]
+    scheduler.withdraw(1.5, batch, batch.requests)
+    assert scheduler.workers_ready == 1
+    assert run(scheduler, 2.0).worker == 0
+
+
+def test_the_batch_behind_a_withdrawn_one_has_its_whole_time() -> None:
+    scheduler = make(max_batch_size=1, infer_timeout=4.0)
+    first = run(scheduler, 0.0)
+    second = run(scheduler, 0.0)
+    scheduler.withdraw(3.0, first, first.requests)
+    assert scheduler.poll(6.9)[0] == []
+    actions, _ = scheduler.poll(7.0)
+    assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, second.requests[0]), (Replace, 0)]
+
+
+def test_withdrawing_the_batch_behind_leaves_the_running_one_its_time() -> None:
+    scheduler = make(max_batch_size=1, infer_timeout=4.0)
+    running = run(scheduler, 0.0)
+    behind = run(scheduler, 3.0)
+    scheduler.withdraw(3.0, behind, behind.requests)
+    actions, _ = scheduler.poll(4.0)
+    assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, running.requests[0]), (Replace, 0)]
+
+
+# Drain and close.
+
+
+def test_draining_takes_no_more_requests() -> None:
+    scheduler = make()
+    scheduler.begin_drain()
+    refused = Request("too late", None)
+    assert scheduler.submit(0.0, [refused]) == [refused]
+    assert isinstance(scheduler.refusal(), BatcherClosedError)
+    assert (scheduler.tally.submitted, scheduler.tally.rejected) == (0, 1)
+
+
+def test_draining_finishes_what_waits() -> None:
+    scheduler = make(max_batch_size=4)
+    busy = run(scheduler, 0.0)
+    waiting = submit(scheduler, 0.0, 2)
+    scheduler.begin_drain()
+    assert poll_batches(scheduler, 0.0) == []
+    settle(scheduler, 1.0, busy)
+    (batch,) = poll_batches(scheduler, 1.0)
+    assert (batch.requests, batch.release) == (waiting, Release.DRAIN)
+
+
+def test_draining_does_not_wait_for_a_window() -> None:
+    scheduler = make(FixedPolicy(50.0), max_batch_size=4)
+    submit(scheduler, 0.0)
+    assert scheduler.poll(0.0) == ([], 50.0)
+    scheduler.begin_drain()
+    (batch,) = poll_batches(scheduler, 0.0)
+    assert batch.release is Release.DRAIN
+
+
+def test_a_full_batch_is_full_while_draining_too() -> None:
+    scheduler = make(max_batch_size=2)
+    submit(scheduler, 0.0, 2)
+    scheduler.begin_drain()
+    assert [batch.release for batch in poll_batches(scheduler, 0.0)] == [Release.FULL]
+
+
+def test_deadlines_hold_while_draining() -> None:
+    scheduler = make(timeout=5.0, workers=0)
+    (late,) = submit(scheduler, 0.0)
+    scheduler.begin_drain()
+    assert told(scheduler.poll(5.0)[0]) == [(ExpiryReason.NOT_READY, late)]
+
+
+def test_closing_gives_back_everybody() -> None:
+    scheduler = make(max_batch_size=2, workers=2)
+    running = [*run(scheduler, 0.0, 2).requests, *run(scheduler, 0.0, 1).requests]
+    waiting = [*submit(scheduler, 0.0), *submit(scheduler, 0.0, deadline=9.0)]
+    gone = submit(scheduler, 0.0)[0]
+    scheduler.cancel(gone)
+    (second,) = poll_batches(scheduler, 0.0)
+    assert second.requests == waiting
+    left = submit(scheduler, 0.0)
+    assert scheduler.open_requests() == [*left, *running, *waiting]
+    rest = scheduler.close()
+    assert sorted(rest, key=lambda r: r.id) == [*running, *waiting, *left]
+    assert all(request.is_settled for request in rest)
+    assert (scheduler.waiting, scheduler.running, scheduler.workers_ready) == (0, 0, 0)
+    assert scheduler.open_requests() == []
+    assert scheduler.poll(100.0) == ([], None)
+
+
+def test_closing_takes_no_more_requests() -> None:
+    scheduler = make()
+    assert scheduler.close() == []
+    refused = Request("too late", None)
+    assert scheduler.submit(0.0, [refused]) == [refused]
+    assert isinstance(scheduler.refusal(), BatcherClosedError)
+
+
+def test_open_requests_are_those_whose_callers_wait() -> None:
+    scheduler = make(max_batch_size=2)
+    gone_running, running = run(scheduler, 0.0, 2).requests
+    waiting, gone_waiting = submit(scheduler, 0.0)[0], submit(scheduler, 0.0, deadline=9.0)[0]
+    scheduler.cancel(gone_running)
+    scheduler.cancel(gone_waiting)
+    assert scheduler.open_requests() == [waiting, running]
+
+
+# Counting.
+
+
+def test_batches_are_counted_by_size_and_reason() -> None:
+    scheduler = make(max_batch_size=2, workers=2)
+    submit(scheduler, 0.0, 3)
+    scheduler.poll(0.0)
+    assert dict(scheduler.tally.batch_sizes) == {2: 1, 1: 1}
+    assert dict(scheduler.tally.releases) == {Release.FULL: 1, Release.IDLE: 1}
+
+
+def test_the_wait_of_one_request_stands_for_its_batch() -> None:
+    scheduler = make(max_batch_size=3, workers=0)
+    for moment in (1.0, 2.0, 3.0):
+        submit(scheduler, moment)
+    scheduler.worker_ready(5.0, 0)
+    scheduler.poll(5.0)
+    assert list(scheduler.tally.queue_waits) == [(4.0, 3)]
+
+
+def test_every_position_speaks_in_its_turn() -> None:
+    scheduler = make(max_batch_size=2, workers=0)
+    for moment in (1.0, 2.0, 3.0, 4.0):
+        submit(scheduler, moment)
+    scheduler.worker_ready(5.0, 0)
+    scheduler.poll(5.0)
+    assert list(scheduler.tally.queue_waits) == [(4.0, 2), (1.0, 2)]
+
+
+def test_it_goes_on_counting_where_another_has_stopped() -> None:
+    """A batcher that is opened again has a new scheduler and keeps its counts."""
+    tally = Tally(submitted=40, completed=40)
+    scheduler = Scheduler(
+        GreedyPolicy(), tally, max_batch_size=2, max_queue_size=9, timeout=None, infer_timeout=None
+    )
+    scheduler.worker_ready(0.0, 0)
+    (request,) = submit(scheduler, 0.0)
+    assert request.id == 40
+    assert tally.submitted == 41
+    assert [batch.requests for batch in poll_batches(scheduler, 0.0)] == [[request]]
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("deadline", [None, 1e9, inf])
+def test_nothing_is_kept_of_requests_that_were_answered(deadline: float | None) -> None:
+    class Value:
+        pass
+
+    scheduler = make(max_batch_size=4)
+    values: weakref.WeakSet[Value] = weakref.WeakSet()
+    for turn in range(1000):
+        arriving = [Request(Value(), None, deadline) for _ in range(3)]
+        values.update(request.value for request in arriving)
+        scheduler.submit(float(turn), arriving)
+        del arriving
+        for batch in poll_batches(scheduler, float(turn)):
+            settle(scheduler, turn + 0.5, batch)
+        del batch
+        # Two hundred is far from the three thousand that have passed through.
+        assert len(values) < 200
+
+
+def test_nothing_is_kept_of_requests_that_were_cancelled() -> None:
+    class Value:
+        pass
+
+    scheduler = make(workers=0)
+    values: weakref.WeakSet[Value] = weakref.WeakSet()
+    for turn in range(1000):
+        request = Request(Value(), None, 1e9 if turn % 2 else None)
+        values.add(request.value)
+        scheduler.submit(float(turn), [request])
+        scheduler.cancel(request)
+        del request
+        assert len(values) < 200

@@ -1,0 +1,544 @@
+"""The scheduler's promises under random schedules, against an oracle that only keeps the books.
+
+The oracle decides nothing. It knows what has happened (who waits, who runs where, since when) and
+checks that each decision was allowed, and that none was missing. A second scheduler is told the
+same events and must decide the same.
+"""
+
+from dataclasses import dataclass, field
+from math import floor, inf
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from fast_batcher._core import request_queue
+from fast_batcher._core.messages import (
+    Action,
+    Batch,
+    Dispatch,
+    Expire,
+    ExpiryReason,
+    Release,
+    Replace,
+    Request,
+    Stall,
+)
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher.errors import BatcherClosedError, QueueFullError
+from fast_batcher.stats import Tally
+
+# Dead entries that the queue tolerates, made small: schedules of fifty steps must meet the sweep.
+TOLERATED_DEAD_ENTRIES = 2
+# One that runs, and a full one behind it.
+MOST_BATCHES_PER_WORKER = 2
+# A chain of wake-ups without an event between them must come to an end; more than there can be
+# deadlines in a schedule.
+MAX_WAKE_UPS = 1000
+
+# Some moments coincide by design: equal deadlines and windows are where off-by-one errors live.
+durations = st.one_of(
+    st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0, 8.0]),
+    st.floats(min_value=0.0, max_value=12.0, allow_nan=False),
+)
+
+# Between events: short against deadlines, or else there is nothing but expiry.
+pauses = st.one_of(st.sampled_from([0.0, 0.0, 0.5, 1.0]), st.floats(min_value=0.0, max_value=3.0))
+# From the arrival to the deadline; None is a request that names none.
+patience_lists = st.lists(st.one_of(st.none(), st.just(inf), durations), min_size=1, max_size=6)
+usually = st.sampled_from([True, True, True, False])
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of one schedule."""
+
+    policy: str
+    max_delay: float | None
+    max_batch_size: int
+    max_queue_size: int
+    num_workers: int
+    timeout: float | None
+    infer_timeout: float | None
+    # Requests after which the batcher may be drained: too early, and nothing happens any more.
+    drain_after: int
+    workers_at_first: int
+
+
+options_strategy = st.builds(
+    Options,
+    policy=st.sampled_from(["adaptive", "greedy", "fixed", "fixed"]),
+    max_delay=st.sampled_from([0.0, 1.0, 3.0, 9.0]),
+    max_batch_size=st.integers(1, 4),
+    max_queue_size=st.integers(1, 16),
+    num_workers=st.integers(1, 3),
+    timeout=st.sampled_from([None, 2.0, 6.0, 30.0]),
+    infer_timeout=st.sampled_from([None, None, 3.0, 7.0]),
+    drain_after=st.sampled_from([5, 20, 60]),
+    workers_at_first=st.integers(0, 3),
+)
+
+
+def make_scheduler(options: Options) -> Scheduler:
+    return Scheduler(
+        make_policy(options.policy, options.max_delay),
+        Tally(),
+        max_batch_size=options.max_batch_size,
+        max_queue_size=options.max_queue_size,
+        timeout=options.timeout,
+        infer_timeout=options.infer_timeout,
+    )
+
+
+@dataclass
+class Running:
+    """What the oracle knows of a batch on a worker."""
+
+    batch: Batch
+    open_ids: list[int]
+
+
+@dataclass
+class Worker:
+    """What the oracle knows of a ready worker."""
+
+    batches: list[Running] = field(default_factory=list)
+    started_at: float = 0.0
+    is_stalled: bool = False
+    is_replaced: bool = False
+
+
+@dataclass
+class Turn:
+    """Who was before a request in the queue when it came."""
+
+    older: int
+    batches_before: int
+
+
+def plain(action: Action) -> tuple[Any, ...]:
+    """An action as data, to compare the decisions of two schedulers."""
+    if isinstance(action, Dispatch):
+        batch = action.batch
+        return "dispatch", batch.id, batch.worker, [r.id for r in batch.requests], batch.release
+    if isinstance(action, Expire):
+        return "expire", action.request.id, action.reason
+    return type(action).__name__, action.worker
+
+
+class Schedule(RuleBasedStateMachine):
+    """Events in any order, at any time; what `poll` answers is checked against the books."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._usual_dead_entries = request_queue.MIN_DEAD_ENTRIES
+        request_queue.MIN_DEAD_ENTRIES = TOLERATED_DEAD_ENTRIES
+
+    @initialize(options=options_strategy)
+    def begin(self, options: Options) -> None:
+        self.options = options
+        self.scheduler = make_scheduler(options)
+        self.twin = make_scheduler(options)
+        # By id, for both schedulers.
+        self.requests: dict[int, tuple[Request, Request]] = {}
+        self.now = 0.0
+        self.wake_at: float | None = None
+        self.is_draining = False
+        # The books.
+        self.deadlines: dict[int, float] = {}
+        self.arrivals: dict[int, float] = {}
+        self.waiting: list[int] = []
+        self.workers: dict[int, Worker] = {}
+        self.turns: dict[int, Turn] = {}
+        self.left: dict[int, str] = {}
+        self.batches_sent = 0
+        self.refused = 0
+        self.most_waiting = 0
+        for _ in range(min(options.workers_at_first, options.num_workers)):
+            self.worker_ready(is_polled=True)
+
+    def teardown(self) -> None:
+        request_queue.MIN_DEAD_ENTRIES = self._usual_dead_entries
+        if hasattr(self, "options"):
+            self.finish()
+
+    # Events. A shell polls after each; here it may also be late, so that several come together.
+
+    @rule(pause=pauses, patiences=patience_lists, is_polled=usually)
+    def submit(self, pause: float, patiences: list[float | None], is_polled: bool) -> None:
+        self.now += pause
+        deadlines = [None if p is None else self.now + p for p in patiences]
+        pair = [[Request(number, None, d) for number, d in enumerate(deadlines)] for _ in range(2)]
+        arriving, twins = pair
+        room = 0 if self.is_draining else self.options.max_queue_size - len(self.waiting)
+        refused = self.scheduler.submit(self.now, list(arriving))
+        self.twin.submit(self.now, list(twins))
+        assert refused == arriving[max(room, 0) :]
+        if refused:
+            kind = BatcherClosedError if self.is_draining else QueueFullError
+            assert type(self.scheduler.refusal()) is kind
+        self.refused += len(refused)
+        for request, twin in zip(arriving[: max(room, 0)], twins, strict=False):
+            number = request.id
+            assert number == len(self.requests)
+            self.requests[number] = request, twin
+            self.arrivals[number] = self.now
+            self.deadlines[number] = request.deadline
+            default = inf if self.options.timeout is None else self.now + self.options.timeout
+            assert request.deadline == (default if twin.value is None else request.deadline)
+            own = deadlines[request.value]
+            assert request.deadline == (default if own is None else own)
+            self.turns[number] = Turn(len(self.waiting), self.batches_sent)
+            self.waiting.append(number)
+        self.most_waiting = max(self.most_waiting, len(self.waiting))
+        self.end_turn(is_polled)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        """Of anybody: callers do not know whether they have been answered."""
+        number = data.draw(st.sampled_from(sorted(self.requests)), label="request")
+        self.cancel_one(number)
+
+    @precondition(lambda self: len(self.waiting) > 4)
+    @rule()
+    def cancel_most_that_wait(self) -> None:
+        """A client with many requests disconnects: this is what makes the queue sweep."""
+        for number in self.waiting[1:]:
+            self.cancel_one(number)
+
+    def cancel_one(self, number: int) -> None:
+        for scheduler, request in zip(
+            (self.scheduler, self.twin), self.requests[number], strict=True
+        ):
+            scheduler.cancel(request)
+        if number not in self.left:
+            self.leave(number, "cancelled")
+
+    @precondition(lambda self: len(self.workers) < self.options.num_workers)
+    @rule(is_polled=usually)
+    def worker_ready(self, is_polled: bool) -> None:
+        index = min(set(range(self.options.num_workers)) - set(self.workers))
+        self.scheduler.worker_ready(self.now, index)
+        self.twin.worker_ready(self.now, index)
+        self.workers[index] = Worker(started_at=self.now)
+        self.end_turn(is_polled)
+
+    @precondition(lambda self: self.workers)
+    @rule(data=st.data(), is_polled=usually)
+    def worker_lost(self, data: st.DataObject, is_polled: bool) -> None:
+        index = data.draw(st.sampled_from(sorted(self.workers)), label="worker")
+        orphans = self.scheduler.worker_lost(index)
+        assert [r.id for r in self.twin.worker_lost(index)] == [r.id for r in orphans]
+        worker = self.workers.pop(index)
+        assert [r.id for r in orphans] == [i for one in worker.batches for i in one.open_ids]
+        for request in orphans:
+            self.leave(request.id, "failed")
+        self.end_turn(is_polled)
+
+    @precondition(lambda self: any(worker.batches for worker in self.workers.values()))
+    @rule(data=st.data(), pause=pauses, is_polled=usually)
+    def batch_done(self, data: st.DataObject, pause: float, is_polled: bool) -> None:
+        """Each worker answers in order; between workers there is none."""
+        self.now += pause
+        busy = sorted(index for index, worker in self.workers.items() if worker.batches)
+        self.answer(data.draw(st.sampled_from(busy), label="worker"))
+        self.end_turn(is_polled)
+
+    @precondition(lambda self: any(worker.batches for worker in self.workers.values()))
+    @rule(pause=pauses)
+    def all_answer(self, pause: float) -> None:
+        self.now += pause
+        for index, worker in self.workers.items():
+            if worker.batches:
+                self.answer(index)
+        self.poll()
+
+    def answer(self, index: int) -> None:
+        worker = self.workers[index]
+        running = worker.batches.pop(0)
+        for scheduler in (self.scheduler, self.twin):
+            # Answers to batches that the worker does not have change nothing.
+            assert scheduler.batch_done(self.now, index, running.batch.id + 1000) is None
+            assert scheduler.batch_done(self.now, index + 1, running.batch.id) is None
+        batch = self.scheduler.batch_done(self.now, index, running.batch.id)
+        assert batch is running.batch
+        assert self.twin.batch_done(self.now, index, running.batch.id) is not None
+        worker.started_at = self.now
+        worker.is_stalled = worker.is_replaced = False
+        assert [r.id for r in batch.requests if not r.is_settled] == running.open_ids
+        for number in running.open_ids:
+            for request in self.requests[number]:
+                request.is_settled = True
+            self.leave(number, "completed")
+
+    @precondition(lambda self: any(worker.batches for worker in self.workers.values()))
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        """Some of a batch could not be sent, or the worker could not read them."""
+        running = [(w, one) for w in self.workers.values() for one in w.batches]
+        worker, one = data.draw(st.sampled_from(running), label="batch")
+        numbers = [request.id for request in one.batch.requests]
+        gone = data.draw(st.lists(st.sampled_from(numbers), unique=True), label="gone")
+        is_first = one is worker.batches[0]
+        twin_batch = self.twin.find_batch(one.batch.worker, one.batch.id)
+        assert twin_batch is not None
+        self.scheduler.withdraw(self.now, one.batch, [self.requests[i][0] for i in gone])
+        self.twin.withdraw(self.now, twin_batch, [self.requests[i][1] for i in gone])
+        for number in gone:
+            if number in one.open_ids:
+                self.leave(number, "failed")
+        assert [r.id for r in one.batch.requests] == [i for i in numbers if i not in gone]
+        if len(gone) == len(numbers):
+            worker.batches.remove(one)
+            if is_first:
+                worker.started_at = self.now
+                worker.is_stalled = worker.is_replaced = False
+
+    @precondition(
+        lambda self: len(self.requests) > self.options.drain_after and not self.is_draining
+    )
+    @rule()
+    def begin_drain(self) -> None:
+        self.scheduler.begin_drain()
+        self.twin.begin_drain()
+        self.is_draining = True
+
+    def end_turn(self, is_polled: bool) -> None:
+        if is_polled:
+            self.poll()
+
+    @rule(pause=pauses)
+    def time_passes(self, pause: float) -> None:
+        self.now += pause
+        self.poll()
+
+    def poll(self) -> None:
+        was_due = self.wake_at is not None and self.now >= self.wake_at
+        before = self.wake_at
+        actions, wake_at = self.scheduler.poll(self.now)
+        twin_actions, twin_wake_at = self.twin.poll(self.now)
+        assert [plain(action) for action in actions] == [plain(action) for action in twin_actions]
+        assert wake_at == twin_wake_at
+        self.wake_at = wake_at
+        self.apply(actions)
+        self.check_nothing_is_missing()
+        assert wake_at is None or wake_at > self.now
+        if was_due and before is not None:
+            assert actions or wake_at is None or wake_at > before
+
+    @precondition(lambda self: self.wake_at is not None)
+    @rule()
+    def wake_up(self) -> None:
+        """The timer rings when it should."""
+        assert self.wake_at is not None
+        self.now = max(self.now, self.wake_at)
+        self.poll()
+
+    # The books.
+
+    def leave(self, number: int, how: str) -> None:
+        assert number not in self.left, "it leaves exactly once"
+        self.left[number] = how
+        if number in self.waiting:
+            self.waiting.remove(number)
+        for worker in self.workers.values():
+            for one in worker.batches:
+                if number in one.open_ids:
+                    one.open_ids.remove(number)
+        for request in self.requests[number]:
+            assert request.is_settled
+        # Those two are the shell's to count.
+        if how in ("completed", "failed"):
+            for tally in (self.scheduler.tally, self.twin.tally):
+                setattr(tally, how, getattr(tally, how) + 1)
+
+    def apply(self, actions: list[Action]) -> None:
+        ready = [worker for worker in self.workers.values() if not worker.is_stalled]
+        waiting_reason = ExpiryReason.WAITING if ready else ExpiryReason.NOT_READY
+        has_dispatched = False
+        for action in actions:
+            if isinstance(action, Dispatch):
+                has_dispatched = True
+                self.dispatch(action.batch)
+                continue
+            assert not has_dispatched, "what has expired is told first, and never dispatched"
+            if isinstance(action, Expire):
+                self.expire(action, waiting_reason)
+            elif isinstance(action, Stall):
+                self.stall(self.workers[action.worker])
+            else:
+                assert isinstance(action, Replace)
+                self.replace(self.workers[action.worker])
+
+    def expire(self, action: Expire, waiting_reason: ExpiryReason) -> None:
+        number = action.request.id
+        assert action.request is self.requests[number][0]
+        deadline = self.deadlines[number]
+        if number in self.waiting:
+            assert (action.reason, deadline <= self.now) == (waiting_reason, True)
+        else:
+            worker, one = next(
+                (worker, one)
+                for worker in self.workers.values()
+                for one in worker.batches
+                if number in one.open_ids
+            )
+            if action.reason is ExpiryReason.INFER_TIMEOUT:
+                assert one is worker.batches[0]
+                assert self.has_run_too_long(worker)
+            else:
+                assert (action.reason, deadline <= self.now) == (ExpiryReason.RUNNING, True)
+        self.leave(number, "expired")
+
+    def stall(self, worker: Worker) -> None:
+        assert not worker.is_stalled
+        assert not worker.batches[0].open_ids
+        worker.is_stalled = True
+
+    def replace(self, worker: Worker) -> None:
+        assert not worker.is_replaced, "it is replaced once"
+        assert self.has_run_too_long(worker)
+        assert not worker.batches[0].open_ids, "its callers have been told"
+        worker.is_stalled = worker.is_replaced = True
+
+    def has_run_too_long(self, worker: Worker) -> bool:
+        limit = self.options.infer_timeout
+        return limit is not None and bool(worker.batches) and worker.started_at + limit <= self.now
+
+    def dispatch(self, batch: Batch) -> None:
+        most = self.options.max_batch_size
+        size = len(batch.requests)
+        assert 1 <= size <= most
+        numbers = [request.id for request in batch.requests]
+        assert numbers == self.waiting[:most], "the oldest go, and as many as there is room for"
+        assert all(self.deadlines[number] > self.now for number in numbers)
+        assert all(request is self.requests[request.id][0] for request in batch.requests)
+        worker = self.workers[batch.worker]
+        assert not worker.is_stalled
+        loads = [len(one.batches) for one in self.workers.values() if not one.is_stalled]
+        assert len(worker.batches) == min(loads), "the least loaded comes first"
+        assert len(worker.batches) < MOST_BATCHES_PER_WORKER
+        assert not worker.batches or size == most, "late binding: a second batch is full"
+        assert batch.release is self.expected_release(len(self.waiting) >= most)
+        self.batches_sent += 1
+        for number in numbers:
+            turn = self.turns[number]
+            turns_waited = self.batches_sent - turn.batches_before
+            assert turns_waited <= floor(turn.older / most) + 1, "first come, first served"
+        if not worker.batches:
+            worker.started_at = self.now
+        worker.batches.append(Running(batch, numbers))
+        del self.waiting[:size]
+
+    def expected_release(self, is_full: bool) -> Release:
+        if is_full:
+            return Release.FULL
+        if self.is_draining:
+            return Release.DRAIN
+        if self.options.policy != "fixed":
+            return Release.IDLE
+        if self.now >= self.window_end():
+            return Release.WINDOW
+        assert min(self.deadlines[number] for number in self.waiting) < self.window_end()
+        return Release.DEADLINE
+
+    def window_end(self) -> float:
+        assert self.options.max_delay is not None
+        return self.arrivals[self.waiting[0]] + self.options.max_delay
+
+    def check_nothing_is_missing(self) -> None:
+        """After a poll: nobody waits for a decision that should have been made."""
+        alive = [*self.waiting]
+        for worker in self.workers.values():
+            alive += [number for one in worker.batches for number in one.open_ids]
+            assert worker.is_replaced or not self.has_run_too_long(worker)
+            limit = self.options.infer_timeout
+            if worker.batches and limit is not None and not worker.is_replaced:
+                self.check_it_wakes_by(worker.started_at + limit)
+        for number in alive:
+            assert self.deadlines[number] > self.now, "it expires at the poll at its deadline"
+            self.check_it_wakes_by(self.deadlines[number])
+        self.check_no_needless_wait()
+
+    def check_no_needless_wait(self) -> None:
+        ready = [worker for worker in self.workers.values() if not worker.is_stalled]
+        free = [worker for worker in ready if not worker.batches]
+        if len(self.waiting) >= self.options.max_batch_size:
+            assert all(len(worker.batches) == MOST_BATCHES_PER_WORKER for worker in ready)
+        elif self.waiting and free:
+            assert self.options.policy == "fixed"
+            assert not self.is_draining
+            window_end = self.window_end()
+            assert self.now < window_end, "a hold is no longer than max_delay"
+            assert all(self.deadlines[number] >= window_end for number in self.waiting)
+            self.check_it_wakes_by(window_end)
+
+    def check_it_wakes_by(self, moment: float) -> None:
+        if moment != inf:
+            assert self.wake_at is not None
+            assert self.wake_at <= moment
+
+    def finish(self) -> None:
+        """Let the timer ring until it is still, then close: everybody has left, exactly once."""
+        for _ in range(MAX_WAKE_UPS):
+            if self.wake_at is None:
+                break
+            self.wake_up()
+        assert self.wake_at is None, "without an event it comes to rest"
+        alive = {*self.requests} - {*self.left}
+        rest = self.scheduler.close()
+        assert {r.id for r in self.twin.close()} == {r.id for r in rest}
+        assert sorted(r.id for r in rest) == sorted(alive)
+        self.waiting.clear()
+        self.workers.clear()
+        for number in alive:
+            self.leave(number, "failed")
+        self.is_draining = True
+        self.books_agree()
+        assert self.scheduler.poll(self.now)[0] == []
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "options"):
+            return
+        scheduler, tally = self.scheduler, self.scheduler.tally
+        running = [i for w in self.workers.values() for one in w.batches for i in one.open_ids]
+        counts = {how: list(self.left.values()).count(how) for how in set(self.left.values())}
+        assert scheduler.waiting == len(self.waiting)
+        assert scheduler.running == len(running)
+        assert scheduler.room == self.options.max_queue_size - len(self.waiting)
+        assert scheduler.workers_ready == sum(not w.is_stalled for w in self.workers.values())
+        assert sorted(r.id for r in scheduler.open_requests()) == sorted(self.waiting + running)
+        assert tally.submitted == len(self.requests)
+        assert tally.rejected == self.refused
+        for how in ("completed", "failed", "expired", "cancelled"):
+            assert getattr(tally, how) == counts.get(how, 0)
+        assert tally.submitted == (
+            tally.completed
+            + tally.failed
+            + tally.expired
+            + tally.cancelled
+            + scheduler.waiting
+            + scheduler.running
+        )
+        assert sum(tally.batch_sizes.values()) == self.batches_sent == tally.releases.total()
+
+    @invariant()
+    def the_queue_forgets_who_has_left(self) -> None:
+        if not hasattr(self, "options"):
+            return
+        entries = len(list(self.scheduler._queue))
+        assert entries <= 2 * max(self.most_waiting, TOLERATED_DEAD_ENTRIES)
+
+
+TestSchedule = Schedule.TestCase
+TestSchedule.settings = settings(max_examples=250, stateful_step_count=60)

@@ -1,0 +1,190 @@
+"""Batches to frames and frames to outcomes: which frames are sent, and who gets what from them."""
+
+from typing import Any
+
+import pytest
+from sample_models import BrokenOnArrival, RefusesPickling
+
+from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._process.exchange import Exchange, Failure
+from fast_batcher._transport import codec
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.errors import (
+    InferenceError,
+    RequestTooLargeError,
+    TransportError,
+    UnsendableValueError,
+)
+
+MAX_FRAME_BYTES = 1000
+WORKER = 3
+BATCH_ID = 17
+
+
+class Wire:
+    """An exchange, and what it has sent to its only worker."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Kind, int, bytes]] = []
+        self.exchange = Exchange({WORKER: self._send}, MAX_FRAME_BYTES)
+
+    def _send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+        assert len(body) <= MAX_FRAME_BYTES
+        self.sent.append((kind, batch_id, body))
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return [kind for kind, _, _ in self.sent]
+
+    def items(self) -> list[Any]:
+        """The items that were sent apart, unpickled."""
+        return [codec.loads(item) for _, _, body in self.sent for item in codec.loads(body)]
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+def batch_of(*values: Any) -> Batch:
+    requests = [Request(value, None, deadline=1.0) for value in values]
+    for number, request in enumerate(requests):
+        request.id = number
+        request.arrival = 0.0
+    return Batch(BATCH_ID, WORKER, requests, Release.FULL, 0.0)
+
+
+def frame(kind: Kind, content: Any) -> Frame:
+    return Frame(kind, BATCH_ID, 0.0, codec.dumps(content))
+
+
+def error_of(outcome: Any) -> Any:
+    assert isinstance(outcome, Failure)
+    return outcome.to_error()
+
+
+# --- sending --------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_one_frame_with_one_pickle(wire: Wire) -> None:
+    assert wire.exchange.send(batch_of("a", None, 3)) == []
+    ((kind, batch_id, body),) = wire.sent
+    assert (kind, batch_id) == (Kind.INPUTS, BATCH_ID)
+    assert codec.loads(body) == ["a", None, 3]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), SystemExit(1), KeyboardInterrupt(), RecursionError()], ids=repr
+)
+def test_an_input_that_cannot_be_pickled_is_refused_and_the_others_are_sent(
+    wire: Wire, error: BaseException
+) -> None:
+    batch = batch_of("a", RefusesPickling(error), "c")
+    ((request, refusal),) = wire.exchange.send(batch)
+    assert request is batch.requests[1]
+    assert isinstance(refusal, UnsendableValueError)
+    assert refusal.__cause__ is error
+    assert "RefusesPickling" in str(refusal)
+    assert wire.kinds == [Kind.INPUT_ITEMS]
+    assert wire.items() == ["a", "c"]
+
+
+def test_nothing_is_sent_when_nothing_can_be(wire: Wire) -> None:
+    refused = wire.exchange.send(batch_of(lambda: None, lambda: None))
+    assert [type(refusal) for _, refusal in refused] == [UnsendableValueError] * 2
+    assert wire.sent == []
+
+
+def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
+    values = [bytes([number]) * 300 for number in range(8)]
+    assert wire.exchange.send(batch_of(*values)) == []
+    assert len(wire.kinds) > 2
+    assert set(wire.kinds[:-1]) == {Kind.INPUT_ITEMS_PART}
+    assert wire.kinds[-1] is Kind.INPUT_ITEMS
+    assert wire.items() == values
+
+
+def test_an_input_that_is_too_large_is_refused_and_the_others_are_sent(wire: Wire) -> None:
+    batch = batch_of(b"small", bytes(2000), b"other")
+    ((request, refusal),) = wire.exchange.send(batch)
+    assert request is batch.requests[1]
+    assert isinstance(refusal, RequestTooLargeError)
+    assert "more than max_frame_bytes=1000" in str(refusal)
+    assert wire.items() == [b"small", b"other"]
+
+
+def test_a_batch_may_be_sent_item_by_item_though_it_could_be_sent_whole(wire: Wire) -> None:
+    """The worker could not read the whole: one of its items breaks on arrival."""
+    bad = BrokenOnArrival("worker", ValueError("broken"))
+    assert wire.exchange.send_by_item(batch_of("a", bad)) == []
+    assert wire.kinds == [Kind.INPUT_ITEMS]
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def test_outputs_are_outcomes(wire: Wire) -> None:
+    assert wire.exchange.read(WORKER, frame(Kind.OUTPUTS, ["a", None]), 2) == ["a", None]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("kind", [Kind.OUTPUTS, Kind.OUTPUT_ITEMS])
+def test_another_number_of_outcomes_is_nonsense(wire: Wire, kind: Kind, count: int) -> None:
+    content: list[Any] = [codec.dumps("a"), codec.dumps("b")]
+    with pytest.raises(TransportError, match=f"2 outcomes came back for {count} requests"):
+        wire.exchange.read(WORKER, frame(kind, content), count)
+
+
+@pytest.mark.parametrize("kind", [Kind.READY, Kind.INPUTS, Kind.STARTUP_FAILED, Kind.UNREADABLE])
+def test_a_frame_that_is_no_answer_is_nonsense(wire: Wire, kind: Kind) -> None:
+    with pytest.raises(TransportError, match=kind.name):
+        wire.exchange.read(WORKER, frame(kind, ["a"]), 1)
+
+
+def test_items_are_outputs_and_failures_by_position(wire: Wire) -> None:
+    items = [codec.dumps("a"), codec.describe(ValueError("bad")), codec.dumps(None)]
+    one, bad, three = wire.exchange.read(WORKER, frame(Kind.OUTPUT_ITEMS, items), 3)
+    assert (one, three) == ("a", None)
+    assert isinstance(error_of(bad), ValueError)
+    assert error_of(bad) is not error_of(bad)
+
+
+def test_parts_come_before_the_last_and_are_kept_by_worker(wire: Wire) -> None:
+    exchange = wire.exchange
+    exchange.keep_part(1, frame(Kind.OUTPUT_ITEMS_PART, [codec.dumps("one a")]))
+    exchange.keep_part(2, frame(Kind.OUTPUT_ITEMS_PART, [codec.dumps("two a")]))
+    exchange.keep_part(1, frame(Kind.OUTPUT_ITEMS_PART, [codec.dumps("one b")]))
+    last = frame(Kind.OUTPUT_ITEMS, [codec.dumps("last")])
+    assert exchange.read(1, last, 3) == ["one a", "one b", "last"]
+    assert exchange.read(2, last, 2) == ["two a", "last"]
+    # Nothing is left for the next batch.
+    assert exchange.read(1, last, 1) == ["last"]
+
+
+def test_the_parts_of_a_lost_worker_are_forgotten(wire: Wire) -> None:
+    wire.exchange.keep_part(WORKER, frame(Kind.OUTPUT_ITEMS_PART, [codec.dumps("lost")]))
+    wire.exchange.forget(WORKER)
+    wire.exchange.forget(WORKER)
+    last = frame(Kind.OUTPUT_ITEMS, [codec.dumps("new")])
+    assert wire.exchange.read(WORKER, last, 1) == ["new"]
+
+
+def test_a_failure_is_everybodys_and_each_gets_an_error_of_its_own(wire: Wire) -> None:
+    failed = frame(Kind.FAILED, codec.describe(ValueError("bad")))
+    outcomes = wire.exchange.read(WORKER, failed, 3)
+    errors = [error_of(outcome) for outcome in outcomes]
+    assert [str(error) for error in errors] == ["bad"] * 3
+    assert len({id(error) for error in errors}) == 3
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)], ids=repr)
+def test_an_output_that_cannot_be_unpickled_is_an_error(wire: Wire, error: BaseException) -> None:
+    broken = BrokenOnArrival("parent", error)
+    whole = wire.exchange.read(WORKER, frame(Kind.OUTPUTS, ["a", broken]), 2)
+    for outcome in whole:
+        assert isinstance(error_of(outcome), InferenceError)
+        assert "cannot be unpickled" in str(error_of(outcome))
+    items = [codec.dumps("a"), codec.dumps(broken)]
+    one, two = wire.exchange.read(WORKER, frame(Kind.OUTPUT_ITEMS, items), 2)
+    assert one == "a"
+    assert type(error).__name__ in str(error_of(two))

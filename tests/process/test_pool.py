@@ -1,0 +1,269 @@
+"""The workers of a batcher, with real processes: started, replaced, ended, and what is told."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import psutil
+import pytest
+from sample_models import (
+    Closes,
+    Echo,
+    ExitsOnLoad,
+    GatedOnLoad,
+    LoadsAgain,
+    NeverLoads,
+    RaisesOnLoad,
+    Stuck,
+    WritesAtExit,
+)
+from waits import LIMIT, SOON, Gate, Watch
+
+from fast_batcher._process.pool import Pool
+from fast_batcher._transport import codec
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.config import Settings, check_model
+from fast_batcher.errors import RemoteTraceback, WorkerStartupError
+
+pytestmark = pytest.mark.anyio
+
+
+class Told:
+    """What pools tell, in order, and the pools to be ended after the test."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+        self.answers: list[Any] = []
+        self._changed = asyncio.Event()
+        self._pools: list[Pool] = []
+
+    def open(self, model: Any, *args: Any, **settings: Any) -> Pool:
+        """Make a pool and open it."""
+        checked = Settings(**settings)
+        spec = check_model(model, args, None, checked.max_frame_bytes)
+        pool = Pool(spec, checked, self, "tested")
+        self._pools.append(pool)
+        pool.open(asyncio.get_running_loop())
+        return pool
+
+    async def ready(self, model: Any, *args: Any, **settings: Any) -> Pool:
+        """The same, and wait until every worker is ready."""
+        pool = self.open(model, *args, **settings)
+        await self.until(lambda: self.count("ready") == settings.get("num_workers", 1))
+        return pool
+
+    def _tell(self, event: str, what: Any) -> None:
+        self.events.append((event, what))
+        self._changed.set()
+
+    def worker_ready(self, worker: int) -> None:
+        self._tell("ready", worker)
+
+    def worker_lost(self, worker: int, exit_text: str) -> None:
+        self._tell("lost", (worker, exit_text))
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        self._tell("failed", error)
+
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
+        self._tell("answer", codec.loads(frame.body))
+
+    def count(self, event: str) -> int:
+        return [name for name, _ in self.events].count(event)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until what was told makes this true."""
+        async with asyncio.timeout(LIMIT):
+            while not is_so():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.stop(0.0)
+
+
+@pytest.fixture
+async def told() -> AsyncIterator[Told]:
+    told = Told()
+    yield told
+    told.close()
+
+
+def pids_of(pool: Pool) -> list[int]:
+    return sorted(handle.pid for handle in pool.remaining() if handle.pid is not None)
+
+
+async def test_every_worker_is_started_and_answers(told: Told) -> None:
+    pool = await told.ready(Echo, num_workers=2)
+    assert sorted(told.events) == [("ready", 0), ("ready", 1)]
+    assert len(pids_of(pool)) == 2
+    for worker in (0, 1):
+        pool.senders[worker](Kind.INPUTS, 7, codec.dumps([worker]))
+    await told.until(lambda: told.count("answer") == 2)
+    assert sorted(told.events[2:]) == [("answer", [0]), ("answer", [1])]
+
+
+async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
+    pool = await told.ready(Echo, num_workers=2)
+    first, second = pids_of(pool)
+    os.kill(first, signal.SIGKILL)
+    await told.until(lambda: told.count("lost") == 1)
+    ((worker, exit_text),) = [what for event, what in told.events if event == "lost"]
+    assert exit_text == "signal 9 (SIGKILL, possibly out of memory)"
+    assert worker not in pool.senders
+    await told.until(lambda: told.count("ready") == 3)
+    assert told.events[-1] == ("ready", worker)
+    assert second in pids_of(pool)
+    assert first not in pids_of(pool)
+
+
+async def test_a_worker_that_cannot_load_is_told_with_its_traceback_and_tried_again(
+    told: Told,
+) -> None:
+    told.open(RaisesOnLoad)
+    await told.until(lambda: told.count("failed") == 2)
+    for _, error in told.events:
+        assert str(error) == (
+            "worker 0 could not load RaisesOnLoad: FileNotFoundError: no weights at "
+            "/models/tiny.bin"
+        )
+        assert isinstance(error.__cause__, RemoteTraceback)
+
+
+async def test_a_worker_that_dies_while_it_loads_is_told_with_its_end(told: Told) -> None:
+    told.open(ExitsOnLoad, "terminated")
+    await told.until(lambda: told.count("failed") == 1)
+    ((_, error),) = told.events
+    assert "ended with signal 15 (SIGTERM) before it had loaded ExitsOnLoad" in str(error)
+
+
+async def test_a_worker_that_does_not_load_in_time_is_ended(told: Told, gate: Gate) -> None:
+    told.open(NeverLoads, gate.path, start_timeout=0.5)
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        await told.until(lambda: told.count("failed") == 1)
+        await worker.until_dead()
+    ((_, error),) = told.events
+    assert "within start_timeout=0.5 seconds and was ended" in str(error)
+
+
+async def test_a_replacement_gets_as_long_to_load_as_the_first(told: Told, tmp_path: Any) -> None:
+    pool = await told.ready(LoadsAgain, str(tmp_path / "attempts"))
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    await told.until(lambda: told.count("ready") == 2)
+    assert [event for event, _ in told.events] == ["ready", "lost", "failed", "failed", "ready"]
+
+
+async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
+    told: Told, gate: Gate
+) -> None:
+    pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=LIMIT)
+    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    await gate.visit()
+    pool.replace(0)
+    await told.until(lambda: told.count("ready") == 2)
+    assert told.events == [("ready", 0), ("lost", (0, "signal 15 (SIGTERM)")), ("ready", 0)]
+
+
+async def test_a_replaced_worker_that_ignores_sigterm_is_killed(told: Told, gate: Gate) -> None:
+    pool = await told.ready(Stuck, gate.path, "ignoring SIGTERM", stop_timeout=SOON)
+    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    await gate.visit()
+    pool.replace(0)
+    await told.until(lambda: told.count("lost") == 1)
+    assert told.events[-1][1][1].startswith("signal 9")
+
+
+async def test_closing_lets_idle_workers_end_by_themselves(told: Told, tmp_path: Any) -> None:
+    path = tmp_path / "log"
+    pool = await told.ready(Closes, str(path), num_workers=2, stop_timeout=LIMIT)
+    with Watch(pids_of(pool)) as workers:
+        async with asyncio.timeout(LIMIT):
+            await pool.aclose()
+        assert workers.survivors(0.0) == []
+    assert path.read_text() == "closed\n" * 2
+    assert [event for event, _ in told.events].count("lost") == 2
+
+
+async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> None:
+    path = tmp_path / "log"
+    pool = await told.ready(WritesAtExit, str(path), stop_timeout=LIMIT)
+    await pool.aclose()
+    assert path.read_text() == "ended\n"
+    assert told.events[-1] == ("lost", (0, "exit code 0"))
+
+
+@pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
+async def test_closing_ends_a_stuck_worker(told: Told, gate: Gate, how: str) -> None:
+    pool = await told.ready(Stuck, gate.path, how, stop_timeout=SOON)
+    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        async with asyncio.timeout(LIMIT):
+            await pool.aclose()
+        assert worker.survivors(0.0) == []
+
+
+async def test_closing_does_not_wait_for_a_worker_that_loads(told: Told, gate: Gate) -> None:
+    pool = told.open(NeverLoads, gate.path, stop_timeout=10 * LIMIT)
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        async with asyncio.timeout(LIMIT):
+            await pool.aclose()
+        assert worker.survivors(0.0) == []
+    assert told.events == []
+
+
+async def test_closing_before_the_first_process_has_been_started(told: Told) -> None:
+    before = psutil.Process().children()
+    pool = told.open(Echo, num_workers=2)
+    async with asyncio.timeout(LIMIT):
+        await pool.aclose()
+    assert psutil.Process().children() == before
+    assert told.events == []
+
+
+async def test_stopping_ends_workers_in_every_stage(told: Told, gate: Gate) -> None:
+    pool = told.open(GatedOnLoad, gate.path, num_workers=2, stop_timeout=SOON)
+    first, second = await gate.visit(), await gate.visit()
+    first.let_on()
+    await told.until(lambda: told.count("ready") == 1)
+    with Watch([first.pid, second.pid]) as workers:
+        pool.stop(SOON)
+        assert workers.survivors(0.0) == []
+    pool.stop(SOON)
+    assert told.events[1:] == []
+
+
+async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
+    before = psutil.Process().children()
+    pool = await told.ready(Echo)
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    await told.until(lambda: told.count("lost") == 1)
+    pool.stop(SOON)
+    # The replacement would have been started by a timer; there is none, and no thread for it.
+    assert pool._timers == {}
+    assert psutil.Process().children() == before
+    assert "fast_batcher-starter-tested" not in {one.name for one in threading.enumerate()}
+
+
+async def test_an_abandoned_pool_is_dead_without_waiting(told: Told) -> None:
+    pool = await told.ready(Echo, num_workers=2)
+    with Watch(pids_of(pool)) as workers:
+        pool.abandon()
+        await told.until(lambda: told.count("lost") == 2)
+        assert workers.survivors(0.0) == []
+    assert pool._timers == {}
+
+
+async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told: Told) -> None:
+    """The kernel ends a worker when the thread that started it ends."""
+    pool = await told.ready(Echo)
+    (starter,) = [one for one in threading.enumerate() if one.name == "fast_batcher-starter-tested"]
+    assert starter.daemon
+    with open(f"/proc/self/task/{starter.native_id}/children") as children:
+        assert str(pids_of(pool)[0]) in children.read().split()

@@ -1,0 +1,309 @@
+"""What runs in a worker: `serve` in a thread against a real pipe, and how models are loaded.
+
+What it does to its process (signals, the end with the parent) is tested with real processes.
+"""
+
+import multiprocessing
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sample_models import (
+    EXCEPTIONS,
+    UNPICKLABLE,
+    BrokenOnArrival,
+    ChangesInputs,
+    Echo,
+    EchoWithArguments,
+    FailsPositions,
+    Grows,
+    NeedsArguments,
+    Raises,
+    RaisesOnLoad,
+    RaisesOnWarmUp,
+    Returns,
+    Slow,
+    UnpicklableOutputs,
+    Warm,
+    WarmsUpBadly,
+)
+from waits import LIMIT
+
+from fast_batcher._process import worker_main
+from fast_batcher._process.worker_main import load_model, serve
+from fast_batcher._transport import codec
+from fast_batcher._transport.channel import BlockingChannel
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher.errors import (
+    InferenceError,
+    OutputMismatchError,
+    WorkerStartupError,
+)
+
+MEBI = 2**20
+
+
+class Served:
+    """The parent's side of a model that is served in a thread."""
+
+    def __init__(self, model: Any, max_frame_bytes: int = MEBI) -> None:
+        ours, theirs = multiprocessing.Pipe(duplex=True)
+        self.channel = BlockingChannel(ours, 2**30)
+        self._theirs = BlockingChannel(theirs, max_frame_bytes)
+        self.thread = threading.Thread(target=serve, args=(self._theirs, model))
+        self.thread.start()
+
+    def answer(self) -> Frame:
+        frame = self.channel.receive()
+        assert frame is not None, "it has ended"
+        return frame._replace(body=bytes(frame.body))
+
+    def ask(self, *inputs: Any) -> Frame:
+        """Send a batch in one pickle; its answer."""
+        self.channel.send(Kind.INPUTS, 5, codec.dumps(list(inputs)))
+        return self.answer()
+
+    def ask_items(self, *inputs: Any) -> Frame:
+        """Send a batch item by item; its answer."""
+        self.channel.send(Kind.INPUT_ITEMS, 6, codec.dumps([codec.dumps(one) for one in inputs]))
+        return self.answer()
+
+    def close(self) -> None:
+        self.channel.close()
+        self.thread.join(LIMIT)
+        assert not self.thread.is_alive()
+        self._theirs.close()
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The model that the test is parametrised with."""
+    served = Served(request.param())
+    yield served
+    served.close()
+
+
+def serves(model: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("served", [model], indirect=True, ids=[""])
+
+
+def failure_in(frame: Frame) -> Any:
+    assert frame.kind is Kind.FAILED
+    return RemoteFailure(*codec.loads(frame.body)).to_error()
+
+
+def outcomes_in(frame: Frame) -> list[Any]:
+    """Outputs, and errors where there are none."""
+    assert frame.kind is Kind.OUTPUT_ITEMS
+    return [
+        codec.loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        for item in codec.loads(frame.body)
+    ]
+
+
+# --- serving --------------------------------------------------------------------------------------
+
+
+@serves(Echo)
+def test_a_batch_is_answered_under_its_number(served: Served) -> None:
+    frame = served.ask("a", None, 3)
+    assert (frame.kind, frame.batch_id) == (Kind.OUTPUTS, 5)
+    assert codec.loads(frame.body) == ["a", None, 3]
+    assert frame.seconds >= 0
+
+
+@serves(lambda: Slow(0.02))
+def test_the_answer_tells_how_long_the_model_took(served: Served) -> None:
+    assert served.ask(1, 2).seconds >= 0.04
+    assert served.ask_items(1).seconds >= 0.02
+
+
+@serves(Echo)
+def test_batches_are_answered_in_their_order(served: Served) -> None:
+    for number in range(20):
+        served.channel.send(Kind.INPUTS, number, codec.dumps([number]))
+    for number in range(20):
+        frame = served.answer()
+        assert (frame.batch_id, codec.loads(frame.body)) == (number, [number])
+
+
+@serves(Echo)
+def test_stop_comes_after_what_was_sent_before(served: Served) -> None:
+    served.channel.send(Kind.INPUTS, 1, codec.dumps(["last"]))
+    served.channel.send(Kind.STOP)
+    served.channel.send(Kind.INPUTS, 2, codec.dumps(["never read"]))
+    assert codec.loads(served.answer().body) == ["last"]
+    served.thread.join(LIMIT)
+    assert not served.thread.is_alive()
+
+
+@serves(Echo)
+def test_the_end_of_the_parent_is_the_end(served: Served) -> None:
+    served.channel.close()
+    served.thread.join(LIMIT)
+    assert not served.thread.is_alive()
+
+
+@serves(Raises)
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_whatever_the_model_raises_is_told_and_it_serves_on(served: Served, name: str) -> None:
+    assert isinstance(failure_in(served.ask("fine", name)), InferenceError)
+    (error,) = outcomes_in(served.ask_items(name))
+    assert isinstance(error, InferenceError)
+    assert codec.loads(served.ask("fine").body) == ["fine"]
+
+
+@serves(Returns)
+def test_a_wrong_number_of_outputs_is_told_to_all(served: Served) -> None:
+    error = failure_in(served.ask("fewer", "x", "y"))
+    assert isinstance(error, OutputMismatchError)
+    assert "2 outputs for 3 inputs" in str(error)
+    for error in outcomes_in(served.ask_items("more", "x")):
+        assert isinstance(error, OutputMismatchError)
+
+
+@serves(ChangesInputs)
+def test_a_model_may_empty_the_list_it_is_given(served: Served) -> None:
+    assert codec.loads(served.ask("a", "b").body) == ["a", "b"]
+    assert outcomes_in(served.ask_items("a", "b")) == ["a", "b"]
+
+
+@serves(FailsPositions)
+def test_an_exception_among_the_outputs_fails_its_position(served: Served) -> None:
+    for frame in (served.ask("a", "bad", "c"), served.ask_items("a", "bad", "c")):
+        one, bad, three = outcomes_in(frame)
+        assert (one, three) == ("a", "c")
+        assert isinstance(bad, ValueError)
+
+
+@serves(UnpicklableOutputs)
+@pytest.mark.parametrize("name", UNPICKLABLE)
+def test_an_output_that_cannot_be_pickled_fails_its_position(served: Served, name: str) -> None:
+    for frame in (served.ask("a", name), served.ask_items("a", name)):
+        one, bad = outcomes_in(frame)
+        assert one == "a"
+        assert "cannot be pickled" in str(bad)
+        assert type(UNPICKLABLE[name]()).__name__ in str(bad)
+
+
+@serves(Echo)
+def test_a_batch_that_cannot_be_unpickled_is_asked_for_item_by_item(served: Served) -> None:
+    # This thread is in the "parent" process, so that is the side on which it breaks.
+    bad = BrokenOnArrival("parent", SystemExit(3))
+    frame = served.ask("a", bad)
+    assert (frame.kind, frame.batch_id, frame.body) == (Kind.UNREADABLE, 5, b"")
+    one, error, three = outcomes_in(served.ask_items("a", bad, "c"))
+    assert (one, three) == ("a", "c")
+    assert "SystemExit: 3" in str(error)
+
+
+@serves(Echo)
+def test_the_model_is_not_called_when_no_input_can_be_read(served: Served) -> None:
+    bad = BrokenOnArrival("parent", ValueError("broken"))
+    assert all(isinstance(one, ValueError) for one in outcomes_in(served.ask_items(bad, bad)))
+
+
+@serves(Echo)
+def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> None:
+    def part(*values: str) -> bytes:
+        return codec.dumps([codec.dumps(value) for value in values])
+
+    send = served.channel.send
+    send(Kind.INPUT_ITEMS_PART, 1, part("a"))
+    send(Kind.INPUT_ITEMS_PART, 1, part("b", "c"))
+    send(Kind.INPUT_ITEMS, 1, part("d"))
+    assert outcomes_in(served.answer()) == ["a", "b", "c", "d"]
+    send(Kind.INPUT_ITEMS, 1, part("e"))
+    assert outcomes_in(served.answer()) == ["e"]
+
+
+@serves(Grows)
+def test_outputs_larger_than_a_frame_come_in_parts(served: Served) -> None:
+    served.channel.send(Kind.INPUTS, 5, codec.dumps([400_000] * 7))
+    sizes = []
+    while (frame := served.answer()).kind is Kind.OUTPUT_ITEMS_PART:
+        assert len(frame.body) <= MEBI
+        sizes += [len(codec.loads(item)) for item in codec.loads(frame.body)]
+    sizes += [len(output) for output in outcomes_in(frame)]
+    assert sizes == [400_000] * 7
+
+
+@serves(Grows)
+def test_one_output_larger_than_a_frame_fails_its_position(served: Served) -> None:
+    for frame in (served.ask(10, 2 * MEBI), served.ask_items(10, 2 * MEBI)):
+        small, large = outcomes_in(frame)
+        assert len(small) == 10
+        assert "more than max_frame_bytes=1048576" in str(large)
+
+
+# --- loading --------------------------------------------------------------------------------------
+
+
+def load(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return load_model(codec.dumps((model, args, kwargs)))
+
+
+def test_a_class_is_made_with_its_arguments() -> None:
+    model = load(EchoWithArguments, "weights.bin", second=2)
+    assert model.infer([0]) == [("weights.bin", 2)]
+
+
+def test_a_string_is_imported() -> None:
+    assert isinstance(load("sample_models:Echo"), Echo)
+    assert load("sample_models:Namespace.Inner").infer([1]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("os:system", "it is not a class"),
+        ("json:nothing", "module 'json' has no 'nothing'"),
+        ("nowhere:Model", "there is no module 'nowhere'"),
+        ("os.nowhere:Model", "there is no module 'os.nowhere'"),
+        ("sample_models:AsyncInfer", "infer is async"),
+    ],
+)
+def test_a_string_that_names_no_model_is_told(name: str, text: str) -> None:
+    with pytest.raises(WorkerStartupError, match=text) as caught:
+        load(name)
+    assert name in str(caught.value)
+
+
+def test_a_module_that_misses_another_raises_what_it_raises(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The name that is wrong is not the user's string."""
+    (tmp_path / "needs_another.py").write_text("import no_such_dependency\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        load("needs_another:Model")
+
+
+def test_what_the_constructor_raises_is_left_as_it_is() -> None:
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        load(RaisesOnLoad)
+
+
+def test_a_wrong_call_of_the_constructor_says_what_was_called() -> None:
+    with pytest.raises(TypeError, match="path") as caught:
+        load(NeedsArguments)
+    assert caught.value.__notes__ == [
+        "while calling sample_models:NeedsArguments with model_args=() and {}"
+    ]
+
+
+def test_warming_up_computes_the_inputs_once() -> None:
+    model = Warm(["a", "b"])
+    worker_main._warm_up(model)
+    assert model.infer([]) == []
+    assert model.infer(["c"]) == [["a", "b", "c"]]
+    worker_main._warm_up(Warm([]))
+
+
+def test_a_warm_up_that_fails_raises() -> None:
+    with pytest.raises(OutputMismatchError, match="during warm-up: infer returned 1 outputs for 2"):
+        worker_main._warm_up(WarmsUpBadly())
+    with pytest.raises(ValueError, match="too cold"):
+        worker_main._warm_up(RaisesOnWarmUp())

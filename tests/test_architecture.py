@@ -1,0 +1,437 @@
+"""The walls of the house: who imports whom, and what no file of ours may do.
+
+Reads the source; where that cannot tell, starts a fresh interpreter and looks what it has loaded.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "fast_batcher"
+# No process of these tests takes longer, in seconds, unless it hangs.
+LIMIT = 60.0
+
+# From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
+FLOORS: dict[str, int] = {
+    "errors": 0,
+    "model": 0,
+    "stats": 0,
+    "config": 0,
+    "_core": 1,
+    "_transport": 2,
+    "_process": 3,
+    "_callers": 4,
+    "batcher": 4,
+    "fastapi": 5,
+    # Other names for things inside, for users alone.
+    "dyn_batcher": 5,
+    "inference_template": 5,
+    "": 5,
+}
+LEAVES = 0
+EDGE = 5
+
+# All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
+CORE_MAY_IMPORT = {"collections", "enum", "heapq", "itertools", "math", "typing"}
+# What no part of a worker may load: an event loop costs it time and memory, and has no use there.
+NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
+NOT_OF_OURS_IN_WORKER = {
+    "batcher",
+    "_callers",
+    "fastapi",
+    "_process.pool",
+    "_process.worker_handle",
+}
+# What `import fast_batcher` must not load: whoever needs it has it and loads it himself.
+HEAVY = {"fastapi", "numpy", "torch", "prometheus_client", "pydantic", "starlette"}
+# "__mp_main__" is another name that multiprocessing gives to "__main__".
+PYTHON_AND_OURS = {*sys.stdlib_module_names, PACKAGE, "__main__", "__mp_main__"}
+# Calls that are wrong everywhere in a library like this, and why.
+FORBIDDEN_CALLS = {
+    "time.time": "the wall clock jumps",
+    "datetime.datetime.now": "the wall clock jumps",
+    "multiprocessing.set_start_method": "it changes the whole program",
+    "asyncio.get_event_loop": "it may make a loop that nobody closes",
+    "asyncio.set_event_loop": "the loop is the program's",
+    "asyncio.run": "the loop is the program's",
+    "logging.basicConfig": "the program says where its log goes",
+    "time.sleep": "nothing waits without being woken",
+    "eval": "no text is code",
+    "exec": "no text is code",
+    "print": "the library logs",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, as a dotted name."""
+
+    module: str
+    line: int
+    # Runs when the file is loaded: not inside a function, not for the type checker alone.
+    is_eager: bool
+    # For the type checker alone.
+    is_typing: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the package, parsed."""
+
+    # Dotted, below the package: "_core.scheduler", "" for the package itself.
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        """The first word of its name, which has a floor."""
+        return self.name.partition(".")[0]
+
+    def imports(self) -> Iterator[Import]:
+        """Every import, wherever it stands."""
+        yield from _imports_in(self.tree, is_eager=True, is_typing=False)
+
+
+def _imports_in(node: ast.AST, *, is_eager: bool, is_typing: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, is_eager, is_typing)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            assert child.module is not None
+            for alias in child.names:
+                target = f"{child.module}.{alias.name}"
+                module = target if _is_ours(target) else child.module
+                yield Import(module, child.lineno, is_eager, is_typing)
+        else:
+            in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            yield from _imports_in(
+                child,
+                is_eager=is_eager and not in_function and not for_types,
+                is_typing=is_typing or for_types,
+            )
+
+
+def _is_ours(dotted: str) -> bool:
+    return dotted.removeprefix(f"{PACKAGE}.") in SOURCES
+
+
+def _read() -> dict[str, Source]:
+    sources = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[name] = Source(name, path, ast.parse(path.read_text()))
+    return sources
+
+
+SOURCES: dict[str, Source] = _read()
+every_source = pytest.mark.parametrize("name", SOURCES)
+
+
+def ours(target: Import) -> str | None:
+    """The name below the package, None if it is not ours."""
+    if target.module == PACKAGE:
+        return ""
+    inside = target.module.removeprefix(f"{PACKAGE}.")
+    return None if inside == target.module else inside
+
+
+def run_python(program: str, *options: str) -> Any:
+    """What a fresh interpreter prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def modules_after(statement: str) -> set[str]:
+    """What is loaded after it, with nothing but Python itself and this package on the path."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); {statement}\n"
+        "import json; print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = run_python(program, "-I", "-S")
+    assert isinstance(modules, list)
+    return set(modules)
+
+
+def top_levels(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+# Floors.
+
+
+def test_there_are_sources() -> None:
+    assert {"", "errors", "batcher", "_core.scheduler", "_process.worker_main"} <= set(SOURCES)
+
+
+@every_source
+def test_every_file_has_a_floor(name: str) -> None:
+    assert SOURCES[name].part in FLOORS
+
+
+@every_source
+def test_a_file_imports_from_its_own_floor_or_below(name: str) -> None:
+    source = SOURCES[name]
+    for target in source.imports():
+        inside = ours(target)
+        if inside is not None:
+            assert FLOORS[inside.partition(".")[0]] <= FLOORS[source.part], (
+                f"{source.path.name}:{target.line} imports {target.module}"
+            )
+
+
+@every_source
+def test_nobody_inside_imports_the_edge(name: str) -> None:
+    """Each thing at the edge can be left out, and so can the package's own `__init__`."""
+    for target in SOURCES[name].imports():
+        inside = ours(target)
+        if inside is not None:
+            assert FLOORS[inside.partition(".")[0]] < EDGE or SOURCES[name].part == "fastapi"
+
+
+def test_the_integration_imports_nothing_else_of_the_edge() -> None:
+    edge = {part for part, floor in FLOORS.items() if floor == EDGE} - {""}
+    targets = {ours(target) for target in SOURCES["fastapi"].imports()} - {None}
+    assert not targets & edge
+
+
+@pytest.mark.parametrize("name", [part for part, floor in FLOORS.items() if floor == LEAVES])
+def test_a_leaf_imports_at_most_errors(name: str) -> None:
+    inside = {ours(target) for target in SOURCES[name].imports()} - {None}
+    assert inside <= ({"errors"} if name == "config" else set())
+
+
+@every_source
+def test_no_file_imports_one_that_imports_it(name: str) -> None:
+    for other in direct_imports(name):
+        assert name not in reachable_from(other), f"{name} and {other} import each other"
+
+
+def direct_imports(name: str) -> set[str]:
+    """What a file loads of ours when it is loaded."""
+    found = set()
+    for target in SOURCES[name].imports():
+        inside = ours(target)
+        if inside is not None and target.is_eager:
+            assert inside in SOURCES, f"{target.module} is a module"
+            found.add(inside)
+    return found
+
+
+def reachable_from(name: str) -> set[str]:
+    """What is loaded of ours because of it, itself included."""
+    reached: set[str] = set()
+    todo = {name}
+    while todo:
+        one = todo.pop()
+        reached.add(one)
+        todo |= direct_imports(one) - reached
+    return reached
+
+
+# The core.
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("_core")])
+def test_the_core_uses_nothing_that_waits_sends_logs_or_tells_the_time(name: str) -> None:
+    for target in SOURCES[name].imports():
+        if ours(target) is None:
+            assert target.module.partition(".")[0] in CORE_MAY_IMPORT, (
+                f"{SOURCES[name].path.name}:{target.line} imports {target.module}"
+            )
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("_core")])
+def test_the_core_has_no_coroutines(name: str) -> None:
+    kinds = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
+    assert not [node for node in ast.walk(SOURCES[name].tree) if isinstance(node, kinds)]
+
+
+def test_the_core_loads_in_an_interpreter_that_has_nothing_else() -> None:
+    loaded = modules_after("import fast_batcher._core.scheduler, fast_batcher._core.lifecycle")
+    assert not top_levels(loaded) & {"asyncio", "socket", "select", "multiprocessing"}
+
+
+# The worker.
+
+
+def test_nothing_that_the_worker_loads_is_of_the_parents_half() -> None:
+    reached = reachable_from("_process.worker_main")
+    assert "_transport.channel" in reached
+    assert not reached & NOT_OF_OURS_IN_WORKER
+    for name in reached:
+        modules = {target.module for target in SOURCES[name].imports() if not target.is_typing}
+        assert not top_levels(modules) & NOT_IN_WORKER
+
+
+def test_a_worker_has_no_event_loop() -> None:
+    """What a spawned process loads before it loads the model."""
+    loaded = modules_after("import multiprocessing.spawn, fast_batcher._process.worker_main")
+    assert f"{PACKAGE}._process.worker_main" in loaded
+    assert not top_levels(loaded) & (NOT_IN_WORKER | HEAVY)
+    assert not loaded & {f"{PACKAGE}.{name}" for name in NOT_OF_OURS_IN_WORKER}
+
+
+def test_a_model_file_loads_no_event_loop_in_the_worker() -> None:
+    loaded = modules_after("from fast_batcher import InferenceModel, errors")
+    assert not top_levels(loaded) & (NOT_IN_WORKER | HEAVY)
+
+
+# The package.
+
+
+def test_the_package_needs_python_alone_and_loads_nothing_heavy() -> None:
+    loaded = modules_after("import fast_batcher")
+    assert top_levels(loaded) <= PYTHON_AND_OURS
+    assert not top_levels(loaded) & HEAVY
+
+
+def test_the_batcher_needs_python_alone() -> None:
+    loaded = modules_after("from fast_batcher import DynBatcher")
+    assert f"{PACKAGE}.batcher" in loaded
+    assert top_levels(loaded) <= PYTHON_AND_OURS
+
+
+def test_where_heavy_things_are_installed_they_are_not_loaded() -> None:
+    """The same with everything on the path that is installed here."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import fast_batcher; fast_batcher.DynBatcher\n"
+        "import json; print(json.dumps(sorted(sys.modules)))"
+    )
+    assert not top_levels(set(run_python(program))) & HEAVY
+
+
+def test_importing_starts_nothing_and_changes_nothing() -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import asyncio, json, logging, multiprocessing, os, signal, threading, time\n"
+        "def look():\n"
+        "    handlers = [str(signal.getsignal(n)) for n in signal.valid_signals()]\n"
+        "    descriptors = sorted(os.listdir('/proc/self/fd'))\n"
+        "    method = multiprocessing.get_start_method(allow_none=True)\n"
+        "    logs = [str(h) for h in logging.getLogger().handlers]\n"
+        "    return [handlers, descriptors, method, logs, threading.active_count(),\n"
+        "            dict(os.environ)]\n"
+        "before = look()\n"
+        "import fast_batcher; fast_batcher.DynBatcher\n"
+        "import fast_batcher._process.pool\n"
+        "print(json.dumps([before, look()]))"
+    )
+    before, after = run_python(program)
+    assert after == before
+
+
+# Every file.
+
+
+@every_source
+def test_every_file_says_what_it_is_for(name: str) -> None:
+    docstring = ast.get_docstring(SOURCES[name].tree)
+    assert docstring is not None
+    assert docstring.splitlines()[0].endswith((".", ":"))
+
+
+@every_source
+def test_nobody_calls_what_is_forbidden(name: str) -> None:
+    assert forbidden_uses(SOURCES[name].tree) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ("import time\ntime.time()", "time.time"),
+        ("import time as clock\nclock.time()", "time.time"),
+        ("from time import time\nnow = time()", "time.time"),
+        ("from time import time as now", "time.time"),
+        ("import multiprocessing as mp\nmp.set_start_method('fork')", "set_start_method"),
+        ("import asyncio\nget = asyncio.get_event_loop", "get_event_loop"),
+        ("from datetime import datetime\ndatetime.now()", "datetime.now"),
+        ("print('here')", "print"),
+    ],
+)
+def test_the_search_for_it_finds_it(program: str, found: str) -> None:
+    """A check that cannot find anything would be worse than none."""
+    (use,) = set(forbidden_uses(ast.parse(program)))
+    assert found in use
+
+
+def forbidden_uses(tree: ast.Module) -> list[str]:
+    """Every use of a forbidden name, under whatever name it was imported."""
+    meanings: dict[str, str] = {}
+    uses = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                meanings[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                meanings[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                uses.append(f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, _, rest = ast.unparse(node).partition(".")
+            uses.append(".".join(filter(None, [meanings.get(first, first), rest])))
+    return [use for use in uses if use in FORBIDDEN_CALLS]
+
+
+# Tests.
+
+# Files whose tests have another name, because what they promise is promised elsewhere.
+TESTED_ELSEWHERE = {
+    "": "test_public_api.py",
+    "dyn_batcher": "test_public_api.py",
+    "inference_template": "test_public_api.py",
+    "model": "test_public_api.py",
+    "_core": "test_architecture.py",
+    "_transport": "test_architecture.py",
+    "_process": "test_architecture.py",
+}
+
+
+@every_source
+def test_every_file_has_a_test_file_of_its_name(name: str) -> None:
+    """So that one knows where to look, and what a new file lacks."""
+    if name in TESTED_ELSEWHERE:
+        expected = ROOT / "tests" / TESTED_ELSEWHERE[name]
+    else:
+        *folders, file = name.split(".")
+        folder = [one.strip("_") for one in folders]
+        expected = ROOT.joinpath("tests", *folder, f"test_{file.strip('_')}.py")
+    assert expected.is_file(), f"no {expected.relative_to(ROOT)}"
+
+
+def test_every_test_file_says_what_it_is_about() -> None:
+    silent = [
+        path.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if ast.get_docstring(ast.parse(path.read_text())) is None
+    ]
+    assert silent == []
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """Pytest imports them by name, whatever folder they lie in."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)

@@ -1,0 +1,1419 @@
+"""`DynBatcher` on one event loop: calls, cancellation, deadlines, life, with real workers."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from sample_models import (
+    BatchSize,
+    Closes,
+    Echo,
+    EchoWithArguments,
+    FailsPositions,
+    Gated,
+    GatedOnLoad,
+    Holds,
+    NeedsFile,
+    NeverLoads,
+    Raises,
+    RaisesOnLoad,
+    Slow,
+    Stuck,
+    Warm,
+    Whereabouts,
+)
+from waits import LIMIT, SOON, Gate, Watch, assert_balance, call, outcome, turns, within
+
+from fast_batcher import (
+    BatcherClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    DynBatcher,
+    NotReadyError,
+    QueueFullError,
+    WorkerStartupError,
+)
+
+pytestmark = pytest.mark.anyio
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+async def test_falsy_inputs_come_back_as_they_went() -> None:
+    values: list[Any] = [None, 0, 0.0, "", b"", [], {}, (), False, math.inf, "text", {"a": [None]}]
+    async with DynBatcher(Echo) as batcher:
+        for value in values:
+            output = await batcher.process_batched(value)
+            assert output == value
+            assert type(output) is type(value)
+        outputs = await batcher.process_many(values)
+        assert outputs == values
+        assert [type(output) for output in outputs] == [type(value) for value in values]
+
+
+async def test_calls_of_one_turn_share_a_batch() -> None:
+    async with DynBatcher(BatchSize, max_batch_size=4) as batcher:
+        calls = [call(batcher, number) for number in range(3)]
+        assert await asyncio.gather(*calls) == [3, 3, 3]
+        assert batcher.stats.batch_sizes == {3: 1}
+
+
+async def test_no_batch_is_larger_than_it_may_be(gate: Gate) -> None:
+    async with DynBatcher(Gated, 4, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, number) for number in range(10)]
+        batches = []
+        for _ in range(3):
+            visit = await gate.visit()
+            batches.append(visit.note)
+            visit.let_on()
+        assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert await asyncio.gather(*calls) == list(range(10))
+
+
+async def test_each_caller_gets_its_own_answer() -> None:
+    async with DynBatcher(Echo, 7) as batcher:
+        values = list(range(1000))
+        random.shuffle(values)
+        calls = []
+        for value in values:
+            calls.append(call(batcher, value))
+            if random.random() < 0.2:
+                await turns(1)
+        assert await asyncio.gather(*calls) == values
+        assert assert_balance(batcher).completed == 1000
+
+
+async def test_the_model_gets_its_arguments() -> None:
+    async with DynBatcher(
+        EchoWithArguments, model_args=("weights.bin",), model_kwargs={"second": [1, 2]}
+    ) as batcher:
+        assert await batcher.process_batched(None) == ("weights.bin", [1, 2])
+
+
+async def test_warm_up_comes_before_the_first_batch() -> None:
+    async with DynBatcher(Warm, model_args=(["warm", "up"],)) as batcher:
+        assert await batcher.process_batched("first") == ["warm", "up", "first"]
+        assert batcher.stats.batches == 1
+
+
+async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
+    async with DynBatcher(FailsPositions) as batcher:
+        calls = [call(batcher, text) for text in ("one", "bad", "two")]
+        one, bad, two = [await outcome(task) for task in calls]
+        assert (one, two) == ("one", "two")
+        assert isinstance(bad, ValueError)
+        assert str(bad) == "this one is bad"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.failed) == (2, 1)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, math.nan, "1", True, [1]], ids=repr)
+async def test_a_wrong_timeout_is_refused_and_nothing_is_queued(timeout: Any) -> None:
+    async with DynBatcher(Echo) as batcher:
+        with pytest.raises(ConfigurationError, match=r"timeout=.*more than 0"):
+            await batcher.process_batched(1, timeout=timeout)
+        with pytest.raises(ConfigurationError, match="timeout="):
+            await batcher.process_many([1], timeout=timeout)
+        with pytest.raises(ConfigurationError, match="timeout="):
+            batcher.submit(1, timeout=timeout)
+        assert batcher.stats.submitted == 0
+        assert await batcher.process_batched(1, timeout=math.inf) == 1
+
+
+# --- cancellation ---------------------------------------------------------------------------------
+
+
+def task_cancel(batcher: DynBatcher[Any, Any], value: Any) -> tuple["asyncio.Task[Any]", Any]:
+    task = call(batcher, value)
+    return task, task.cancel
+
+
+def cancel_scope(batcher: DynBatcher[Any, Any], value: Any) -> tuple["asyncio.Task[Any]", Any]:
+    scope = anyio.CancelScope()
+
+    async def run() -> Any:
+        with scope:
+            return await batcher.process_batched(value)
+        return asyncio.CancelledError()
+
+    return asyncio.create_task(run()), scope.cancel
+
+
+def task_group(batcher: DynBatcher[Any, Any], value: Any) -> tuple["asyncio.Task[Any]", Any]:
+    """A sibling's failure cancels it, and anyio goes on cancelling at every wait."""
+    ended = asyncio.Event()
+
+    async def fail() -> None:
+        await ended.wait()
+        raise ZeroDivisionError
+
+    async def run() -> Any:
+        with contextlib.suppress(ExceptionGroup):
+            async with anyio.create_task_group() as group:
+                group.start_soon(fail)
+                output = await batcher.process_batched(value)
+                group.cancel_scope.cancel()
+                return output
+        return asyncio.CancelledError()
+
+    return asyncio.create_task(run()), ended.set
+
+
+Cancellable = Callable[[DynBatcher[Any, Any], Any], tuple["asyncio.Task[Any]", Any]]
+ways_to_cancel = pytest.mark.parametrize("start", [task_cancel, cancel_scope, task_group])
+
+
+@ways_to_cancel
+@pytest.mark.parametrize("victims", [{1}, {0, 2}], ids=str)
+async def test_some_of_a_running_batch_are_cancelled_and_the_others_get_their_answers(
+    gate: Gate, start: Cancellable, victims: set[int]
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        started = [start(batcher, number) for number in range(3)]
+        visit = await gate.visit()
+        assert visit.note == [0, 1, 2]
+        for victim in victims:
+            started[victim][1]()
+        for victim in victims:
+            assert isinstance(await outcome(started[victim][0]), asyncio.CancelledError)
+        stats = assert_balance(batcher)
+        assert (stats.cancelled, stats.running) == (len(victims), 3 - len(victims))
+        visit.let_on()
+        for number in {0, 1, 2} - victims:
+            assert await outcome(started[number][0]) == number
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled) == (3 - len(victims), len(victims))
+
+
+@ways_to_cancel
+async def test_a_running_batch_is_cancelled_whole_and_the_next_call_gets_its_own_answer(
+    gate: Gate, start: Cancellable
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        started = [start(batcher, number) for number in range(3)]
+        visit = await gate.visit()
+        for task, cancel in started:
+            cancel()
+            assert isinstance(await outcome(task), asyncio.CancelledError)
+        late = call(batcher, "late")
+        visit.let_on()
+        visit = await gate.visit()
+        assert visit.note == ["late"]
+        visit.let_on()
+        assert await outcome(late) == "late"
+        stats = assert_balance(batcher)
+        assert (stats.cancelled, stats.completed) == (3, 1)
+
+
+@ways_to_cancel
+async def test_a_waiting_request_that_is_cancelled_is_never_computed(
+    gate: Gate, start: Cancellable
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        first = call(batcher, "first")
+        visit = await gate.visit()
+        started = [start(batcher, number) for number in range(4)]
+        await turns()
+        assert assert_balance(batcher).waiting == 4
+        for number in (0, 2):
+            started[number][1]()
+            assert isinstance(await outcome(started[number][0]), asyncio.CancelledError)
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.cancelled) == (2, 2)
+        visit.let_on()
+        visit = await gate.visit()
+        assert visit.note == [1, 3]
+        visit.let_on()
+        assert await asyncio.gather(first, started[1][0], started[3][0]) == ["first", 1, 3]
+
+
+@ways_to_cancel
+async def test_all_waiting_requests_are_cancelled_and_the_queue_is_empty(
+    gate: Gate, start: Cancellable
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        first = call(batcher, "first")
+        visit = await gate.visit()
+        started = [start(batcher, number) for number in range(4)]
+        await turns()
+        for task, cancel in started:
+            cancel()
+            assert isinstance(await outcome(task), asyncio.CancelledError)
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.cancelled, stats.running) == (0, 4, 1)
+        visit.let_on()
+        assert await outcome(first) == "first"
+        assert batcher.stats.batches == 1
+
+
+async def test_a_call_is_cancelled_in_the_turn_in_which_it_was_made() -> None:
+    async with DynBatcher(Echo) as batcher:
+        calls = [call(batcher, number) for number in range(3)]
+        await turns(1)
+        # They have run up to their wait; what takes them to the queue has not.
+        assert batcher.stats.submitted == 0
+        calls[1].cancel()
+        assert isinstance(await outcome(calls[1]), asyncio.CancelledError)
+        assert await asyncio.gather(calls[0], calls[2]) == [0, 2]
+        stats = assert_balance(batcher)
+        assert (stats.submitted, stats.cancelled, stats.completed) == (3, 1, 2)
+
+
+async def test_move_on_after_gives_up_on_a_running_batch(gate: Gate) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        patient = call(batcher, "patient")
+        with anyio.move_on_after(SOON) as scope:
+            await batcher.process_batched("impatient")
+        assert scope.cancelled_caught
+        visit = await gate.visit()
+        assert sorted(visit.note) == ["impatient", "patient"]
+        visit.let_on()
+        assert await outcome(patient) == "patient"
+
+
+async def test_asyncio_timeout_and_wait_for_give_up_as_well(gate: Gate) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        patient = call(batcher, "patient")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(SOON):
+                await batcher.process_batched("impatient")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(batcher.process_batched("waiting"), SOON)
+        (await gate.visit()).let_on()
+        assert await outcome(patient) == "patient"
+        assert assert_balance(batcher).cancelled == 2
+
+
+async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate) -> None:
+    """The caller is cancelled after its future was settled, before it could look."""
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, number) for number in range(2)]
+        (await gate.visit()).let_on()
+        async with asyncio.timeout(LIMIT):
+            while batcher.stats.completed < 2:
+                await asyncio.sleep(0)
+        calls[0].cancel()
+        assert await outcome(calls[1]) == 1
+        await asyncio.gather(calls[0], return_exceptions=True)
+        assert_balance(batcher)
+
+
+@pytest.mark.slow
+async def test_a_storm_of_cancellations_harms_nobody_else() -> None:
+    async with DynBatcher(
+        Slow, 8, model_args=(0.0001,), num_workers=2, max_queue_size=2000
+    ) as batcher:
+        calls = []
+        victims = set()
+        for number in range(2000):
+            calls.append(call(batcher, number))
+            if random.random() < 0.3:
+                victim = random.randrange(len(calls))
+                if calls[victim].cancel():
+                    victims.add(victim)
+            if random.random() < 0.1:
+                await turns(random.randrange(3))
+                assert_balance(batcher)
+        outcomes = [await outcome(task) for task in calls]
+        for number, result in enumerate(outcomes):
+            if number in victims:
+                assert isinstance(result, asyncio.CancelledError) or result == number
+            else:
+                assert result == number
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.running, stats.failed, stats.expired) == (0, 0, 0, 0)
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+async def test_a_waiting_request_expires_while_the_worker_is_busy(gate: Gate) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        first = call(batcher, "first")
+        visit = await gate.visit()
+        with pytest.raises(
+            DeadlineExceededError, match=r"still waiting after 0\.[01]\d* seconds"
+        ) as caught:
+            await batcher.process_batched("late", timeout=SOON)
+        assert isinstance(caught.value, TimeoutError)
+        assert caught.value.retry_after is None
+        stats = assert_balance(batcher)
+        assert (stats.expired, stats.waiting, stats.running) == (1, 0, 1)
+        visit.let_on()
+        assert await outcome(first) == "first"
+        assert batcher.stats.batches == 1
+
+
+async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call_is_right(
+    gate: Gate,
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        patient = call(batcher, "patient")
+        hasty = call(batcher, "hasty", timeout=SOON)
+        visit = await gate.visit()
+        error = await outcome(hasty)
+        assert isinstance(error, DeadlineExceededError)
+        assert "the model had not answered" in str(error)
+        next_call = call(batcher, "next")
+        assert_balance(batcher)
+        visit.let_on()
+        assert await outcome(patient) == "patient"
+        (await gate.visit()).let_on()
+        assert await outcome(next_call) == "next"
+        stats = assert_balance(batcher)
+        assert (stats.expired, stats.completed) == (1, 2)
+
+
+async def test_a_worker_whose_whole_batch_has_expired_is_not_ready_until_it_answers(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        hasty = [call(batcher, number, timeout=SOON) for number in range(2)]
+        visit = await gate.visit()
+        assert batcher.is_ready
+        for task in hasty:
+            assert isinstance(await outcome(task), DeadlineExceededError)
+        assert not batcher.is_ready
+        assert batcher.stats.workers_ready == 0
+        with pytest.raises(NotReadyError, match=r"no worker was ready after 0\.[01]\d* seconds"):
+            await batcher.process_batched("nobody there", timeout=SOON)
+        warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
+        assert len(warnings) == 1
+        assert "every request of its batch has expired" in warnings[0].getMessage()
+        waiting = call(batcher, "waiting")
+        visit.let_on()
+        (await gate.visit()).let_on()
+        assert await outcome(waiting) == "waiting"
+        assert batcher.is_ready
+        assert_balance(batcher)
+
+
+async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    with pytest.raises(NotReadyError, match=r"no worker was ready after 0\.[01]\d* seconds"):
+        await batcher.process_batched(1, timeout=SOON)
+    (await gate.visit()).let_on()
+    assert await batcher.process_batched(2) == 2
+    stats = assert_balance(batcher)
+    assert (stats.expired, stats.completed) == (1, 1)
+    await batcher.aclose()
+
+
+async def test_the_batchers_timeout_holds_where_a_call_names_none(gate: Gate) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
+        default = call(batcher, "default")
+        own = call(batcher, "own", timeout=LIMIT)
+        many = asyncio.create_task(batcher.process_many(["one", "two"]))
+        visit = await gate.visit()
+        assert isinstance(await outcome(default), DeadlineExceededError)
+        assert isinstance(await outcome(many), DeadlineExceededError)
+        visit.let_on()
+        assert await outcome(own) == "own"
+
+
+async def test_without_a_timeout_a_request_waits_as_long_as_it_takes(gate: Gate) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,), timeout=None) as batcher:
+        unlimited = call(batcher, "unlimited")
+        visit = await gate.visit()
+        with pytest.raises(DeadlineExceededError):
+            await batcher.process_batched("limited", timeout=SOON)
+        assert not unlimited.done()
+        visit.let_on()
+        assert await outcome(unlimited) == "unlimited"
+
+
+async def test_deadlines_are_kept_whatever_order_they_come_in(gate: Gate) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        first = call(batcher, "first")
+        visit = await gate.visit()
+        seconds = [LIMIT] * 8 + [0.01 * number for number in range(1, 9)]
+        random.shuffle(seconds)
+        calls = [(timeout, call(batcher, timeout, timeout=timeout)) for timeout in seconds]
+        for timeout, task in calls:
+            if timeout < LIMIT:
+                assert isinstance(await outcome(task), DeadlineExceededError)
+        stats = assert_balance(batcher)
+        assert (stats.expired, stats.waiting) == (8, 8)
+        visit.let_on()
+        visit = await gate.visit()
+        assert visit.note == [LIMIT] * 8
+        visit.let_on()
+        assert await outcome(first) == "first"
+        assert [await outcome(task) for timeout, task in calls if timeout == LIMIT] == [LIMIT] * 8
+
+
+# Long enough for an answer that takes a millisecond, on any machine.
+INFER_TIMEOUT = 0.5
+
+
+@pytest.mark.slow
+async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), infer_timeout=INFER_TIMEOUT) as batcher:
+        stuck = [call(batcher, "hold") for _ in range(2)]
+        visit = await gate.visit()
+        waiting = [call(batcher, number) for number in range(3)]
+        with Watch([visit.pid]) as worker:
+            for task in stuck:
+                error = await outcome(task)
+                assert isinstance(error, DeadlineExceededError)
+                assert "longer than infer_timeout=0.5 seconds" in str(error)
+            await worker.until_dead()
+        assert [await outcome(task) for task in waiting] == [0, 1, 2]
+        stats = assert_balance(batcher)
+        assert (stats.expired, stats.completed, stats.restarts) == (2, 3, 1)
+    assert "took longer than infer_timeout=0.5" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
+async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None:
+    async with DynBatcher(
+        Stuck, model_args=(gate.path, how), infer_timeout=INFER_TIMEOUT, stop_timeout=0.2
+    ) as batcher:
+        stuck = call(batcher, "stuck")
+        visit = await gate.visit()
+        with Watch([visit.pid]) as worker:
+            assert isinstance(await outcome(stuck), DeadlineExceededError)
+            await worker.until_dead()
+        next_call = call(batcher, "next")
+        visit = await gate.visit()
+        assert visit.note == ["next"]
+        next_call.cancel()
+
+
+# --- the queue's limit ----------------------------------------------------------------------------
+
+
+async def test_a_full_queue_refuses_at_once_and_has_room_again_later(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), max_queue_size=3) as batcher:
+        first = call(batcher, "hold")
+        visit = await gate.visit()
+        waiting = [call(batcher, number) for number in range(3)]
+        await turns()
+        with pytest.raises(QueueFullError, match=r"3 requests wait already \(max_queue_size=3\)"):
+            await batcher.process_batched(3)
+        with pytest.raises(QueueFullError):
+            await batcher.process_many([3, 4])
+        stats = assert_balance(batcher)
+        assert (stats.rejected, stats.waiting, stats.submitted) == (2, 3, 4)
+        waiting.pop().cancel()
+        await turns()
+        room = call(batcher, "room")
+        visit.let_on()
+        assert [await outcome(task) for task in (first, *waiting, room)] == ["hold", 0, 1, "room"]
+        assert await batcher.process_batched("more room") == "more room"
+        assert_balance(batcher)
+
+
+async def test_of_the_calls_of_one_turn_those_are_taken_that_came_first(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), max_queue_size=3) as batcher:
+        first = call(batcher, "hold")
+        visit = await gate.visit()
+        calls = [call(batcher, number) for number in range(5)]
+        await turns()
+        assert [task.done() for task in calls] == [False, False, False, True, True]
+        visit.let_on()
+        results = [await outcome(task) for task in (first, *calls)]
+        assert results[:4] == ["hold", 0, 1, 2]
+        assert all(isinstance(result, QueueFullError) for result in results[4:])
+        assert results[4] is not results[5]
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+async def test_many_come_back_in_order() -> None:
+    async with DynBatcher(Echo, 4) as batcher:
+        assert await batcher.process_many(range(101)) == list(range(101))
+        assert await batcher.process_many(iter("abc")) == ["a", "b", "c"]
+        assert assert_balance(batcher).completed == 104
+
+
+async def test_none_of_many_is_an_empty_list_and_asks_nobody() -> None:
+    async with DynBatcher(Echo) as batcher:
+        assert await batcher.process_many([]) == []
+        assert batcher.stats.submitted == 0
+
+
+async def test_many_may_be_more_than_the_queue_holds() -> None:
+    async with DynBatcher(Echo, 2, max_queue_size=3) as batcher:
+        assert await batcher.process_many(range(50)) == list(range(50))
+        assert assert_balance(batcher).rejected == 0
+
+
+async def test_two_callers_of_many_share_a_small_queue() -> None:
+    async with DynBatcher(Echo, 2, max_queue_size=8) as batcher:
+        one = asyncio.create_task(batcher.process_many(range(50)))
+        two = asyncio.create_task(batcher.process_many(range(50, 100)))
+        assert await outcome(one) == list(range(50))
+        assert await outcome(two) == list(range(50, 100))
+
+
+async def test_other_callers_get_their_turns_between_many(gate: Gate) -> None:
+    size = 4
+    async with DynBatcher(Gated, size, model_args=(gate.path,)) as batcher:
+        many = asyncio.create_task(batcher.process_many(range(200)))
+        visit = await gate.visit()
+        lone = call(batcher, "lone")
+        await turns()
+        # Two batches of the many are with the worker or queued; the lone one comes right behind.
+        batches = [visit.note]
+        while "lone" not in batches[-1]:
+            visit.let_on()
+            visit = await gate.visit()
+            batches.append(visit.note)
+        assert len(batches) <= 3
+        assert not lone.done()
+        gate.close()
+        assert await outcome(lone) == "lone"
+        assert await outcome(many) == list(range(200))
+
+
+async def test_many_are_cancelled_together(gate: Gate) -> None:
+    async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
+        many = asyncio.create_task(batcher.process_many(range(20)))
+        visit = await gate.visit()
+        other = call(batcher, "other")
+        await turns()
+        many.cancel()
+        assert isinstance(await outcome(many), asyncio.CancelledError)
+        stats = assert_balance(batcher)
+        assert (stats.running, stats.waiting) == (0, 1)
+        gate.close()
+        assert await outcome(other) == "other"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled) == (1, stats.submitted - 1)
+
+
+async def test_the_first_error_of_many_is_raised_and_the_others_are_abandoned() -> None:
+    async with DynBatcher(FailsPositions, 2) as batcher:
+        with pytest.raises(ValueError, match="this one is bad"):
+            await batcher.process_many(["one", "two", "three", "bad", "bad", *"x" * 50])
+        assert await batcher.process_many(["four", "five"]) == ["four", "five"]
+        stats = assert_balance(batcher)
+        assert (stats.running, stats.waiting) == (0, 0)
+        # No more than the two batches that may be under way were ever queued behind the bad one.
+        assert stats.submitted <= 4 + 2 * 2 + 2
+
+
+async def test_an_iterable_that_raises_abandons_what_it_gave(gate: Gate) -> None:
+    def values() -> Iterator[int]:
+        yield from range(3)
+        raise ZeroDivisionError
+
+    async with DynBatcher(Echo) as batcher:
+        with pytest.raises(ZeroDivisionError):
+            await batcher.process_many(values())
+        assert assert_balance(batcher).cancelled == 3
+        assert await batcher.process_batched(1) == 1
+
+
+async def test_the_deadline_of_many_is_that_of_all_together(gate: Gate) -> None:
+    async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
+        many = asyncio.create_task(batcher.process_many(range(20), timeout=SOON))
+        visit = await gate.visit()
+        visit.let_on()
+        visit = await gate.visit()
+        assert isinstance(await outcome(many), DeadlineExceededError)
+        gate.close()
+        assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.running) == (0, 0)
+
+
+# --- submit ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+Threads = concurrent.futures.ThreadPoolExecutor
+
+
+async def test_submit_serves_many_threads_at_once(threads: Threads) -> None:
+    async with DynBatcher(Echo, 8) as batcher:
+
+        def work(start: int) -> list[int]:
+            futures = [batcher.submit(start + number) for number in range(100)]
+            return [future.result(LIMIT) for future in futures]
+
+        loop = asyncio.get_running_loop()
+        starts = range(0, 800, 100)
+        results = await asyncio.gather(
+            *[loop.run_in_executor(threads, work, start) for start in starts]
+        )
+        assert results == [list(range(start, start + 100)) for start in starts]
+        assert assert_balance(batcher).completed == 800
+
+
+async def test_submit_tells_errors_as_a_call_does(threads: Threads, gate: Gate) -> None:
+    async with DynBatcher(Raises, max_queue_size=2) as batcher:
+        future = batcher.submit("value")
+        error = await asyncio.wrap_future(_errors_of(future))
+        assert isinstance(error, ValueError)
+        late = batcher.submit("fine", timeout=1e-9)
+        assert isinstance(await asyncio.wrap_future(_errors_of(late)), DeadlineExceededError)
+        many = [batcher.submit("fine") for _ in range(3)]
+        results = [await asyncio.wrap_future(_errors_of(one)) for one in many]
+        assert [type(one) for one in results] == [type(None), type(None), QueueFullError]
+        assert_balance(batcher)
+
+
+def _errors_of(
+    future: "concurrent.futures.Future[Any]",
+) -> "concurrent.futures.Future[BaseException | None]":
+    """A future for the error of a future, None if it has a result."""
+    errors: concurrent.futures.Future[BaseException | None] = concurrent.futures.Future()
+    future.add_done_callback(lambda done: errors.set_result(done.exception()))
+    return errors
+
+
+async def test_a_submitted_request_is_cancelled_from_its_thread_while_it_waits(
+    threads: Threads, gate: Gate
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        first = batcher.submit("first")
+        visit = await gate.visit()
+        futures = [batcher.submit(number) for number in range(3)]
+        await turns()
+        assert await asyncio.get_running_loop().run_in_executor(threads, futures[1].cancel)
+        await turns()
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.cancelled) == (2, 1)
+        visit.let_on()
+        visit = await gate.visit()
+        assert visit.note == [0, 2]
+        visit.let_on()
+        results = [await asyncio.wrap_future(one) for one in (first, futures[0], futures[2])]
+        assert results == ["first", 0, 2]
+
+
+async def test_a_submitted_request_is_cancelled_while_it_runs(gate: Gate) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        futures = [batcher.submit(number) for number in range(2)]
+        visit = await gate.visit()
+        assert futures[0].cancel()
+        visit.let_on()
+        assert await asyncio.wrap_future(futures[1]) == 1
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled) == (1, 1)
+
+
+async def test_a_submitted_request_is_cancelled_before_the_loop_has_seen_it() -> None:
+    async with DynBatcher(Echo) as batcher:
+        future = batcher.submit(1)
+        assert future.cancel()
+        await turns()
+        assert await batcher.process_batched(2) == 2
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.running) == (0, 0)
+
+
+async def test_submit_needs_an_open_batcher() -> None:
+    batcher = DynBatcher(Echo, auto_open=False)
+    with pytest.raises(NotReadyError, match=r"opened.*FastAPI\(lifespan=.*TestClient"):
+        batcher.submit(1)
+    await batcher.open()
+    assert await asyncio.wrap_future(batcher.submit(1)) == 1
+    batcher.begin_drain()
+    with pytest.raises(BatcherClosedError, match="draining"):
+        batcher.submit(2)
+    await batcher.aclose()
+    with pytest.raises(BatcherClosedError, match="closed"):
+        batcher.submit(3)
+
+
+async def test_what_was_submitted_fails_when_the_batcher_is_stopped(gate: Gate) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.path,), stop_timeout=0.1)
+    await batcher.open()
+    running = batcher.submit("running")
+    await gate.visit()
+    waiting = batcher.submit("waiting")
+    await turns()
+    unseen = batcher.submit("unseen")
+    batcher.stop()
+    for future in (running, waiting, unseen):
+        error = await asyncio.wrap_future(_errors_of(future))
+        assert isinstance(error, BatcherClosedError)
+    assert_balance(batcher)
+
+
+def test_what_was_submitted_to_a_loop_that_closed_fails_when_the_batcher_is_stopped() -> None:
+    loop = asyncio.new_event_loop()
+    batcher = DynBatcher(Echo)
+    loop.run_until_complete(batcher.open())
+    # The loop will never have the turn in which it would see this.
+    future = batcher.submit(1)
+    loop.close()
+    batcher.stop()
+    with pytest.raises(BatcherClosedError):
+        future.result(LIMIT)
+
+
+def test_submit_after_the_loop_has_been_closed_is_refused() -> None:
+    loop = asyncio.new_event_loop()
+    batcher = DynBatcher(Echo)
+    loop.run_until_complete(batcher.open())
+    loop.close()
+    with pytest.raises(NotReadyError, match="the event loop that served it is closed"):
+        batcher.submit(1)
+    batcher.stop()
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+def test_constructing_without_a_loop_starts_nothing() -> None:
+    before = psutil.Process().children()
+    batcher = DynBatcher(Echo)
+    assert batcher.state == "new"
+    assert not batcher.is_ready
+    assert psutil.Process().children() == before
+    batcher.stop()
+    assert batcher.state == "closed"
+
+
+async def test_constructing_on_a_running_loop_begins_to_open() -> None:
+    batcher = DynBatcher(Echo)
+    assert batcher.state == "new"
+    await asyncio.sleep(0)
+    assert batcher.state == "opening"
+    await batcher.open()
+    assert batcher.state == "open"
+    assert batcher.is_ready
+    await batcher.aclose()
+
+
+async def test_without_auto_open_a_call_says_what_to_do() -> None:
+    batcher = DynBatcher(Echo, auto_open=False)
+    await asyncio.sleep(0)
+    assert batcher.state == "new"
+    with pytest.raises(NotReadyError, match=r"FastAPI\(lifespan=batcher.lifespan\).*TestClient"):
+        await batcher.process_batched(1)
+    with pytest.raises(NotReadyError):
+        await batcher.process_many([1])
+    async with batcher:
+        assert await batcher.process_batched(1) == 1
+
+
+async def test_the_first_call_opens_a_batcher_that_nobody_has_opened() -> None:
+    batcher = await asyncio.to_thread(DynBatcher, Echo)
+    assert batcher.state == "new"
+    assert await batcher.process_batched(1) == 1
+    assert batcher.state == "open"
+    await batcher.aclose()
+
+
+async def test_opening_twice_is_opening_once() -> None:
+    batcher = DynBatcher(Whereabouts)
+    await asyncio.gather(batcher.open(), batcher.open())
+    pid = await batcher.process_batched(None)
+    await batcher.open()
+    async with batcher:
+        assert await batcher.process_batched(None) == pid
+    assert batcher.state == "closed"
+
+
+async def test_open_need_not_wait_for_the_model(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    await batcher.open(wait_ready=False)
+    assert (batcher.state, batcher.is_ready) == ("opening", False)
+    early = call(batcher, "early")
+    visit = await gate.visit()
+    assert assert_balance(batcher).waiting == 1
+    visit.let_on()
+    assert await outcome(early) == "early"
+    assert (batcher.state, batcher.is_ready) == ("open", True)
+    await batcher.aclose()
+
+
+async def test_open_waits_for_every_worker(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), num_workers=2)
+    opening = asyncio.create_task(batcher.open())
+    first, second = await gate.visit(), await gate.visit()
+    first.let_on()
+    # One worker serves already.
+    assert await batcher.process_batched(1) == 1
+    assert (batcher.state, opening.done()) == ("opening", False)
+    second.let_on()
+    await opening
+    assert batcher.state == "open"
+    await batcher.aclose()
+
+
+async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    opening = asyncio.create_task(batcher.open())
+    visit = await gate.visit()
+    opening.cancel()
+    assert isinstance(await outcome(opening), asyncio.CancelledError)
+    visit.let_on()
+    await batcher.open()
+    assert await batcher.process_batched(1) == 1
+    await batcher.aclose()
+
+
+async def test_cancelling_the_start_of_async_with_leaves_nothing(gate: Gate) -> None:
+    async def run() -> None:
+        async with DynBatcher(NeverLoads, model_args=(gate.path,)):
+            raise AssertionError("it never loads")
+
+    opening = asyncio.create_task(run())
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        opening.cancel()
+        assert isinstance(await outcome(opening), asyncio.CancelledError)
+        assert worker.survivors(0.0) == []
+
+
+async def test_a_closed_batcher_can_be_opened_again() -> None:
+    batcher = DynBatcher(Whereabouts)
+    pids = set()
+    for _ in range(3):
+        async with batcher:
+            pids.add(await batcher.process_batched(None))
+        with pytest.raises(BatcherClosedError):
+            await batcher.process_batched(None)
+    assert len(pids) == 3
+    stats = assert_balance(batcher)
+    assert (stats.state, stats.completed, stats.rejected) == ("closed", 3, 3)
+
+
+async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_before(
+    gate: Gate,
+) -> None:
+    batcher = DynBatcher(Holds, model_args=(gate.path,), stop_timeout=SOON)
+    await batcher.open()
+    held = call(batcher, "hold")
+    await gate.visit()
+    closing = asyncio.create_task(batcher.aclose())
+    await turns()
+    batcher.stop()
+    await batcher.open()
+    assert await outcome(closing) is None
+    assert isinstance(await outcome(held), BatcherClosedError)
+    assert await batcher.process_batched("open") == "open"
+    await batcher.aclose()
+
+
+async def test_a_batcher_whose_start_failed_can_be_tried_again(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    batcher = DynBatcher(NeedsFile, model_args=(str(path),))
+    with pytest.raises(WorkerStartupError, match="FileNotFoundError"):
+        await batcher.open()
+    await batcher.aclose()
+    path.touch()
+    async with batcher:
+        assert await batcher.process_batched(1) == 1
+        assert batcher.start_error is None
+
+
+@pytest.mark.parametrize("end", ["stop", "aclose"])
+async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, end: str) -> None:
+    batcher = DynBatcher(NeverLoads, model_args=(gate.path,), stop_timeout=SOON)
+    opening = asyncio.create_task(batcher.open())
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        if end == "stop":
+            batcher.stop()
+        else:
+            await batcher.aclose()
+        assert worker.survivors(0.0) == []
+    assert isinstance(await outcome(opening), BatcherClosedError)
+
+
+async def test_open_does_not_wait_for_ever_when_draining_begins_while_it_opens(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    opening = asyncio.create_task(batcher.open())
+    early = call(batcher, "early")
+    visit = await gate.visit()
+    batcher.begin_drain()
+    visit.let_on()
+    assert await outcome(early) == "early"
+    assert isinstance(await outcome(opening), BatcherClosedError)
+    await batcher.aclose()
+
+
+async def test_stop_before_the_first_worker_has_been_started() -> None:
+    batcher = DynBatcher(Echo)
+    opening = asyncio.create_task(batcher.open())
+    early = call(batcher, "early")
+    await turns(1)
+    batcher.stop()
+    assert isinstance(await outcome(early), BatcherClosedError)
+    assert isinstance(await outcome(opening), BatcherClosedError)
+    assert batcher.state == "closed"
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+async def test_aclose_finishes_what_has_been_accepted(gate: Gate) -> None:
+    batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
+    await batcher.open()
+    accepted = [call(batcher, number) for number in range(7)]
+    visit = await gate.visit()
+    closing = asyncio.create_task(batcher.aclose())
+    await turns()
+    assert (batcher.state, batcher.is_ready) == ("draining", False)
+    with pytest.raises(BatcherClosedError, match="draining"):
+        await batcher.process_batched("too late")
+    with Watch([visit.pid]) as worker:
+        gate.close()
+        assert [await outcome(task) for task in accepted] == list(range(7))
+        async with asyncio.timeout(LIMIT):
+            await closing
+        assert worker.survivors(0.0) == []
+    stats = assert_balance(batcher)
+    assert (stats.state, stats.completed, stats.rejected) == ("closed", 7, 1)
+
+
+async def test_calls_of_the_turn_in_which_aclose_is_called_are_still_finished() -> None:
+    batcher = DynBatcher(Echo)
+    await batcher.open()
+    accepted = [call(batcher, number) for number in range(3)]
+    await turns(1)
+    await batcher.aclose()
+    assert [await outcome(task) for task in accepted] == [0, 1, 2]
+
+
+async def test_draining_waits_for_nobody_under_the_fixed_policy() -> None:
+    batcher = DynBatcher(Echo, policy="fixed", max_delay=LIMIT)
+    await batcher.open()
+    accepted = [call(batcher, number) for number in range(3)]
+    await turns()
+    assert assert_balance(batcher).waiting == 3
+    async with asyncio.timeout(LIMIT / 2):
+        await batcher.aclose()
+    assert [await outcome(task) for task in accepted] == [0, 1, 2]
+    assert batcher.stats.releases == {"drain": 1}
+
+
+async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> None:
+    batcher = DynBatcher(
+        Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=SOON, stop_timeout=SOON
+    )
+    await batcher.open()
+    accepted = [call(batcher, number) for number in range(5)]
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        async with asyncio.timeout(LIMIT):
+            await batcher.aclose()
+        assert worker.survivors(0.0) == []
+    for task in accepted:
+        error = await outcome(task)
+        assert isinstance(error, BatcherClosedError)
+        assert "was closed before it had answered" in str(error)
+    assert assert_balance(batcher).failed == 5
+
+
+async def test_aclose_waits_no_longer_for_callers_that_have_gone(gate: Gate) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.path,), drain_timeout=2 * LIMIT)
+    await batcher.open()
+    running = call(batcher, "running")
+    visit = await gate.visit()
+    waiting = call(batcher, "waiting")
+    closing = asyncio.create_task(batcher.aclose())
+    await turns()
+    waiting.cancel()
+    running.cancel()
+    await turns()
+    assert assert_balance(batcher).cancelled == 2
+    visit.let_on()
+    async with asyncio.timeout(LIMIT):
+        await closing
+
+
+async def test_aclose_waits_for_deadlines_as_well(gate: Gate) -> None:
+    batcher = DynBatcher(
+        Stuck, model_args=(gate.path, "plainly"), drain_timeout=2 * LIMIT, stop_timeout=SOON
+    )
+    await batcher.open()
+    running = call(batcher, "running", timeout=SOON)
+    await gate.visit()
+    async with asyncio.timeout(LIMIT):
+        await batcher.aclose()
+    assert isinstance(await outcome(running), DeadlineExceededError)
+
+
+async def test_closing_twice_and_together_is_closing_once() -> None:
+    batcher = DynBatcher(Echo)
+    await batcher.open()
+    await asyncio.gather(batcher.aclose(), batcher.aclose(), batcher.aclose())
+    await batcher.aclose()
+    batcher.stop()
+    batcher.stop()
+    batcher.begin_drain()
+    assert batcher.state == "closed"
+
+
+async def test_closing_before_opening_is_the_end_too() -> None:
+    before = psutil.Process().children()
+    batcher = DynBatcher(Echo)
+    await batcher.aclose()
+    assert batcher.state == "closed"
+    await turns()
+    with pytest.raises(BatcherClosedError):
+        await batcher.process_batched(1)
+    assert psutil.Process().children() == before
+
+
+async def test_a_call_after_the_end_is_refused_at_once() -> None:
+    async with DynBatcher(Echo, name="closed one") as batcher:
+        pass
+    with within(0.01, "a call after the end is refused") as limit:
+        async with asyncio.timeout(limit):
+            with pytest.raises(
+                BatcherClosedError, match="closed one is closed.*opens a closed batcher again"
+            ):
+                await batcher.process_batched(1)
+    with pytest.raises(BatcherClosedError):
+        await batcher.process_many([1])
+    stats = assert_balance(batcher)
+    assert (stats.rejected, stats.submitted) == (2, 0)
+
+
+async def test_an_exception_in_the_body_closes_and_goes_on() -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with DynBatcher(Echo) as batcher:
+            raise ZeroDivisionError
+    assert batcher.state == "closed"
+
+
+async def test_a_cancelled_body_closes_and_nothing_is_left(gate: Gate) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.path,))
+
+    async def run() -> None:
+        async with batcher:
+            await batcher.process_batched("stuck")
+
+    task = asyncio.create_task(run())
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        task.cancel()
+        await turns()
+        visit.let_on()
+        assert isinstance(await outcome(task), asyncio.CancelledError)
+        assert worker.survivors(0.0) == []
+    assert batcher.state == "closed"
+
+
+async def test_in_a_cancelled_scope_closing_kills_and_leaves_nothing(gate: Gate) -> None:
+    """A cancel scope cancels again at every wait, so `aclose` cannot wait for anything."""
+    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), drain_timeout=2 * LIMIT)
+    await batcher.open()
+    running = call(batcher, "running")
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            async with batcher:
+                pass
+        assert worker.survivors(0.0) == []
+    assert isinstance(await outcome(running), BatcherClosedError)
+    assert_balance(batcher)
+
+
+@pytest.mark.parametrize("while_it", ["drains", "ends its workers"])
+async def test_a_cancelled_aclose_kills_the_workers_at_once(gate: Gate, while_it: str) -> None:
+    drain_timeout = 2 * LIMIT if while_it == "drains" else 0.0
+    batcher = DynBatcher(
+        Stuck,
+        model_args=(gate.path, "plainly"),
+        drain_timeout=drain_timeout,
+        stop_timeout=2 * LIMIT,
+    )
+    await batcher.open()
+    running = call(batcher, "running")
+    visit = await gate.visit()
+    closing = asyncio.create_task(batcher.aclose())
+    also_closing = asyncio.create_task(batcher.aclose())
+    if while_it == "drains":
+        await turns()
+    else:
+        assert isinstance(await outcome(running), BatcherClosedError)
+    with Watch([visit.pid]) as worker:
+        closing.cancel()
+        assert isinstance(await outcome(closing), asyncio.CancelledError)
+        assert worker.survivors(0.0) == []
+    assert await outcome(also_closing) is None
+    assert isinstance(await outcome(running), BatcherClosedError)
+    assert batcher.state == "closed"
+    assert_balance(batcher)
+
+
+async def test_stop_fails_what_is_running_and_waiting(gate: Gate) -> None:
+    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), stop_timeout=SOON)
+    await batcher.open()
+    running = [call(batcher, number) for number in range(2)]
+    visit = await gate.visit()
+    waiting = [call(batcher, number) for number in range(2)]
+    await turns()
+    unseen = call(batcher, "unseen")
+    await turns(1)
+    with Watch([visit.pid]) as worker:
+        batcher.stop()
+        assert worker.survivors(0.0) == []
+    for task in (*running, *waiting, unseen):
+        assert isinstance(await outcome(task), BatcherClosedError)
+    assert assert_balance(batcher).failed == 5
+    batcher.stop()
+
+
+async def test_stop_ends_a_worker_that_ignores_sigterm_too(gate: Gate) -> None:
+    batcher = DynBatcher(Stuck, model_args=(gate.path, "ignoring SIGTERM"), stop_timeout=SOON)
+    await batcher.open()
+    running = call(batcher, "running")
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        batcher.stop()
+        assert worker.survivors(0.0) == []
+    assert isinstance(await outcome(running), BatcherClosedError)
+
+
+async def test_an_idle_worker_ends_by_itself_when_it_is_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    batcher = DynBatcher(Closes, model_args=(str(path),), stop_timeout=LIMIT)
+    await batcher.open()
+    batcher.stop()
+    assert path.read_text() == "closed\n"
+
+
+@pytest.mark.parametrize("answered", [0, 3])
+async def test_aclose_lets_the_model_close(tmp_path: Path, answered: int) -> None:
+    path = tmp_path / "log"
+    async with DynBatcher(Closes, model_args=(str(path),), num_workers=2) as batcher:
+        await batcher.process_many(range(answered))
+    assert path.read_text() == "closed\nclosed\n"
+
+
+async def test_begin_drain_refuses_new_calls_and_finishes_the_old(gate: Gate) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.path,))
+    await batcher.open()
+    running = call(batcher, "running")
+    visit = await gate.visit()
+    waiting = call(batcher, "waiting")
+    await turns(1)
+    assert batcher.is_ready
+    batcher.begin_drain()
+    batcher.begin_drain()
+    assert not batcher.is_ready
+    with pytest.raises(BatcherClosedError, match="draining"):
+        await batcher.process_batched("new")
+    gate.close()
+    visit.let_on()
+    assert [await outcome(running), await outcome(waiting)] == ["running", "waiting"]
+    assert batcher.state == "draining"
+    await batcher.aclose()
+
+
+async def test_a_lifespan_opens_and_closes() -> None:
+    batcher = DynBatcher(Echo)
+    async with batcher.lifespan(object()):
+        assert await batcher.process_batched(1) == 1
+    assert batcher.state == "closed"
+
+
+async def test_a_lifespan_need_not_wait_for_the_model(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    async with batcher.lifespan(wait_ready=False)(object()):
+        assert batcher.state == "opening"
+        (await gate.visit()).let_on()
+        assert await batcher.process_batched(1) == 1
+
+
+async def test_the_workers_of_a_failed_start_are_gone_and_every_call_tells_why() -> None:
+    before = psutil.Process().children()
+    batcher = DynBatcher(RaisesOnLoad, num_workers=2)
+    early = call(batcher, "early")
+    with pytest.raises(WorkerStartupError, match=r"FileNotFoundError: no weights"):
+        await batcher.open()
+    assert psutil.Process().children() == before
+    assert isinstance(await outcome(early), WorkerStartupError)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(WorkerStartupError) as caught:
+            await batcher.process_batched(1)
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+    assert "in __init__" in str(errors[0].__cause__)
+    with pytest.raises(WorkerStartupError):
+        await batcher.open()
+    with pytest.raises(WorkerStartupError):
+        batcher.submit(1)
+    assert (batcher.state, batcher.is_ready) == ("broken", False)
+    assert isinstance(batcher.start_error, WorkerStartupError)
+    assert_balance(batcher)
+    await batcher.aclose()
+    assert batcher.state == "closed"
+
+
+# --- what can be seen of it -----------------------------------------------------------------------
+
+
+async def test_stats_balance_at_every_step(gate: Gate) -> None:
+    batcher = DynBatcher(Holds, 2, model_args=(gate.path,), max_queue_size=4)
+    assert assert_balance(batcher).state == "new"
+    await batcher.open()
+    seen = [assert_balance(batcher)]
+    running = [call(batcher, "hold"), call(batcher, "x")]
+    visit = await gate.visit()
+    seen.append(assert_balance(batcher))
+    queued = [call(batcher, number) for number in range(3)]
+    seen.append(assert_balance(batcher))
+    await turns()
+    seen.append(assert_balance(batcher))
+    hasty = call(batcher, "hasty", timeout=SOON)
+    await outcome(hasty)
+    seen.append(assert_balance(batcher))
+    queued[2].cancel()
+    await turns()
+    seen.append(assert_balance(batcher))
+    visit.let_on()
+    await asyncio.gather(*running, *queued, return_exceptions=True)
+    seen.append(assert_balance(batcher))
+    await batcher.aclose()
+    seen.append(assert_balance(batcher))
+    held = [
+        (one.submitted, one.waiting, one.running, one.completed, one.expired, one.cancelled)
+        for one in seen
+    ]
+    assert held == [
+        (0, 0, 0, 0, 0, 0),
+        (2, 0, 2, 0, 0, 0),
+        (2, 0, 2, 0, 0, 0),  # the calls have not run yet
+        (5, 1, 4, 0, 0, 0),  # the two that make a full batch are with the worker as well
+        (6, 1, 4, 0, 1, 0),
+        (6, 0, 4, 0, 1, 1),
+        (6, 0, 0, 4, 1, 1),
+        (6, 0, 0, 4, 1, 1),
+    ]
+
+
+async def test_stats_tell_what_was_done() -> None:
+    async with DynBatcher(Slow, 4, model_args=(0.001,), num_workers=2) as batcher:
+        empty = batcher.stats
+        assert (empty.infer_p50, empty.queue_wait_p95, empty.mean_batch_size) == (None, None, 0.0)
+        assert await batcher.process_many(range(10)) == list(range(10))
+        stats = batcher.stats
+        assert (stats.state, stats.workers_ready, stats.num_workers) == ("open", 2, 2)
+        assert sum(size * count for size, count in stats.batch_sizes.items()) == 10
+        assert stats.batches == sum(stats.batch_sizes.values()) == sum(stats.releases.values())
+        assert stats.mean_batch_size == 10 / stats.batches
+        assert stats.restarts == 0
+        # A batch of n sleeps n milliseconds, and no sleep is shorter than it should be.
+        assert stats.infer_p50 is not None
+        assert stats.infer_p95 is not None
+        assert 0.001 <= stats.infer_p50 <= stats.infer_p95
+        assert stats.queue_wait_p50 is not None
+        assert stats.queue_wait_p95 is not None
+        assert 0 <= stats.queue_wait_p50 <= stats.queue_wait_p95
+        with pytest.raises(FrozenInstanceError):
+            stats.completed = 0  # type: ignore[misc]
+
+
+async def test_repr_is_a_status_line(gate: Gate) -> None:
+    batcher = DynBatcher(Holds, model_args=(gate.path,), name="embedder")
+    new = "<DynBatcher 'embedder' new workers=0/1 waiting=0 running=0 completed=0 failed=0>"
+    assert repr(batcher) == new
+    await batcher.open()
+    held = call(batcher, "hold")
+    visit = await gate.visit()
+    waiting = call(batcher, 1)
+    await turns()
+    busy = "<DynBatcher 'embedder' open workers=1/1 waiting=1 running=1 completed=0 failed=0>"
+    assert repr(batcher) == busy
+    visit.let_on()
+    await asyncio.gather(held, waiting)
+    await batcher.aclose()
+    end = "<DynBatcher 'embedder' closed workers=0/1 waiting=0 running=0 completed=2 failed=0>"
+    assert repr(batcher) == end
+
+
+def test_the_name_is_the_models_unless_another_is_given() -> None:
+    assert DynBatcher(Echo).name == "Echo"
+    assert DynBatcher("sample_models:Namespace.Inner").name == "Namespace.Inner"
+    assert DynBatcher(Echo, name="other").name == "other"
+
+
+async def test_every_move_of_its_life_is_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="fast_batcher"):
+        async with DynBatcher(Echo, name="logged"):
+            pass
+    moves = [message for message in caplog.messages if "->" in message]
+    assert moves == [
+        "logged: new -> opening (open)",
+        "logged: opening -> open (all workers ready)",
+        "logged: open -> draining (drain)",
+        "logged: draining -> closed (close)",
+    ]
+
+
+# --- several workers ------------------------------------------------------------------------------
+
+
+async def test_two_workers_share_the_load(gate: Gate) -> None:
+    async with DynBatcher(Gated, 2, model_args=(gate.path,), num_workers=2) as batcher:
+        calls = [call(batcher, number) for number in range(2)]
+        first = await gate.visit()
+        # The other worker is free, so it gets the next batch although that is not full.
+        calls.append(call(batcher, 2))
+        second = await gate.visit()
+        assert first.pid != second.pid
+        assert (first.note, second.note) == ([0, 1], [2])
+        # Both are busy: full batches wait behind the running ones, one at each.
+        calls += [call(batcher, number) for number in range(3, 10)]
+        await turns()
+        stats = assert_balance(batcher)
+        assert (stats.running, stats.waiting) == (7, 3)
+        second.let_on()
+        third = await gate.visit()
+        assert third.pid == second.pid
+        assert third.note == [5, 6] or third.note == [3, 4]
+        gate.close()
+        assert [await outcome(task) for task in calls] == list(range(10))
+
+
+async def test_a_stuck_worker_does_not_keep_the_other_from_working(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), num_workers=2) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        for number in range(20):
+            assert await batcher.process_batched(number) == number
+        visit.let_on()
+        assert await outcome(held) == "hold"
+
+
+def test_more_workers_than_cores_are_a_warning() -> None:
+    cores = os.cpu_count() or 1
+    with pytest.warns(RuntimeWarning, match=rf"num_workers={cores + 1} is more than the {cores}"):
+        DynBatcher(Echo, num_workers=cores + 1)
+    DynBatcher(Echo, num_workers=cores)
+
+
+async def test_two_batchers_do_not_know_of_each_other() -> None:
+    async with DynBatcher(Whereabouts) as one, DynBatcher(Echo) as two:
+        assert await two.process_batched("two") == "two"
+        assert await one.process_batched(None) in {
+            child.pid for child in psutil.Process().children()
+        }
+        one.stop()
+        assert await two.process_batched("still here") == "still here"

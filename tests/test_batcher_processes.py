@@ -1,0 +1,1453 @@
+"""`DynBatcher` and the processes around it: dying workers, bad models, other loops, forks, the end.
+
+Everything here is about a real worker process, or about a real program that has one.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+from sample_models import (
+    EXCEPTIONS,
+    OUTPUTS,
+    UNPICKLABLE,
+    BreaksInParent,
+    BrokenOnArrival,
+    ChangesInputs,
+    Crashes,
+    Echo,
+    ExitsOnLoad,
+    Forks,
+    Gated,
+    GatedOnLoad,
+    Grows,
+    Holds,
+    Lengths,
+    LoadsAgain,
+    LoadsOnce,
+    NeedsArguments,
+    NeverLoads,
+    Noisy,
+    Raises,
+    RaisesOnClose,
+    RaisesOnLoad,
+    RaisesOnWarmUp,
+    RefusesPickling,
+    Reports,
+    Returns,
+    Stuck,
+    SystemExitOnLoad,
+    TalksNonsense,
+    UnpicklableOutputs,
+    WarmsUpBadly,
+    Whereabouts,
+)
+from waits import LIMIT, SOON, Gate, Watch, assert_balance, call, outcome, turns, within
+
+from fast_batcher import (
+    DeadlineExceededError,
+    DynBatcher,
+    InferenceError,
+    OutputMismatchError,
+    RequestTooLargeError,
+    UnsendableValueError,
+    WorkerLostError,
+    WorkerStartupError,
+)
+from fast_batcher.errors import RemoteTraceback
+
+TESTS = Path(__file__).parent
+MEBI = 2**20
+
+pytestmark = pytest.mark.anyio
+
+
+async def until_not_ready(batcher: DynBatcher[Any, Any]) -> None:
+    """Let the loop turn until it has noticed that no worker is left."""
+    async with asyncio.timeout(LIMIT):
+        while batcher.stats.workers_ready:
+            await asyncio.sleep(0)
+
+
+# --- workers that die -----------------------------------------------------------------------------
+
+
+async def test_a_worker_killed_in_a_batch_fails_that_batch_and_is_replaced(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, value) for value in ("hold", 1, 2)]
+        visit = await gate.visit()
+        waiting = call(batcher, "waiting")
+        await turns()
+        with within(0.2, "callers know that their worker was killed") as limit:
+            os.kill(visit.pid, signal.SIGKILL)
+            async with asyncio.timeout(limit):
+                errors = [await outcome(task) for task in calls]
+        for error in errors:
+            assert isinstance(error, WorkerLostError)
+            assert "signal 9 (SIGKILL, possibly out of memory)" in str(error)
+        assert len({id(error) for error in errors}) == 3
+        assert await outcome(waiting) == "waiting"
+        assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.completed, stats.restarts) == (3, 2, 1)
+
+
+async def test_a_killed_worker_is_noticed_although_its_child_lives_on(gate: Gate) -> None:
+    """The child has inherited the pipe and the sentinel, so neither tells of the death."""
+    async with DynBatcher(Forks, model_args=(gate.path,)) as batcher:
+        running = call(batcher, None)
+        visit = await gate.visit()
+        with Watch([visit.note]) as child:
+            with within(0.2, "the same, with a child of the worker alive") as limit:
+                os.kill(visit.pid, signal.SIGKILL)
+                async with asyncio.timeout(limit):
+                    assert isinstance(await outcome(running), WorkerLostError)
+            assert child.survivors(0.0) == [visit.note]
+            again = call(batcher, None)
+            second = await gate.visit()
+            second.let_on()
+            assert await outcome(again) == second.note
+            os.kill(visit.note, signal.SIGKILL)
+            os.kill(second.note, signal.SIGKILL)
+            assert child.survivors(LIMIT) == []
+
+
+async def test_a_worker_with_a_living_child_is_closed_in_time(gate: Gate) -> None:
+    batcher = DynBatcher(Forks, model_args=(gate.path,))
+    await batcher.open()
+    running = call(batcher, None)
+    visit = await gate.visit()
+    visit.let_on()
+    child = await outcome(running)
+    with Watch([visit.pid]) as worker:
+        async with asyncio.timeout(LIMIT):
+            await batcher.aclose()
+        assert worker.survivors(0.0) == []
+    os.kill(child, signal.SIGKILL)
+
+
+async def test_an_idle_worker_is_killed_and_no_request_fails() -> None:
+    async with DynBatcher(Whereabouts) as batcher:
+        first = await batcher.process_batched(None)
+        with within(0.1, "the death of an idle worker is noticed") as limit:
+            os.kill(first, signal.SIGKILL)
+            async with asyncio.timeout(limit):
+                await until_not_ready(batcher)
+        assert not batcher.is_ready
+        assert batcher.state == "open"
+        second = await batcher.process_batched(None)
+        assert second != first
+        assert batcher.is_ready
+        assert assert_balance(batcher).failed == 0
+
+
+async def test_all_workers_are_killed_at_once_and_all_are_replaced() -> None:
+    async with DynBatcher(Whereabouts, num_workers=2) as batcher:
+        pids: set[int] = set()
+        while len(pids) < 2:
+            pids |= set(await batcher.process_many([None] * 64))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        await until_not_ready(batcher)
+        assert await batcher.process_batched(None) not in pids
+        async with asyncio.timeout(LIMIT):
+            while batcher.stats.workers_ready < 2:
+                await asyncio.sleep(0)
+        assert batcher.stats.restarts == 2
+
+
+async def test_one_worker_is_killed_and_the_other_serves_on(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), num_workers=2) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        os.kill(visit.pid, signal.SIGKILL)
+        for number in range(50):
+            assert await batcher.process_batched(number) == number
+        assert isinstance(await outcome(held), WorkerLostError)
+
+
+async def test_a_worker_dies_again_and_again_and_is_replaced_each_time() -> None:
+    async with DynBatcher(Crashes) as batcher:
+        for _ in range(3):
+            assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
+        assert await batcher.process_batched("alive") == "alive"
+        assert assert_balance(batcher).restarts == 3
+
+
+async def test_a_worker_is_killed_behind_an_unread_batch(gate: Gate) -> None:
+    """50 MB are on their way to a stopped worker: its pipe is full, and nobody will read it."""
+    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        visit.let_on()
+        assert await outcome(held) == "hold"
+        os.kill(visit.pid, signal.SIGSTOP)
+        large = call(batcher, b"x" * 50 * MEBI)
+        async with asyncio.timeout(LIMIT):
+            while batcher.stats.running == 0:
+                await asyncio.sleep(0)
+        os.kill(visit.pid, signal.SIGKILL)
+        assert isinstance(await outcome(large), WorkerLostError)
+        assert await batcher.process_batched("next") == "next"
+
+
+@pytest.mark.parametrize("somebody", ["waitpid", "subprocess"])
+async def test_somebody_else_has_waited_for_the_worker(gate: Gate, somebody: str) -> None:
+    """A program may wait for any child; how the worker ended is then unknown, that it did is not."""
+    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        with Watch([visit.pid]) as worker:
+            os.kill(visit.pid, signal.SIGKILL)
+            assert worker.survivors(LIMIT) == []
+        if somebody == "waitpid":
+            os.waitpid(visit.pid, 0)
+        else:
+            # Starting a process makes `subprocess` and `multiprocessing` look for dead ones.
+            process = await asyncio.create_subprocess_exec("true")
+            await process.wait()
+        error = await outcome(held)
+        assert isinstance(error, WorkerLostError)
+        expected = "unknown exit status" if somebody == "waitpid" else "SIGKILL"
+        assert expected in str(error)
+        assert await batcher.process_batched("next") == "next"
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [b"nonsense" * 10, b"fbt1" + b"\x12\0\0\0" + b"\0\0\0\0\0\0\0\x80" + bytes(16)],
+    ids=["not a frame", "a frame of 2**63 bytes"],
+)
+async def test_a_worker_that_talks_nonsense_is_replaced(
+    nonsense: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(TalksNonsense) as batcher:
+        assert isinstance(await outcome(call(batcher, nonsense)), WorkerLostError)
+        assert await batcher.process_batched(b"") == b""
+        assert assert_balance(batcher).restarts == 1
+    assert "is replaced" in caplog.text
+
+
+async def test_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from fast_batcher._transport import codec
+    from fast_batcher._transport.frames import Kind, pack
+
+    forged = b"".join(pack(Kind.OUTPUTS, 12345, codec.dumps(["forged"])))
+    async with DynBatcher(TalksNonsense) as batcher:
+        assert isinstance(await outcome(call(batcher, forged)), WorkerLostError)
+        assert await batcher.process_batched(b"") == b""
+    assert "an answer to batch 12345, which it does not have" in caplog.text
+
+
+# --- models that fail -----------------------------------------------------------------------------
+
+# What the caller gets for each: classes it is an instance of, and a part of its text.
+RAISED: dict[str, tuple[tuple[type[BaseException], ...], str]] = {
+    "value": ((ValueError,), "'x' is not a number"),
+    "key": ((KeyError,), "missing"),
+    "os": ((FileNotFoundError,), "weights.bin"),
+    "unicode": ((UnicodeDecodeError,), "can't decode byte 0xff"),
+    "coded": ((ValueError,), "coded"),
+    "two arguments": ((InferenceError,), "5: broken"),
+    "lock": ((InferenceError,), "HoldsLockError: holds a lock"),
+    "unprintable": ((InferenceError,), "UnprintableError"),
+    "huge": ((InferenceError,), "yyyy"),
+    "surrogate": ((InferenceError,), "lone"),
+    "stop iteration": ((InferenceError,), "StopIteration: stop"),
+    "stop async iteration": ((InferenceError,), "stop"),
+    "timeout": ((TimeoutError,), "upstream"),
+    "group": ((InferenceError,), "many"),
+    "exit": ((InferenceError,), "SystemExit: 3"),
+    "interrupt": ((InferenceError,), "KeyboardInterrupt"),
+    "generator exit": ((InferenceError,), "GeneratorExit"),
+    "base": ((InferenceError,), "NotAnExceptionError: only a base"),
+    "reduce exits": ((InferenceError,), "reduced"),
+    "str exits": ((InferenceError,), "StrExitsError"),
+}
+
+
+def test_every_exception_of_the_sample_has_its_row() -> None:
+    assert set(RAISED) == set(EXCEPTIONS)
+
+
+@pytest.fixture(scope="module")
+async def raising() -> Any:
+    """One worker for all of them: that it serves on after each is the point."""
+    async with DynBatcher(Raises, max_queue_size=10_000) as batcher:
+        yield batcher
+
+
+def text_of(error: BaseException) -> str:
+    """As a caller's logging would show it; what happens then must not depend on the model."""
+    try:
+        return str(error)
+    except BaseException as raised:  # noqa: BLE001  a SystemExit here would end the tests
+        return f"str() raised {type(raised).__name__}"
+
+
+@pytest.mark.parametrize("name", RAISED)
+async def test_what_the_model_raises_reaches_the_callers_of_the_batch(
+    raising: DynBatcher[Any, Any], name: str
+) -> None:
+    kinds, text = RAISED[name]
+    restarts = raising.stats.restarts
+    errors = [await outcome(task) for task in [call(raising, "fine"), call(raising, name)]]
+    for error in errors:
+        assert isinstance(error, InferenceError)
+        assert isinstance(error, kinds)
+        assert text in text_of(error)
+        assert len(text_of(error)) < 100_000
+        assert isinstance(error.__cause__, RemoteTraceback)
+    assert errors[0] is not errors[1]
+    assert await raising.process_batched("fine") == "fine"
+    assert raising.stats.restarts == restarts
+    assert_balance(raising)
+
+
+async def test_the_cause_is_the_traceback_in_the_worker() -> None:
+    async with DynBatcher(Raises) as batcher:
+        error = await outcome(call(batcher, "value"))
+        assert type(error).__name__ == "ValueError"
+        assert "sample_models.py" in str(error.__cause__)
+        assert "raise EXCEPTIONS[name]()" in str(error.__cause__)
+        coded = await outcome(call(batcher, "coded"))
+        assert coded.code == 42
+
+
+GOOD_OUTPUTS = {"list", "tuple", "ndarray", "matrix", "array", "range"}
+
+
+@pytest.fixture(scope="module")
+async def returning() -> Any:
+    async with DynBatcher(Returns) as batcher:
+        yield batcher
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+async def test_the_model_must_return_one_output_per_input(
+    returning: DynBatcher[Any, Any], name: str
+) -> None:
+    results = [await outcome(task) for task in [call(returning, name) for _ in range(3)]]
+    if name in GOOD_OUTPUTS:
+        assert not any(isinstance(result, BaseException) for result in results)
+    else:
+        for result in results:
+            assert isinstance(result, OutputMismatchError)
+            assert isinstance(result, IndexError)
+            assert "3 inputs" in str(result)
+        wrong = {"fewer": "2 outputs", "more": "4 outputs", "empty": "0 outputs"}
+        assert wrong.get(name, "") in str(results[0])
+    assert await returning.process_batched("list") == "list"
+    assert returning.stats.restarts == 0
+    assert_balance(returning)
+
+
+@pytest.mark.parametrize("name", UNPICKLABLE)
+async def test_an_output_that_cannot_be_pickled_fails_alone(name: str) -> None:
+    async with DynBatcher(UnpicklableOutputs) as batcher:
+        calls = [call(batcher, text) for text in ("one", name, "two")]
+        one, bad, two = [await outcome(task) for task in calls]
+        assert (one, two) == ("one", "two")
+        assert isinstance(bad, InferenceError)
+        assert "cannot be pickled" in str(bad)
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.failed, stats.restarts) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("name", ["bad", "exits"])
+async def test_an_output_that_cannot_be_unpickled_is_an_error_and_the_loop_runs_on(
+    name: str,
+) -> None:
+    async with DynBatcher(BreaksInParent) as batcher:
+        calls = [call(batcher, text) for text in ("one", name)]
+        results = [await outcome(task) for task in calls]
+        assert isinstance(results[1], InferenceError)
+        assert "cannot be unpickled" in str(results[1])
+        assert await batcher.process_batched("next") == "next"
+        assert_balance(batcher)
+
+
+class ReprRaisesError(Exception):
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+UNSENDABLE: dict[str, Callable[[], Any]] = {
+    **UNPICKLABLE,
+    "unprintable": lambda: RefusesPickling(ReprRaisesError()),
+    "interrupts": lambda: RefusesPickling(KeyboardInterrupt()),
+}
+
+
+@pytest.mark.parametrize("name", UNSENDABLE)
+async def test_an_input_that_cannot_be_pickled_fails_alone(name: str) -> None:
+    async with DynBatcher(Echo) as batcher:
+        calls = [call(batcher, value) for value in ("one", UNSENDABLE[name](), "two")]
+        one, bad, two = [await outcome(task) for task in calls]
+        assert (one, two) == ("one", "two")
+        assert isinstance(bad, UnsendableValueError)
+        assert isinstance(bad, TypeError)
+        assert "send plain data instead" in str(bad)
+        assert bad.__cause__ is not None
+        lone = await outcome(call(batcher, UNSENDABLE[name]()))
+        assert isinstance(lone, UnsendableValueError)
+        assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.failed, stats.restarts) == (3, 2, 0)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken on arrival"), SystemExit(3)], ids=repr)
+async def test_an_input_that_the_worker_cannot_unpickle_fails_alone(error: BaseException) -> None:
+    async with DynBatcher(Echo) as batcher:
+        calls = [call(batcher, value) for value in ("one", BrokenOnArrival("worker", error), "two")]
+        one, bad, two = [await outcome(task) for task in calls]
+        assert (one, two) == ("one", "two")
+        assert isinstance(bad, InferenceError)
+        assert type(error).__name__ in type(bad).__name__ or type(error).__name__ in str(bad)
+        lone = await outcome(call(batcher, BrokenOnArrival("worker", error)))
+        assert isinstance(lone, InferenceError)
+        assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.failed, stats.restarts) == (3, 2, 0)
+
+
+async def test_a_bad_input_is_cancelled_while_its_batch_is_sent_again(gate: Gate) -> None:
+    """The worker reports the batch unreadable while one of its callers has already gone."""
+    async with DynBatcher(Holds, 4, model_args=(gate.path,)) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        bad = BrokenOnArrival("worker", ValueError("broken on arrival"))
+        # A full batch is sent to the busy worker, which will read it after the one it has.
+        calls = [call(batcher, value) for value in ("one", bad, "two", "three")]
+        await turns()
+        assert batcher.stats.running == 5
+        calls[0].cancel()
+        await turns()
+        visit.let_on()
+        results = [await outcome(task) for task in (held, *calls[1:])]
+        assert (results[0], results[2], results[3]) == ("hold", "two", "three")
+        assert isinstance(results[1], InferenceError)
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.failed, stats.cancelled) == (3, 1, 1)
+
+
+async def test_a_model_may_empty_the_list_it_is_given() -> None:
+    async with DynBatcher(ChangesInputs) as batcher:
+        assert await batcher.process_many([1, 2, 3]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("way", ["exit 0", "exit 3"])
+async def test_a_model_that_exits_is_a_dead_worker(way: str) -> None:
+    async with DynBatcher(Crashes) as batcher:
+        error = await outcome(call(batcher, way))
+        assert isinstance(error, WorkerLostError)
+        assert f"exit code {way[-1]}" in str(error)
+        assert await batcher.process_batched("fine") == "fine"
+
+
+async def test_a_close_that_raises_does_not_keep_the_worker(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    async with DynBatcher(RaisesOnClose) as batcher:
+        assert await batcher.process_batched(1) == 1
+    assert batcher.state == "closed"
+    assert "cannot close" in capfd.readouterr().err
+
+
+# --- large messages -------------------------------------------------------------------------------
+
+
+async def test_a_batch_larger_than_a_frame_is_sent_in_parts_both_ways() -> None:
+    async with DynBatcher(Echo, max_frame_bytes=MEBI) as batcher:
+        values = [bytes([number]) * (200_000 + number) for number in range(30)]
+        assert await batcher.process_many(values) == values
+        assert batcher.stats.batch_sizes == {30: 1}
+
+
+async def test_one_input_that_is_too_large_fails_alone() -> None:
+    async with DynBatcher(Lengths, max_frame_bytes=MEBI) as batcher:
+        calls = [call(batcher, b"x" * size) for size in (10, 2 * MEBI, 20)]
+        small, large, other = [await outcome(task) for task in calls]
+        assert (small, other) == (10, 20)
+        assert isinstance(large, RequestTooLargeError)
+        assert f"more than max_frame_bytes={MEBI}" in str(large)
+        assert await batcher.process_batched(b"next") == 4
+        assert assert_balance(batcher).failed == 1
+
+
+async def test_one_output_that_is_too_large_fails_alone() -> None:
+    async with DynBatcher(Grows, max_frame_bytes=MEBI) as batcher:
+        calls = [call(batcher, size) for size in (10, 2 * MEBI, 600_000, 600_000)]
+        small, large, third, fourth = [await outcome(task) for task in calls]
+        assert (len(small), len(third), len(fourth)) == (10, 600_000, 600_000)
+        assert isinstance(large, InferenceError)
+        assert f"more than max_frame_bytes={MEBI}" in str(large)
+        assert assert_balance(batcher).restarts == 0
+
+
+async def test_a_value_just_below_the_limit_passes_and_just_above_fails() -> None:
+    """Around the limit there is no size that is neither refused nor answered."""
+    async with DynBatcher(Echo, max_frame_bytes=MEBI) as batcher:
+        outcomes = []
+        for size in range(MEBI - 64, MEBI + 2, 3):
+            result = await outcome(call(batcher, b"x" * size))
+            outcomes.append(isinstance(result, bytes))
+            assert isinstance(result, bytes | RequestTooLargeError)
+        assert outcomes == sorted(outcomes, reverse=True)
+        assert outcomes[0] is True
+        assert outcomes[-1] is False
+        assert batcher.stats.restarts == 0
+
+
+async def test_the_loop_runs_on_while_a_large_batch_waits_to_be_read(gate: Gate) -> None:
+    """The worker is stopped, so not a byte is read; a blocking write would never return."""
+    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        visit.let_on()
+        assert await outcome(held) == "hold"
+        os.kill(visit.pid, signal.SIGSTOP)
+        large = call(batcher, b"x" * 50 * MEBI)
+        async with asyncio.timeout(LIMIT):
+            while batcher.stats.running == 0:
+                await asyncio.sleep(0)
+        await turns(100)
+        assert not large.done()
+        os.kill(visit.pid, signal.SIGCONT)
+        assert len(await outcome(large)) == 50 * MEBI
+
+
+async def test_large_outputs_come_back_whole() -> None:
+    async with DynBatcher(Grows) as batcher:
+        sizes = [0, 1, 65_535, 65_536, 65_537, 262_143, 262_144, 262_145, 5 * MEBI, 20 * MEBI]
+        outputs = await asyncio.gather(*[batcher.process_batched(size) for size in sizes])
+        assert [len(output) for output in outputs] == sizes
+        for size in sizes:
+            assert len(await batcher.process_batched(size)) == size
+
+
+@pytest.mark.slow
+async def test_a_model_that_prints_a_lot_is_not_held_up() -> None:
+    async with DynBatcher(Noisy) as batcher:
+        assert await batcher.process_batched(2000) == 2000
+
+
+# --- models that do not load ----------------------------------------------------------------------
+
+
+async def start_error_of(batcher: DynBatcher[Any, Any]) -> WorkerStartupError:
+    with within(1.0, "a failed start is told"):
+        async with asyncio.timeout(LIMIT):
+            with pytest.raises(WorkerStartupError) as caught:
+                await batcher.open()
+    assert batcher.state == "broken"
+    await batcher.aclose()
+    return caught.value
+
+
+async def test_an_init_that_raises() -> None:
+    error = await start_error_of(DynBatcher(RaisesOnLoad))
+    assert str(error) == (
+        "worker 0 could not load RaisesOnLoad: FileNotFoundError: no weights at /models/tiny.bin"
+    )
+    assert "raise FileNotFoundError" in str(error.__cause__)
+
+
+async def test_an_init_that_calls_sys_exit() -> None:
+    error = await start_error_of(DynBatcher(SystemExitOnLoad))
+    assert "SystemExit: 3" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("exit 3", "exit code 3"),
+        ("exit 0", "exit code 0"),
+        ("killed", "signal 9 (SIGKILL, possibly out of memory)"),
+        ("segfault", "signal 11 (SIGSEGV)"),
+    ],
+)
+async def test_a_worker_that_dies_while_it_loads(way: str, text: str) -> None:
+    error = await start_error_of(DynBatcher(ExitsOnLoad, model_args=(way,)))
+    assert text in str(error)
+    assert "before it had loaded ExitsOnLoad" in str(error)
+
+
+async def test_an_init_that_never_returns(gate: Gate) -> None:
+    batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
+    early = call(batcher, "early")
+    with within(1.1, "a start that never ends (start_timeout=1)") as limit:
+        async with asyncio.timeout(limit):
+            with pytest.raises(WorkerStartupError, match=r"within start_timeout=1\.0 seconds"):
+                await batcher.open()
+    assert isinstance(await outcome(early), WorkerStartupError)
+    visit = gate.wait()
+    with pytest.raises(ProcessLookupError):
+        os.kill(visit.pid, 0)
+    await batcher.aclose()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"), [(WarmsUpBadly, "during warm-up"), (RaisesOnWarmUp, "ValueError: too cold")]
+)
+async def test_a_model_that_fails_its_warm_up_is_not_started(model: Any, text: str) -> None:
+    assert text in str(await start_error_of(DynBatcher(model)))
+
+
+async def test_a_constructor_that_misses_arguments_is_named() -> None:
+    error = await start_error_of(DynBatcher(NeedsArguments))
+    assert "missing 1 required positional argument: 'path'" in str(error)
+    assert "sample_models:NeedsArguments with model_args=()" in str(error.__cause__)
+
+
+WRONG_STRINGS = {
+    "os:system": "it is not a class",
+    "json:nothing": "module 'json' has no 'nothing'",
+    "no_such_module:Model": "no module 'no_such_module'",
+    "os.no_such_part:Model": "no module 'os.no_such_part'",
+    "sample_models:NoSuch.Inner": "has no 'NoSuch.Inner'",
+    "sample_models:not_a_class": "it is not a class",
+    "sample_models:NeedsArguments": "missing 1 required positional argument",
+    "sample_models:AsyncInfer": "infer is async",
+    "sample_models:GeneratorInfer": "infer is a generator",
+    "sample_models:NoArgumentInfer": "exactly one argument besides self",
+    "sample_models:TwoArgumentInfer": "exactly one argument besides self",
+    "sample_models:NoInfer": "no method infer",
+    "fast_batcher:InferenceModel": "does not implement infer",
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STRINGS)
+async def test_a_string_that_names_no_model_is_told_when_the_batcher_opens(name: str) -> None:
+    error = await start_error_of(DynBatcher(name))
+    text = f"{error}\n{error.__cause__}"
+    assert WRONG_STRINGS[name] in text
+    assert name in text
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("sample_models:Echo", 1),
+        ("sample_models:Namespace.Inner", 1),
+        ("sample_models:DuckModel", ("quack", 1)),
+    ],
+)
+async def test_a_model_may_be_named_by_a_string(name: str, answer: Any) -> None:
+    async with DynBatcher(name) as batcher:
+        assert await batcher.process_batched(1) == answer
+
+
+async def test_a_replacement_that_fails_to_load_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(LoadsAgain, model_args=(str(tmp_path / "attempts"),)) as batcher:
+        first = await batcher.process_batched(None)
+        os.kill(first, signal.SIGKILL)
+        await until_not_ready(batcher)
+        second = await batcher.process_batched(None)
+        assert second != first
+        assert batcher.state == "open"
+        assert batcher.stats.restarts == 1
+    assert caplog.text.count("trying again") == 2
+
+
+async def test_one_of_two_workers_fails_to_load_and_the_other_is_ended_too(tmp_path: Path) -> None:
+    batcher = DynBatcher(LoadsOnce, num_workers=2, model_args=(str(tmp_path / "first"),))
+    error = await start_error_of(batcher)
+    assert "FileExistsError" in str(error)
+
+
+# --- what a worker is -----------------------------------------------------------------------------
+
+
+async def test_what_a_worker_finds_in_its_process() -> None:
+    async with DynBatcher(Reports) as batcher:
+        report = await batcher.process_batched("")
+    assert report["signals"] == {
+        "SIGINT": str(signal.SIG_IGN),
+        "SIGTERM": str(signal.SIG_DFL),
+        "SIGPIPE": str(signal.SIG_IGN),
+        "SIGCHLD": str(signal.SIG_DFL),
+    }
+    assert report["blocked"] == []
+    assert report["daemon"] is False
+    assert report["threads"] == ["MainThread", "fast_batcher-watcher"]
+    # The loop, the shell and the pool are the parent's.
+    for module in ("asyncio", "fast_batcher.batcher", "fast_batcher._process.pool"):
+        assert module not in report["modules"]
+    sockets = [target for target in report["descriptors"] if target.startswith("socket:")]
+    assert len(sockets) == 1
+
+
+async def test_a_parent_that_ignores_signals_does_not_hand_that_down() -> None:
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        async with DynBatcher(Reports) as batcher:
+            report = await batcher.process_batched("")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert report["signals"]["SIGTERM"] == str(signal.SIG_DFL)
+
+
+async def test_the_environment_of_this_process_is_as_before() -> None:
+    before = dict(os.environ)
+    async with DynBatcher(Reports, num_workers=2) as batcher:
+        report = await batcher.process_batched("")
+    assert dict(os.environ) == before
+    assert int(report["environment"]["OMP_NUM_THREADS"]) >= 1
+
+
+# --- other loops ----------------------------------------------------------------------------------
+
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+
+@pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+def new_loop(request: pytest.FixtureRequest) -> Iterator[NewLoop]:
+    """Makes loops, and closes those that the test has left open."""
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def make() -> asyncio.AbstractEventLoop:
+        loops.append(request.param())
+        return loops[-1]
+
+    yield make
+    for loop in loops:
+        loop.close()
+
+
+def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(new_loop: NewLoop) -> None:
+    batcher = DynBatcher(Whereabouts)
+    pids = set()
+    for _ in range(3):
+        loop = new_loop()
+        pids.add(loop.run_until_complete(batcher.process_batched(None)))
+        pids.add(loop.run_until_complete(batcher.process_batched(None)))
+        loop.close()
+    assert len(pids) == 1
+    batcher.stop()
+    assert assert_balance(batcher).completed == 6
+
+
+def test_asyncio_run_may_be_called_twice() -> None:
+    batcher = DynBatcher(Echo)
+
+    async def use() -> list[int]:
+        await batcher.open()
+        return await batcher.process_many([1, 2])
+
+    assert asyncio.run(use()) == [1, 2]
+    assert asyncio.run(use()) == [1, 2]
+    asyncio.run(batcher.aclose())
+    assert batcher.state == "closed"
+
+
+def test_requests_of_a_closed_loop_are_forgotten_and_their_answers_dropped(
+    new_loop: NewLoop, gate: Gate
+) -> None:
+    batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
+
+    first = new_loop()
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def start() -> Any:
+        tasks.extend(call(batcher, number) for number in range(5))
+        return await gate.visit()
+
+    visit = first.run_until_complete(start())
+    assert (assert_balance(batcher).running, batcher.stats.waiting) == (4, 1)
+    first.close()
+
+    async def go_on() -> Any:
+        late = call(batcher, "late")
+        await turns()
+        assert assert_balance(batcher).cancelled == 5
+        visit.let_on()
+        gate.close()
+        return await outcome(late)
+
+    assert new_loop().run_until_complete(go_on()) == "late"
+    batcher.stop()
+    assert_balance(batcher)
+    abandon(tasks)
+
+
+def abandon(tasks: "list[asyncio.Task[Any]]") -> None:
+    """Nobody will ever run these: their loop is closed, and asyncio would complain of that."""
+    for task in tasks:
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        task.get_coro().close()  # type: ignore[union-attr]
+
+
+def test_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> None:
+    batcher = DynBatcher(Echo)
+    first, second = new_loop(), new_loop()
+    assert first.run_until_complete(batcher.process_batched(1)) == 1
+    for use in (
+        lambda: batcher.process_batched(2),
+        lambda: batcher.process_many([2]),
+        lambda: batcher.open(),
+        lambda: batcher.aclose(),
+    ):
+        with pytest.raises(RuntimeError, match="another event loop than the one that serves it"):
+            second.run_until_complete(use())
+    assert first.run_until_complete(batcher.process_batched(3)) == 3
+    first.run_until_complete(batcher.aclose())
+
+
+def test_a_loop_in_another_thread_is_told_to_use_submit(new_loop: NewLoop) -> None:
+    batcher = DynBatcher(Echo)
+    first = new_loop()
+
+    async def use_from_thread() -> None:
+        await batcher.open()
+
+        def elsewhere() -> None:
+            with pytest.raises(RuntimeError, match=r"from other threads use submit\(\)"):
+                asyncio.run(batcher.process_batched(1))
+
+        # With calls of this loop under way, and without.
+        mine = call(batcher, "mine")
+        await asyncio.to_thread(elsewhere)
+        assert await outcome(mine) == "mine"
+        await asyncio.to_thread(elsewhere)
+        await batcher.aclose()
+
+    first.run_until_complete(use_from_thread())
+    first.run_until_complete(first.shutdown_default_executor())
+
+
+def test_a_batcher_is_stopped_after_its_loop_is_closed(new_loop: NewLoop, gate: Gate) -> None:
+    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), stop_timeout=SOON)
+    loop = new_loop()
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def start() -> Any:
+        tasks.extend(call(batcher, number) for number in range(3))
+        return await gate.visit()
+
+    visit = loop.run_until_complete(start())
+    loop.close()
+    with Watch([visit.pid]) as worker:
+        batcher.stop()
+        assert worker.survivors(0.0) == []
+    batcher.stop()
+    assert assert_balance(batcher).cancelled == 3
+    abandon(tasks)
+
+
+def test_a_batcher_is_closed_from_another_loop_after_its_loop_is_closed(new_loop: NewLoop) -> None:
+    batcher = DynBatcher(Whereabouts)
+    first = new_loop()
+    pid = first.run_until_complete(batcher.process_batched(None))
+    first.close()
+    with Watch([pid]) as worker:
+        new_loop().run_until_complete(batcher.aclose())
+        assert worker.survivors(0.0) == []
+    assert batcher.state == "closed"
+
+
+def test_the_loop_is_closed_while_the_worker_loads(new_loop: NewLoop, gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    first = new_loop()
+
+    async def begin() -> Any:
+        await batcher.open(wait_ready=False)
+        return await gate.visit()
+
+    visit = first.run_until_complete(begin())
+    first.close()
+    visit.let_on()
+    assert new_loop().run_until_complete(batcher.process_batched(1)) == 1
+    assert batcher.state == "open"
+    batcher.stop()
+
+
+@pytest.mark.parametrize("is_closed_before_the_start", [True, False])
+def test_the_loop_is_closed_while_the_worker_is_started(
+    new_loop: NewLoop, is_closed_before_the_start: bool
+) -> None:
+    """The starter thread tells a loop that is closed, or one that will never turn again."""
+    batcher = DynBatcher(Echo)
+    first = new_loop()
+    is_held, is_started = threading.Event(), threading.Event()
+    starter = batcher._pool._starter
+    if is_closed_before_the_start:
+        starter.run(lambda: is_held.wait(LIMIT), lambda error: None)  # type: ignore[arg-type, return-value]
+    first.run_until_complete(batcher.open(wait_ready=False))
+    starter.run(lambda: None, lambda error: is_started.set())
+    if is_closed_before_the_start:
+        first.close()
+        is_held.set()
+    # It starts one after the other, so by then the worker has been started and the loop told.
+    assert is_started.wait(LIMIT)
+    first.close()
+
+    async def use() -> Any:
+        return await batcher.process_batched(1, timeout=LIMIT)
+
+    assert new_loop().run_until_complete(use()) == 1
+    batcher.stop()
+
+
+def test_the_worker_dies_while_no_loop_watches(new_loop: NewLoop) -> None:
+    batcher = DynBatcher(Whereabouts)
+    first = new_loop()
+    pid = first.run_until_complete(batcher.process_batched(None))
+    first.close()
+    with Watch([pid]) as worker:
+        os.kill(pid, signal.SIGKILL)
+        assert worker.survivors(LIMIT) == []
+
+    async def use() -> Any:
+        await batcher.open()
+        await until_not_ready(batcher)
+        return await batcher.process_batched(None)
+
+    assert new_loop().run_until_complete(use()) != pid
+    batcher.stop()
+
+
+def test_the_loop_is_closed_while_a_worker_waits_for_its_replacement(new_loop: NewLoop) -> None:
+    batcher = DynBatcher(Whereabouts)
+    first = new_loop()
+
+    async def lose() -> Any:
+        pid = await batcher.process_batched(None)
+        os.kill(pid, signal.SIGKILL)
+        await until_not_ready(batcher)
+        return pid
+
+    pid = first.run_until_complete(lose())
+    first.close()
+    assert new_loop().run_until_complete(batcher.process_batched(None)) != pid
+    batcher.stop()
+
+
+def test_the_loop_is_closed_while_a_stuck_worker_is_being_replaced(
+    new_loop: NewLoop, gate: Gate
+) -> None:
+    batcher = DynBatcher(
+        Stuck, model_args=(gate.path, "ignoring SIGTERM"), infer_timeout=SOON, stop_timeout=LIMIT
+    )
+    first = new_loop()
+
+    async def get_stuck() -> Any:
+        stuck = call(batcher, "stuck")
+        visit = await gate.visit()
+        assert isinstance(await outcome(stuck), DeadlineExceededError)
+        return visit
+
+    visit = first.run_until_complete(get_stuck())
+    first.close()
+
+    async def go_on() -> Any:
+        following = call(batcher, "following")
+        with Watch([visit.pid]) as worker:
+            await worker.until_dead()
+        second = await gate.visit()
+        assert second.pid != visit.pid
+        os.kill(second.pid, signal.SIGKILL)
+        assert isinstance(await outcome(following), WorkerLostError | DeadlineExceededError)
+
+    new_loop().run_until_complete(go_on())
+    batcher.stop()
+
+
+def test_deadlines_hold_on_the_second_loop_too(new_loop: NewLoop, gate: Gate) -> None:
+    batcher = DynBatcher(Holds, model_args=(gate.path,))
+    first = new_loop()
+    # A timer of the first loop is set for a moment that is far away.
+    assert first.run_until_complete(batcher.process_batched(1)) == 1
+    first.close()
+
+    async def expire() -> None:
+        held = call(batcher, "hold", timeout=SOON)
+        visit = await gate.visit()
+        assert isinstance(await outcome(held), DeadlineExceededError)
+        visit.let_on()
+        await batcher.aclose()
+
+    new_loop().run_until_complete(expire())
+
+
+def test_threads_that_submitted_get_their_answers_from_the_second_loop(
+    new_loop: NewLoop, gate: Gate
+) -> None:
+    batcher = DynBatcher(Holds, model_args=(gate.path,))
+    first = new_loop()
+
+    async def begin() -> Any:
+        await batcher.open()
+        futures = [batcher.submit("hold"), batcher.submit("waiting")]
+        return futures, await gate.visit()
+
+    futures, visit = first.run_until_complete(begin())
+    first.close()
+
+    async def go_on() -> list[Any]:
+        await batcher.open()
+        visit.let_on()
+        return [await asyncio.wrap_future(future) for future in futures]
+
+    assert new_loop().run_until_complete(go_on()) == ["hold", "waiting"]
+    batcher.stop()
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+class Program:
+    """A Python program in a session of its own; it tells what happens as lines of JSON.
+
+    Args:
+        path: Where to put it.
+        code: Its text.
+        guarded: Whether what it does is under a main guard.
+    """
+
+    def __init__(self, path: Path, code: str, *, guarded: bool = True) -> None:
+        body = textwrap.dedent(code)
+        if guarded:
+            body = PREAMBLE + 'if __name__ == "__main__":\n' + textwrap.indent(body, "    ")
+        else:
+            body = PREAMBLE + body
+        path.write_text(body)
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": str(TESTS)},
+        )
+        # Ends the wait for a line that never comes.
+        self._watchdog = threading.Timer(LIMIT, self._process.kill)
+        self._watchdog.start()
+        self.pid = self._process.pid
+
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.communicate()
+        self._watchdog.cancel()
+        self._watchdog.join()
+
+    def tells(self) -> Any:
+        """The next thing it has to say."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"it ended without a word: {self.finish()}"
+        return json.loads(line)
+
+    def kill(self) -> None:
+        """Kill it, and it alone."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def interrupt(self) -> None:
+        """Send SIGINT to it and its workers, as a terminal does at Ctrl-C."""
+        os.killpg(self.pid, signal.SIGINT)
+
+    def finish(self, timeout: float = LIMIT) -> tuple[int, str]:
+        """Wait for its end; its exit status and what it wrote to stderr."""
+        _, stderr = self._process.communicate(timeout=timeout)
+        return self._process.returncode, stderr
+
+
+PREAMBLE = """\
+import asyncio, json, os, signal, sys, threading
+import sample_models
+from fast_batcher import DynBatcher, InferenceModel
+
+def tell(thing):
+    print(json.dumps(thing), flush=True)
+
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
+    programs: list[Program] = []
+
+    def start(code: str, **options: Any) -> Program:
+        path = tmp_path / f"program_{len(programs)}.py"
+        programs.append(Program(path, code, **options))
+        return programs[-1]
+
+    yield start
+    for one in programs:
+        one.__exit__()
+
+
+Start = Callable[..., Program]
+
+
+@pytest.mark.slow
+def test_an_idle_worker_does_not_outlive_its_parent(program: Start) -> None:
+    running = program(
+        """
+        async def main():
+            batcher = DynBatcher(sample_models.Whereabouts, num_workers=2)
+            await batcher.open()
+            pids = set()
+            while len(pids) < 2:
+                pids.update(await batcher.process_many([None] * 64))
+            tell(sorted(pids))
+            await asyncio.Event().wait()
+
+        asyncio.run(main())
+        """
+    )
+    assert_workers_die_with_parent(running, running.tells(), "idle")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
+def test_a_busy_worker_does_not_outlive_its_parent(program: Start, gate: Gate, how: str) -> None:
+    running = program(
+        f"""
+        async def main():
+            batcher = DynBatcher(sample_models.Stuck, model_args=({gate.path!r}, {how!r}))
+            await batcher.process_batched(1)
+
+        asyncio.run(main())
+        """
+    )
+    assert_workers_die_with_parent(running, [gate.wait().pid], f"computing {how}")
+
+
+@pytest.mark.slow
+def test_a_loading_worker_does_not_outlive_its_parent(program: Start, gate: Gate) -> None:
+    running = program(
+        f"""
+        async def main():
+            async with DynBatcher(sample_models.NeverLoads, model_args=({gate.path!r},)):
+                pass
+
+        asyncio.run(main())
+        """
+    )
+    assert_workers_die_with_parent(running, [gate.wait().pid], "loading")
+
+
+def assert_workers_die_with_parent(running: Program, pids: list[int], state: str) -> None:
+    with Watch(pids) as workers:
+        with within(1.0, f"workers are gone after their parent was killed ({state})") as limit:
+            running.kill()
+            assert workers.survivors(limit) == []
+
+
+@pytest.mark.slow
+def test_a_program_that_forgets_to_stop_ends(program: Start) -> None:
+    running = program(
+        """
+        batchers = [DynBatcher(sample_models.Whereabouts, num_workers=2) for _ in range(2)]
+
+        async def main():
+            for batcher in batchers:
+                await batcher.open()
+            tell([await batcher.process_batched(None) for batcher in batchers])
+
+        asyncio.run(main())
+        """
+    )
+    with Watch(running.tells()) as workers:
+        with within(3.0, "a program that forgot to stop has ended (idle workers)") as limit:
+            assert running.finish(limit) == (0, "")
+        assert workers.survivors(0.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
+def test_a_program_that_forgets_a_busy_worker_ends(program: Start, gate: Gate, how: str) -> None:
+    running = program(
+        f"""
+        batcher = DynBatcher(sample_models.Stuck, model_args=({gate.path!r}, {how!r}))
+
+        async def main():
+            await batcher.open()
+            batcher.submit(1)
+            while not batcher.stats.running:
+                await asyncio.sleep(0)
+
+        asyncio.run(main())
+        """
+    )
+    visit = gate.wait()
+    with Watch([visit.pid]) as workers:
+        with within(3.0, f"the same (a worker computes {how})") as limit:
+            assert running.finish(limit) == (0, "")
+        assert workers.survivors(0.0) == []
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_with_an_open_batcher_ends(program: Start) -> None:
+    running = program(
+        """
+        async def main():
+            batcher = DynBatcher(sample_models.Whereabouts)
+            tell([await batcher.process_batched(None)])
+            raise ZeroDivisionError
+
+        asyncio.run(main())
+        """
+    )
+    with Watch(running.tells()) as workers:
+        status, stderr = running.finish()
+        assert workers.survivors(0.0) == []
+    assert status == 1
+    assert "ZeroDivisionError" in stderr
+    assert stderr.count("Traceback") == 1
+
+
+@pytest.mark.slow
+def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start) -> None:
+    running = program(
+        """
+        async def main():
+            async with DynBatcher(sample_models.Echo) as batcher:
+                tell(await batcher.process_batched(1))
+
+        asyncio.run(main())
+        """,
+        guarded=False,
+    )
+    status, stderr = running.finish()
+    assert status != 0
+    assert "if __name__ == '__main__':" in stderr
+
+
+@pytest.mark.slow
+def test_a_model_class_of_the_program_itself_works(program: Start) -> None:
+    running = program(
+        """
+        class Doubles(InferenceModel):
+            def infer(self, inputs):
+                return [2 * one for one in inputs]
+
+        async def main():
+            async with DynBatcher(Doubles) as batcher:
+                tell(await batcher.process_many([1, 2]))
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+        """,
+        guarded=False,
+    )
+    assert running.tells() == [2, 4]
+    assert running.finish() == (0, "")
+
+
+@pytest.mark.slow
+def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
+    """The terminal sends SIGINT to the whole group; the program decides what follows from it."""
+    running = program(
+        f"""
+        async def main():
+            interrupted = asyncio.Event()
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
+            async with DynBatcher(sample_models.Gated, model_args=({gate.path!r},)) as batcher:
+                call = asyncio.create_task(batcher.process_batched("answer"))
+                await interrupted.wait()
+                tell("interrupted")
+                tell(await call)
+                tell(batcher.stats.restarts)
+
+        asyncio.run(main())
+        """
+    )
+    visit = gate.wait()
+    running.interrupt()
+    assert running.tells() == "interrupted"
+    visit.let_on()
+    assert running.tells() == "answer"
+    assert running.tells() == 0
+    assert running.finish() == (0, "")
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, gate: Gate) -> None:
+    running = program(
+        f"""
+        async def main():
+            async with DynBatcher(sample_models.NeverLoads, model_args=({gate.path!r},)):
+                pass
+
+        try:
+            asyncio.run(main())
+        except KeyboardInterrupt:
+            tell("interrupted")
+        """
+    )
+    visit = gate.wait()
+    with Watch([visit.pid]) as workers:
+        running.interrupt()
+        assert running.tells() == "interrupted"
+        assert running.finish() == (0, "")
+        assert workers.survivors(0.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["process_batched", "process_many", "submit", "open"])
+def test_a_forked_copy_is_refused_and_harms_nobody(program: Start, use: str) -> None:
+    running = program(
+        f"""
+        batcher = DynBatcher(sample_models.Whereabouts)
+
+        async def use():
+            if {use!r} == "process_many":
+                await batcher.process_many([1])
+            elif {use!r} == "submit":
+                batcher.submit(1)
+            elif {use!r} == "open":
+                await batcher.open()
+            else:
+                await batcher.process_batched(1)
+
+        loop = asyncio.new_event_loop()
+        pid = loop.run_until_complete(batcher.process_batched(None))
+        child = os.fork()
+        if child == 0:
+            try:
+                asyncio.run(use())
+            except RuntimeError as error:
+                tell(str(error))
+            asyncio.run(batcher.aclose())
+            batcher.stop()
+            os._exit(0)
+        os.waitpid(child, 0)
+        tell(loop.run_until_complete(batcher.process_batched(None)) == pid)
+        loop.run_until_complete(batcher.aclose())
+        loop.close()
+        """
+    )
+    assert "in another process" in running.tells()
+    assert running.tells() is True
+    assert running.finish() == (0, "")
+
+
+@pytest.mark.slow
+def test_a_forked_copy_that_ends_like_a_program_leaves_the_workers_alone(program: Start) -> None:
+    running = program(
+        """
+        batcher = DynBatcher(sample_models.Whereabouts)
+        loop = asyncio.new_event_loop()
+        pid = loop.run_until_complete(batcher.process_batched(None))
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        tell(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        tell(loop.run_until_complete(batcher.process_batched(None)) == pid)
+        batcher.stop()
+        loop.close()
+        """
+    )
+    running.tells()
+    assert running.tells() is True
+    status, _ = running.finish()
+    assert status == 0
+
+
+@pytest.mark.slow
+def test_a_batcher_made_before_the_fork_is_opened_after_it(program: Start) -> None:
+    """As under a server that loads the app first and forks then."""
+    running = program(
+        """
+        batcher = DynBatcher(sample_models.Whereabouts)
+
+        async def serve():
+            async with batcher:
+                tell(await batcher.process_batched(None))
+
+        children = []
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                asyncio.run(serve())
+                os._exit(0)
+            children.append(child)
+        tell([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+        """
+    )
+    first, second = running.tells(), running.tells()
+    assert first != second
+    assert running.tells() == [0, 0]
+    assert running.finish() == (0, "")
+    for pid in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
+    """With one more file descriptor each time, the start fails at the next step."""
+    running = program(
+        """
+        import resource
+        from multiprocessing import resource_tracker
+
+        def descriptors():
+            return sorted(os.listdir("/proc/self/fd"))
+
+        async def main():
+            resource_tracker.ensure_running()
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            before = descriptors()
+            highest = max(map(int, before))
+            batcher = DynBatcher(sample_models.Echo)
+            for extra in range(20):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (highest + extra, hard))
+                try:
+                    await batcher.open()
+                except Exception as error:
+                    tell([type(error).__name__, str(error)])
+                else:
+                    tell(await batcher.process_batched("enough"))
+                    break
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+                    await batcher.aclose()
+            tell(descriptors() == before)
+
+        asyncio.run(main())
+        """
+    )
+    told = []
+    while (one := running.tells()) != "enough":
+        told.append(one)
+    assert len(told) > 2
+    for name, text in told:
+        assert name == "WorkerStartupError"
+        assert "worker 0 could not be started: OSError" in text
+    assert running.tells() is True
+    assert running.finish() == (0, "")
+
+
+@pytest.mark.slow
+def test_importing_the_library_and_making_a_batcher_starts_no_process(program: Start) -> None:
+    running = program(
+        """
+        batcher = DynBatcher(sample_models.Echo)
+        with open(f"/proc/self/task/{os.getpid()}/children") as children:
+            tell([children.read(), threading.active_count()])
+        """
+    )
+    assert running.tells() == ["", 1]
+    assert running.finish() == (0, "")

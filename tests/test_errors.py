@@ -1,0 +1,480 @@
+"""The tree of errors, their pickling, and what becomes of an exception that a model raises."""
+
+import copy
+import inspect
+import io
+import json
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+from fastapi import HTTPException
+from sample_models import CodedError, HoldsLockError, TwoArgumentsError
+
+import fast_batcher
+from fast_batcher import errors
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    ConfigurationError,
+    DeadlineExceededError,
+    InferenceError,
+    NotReadyError,
+    OutputMismatchError,
+    PoisonRequestError,
+    QueueFullError,
+    RemoteTraceback,
+    RequestTooLargeError,
+    TransportError,
+    UnsendableValueError,
+    WorkerError,
+    WorkerLostError,
+    WorkerStartupError,
+    from_model,
+    rebuild,
+    take_apart,
+)
+
+# What each error is besides, and its place in the tree.
+TREE: dict[type[BatcherError], tuple[type[Exception], ...]] = {
+    ConfigurationError: (BatcherError, ValueError),
+    BatcherClosedError: (BatcherError,),
+    NotReadyError: (BatcherError,),
+    QueueFullError: (BatcherError,),
+    DeadlineExceededError: (BatcherError, TimeoutError),
+    RequestTooLargeError: (BatcherError,),
+    UnsendableValueError: (BatcherError, TypeError),
+    InferenceError: (BatcherError,),
+    OutputMismatchError: (InferenceError, IndexError),
+    WorkerError: (BatcherError,),
+    WorkerStartupError: (WorkerError,),
+    WorkerLostError: (WorkerError,),
+    PoisonRequestError: (WorkerError,),
+    TransportError: (WorkerError,),
+}
+ALL = [BatcherError, *TREE]
+RETRYABLE = [NotReadyError, QueueFullError, DeadlineExceededError]
+
+REMOTE = "Traceback (most recent call last):\n  model.py, line 3, in infer\nValueError: bad\n"
+
+
+def again(error: Any) -> Any:
+    return pickle.loads(pickle.dumps(error))
+
+
+# The tree.
+
+
+def public_classes() -> set[type]:
+    return {
+        one
+        for name, one in vars(errors).items()
+        if inspect.isclass(one) and issubclass(one, BatcherError) and not name.startswith("_")
+    }
+
+
+def test_the_tree_is_whole() -> None:
+    assert public_classes() == set(ALL)
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_every_error_is_what_the_tree_says(kind: type[BatcherError]) -> None:
+    for base in TREE[kind]:
+        assert issubclass(kind, base)
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_no_error_is_anything_else_of_the_tree(kind: type[BatcherError]) -> None:
+    """An `except` for one branch must not catch another."""
+    above = {base for base in kind.__mro__ if base in ALL} - {kind}
+    expected: set[type] = set()
+    for base in TREE[kind]:
+        expected |= {one for one in base.__mro__ if one in ALL}
+    assert above == expected
+
+
+@pytest.mark.parametrize("kind", TREE)
+def test_no_error_is_a_builtin_that_the_tree_does_not_name(kind: type[BatcherError]) -> None:
+    named = {one for base in TREE[kind] for one in base.__mro__ if one.__module__ == "builtins"}
+    assert {one for one in kind.__mro__ if one.__module__ == "builtins"} == named
+
+
+def test_the_other_name_of_a_wrong_number_of_outputs() -> None:
+    assert errors.DynamicBatchIndexError is OutputMismatchError
+    assert fast_batcher.DynamicBatchIndexError is OutputMismatchError
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_the_module_shows_every_error_in_its_drawing(kind: type[BatcherError]) -> None:
+    assert errors.__doc__ is not None
+    lines = [line.split() for line in errors.__doc__.splitlines()]
+    (line,) = (line for line in lines if line and line[0] == kind.__name__)
+    also = [base.__name__ for base in kind.__bases__ if not issubclass(base, BatcherError)]
+    assert [word.strip("()") for word in line[1:] if word.startswith("(")][:1] == (
+        [name for name in also if name != "Exception"]
+    )
+
+
+# Pickling and copying.
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_survives_pickling(kind: type[BatcherError]) -> None:
+    copied = again(kind("what went wrong"))
+    assert type(copied) is kind
+    assert copied.args == ("what went wrong",)
+    assert str(copied) == "what went wrong"
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_can_be_made_without_a_message(kind: type[BatcherError]) -> None:
+    assert str(again(kind())) == ""
+
+
+@pytest.mark.parametrize("kind", RETRYABLE)
+@pytest.mark.parametrize("retry_after", [None, 0.0, 1.5])
+@pytest.mark.parametrize("duplicate", [again, copy.copy, copy.deepcopy])
+def test_the_time_of_another_try_survives(
+    kind: Any, retry_after: float | None, duplicate: Callable[[Any], Any]
+) -> None:
+    copied = duplicate(kind("later", retry_after=retry_after))
+    assert type(copied) is kind
+    assert str(copied) == "later"
+    assert copied.retry_after == retry_after
+
+
+@pytest.mark.parametrize("kind", RETRYABLE)
+def test_when_nothing_is_known_there_is_no_time(kind: Any) -> None:
+    assert kind("later").retry_after is None
+
+
+def test_what_an_app_adds_to_an_error_survives() -> None:
+    error = QueueFullError("full", retry_after=2.0)
+    error.add_note("tenant 7")
+    assert again(error).__notes__ == ["tenant 7"]
+
+
+# A model's exception.
+
+
+class OddError(Exception):
+    """Its constructor takes what `args` does not hold."""
+
+    def __init__(self, code: int, *, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code = code
+        self.reason = reason
+
+
+class CountsCallsError(Exception):
+    """Counts how often it is constructed."""
+
+    calls = 0
+
+    def __init__(self, message: str) -> None:
+        CountsCallsError.calls += 1
+        super().__init__(message)
+
+
+class OwnNewError(ValueError):
+    """Cannot be made from its `args`."""
+
+    def __new__(cls, message: str, *, code: int) -> "OwnNewError":
+        return super().__new__(cls, message)
+
+    def __init__(self, message: str, *, code: int) -> None:
+        super().__init__(message)
+
+
+class FinalError(Exception):
+    """Refuses to be a base."""
+
+    def __init_subclass__(cls) -> NoReturn:
+        raise TypeError("there is only one")
+
+
+class NotEvenAnError(Exception):
+    """Makes something else of itself."""
+
+    def __new__(cls, *args: Any) -> Any:
+        return RuntimeError(*args) if cls is not NotEvenAnError else super().__new__(cls, *args)
+
+
+class OwnOsError(OSError):
+    """A built-in type's child with state of its own."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(5, "device lost", path)
+        self.device = "cuda:0"
+
+
+class StrOfItsOwnError(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"code {self.code}"
+
+
+def raised(function: Callable[[], Any]) -> Exception:
+    """What this raises by itself, as a model would."""
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001  whatever it is
+        return error
+    raise AssertionError("it raises")
+
+
+ORIGINALS: dict[str, Callable[[], Exception]] = {
+    "ValueError": lambda: raised(lambda: int("x")),
+    "KeyError": lambda: raised(lambda: os.environ["MISSING"]),
+    "IndexError": lambda: raised(lambda: [][0]),
+    "ZeroDivisionError": lambda: raised(lambda: 1 / 0),
+    "TypeError": lambda: raised(lambda: None + 1),  # type: ignore[operator]
+    "RuntimeError": lambda: RuntimeError("CUDA error: device-side assert triggered"),
+    "Exception": lambda: Exception("plain"),
+    "MemoryError": lambda: MemoryError("too large"),
+    "numpy out of memory": lambda: raised(lambda: np.empty(2**50)),
+    "TimeoutError": lambda: TimeoutError("upstream"),
+    "FileNotFoundError": lambda: raised(lambda: os.stat("/nowhere/weights.pt")),
+    "OSError": lambda: OSError(28, "No space left on device"),
+    "OSError of two files": lambda: OSError(18, "Invalid cross-device link", "a", None, "b"),
+    "OSError with a text": lambda: OSError("some text"),
+    "UnicodeDecodeError": lambda: raised(lambda: b"bad: \xe9!".decode()),
+    "UnicodeEncodeError": lambda: raised(lambda: "\ud800".encode()),
+    "ModuleNotFoundError": lambda: raised(lambda: __import__("nowhere_at_all")),
+    "ImportError": lambda: ImportError("no", name="a", path="b"),
+    "UnsupportedOperation": lambda: raised(lambda: io.BytesIO().fileno()),
+    "JSONDecodeError": lambda: raised(lambda: json.loads("{")),
+    "StopAsyncIteration": lambda: StopAsyncIteration("stop"),
+    "AssertionError": lambda: AssertionError(),
+    "ExceptionGroup": lambda: ExceptionGroup("many", [ValueError("one"), KeyError("two")]),
+    "odd": lambda: OddError(7, reason="odd"),
+    "two arguments": lambda: TwoArgumentsError(5, "broken"),
+    "coded": lambda: CodedError("coded", 42),
+    "lock": lambda: HoldsLockError("holds a lock"),
+    "own OSError": lambda: OwnOsError("/dev/nvidia0"),
+    "own str": lambda: StrOfItsOwnError(4),
+    "HTTPException": lambda: HTTPException(404, "no such thing", {"x-reason": "none"}),
+    "HTTPException by name": lambda: HTTPException(status_code=418, detail={"tea": True}),
+    "BatcherError": lambda: QueueFullError("full", retry_after=2.0),
+}
+originals = pytest.mark.parametrize("make", ORIGINALS.values(), ids=ORIGINALS.keys())
+# Those of which a pickle can be made; a caller's program may want to.
+PICKLABLE = {name: make for name, make in ORIGINALS.items() if name != "lock"}
+picklable = pytest.mark.parametrize("make", PICKLABLE.values(), ids=PICKLABLE.keys())
+
+
+def state_of(error: Any) -> dict[str, Any]:
+    """What the user can ask of an exception besides its type."""
+    builtin = ["errno", "strerror", "filename", "filename2", "start", "end", "reason", "object"]
+    builtin += ["encoding", "name", "path", "message", "exceptions"]
+    state = {name: getattr(error, name) for name in builtin if hasattr(error, name)}
+    mine = {k: v for k, v in vars(error).items() if not k.startswith("__")}
+    return {"args": error.args, "text": str(error), **state, **mine}
+
+
+@originals
+def test_it_is_an_inference_error_and_what_the_model_raised(make: Callable[[], Exception]) -> None:
+    original = make()
+    error = from_model(original, "unused", REMOTE)
+    assert isinstance(error, InferenceError)
+    assert isinstance(error, type(original))
+    assert error is not original
+
+
+@originals
+def test_it_says_and_holds_what_the_original_did(make: Callable[[], Exception]) -> None:
+    original = make()
+    assert state_of(from_model(original, "unused", REMOTE)) == state_of(original)
+
+
+@originals
+def test_a_log_shows_the_name_that_the_user_knows(make: Callable[[], Exception]) -> None:
+    original = make()
+    kind = type(from_model(original, "unused", REMOTE))
+    expected = type(original)
+    assert (kind.__module__, kind.__qualname__) == (expected.__module__, expected.__qualname__)
+    assert kind.__doc__ == expected.__doc__
+
+
+@originals
+def test_except_works_both_ways(make: Callable[[], Exception]) -> None:
+    original = make()
+    caught = []
+    for kind in (type(original), InferenceError, BatcherError, Exception):
+        try:
+            raise from_model(original, "unused", REMOTE)
+        except kind as error:
+            caught.append(error)
+    assert len(caught) == 4
+
+
+@pytest.mark.parametrize("name", ["FileNotFoundError", "OSError", "own OSError"])
+def test_except_works_for_the_bases_too(name: str) -> None:
+    with pytest.raises(OSError, match=r"\[Errno \d+\] "):
+        raise from_model(ORIGINALS[name](), "unused", REMOTE)
+
+
+def test_what_a_missing_file_is_called_can_be_read() -> None:
+    error: Any = from_model(ORIGINALS["FileNotFoundError"](), "unused", REMOTE)
+    assert (error.errno, error.filename) == (2, "/nowhere/weights.pt")
+    assert str(error) == "[Errno 2] No such file or directory: '/nowhere/weights.pt'"
+
+
+def test_an_http_exception_keeps_its_status() -> None:
+    error = from_model(ORIGINALS["HTTPException by name"](), "unused", REMOTE)
+    assert isinstance(error, HTTPException)
+    assert state_of(error)["status_code"] == 418
+    assert state_of(error)["detail"] == {"tea": True}
+
+
+def test_notes_come_along() -> None:
+    original = ValueError("bad")
+    original.add_note("input 7")
+    assert from_model(original, "unused", REMOTE).__notes__ == ["input 7"]
+
+
+def test_a_constructor_of_the_users_is_not_called() -> None:
+    original = CountsCallsError("once")
+    before = CountsCallsError.calls
+    assert isinstance(from_model(original, "unused", REMOTE), CountsCallsError)
+    assert CountsCallsError.calls == before
+
+
+def test_the_remote_traceback_is_the_cause() -> None:
+    error = from_model(ValueError("bad"), "unused", REMOTE)
+    assert isinstance(error.__cause__, RemoteTraceback)
+    shown = "".join(traceback.format_exception(error))
+    assert "model.py, line 3, in infer" in shown
+    assert shown.rstrip().endswith("ValueError: bad")
+
+
+def test_without_a_remote_traceback_there_is_no_cause() -> None:
+    assert from_model(ValueError("bad"), "unused", "").__cause__ is None
+    assert from_model(None, "text", "").__cause__ is None
+
+
+def test_the_original_is_not_changed() -> None:
+    original = ValueError("bad")
+    from_model(original, "unused", REMOTE)
+    assert original.__cause__ is None
+    assert type(original) is ValueError
+
+
+def test_every_caller_has_an_error_of_its_own() -> None:
+    original = ValueError("bad")
+    first, second = (from_model(original, "unused", REMOTE) for _ in range(2))
+    assert first is not second
+    assert first.__cause__ is not second.__cause__
+    assert type(first) is type(second)
+
+
+def test_classes_of_one_name_are_kept_apart() -> None:
+    one = type("SameError", (ValueError,), {})
+    other = type("SameError", (KeyError,), {})
+    assert isinstance(from_model(one("a"), "unused", REMOTE), one)
+    assert isinstance(from_model(other("a"), "unused", REMOTE), other)
+
+
+@pytest.mark.parametrize("kind", [InferenceError, OutputMismatchError])
+def test_an_inference_error_stays_what_it_is(kind: type[InferenceError]) -> None:
+    """A model may use this library too, or raise our error on purpose."""
+    error = from_model(kind("from the model"), "unused", REMOTE)
+    assert type(error) is kind
+    assert str(error) == "from the model"
+
+
+def test_an_error_that_came_from_a_model_can_come_from_a_model_again() -> None:
+    inner = from_model(OddError(7, reason="odd"), "unused", "inner traceback")
+    outer = from_model(again(inner), "unused", REMOTE)
+    assert isinstance(outer, OddError)
+    assert (outer.code, outer.reason) == (7, "odd")
+    assert isinstance(outer.__cause__, RemoteTraceback)
+    assert outer.__cause__.args == (REMOTE,)
+
+
+# Where no such class can be built, a plain error says what there was to say.
+
+
+@pytest.mark.parametrize(
+    "original",
+    [
+        None,
+        StopIteration("asyncio would refuse to carry it"),
+        OwnNewError("bad", code=3),
+        FinalError("bad"),
+        NotEvenAnError("bad"),
+    ],
+    ids=lambda original: type(original).__name__,
+)
+def test_a_plain_inference_error_has_the_text(original: Exception | None) -> None:
+    error = from_model(original, "ValueError: the text", REMOTE)
+    assert type(error) is InferenceError
+    assert str(error) == "ValueError: the text"
+    assert isinstance(error.__cause__, RemoteTraceback)
+    assert error.__cause__.args == (REMOTE,)
+
+
+# Pickling of what a caller got.
+
+
+@picklable
+def test_what_a_caller_got_survives_pickling(make: Callable[[], Exception]) -> None:
+    error = from_model(make(), "unused", REMOTE)
+    copied = again(error)
+    assert type(copied) is type(error)
+    assert comparable(state_of(copied)) == comparable(state_of(error))
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """Exceptions inside exceptions have no equality but identity."""
+    return {key: repr(value) for key, value in state.items()}
+
+
+@picklable
+def test_its_cause_survives_too(make: Callable[[], Exception]) -> None:
+    cause = again(from_model(make(), "unused", REMOTE)).__cause__
+    assert type(cause) is RemoteTraceback
+    assert cause.args == (REMOTE,)
+
+
+def test_without_a_cause_none_appears() -> None:
+    assert again(from_model(ValueError("bad"), "unused", "")).__cause__ is None
+
+
+def test_a_cause_of_somebody_elses_is_not_taken_for_ours() -> None:
+    error = from_model(ValueError("bad"), "unused", REMOTE)
+    error.__cause__ = KeyError("other")
+    assert again(error).__cause__ is None
+
+
+def test_a_program_that_has_seen_no_such_error_can_read_it() -> None:
+    """The combined class is made anew wherever it is read."""
+    pickled = pickle.dumps(from_model(CodedError("coded", 42), "unused", REMOTE))
+    errors._combined_classes.pop(CodedError)
+    error = pickle.loads(pickled)
+    assert isinstance(error, InferenceError)
+    assert isinstance(error, CodedError)
+    assert error.code == 42
+
+
+# The parts, in which exceptions cross.
+
+
+@originals
+def test_an_exception_can_be_made_again_from_its_parts(make: Callable[[], Exception]) -> None:
+    original = make()
+    rebuilt = rebuild(*take_apart(original))
+    assert type(rebuilt) is type(original)
+    assert rebuilt is not original
+    assert state_of(rebuilt) == state_of(original)
+
+
+def test_the_remote_traceback_is_set_off_from_the_local_one() -> None:
+    assert str(RemoteTraceback("text\n\n")) == "\n\ntext\n"

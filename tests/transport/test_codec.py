@@ -1,0 +1,247 @@
+"""What goes into frame bodies: failures as data, parts, and what counts as one output per input."""
+
+import array
+import pickle
+from collections import UserList, deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_models import EXCEPTIONS, OUTPUTS, CodedError, TwoArgumentsError
+
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, RemoteTraceback
+
+# The smallest `max_frame_bytes` there is.
+LEAST_MAX_FRAME_BYTES = 2**20
+
+
+def raised(error: BaseException) -> BaseException:
+    """The same, with a traceback."""
+    try:
+        raise error
+    except BaseException as caught:  # noqa: BLE001  any
+        return caught
+
+
+# --- failures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name: str) -> None:
+    failure = codec.describe(raised(EXCEPTIONS[name]()))
+    crossed = RemoteFailure(*codec.loads(codec.dumps(failure)))
+    assert crossed == failure
+    one, two = crossed.to_error(), crossed.to_error()
+    assert one is not two
+    for error in (one, two):
+        assert isinstance(error, InferenceError)
+        assert isinstance(str(error), str)
+        assert isinstance(error.__cause__, RemoteTraceback)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("v"), KeyError("k"), FileNotFoundError(2, "none", "file"), CodedError("c", 42)],
+    ids=repr,
+)
+def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Exception) -> None:
+    result = codec.describe(raised(error)).to_error()
+    assert isinstance(result, type(error))
+    assert str(result) == str(error)
+    assert result.args == error.args
+    for name in ("code", "filename", "errno"):
+        assert getattr(result, name, None) == getattr(error, name, None)
+
+
+def test_the_text_names_the_type_and_the_traceback_the_place() -> None:
+    failure = codec.describe(raised(TwoArgumentsError(5, "broken")))
+    assert failure.text == "TwoArgumentsError: 5: broken"
+    assert "raise error" in failure.traceback
+    assert failure.traceback.endswith("TwoArgumentsError: 5: broken\n")
+
+
+def test_an_exception_without_text_is_its_type() -> None:
+    assert codec.describe(ValueError()).text == "ValueError"
+
+
+def test_the_cause_is_part_of_the_traceback() -> None:
+    try:
+        try:
+            raise KeyError("inner")
+        except KeyError as inner:
+            raise ValueError("outer") from inner
+    except ValueError as outer:
+        failure = codec.describe(outer)
+    assert "KeyError: 'inner'" in failure.traceback
+    assert "direct cause" in failure.traceback
+
+
+def test_long_texts_are_cut_and_the_end_of_a_traceback_is_kept() -> None:
+    failure = codec.describe(raised(ValueError("a" * 10**7 + "end")))
+    assert failure.pickled is None
+    assert len(failure.text) < MAX_ERROR_TEXT + 100
+    assert failure.text.startswith("ValueError: aaa")
+    assert failure.text.endswith("characters cut]")
+    assert len(failure.traceback) < MAX_ERROR_TEXT + 100
+    assert failure.traceback.endswith("end\n")
+
+
+def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
+    """Each character takes four bytes, and there is room for a pickled exception as well."""
+    failure = codec.describe(raised(ValueError("\U0001f525" * 10**6)))
+    assert len(failure.text) >= MAX_ERROR_TEXT
+    full = failure._replace(pickled=b"x" * MAX_ERROR_TEXT)
+    assert len(codec.dumps(full)) <= LEAST_MAX_FRAME_BYTES
+    parts = list(codec.split_parts([full] * 3, LEAST_MAX_FRAME_BYTES))
+    assert all(len(part) <= LEAST_MAX_FRAME_BYTES for part in parts)
+
+
+def test_a_class_that_does_not_exist_here_is_told_by_its_text() -> None:
+    failure = RemoteFailure("GoneError: lost", "traceback", b"cno_such_module\nGoneError\n.")
+    error = failure.to_error()
+    assert type(error) is InferenceError
+    assert str(error) == "GoneError: lost"
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+# Small frames, so that examples stay small; the rule does not know the size.
+items = st.lists(
+    st.one_of(
+        st.binary(max_size=60),
+        st.builds(
+            RemoteFailure,
+            st.text(max_size=5),
+            st.text(max_size=5),
+            st.none() | st.binary(max_size=9),
+        ),
+    ),
+    max_size=12,
+)
+
+
+@given(items=items, max_frame_bytes=st.integers(300, 2000))
+def test_parts_hold_all_items_in_order_and_none_is_too_long(
+    items: list[Any], max_frame_bytes: int
+) -> None:
+    parts = list(codec.split_parts(items, max_frame_bytes))
+    assert parts
+    assert [item for part in parts for item in codec.loads(part)] == items
+    assert all(len(part) <= max_frame_bytes for part in parts)
+
+
+@given(size=st.integers(0, 400), max_frame_bytes=st.integers(20, 400))
+def test_an_item_that_fits_makes_a_part_that_fits(size: int, max_frame_bytes: int) -> None:
+    item = bytes(size)
+    if codec.fits(item, max_frame_bytes):
+        (part,) = codec.split_parts([item], max_frame_bytes)
+        assert len(part) <= max_frame_bytes
+
+
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 65_535, 65_536, 2**20, 2**24])
+def test_the_size_of_an_item_is_never_underestimated(size: int) -> None:
+    items: list[bytes | RemoteFailure] = [bytes([number]) * size for number in range(3)]
+    (part,) = codec.split_parts(items, 2**30)
+    assert len(part) <= sum(codec._size(item) for item in items) + codec._ITEM_OVERHEAD
+
+
+def test_full_parts_are_filled() -> None:
+    items: list[bytes | RemoteFailure] = [bytes(100)] * 10
+    assert len(list(codec.split_parts(items, 10 * 200))) == 1
+    assert len(list(codec.split_parts(items, 600))) == 2
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+def count_up(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+GOOD: dict[str, Any] = {
+    "list": ["a", "b", "c"],
+    "tuple": ("a", "b", "c"),
+    "range": range(3),
+    "deque": deque("abc"),
+    "user list": UserList("abc"),
+    "array": array.array("i", [1, 2, 3]),
+    "vector": np.arange(3),
+    "matrix": np.arange(6).reshape(3, 2),
+    "list of None": [None, None, None],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_sequence_of_the_right_length_is_taken_item_by_item(name: str) -> None:
+    outputs = codec.check_outputs(GOOD[name], 3)
+    assert isinstance(outputs, list)
+    assert len(outputs) == 3
+    for output, expected in zip(outputs, GOOD[name], strict=True):
+        assert np.array_equal(output, expected)
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sequence_of_another_length_is_refused_and_both_counts_are_named(
+    name: str, count: int
+) -> None:
+    fault = codec.check_outputs(GOOD[name], count)
+    assert isinstance(fault, str)
+    assert f"3 outputs for {count} inputs" in fault
+
+
+BAD: dict[str, Any] = {
+    "None": None,
+    "generator": count_up(3),
+    "dict": {1: "a", 2: "b", 3: "c"},
+    "set": {1, 2, 3},
+    "str": "abc",
+    "bytes": b"abc",
+    "bytearray": bytearray(b"abc"),
+    "memoryview": memoryview(b"abc"),
+    "int": 3,
+    "map": map(str, range(3)),
+    "dict values": {1: 1, 2: 2, 3: 3}.values(),
+    "scalar": np.float32(3),
+    "array without axes": np.array(3),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_anything_else_is_refused_and_its_type_is_named(name: str) -> None:
+    fault = codec.check_outputs(BAD[name], 3)
+    assert isinstance(fault, str)
+    assert type(BAD[name]).__name__ in fault
+    assert "3 inputs" in fault
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_no_output_is_mistaken_for_a_batch_of_another_size(name: str) -> None:
+    """Whatever passes has as many outputs as there were inputs."""
+    inputs = ["x"] * 3
+    outputs = codec.check_outputs(OUTPUTS[name](inputs), 3)
+    assert isinstance(outputs, str) or len(outputs) == 3
+
+
+def test_a_row_of_an_array_is_pickled_without_the_others() -> None:
+    matrix = np.zeros((100, 1000), dtype=np.float32)
+    rows = codec.check_outputs(matrix, 100)
+    assert len(pickle.dumps(rows[0])) < 5000
+
+
+@pytest.mark.slow
+def test_a_row_of_a_tensor_is_pickled_without_the_others() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(300.0, requires_grad=True).reshape(100, 3)
+    rows = codec.check_outputs(tensor, 100)
+    assert isinstance(rows, list)
+    assert [row.tolist() for row in rows] == tensor.tolist()
+    assert not rows[0].requires_grad
+    assert len(pickle.dumps(rows[0])) < 1000
+    assert isinstance(codec.check_outputs(tensor, 99), str)
+    assert "without axes" in str(codec.check_outputs(torch.tensor(1.0), 1))

@@ -1,0 +1,248 @@
+"""The public interface as a type checker sees it. Checked by mypy and pyright; never run.
+
+`assert_type` says what must come out. Each `type: ignore` marks a use that must be refused, and
+the checkers complain about one that is not needed.
+"""
+
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+
+import concurrent.futures
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, assert_type
+
+from fastapi import FastAPI
+
+import fast_batcher
+from fast_batcher import BatcherStats, DynBatcher, InferenceModel
+from fast_batcher.dyn_batcher import DynBatcher as DynBatcherByOtherPath
+from fast_batcher.errors import (
+    BatcherError,
+    DeadlineExceededError,
+    DynamicBatchIndexError,
+    OutputMismatchError,
+    QueueFullError,
+    WorkerStartupError,
+)
+from fast_batcher.inference_template import InferenceModel as InferenceModelByOtherPath
+
+
+def use(*values: object) -> None:
+    """What a value with a type is for."""
+
+
+# Models.
+
+
+class Lengths(InferenceModel[str, int]):
+    """Takes texts, gives numbers."""
+
+    def __init__(self, path: str = "", *, scale: float = 1.0) -> None:
+        self.path = path
+        self.scale = scale
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        return [len(text) for text in inputs]
+
+    def warmup_inputs(self) -> list[str]:
+        return ["warm"]
+
+    def close(self) -> None: ...
+
+
+class Tuples(InferenceModel[bytes, float]):
+    """Any sequence will do as a result."""
+
+    def infer(self, inputs: list[bytes]) -> tuple[float, ...]:
+        return tuple(0.5 for _ in inputs)
+
+
+class FailsForSome(InferenceModel[str, int]):
+    """An exception at a position fails that request alone, and changes no types."""
+
+    def infer(self, inputs: list[str]) -> list[int | Exception]:
+        return [len(text) if text else ValueError("empty") for text in inputs]
+
+
+class ByOtherPath(InferenceModelByOtherPath[str, int]):
+    """The same base under its other name."""
+
+    def infer(self, inputs: list[str]) -> Sequence[int]:
+        return [len(text) for text in inputs]
+
+
+class Untyped(InferenceModel[Any, Any]):
+    """For those who do not care."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+class TakesOneInput(InferenceModel[str, int]):
+    """Not a batch."""
+
+    def infer(self, inputs: str) -> list[int]:  # type: ignore[override]
+        return [len(inputs)]
+
+
+class GivesOneOutput(InferenceModel[str, int]):
+    """Not a batch either."""
+
+    def infer(self, inputs: list[str]) -> int:  # type: ignore[override]
+        return len(inputs)
+
+
+class IsAsync(InferenceModel[str, int]):
+    """There is no loop in a worker."""
+
+    async def infer(self, inputs: list[str]) -> list[int]:  # type: ignore[override]
+        return [len(text) for text in inputs]
+
+
+class Forgets(InferenceModel[str, int]):
+    """Has no `infer`."""
+
+
+Forgets()  # type: ignore[abstract]
+
+# Construction: the types come from the model.
+
+batcher = DynBatcher(Lengths)
+assert_type(batcher, DynBatcher[str, int])
+assert_type(DynBatcher(Tuples), DynBatcher[bytes, float])
+assert_type(DynBatcher(FailsForSome), DynBatcher[str, int])
+assert_type(DynBatcher(ByOtherPath), DynBatcher[str, int])
+assert_type(DynBatcher(Untyped), DynBatcher[Any, Any])
+assert_type(DynBatcherByOtherPath(Lengths), DynBatcher[str, int])
+assert_type(fast_batcher.DynBatcher(Lengths), DynBatcher[str, int])
+
+# A string says nothing about types, so the user does.
+assert_type(DynBatcher[str, int]("app.models:Lengths"), DynBatcher[str, int])
+by_name: DynBatcher[str, int] = DynBatcher("app.models:Lengths")
+
+everything = DynBatcher(
+    Lengths,
+    16,
+    0.01,
+    model_args=("weights.pt",),
+    model_kwargs={"scale": 2.0},
+    num_workers=2,
+    policy="fixed",
+    max_queue_size=100,
+    timeout=None,
+    infer_timeout=5,
+    start_timeout=60.0,
+    stop_timeout=1,
+    drain_timeout=10,
+    max_frame_bytes=2**26,
+    auto_open=False,
+    name="lengths",
+)
+assert_type(everything, DynBatcher[str, int])
+DynBatcher(Lengths, max_batch_size=8, max_delay=None, model_args=["weights.pt"])
+
+DynBatcher(Lengths())  # type: ignore[arg-type]
+DynBatcher(str)  # type: ignore[arg-type]
+DynBatcher(7)  # type: ignore[arg-type]
+DynBatcher(lambda inputs: inputs)  # type: ignore[arg-type]
+DynBatcher(Lengths, "8")  # type: ignore[arg-type]
+DynBatcher(Lengths, 1.5)  # type: ignore[arg-type]
+DynBatcher(Lengths, 8, "10ms")  # type: ignore[arg-type]
+DynBatcher(Lengths, 8, 0.01, ())  # type: ignore[call-arg]
+DynBatcher(Lengths, policy="fastest")  # type: ignore[arg-type]
+DynBatcher(Lengths, timeout_ms=5)  # type: ignore[call-arg]
+DynBatcher(Lengths, model_args=7)  # type: ignore[arg-type]
+DynBatcher(Lengths, model_kwargs=["scale"])  # type: ignore[arg-type]
+DynBatcher(Lengths, start_timeout=None)  # type: ignore[arg-type]
+wrong_types: DynBatcher[int, str] = DynBatcher(Lengths)  # type: ignore[arg-type]
+
+# Calls.
+
+
+async def calls() -> None:
+    assert_type(await batcher.process_batched("text"), int)
+    assert_type(await batcher.process_batched("text", timeout=1.5), int)
+    assert_type(await batcher.process_many(["a", "b"]), list[int])
+    assert_type(await batcher.process_many(text for text in "ab"), list[int])
+    assert_type(await batcher.process_many((), timeout=3), list[int])
+    assert_type(batcher.submit("text"), concurrent.futures.Future[int])
+    assert_type(batcher.submit("text", timeout=1).result(), int)
+    assert_type(await by_name.process_batched("text"), int)
+
+    await batcher.process_batched(7)  # type: ignore[arg-type]
+    await batcher.process_batched(["text"])  # type: ignore[arg-type]
+    await batcher.process_batched("text", 1.5)  # type: ignore[call-arg]
+    await batcher.process_batched("text", timeout="1")  # type: ignore[arg-type]
+    await batcher.process_many([1, 2])  # type: ignore[list-item]
+    batcher.submit(7)  # type: ignore[arg-type]
+    text: str = await batcher.process_batched("text")  # type: ignore[assignment]
+    use(text)
+
+
+# Life.
+
+
+async def life() -> None:
+    async with DynBatcher(Lengths) as opened:
+        assert_type(opened, DynBatcher[str, int])
+    await batcher.open()
+    await batcher.open(wait_ready=False)
+    await batcher.aclose()
+    batcher.begin_drain()
+    batcher.stop()
+    await batcher.stop()  # type: ignore[func-returns-value, misc]
+    await batcher.open(False)  # type: ignore[call-arg]
+
+
+FastAPI(lifespan=batcher.lifespan)
+FastAPI(lifespan=batcher.lifespan(wait_ready=False))
+FastAPI(lifespan=everything.lifespan)
+FastAPI(lifespan=batcher)  # type: ignore[arg-type]
+
+app = FastAPI()
+assert_type(batcher.lifespan(app), AbstractAsyncContextManager[None])
+assert_type(batcher.lifespan(wait_ready=False), Callable[[Any], AbstractAsyncContextManager[None]])
+
+
+@asynccontextmanager
+async def by_hand(app: FastAPI) -> AsyncGenerator[dict[str, DynBatcher[str, int]]]:
+    async with DynBatcher(Lengths) as mine:
+        yield {"batcher": mine}
+
+
+FastAPI(lifespan=by_hand)
+
+# What can be seen.
+
+assert_type(batcher.name, str)
+assert_type(batcher.state, str)
+assert_type(batcher.is_ready, bool)
+assert_type(batcher.start_error, WorkerStartupError | None)
+assert_type(batcher.stats, BatcherStats)
+assert_type(batcher.stats.completed, int)
+assert_type(batcher.stats.batch_sizes, dict[int, int])
+assert_type(batcher.stats.releases, dict[str, int])
+assert_type(batcher.stats.infer_p95, float | None)
+assert_type(batcher.stats.mean_batch_size, float)
+batcher.state = "open"  # type: ignore[misc]
+batcher.stats.completed = 0  # type: ignore[misc]
+
+
+# Errors.
+
+
+async def failures() -> None:
+    try:
+        await batcher.process_batched("text")
+    except QueueFullError as full:
+        assert_type(full.retry_after, float | None)
+    except DeadlineExceededError as late:
+        assert_type(late.retry_after, float | None)
+        timeout: TimeoutError = late
+        use(timeout)
+    except DynamicBatchIndexError as mismatch:
+        same: OutputMismatchError = mismatch
+        index: IndexError = mismatch
+        use(same, index)
+    except BatcherError as error:
+        assert_type(error, BatcherError)

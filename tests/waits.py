@@ -1,0 +1,168 @@
+"""How tests wait: for a call, a model at a gate, the death of a process. Never by sleeping.
+
+Parent process; the models' side of a gate is `sample_models.pass_gate`.
+"""
+
+import asyncio
+import json
+import os
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from fast_batcher import BatcherStats, DynBatcher
+
+# No wait of a test is longer, in seconds, where no figure is printed for it: hundreds of times what
+# an idle machine needs.
+LIMIT = 5.0
+# Printed figures are for an idle machine with two cores; a test machine may be busy.
+SLACK = 5.0
+
+# A call whose wait must end by its deadline gets one this far away, in seconds: soon for the test,
+# and long after everything that does not wait has happened.
+SOON = 0.1
+
+# What was waited for, seconds it took, and the printed figure; the end of the run shows them.
+MEASURED: list[tuple[str, float, float]] = []
+
+
+@contextmanager
+def within(figure: float, what: str) -> Iterator[float]:
+    """Note how long the block takes; gives the limit that its wait must have, in seconds."""
+    started = monotonic()
+    yield SLACK * figure
+    MEASURED.append((what, monotonic() - started, figure))
+
+
+def assert_balance(batcher: DynBatcher[Any, Any]) -> BatcherStats:
+    """What went in is what came out, or is still inside."""
+    stats = batcher.stats
+    out = stats.completed + stats.failed + stats.expired + stats.cancelled
+    assert stats.submitted == out + stats.waiting + stats.running
+    return stats
+
+
+def call(batcher: DynBatcher[Any, Any], value: Any, **options: Any) -> "asyncio.Task[Any]":
+    return asyncio.create_task(batcher.process_batched(value, **options))
+
+
+async def outcome(task: "asyncio.Task[Any]") -> Any:
+    """What became of a task: its result or its error."""
+    async with asyncio.timeout(LIMIT):
+        (result,) = await asyncio.gather(task, return_exceptions=True)
+    return result
+
+
+async def turns(count: int = 3) -> None:
+    """Let the loop turn, so that everything that is ready to run has run."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+class Visit:
+    """A model that waits at a gate."""
+
+    def __init__(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        self._connection = connection
+        # The model's process.
+        self.pid: int = message["pid"]
+        # What it had to say.
+        self.note: Any = message["note"]
+
+    def let_on(self) -> None:
+        """Let it go on. Harmless if it is dead, or has been let on."""
+        self._connection.close()
+
+
+class Gate:
+    """Where models say that they have come so far, and wait until they are let on.
+
+    Args:
+        path: Of a socket that does not exist yet; models are given it as an argument.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(path)
+        self._listener.listen()
+        self._listener.setblocking(False)
+        self._visits: list[Visit] = []
+
+    async def visit(self) -> Visit:
+        """Wait for the next visitor."""
+        async with asyncio.timeout(LIMIT):
+            loop = asyncio.get_running_loop()
+            arrived = loop.create_future()
+            loop.add_reader(self._listener, arrived.set_result, None)
+            try:
+                await arrived
+            finally:
+                loop.remove_reader(self._listener)
+        return self._accept()
+
+    def wait(self) -> Visit:
+        """The same for a test without a loop."""
+        assert select.select([self._listener], [], [], LIMIT)[0], "nobody came to the gate"
+        return self._accept()
+
+    def close(self) -> None:
+        """Let everybody on, now and from now on."""
+        for visit in self._visits:
+            visit.let_on()
+        self._listener.close()
+        Path(self.path).unlink(missing_ok=True)
+
+    def _accept(self) -> Visit:
+        connection, _ = self._listener.accept()
+        # It has written its line before it waits, so reading it takes no time.
+        connection.settimeout(LIMIT)
+        with connection.makefile("rb") as lines:
+            self._visits.append(Visit(connection, json.loads(lines.readline())))
+        return self._visits[-1]
+
+
+class Watch:
+    """Sees processes die; made while they live, so that their numbers cannot be somebody else's."""
+
+    def __init__(self, pids: list[int]) -> None:
+        self._descriptors = {os.pidfd_open(pid): pid for pid in pids}
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    def survivors(self, seconds: float) -> list[int]:
+        """Wait until all are dead, or so many seconds; those that are not dead then."""
+        deadline = monotonic() + seconds
+        poller = select.poll()
+        alive = set(self._descriptors)
+        for descriptor in alive:
+            poller.register(descriptor, select.POLLIN)
+        while alive:
+            dead = poller.poll(max(0.0, deadline - monotonic()) * 1000)
+            if not dead:
+                break
+            for descriptor, _ in dead:
+                poller.unregister(descriptor)
+                alive.discard(descriptor)
+        return [self._descriptors[descriptor] for descriptor in alive]
+
+    async def until_dead(self) -> None:
+        """Wait until all are dead, while the loop runs on."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(LIMIT):
+            for descriptor in self._descriptors:
+                dead = loop.create_future()
+                loop.add_reader(descriptor, dead.set_result, None)
+                try:
+                    await dead
+                finally:
+                    loop.remove_reader(descriptor)
