@@ -69,10 +69,8 @@ def _children() -> Iterator[int]:
 
 def _descriptors() -> Iterator[str]:
     for number in os.listdir("/proc/self/fd"):
-        try:
+        with suppress(FileNotFoundError):  # the one that lists the directory
             yield f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}"
-        except FileNotFoundError:  # the one that lists the directory
-            pass
 
 
 def _is_used_elsewhere(name: str) -> bool:

@@ -241,7 +241,7 @@ class Forks(InferenceModel[Any, int]):
 
 
 class Stuck(InferenceModel[Any, Any]):
-    """Tells the gate its batch, and then sleeps for ever: "plainly", or in the way that is named."""
+    """Tells the gate its batch, and sleeps for ever: "plainly", or in the way that is named."""
 
     def __init__(self, gate: str, how: str) -> None:
         self._gate = gate

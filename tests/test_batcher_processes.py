@@ -53,7 +53,7 @@ from sample_models import (
     WarmsUpBadly,
     Whereabouts,
 )
-from waits import LIMIT, SOON, Gate, Watch, assert_balance, call, outcome, turns, within
+from waits import LIMIT, SOON, Gate, Watch, assert_balance, call, outcome, turns, until, within
 
 from fast_batcher import (
     DeadlineExceededError,
@@ -74,10 +74,8 @@ pytestmark = pytest.mark.anyio
 
 
 async def until_not_ready(batcher: DynBatcher[Any, Any]) -> None:
-    """Let the loop turn until it has noticed that no worker is left."""
-    async with asyncio.timeout(LIMIT):
-        while batcher.stats.workers_ready:
-            await asyncio.sleep(0)
+    """Wait until it has been noticed that no worker is left."""
+    await until(lambda: batcher.stats.workers_ready == 0)
 
 
 # --- workers that die -----------------------------------------------------------------------------
@@ -144,11 +142,10 @@ async def test_an_idle_worker_is_killed_and_no_request_fails() -> None:
             os.kill(first, signal.SIGKILL)
             async with asyncio.timeout(limit):
                 await until_not_ready(batcher)
-        assert not batcher.is_ready
-        assert batcher.state == "open"
+        assert (batcher.state, batcher.is_ready) == ("open", False)
         second = await batcher.process_batched(None)
         assert second != first
-        assert batcher.is_ready
+        assert (batcher.state, batcher.is_ready) == ("open", True)
         assert assert_balance(batcher).failed == 0
 
 
@@ -161,9 +158,7 @@ async def test_all_workers_are_killed_at_once_and_all_are_replaced() -> None:
             os.kill(pid, signal.SIGKILL)
         await until_not_ready(batcher)
         assert await batcher.process_batched(None) not in pids
-        async with asyncio.timeout(LIMIT):
-            while batcher.stats.workers_ready < 2:
-                await asyncio.sleep(0)
+        await until(lambda: batcher.stats.workers_ready == 2)
         assert batcher.stats.restarts == 2
 
 
@@ -194,9 +189,7 @@ async def test_a_worker_is_killed_behind_an_unread_batch(gate: Gate) -> None:
         assert await outcome(held) == "hold"
         os.kill(visit.pid, signal.SIGSTOP)
         large = call(batcher, b"x" * 50 * MEBI)
-        async with asyncio.timeout(LIMIT):
-            while batcher.stats.running == 0:
-                await asyncio.sleep(0)
+        await until(lambda: batcher.stats.running == 1)
         os.kill(visit.pid, signal.SIGKILL)
         assert isinstance(await outcome(large), WorkerLostError)
         assert await batcher.process_batched("next") == "next"
@@ -204,7 +197,7 @@ async def test_a_worker_is_killed_behind_an_unread_batch(gate: Gate) -> None:
 
 @pytest.mark.parametrize("somebody", ["waitpid", "subprocess"])
 async def test_somebody_else_has_waited_for_the_worker(gate: Gate, somebody: str) -> None:
-    """A program may wait for any child; how the worker ended is then unknown, that it did is not."""
+    """A program may wait for any child; how the worker ended is unknown then."""
     async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
         visit = await gate.visit()
@@ -521,9 +514,7 @@ async def test_the_loop_runs_on_while_a_large_batch_waits_to_be_read(gate: Gate)
         assert await outcome(held) == "hold"
         os.kill(visit.pid, signal.SIGSTOP)
         large = call(batcher, b"x" * 50 * MEBI)
-        async with asyncio.timeout(LIMIT):
-            while batcher.stats.running == 0:
-                await asyncio.sleep(0)
+        await until(lambda: batcher.stats.running == 1)
         await turns(100)
         assert not large.done()
         os.kill(visit.pid, signal.SIGCONT)
@@ -647,7 +638,8 @@ async def test_a_string_that_names_no_model_is_told_when_the_batcher_opens(name:
     ],
 )
 async def test_a_model_may_be_named_by_a_string(name: str, answer: Any) -> None:
-    async with DynBatcher(name) as batcher:
+    batcher: DynBatcher[Any, Any] = DynBatcher(name)
+    async with batcher:
         assert await batcher.process_batched(1) == answer
 
 
@@ -790,7 +782,7 @@ def abandon(tasks: "list[asyncio.Task[Any]]") -> None:
     """Nobody will ever run these: their loop is closed, and asyncio would complain of that."""
     for task in tasks:
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        task.get_coro().close()  # type: ignore[union-attr]
+        task.get_coro().close()
 
 
 def test_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> None:
@@ -887,7 +879,11 @@ def test_the_loop_is_closed_while_the_worker_is_started(
     is_held, is_started = threading.Event(), threading.Event()
     starter = batcher._pool._starter
     if is_closed_before_the_start:
-        starter.run(lambda: is_held.wait(LIMIT), lambda error: None)  # type: ignore[arg-type, return-value]
+
+        def wait() -> None:
+            is_held.wait(LIMIT)
+
+        starter.run(wait, lambda error: None)
     first.run_until_complete(batcher.open(wait_ready=False))
     starter.run(lambda: None, lambda error: is_started.set())
     if is_closed_before_the_start:
@@ -1148,10 +1144,10 @@ def test_a_loading_worker_does_not_outlive_its_parent(program: Start, gate: Gate
 
 
 def assert_workers_die_with_parent(running: Program, pids: list[int], state: str) -> None:
-    with Watch(pids) as workers:
-        with within(1.0, f"workers are gone after their parent was killed ({state})") as limit:
-            running.kill()
-            assert workers.survivors(limit) == []
+    what = f"workers are gone after their parent was killed ({state})"
+    with Watch(pids) as workers, within(1.0, what) as limit:
+        running.kill()
+        assert workers.survivors(limit) == []
 
 
 @pytest.mark.slow

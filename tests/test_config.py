@@ -491,6 +491,17 @@ def test_a_class_typed_at_a_prompt_does_not_exist_in_the_worker() -> None:
     assert ".py file" in last_line
 
 
+def test_a_class_that_is_imported_at_a_prompt_does() -> None:
+    program = (
+        "import sys; sys.path.append('tests')\n"
+        "from fast_batcher import DynBatcher\n"
+        "from sample_models import Echo\n"
+        "print(DynBatcher(Echo).state)\n"
+    )
+    done = run_python("-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "new\n", "")
+
+
 def test_a_class_of_the_script_that_is_run_does(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -8,7 +8,7 @@ import json
 import os
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
@@ -53,14 +53,23 @@ def call(batcher: DynBatcher[Any, Any], value: Any, **options: Any) -> "asyncio.
 async def outcome(task: "asyncio.Task[Any]") -> Any:
     """What became of a task: its result or its error."""
     async with asyncio.timeout(LIMIT):
-        (result,) = await asyncio.gather(task, return_exceptions=True)
-    return result
+        await asyncio.wait([task])
+    if task.cancelled():
+        return asyncio.CancelledError()
+    return task.exception() or task.result()
 
 
 async def turns(count: int = 3) -> None:
     """Let the loop turn, so that everything that is ready to run has run."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let the loop turn until this is true of a batcher, which does not tell when it becomes so."""
+    async with asyncio.timeout(LIMIT):
+        while not is_so():
+            await asyncio.sleep(0)
 
 
 class Visit:

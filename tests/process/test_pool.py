@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -95,6 +96,11 @@ async def told() -> AsyncIterator[Told]:
 
 def pids_of(pool: Pool) -> list[int]:
     return sorted(handle.pid for handle in pool.remaining() if handle.pid is not None)
+
+
+def children_of(thread: threading.Thread) -> list[int]:
+    path = Path(f"/proc/self/task/{thread.native_id}/children")
+    return sorted(map(int, path.read_text().split()))
 
 
 async def test_every_worker_is_started_and_answers(told: Told) -> None:
@@ -265,5 +271,4 @@ async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told:
     pool = await told.ready(Echo)
     (starter,) = [one for one in threading.enumerate() if one.name == "fast_batcher-starter-tested"]
     assert starter.daemon
-    with open(f"/proc/self/task/{starter.native_id}/children") as children:
-        assert str(pids_of(pool)[0]) in children.read().split()
+    assert pids_of(pool) == children_of(starter)

@@ -22,10 +22,15 @@ LEAST_MAX_FRAME_BYTES = 2**20
 
 def raised(error: BaseException) -> BaseException:
     """The same, with a traceback."""
-    try:
+
+    def fail() -> None:
         raise error
+
+    try:
+        fail()
     except BaseException as caught:  # noqa: BLE001  any
         return caught
+    raise AssertionError("fail() raises")
 
 
 # --- failures -------------------------------------------------------------------------------------
@@ -70,13 +75,9 @@ def test_an_exception_without_text_is_its_type() -> None:
 
 
 def test_the_cause_is_part_of_the_traceback() -> None:
-    try:
-        try:
-            raise KeyError("inner")
-        except KeyError as inner:
-            raise ValueError("outer") from inner
-    except ValueError as outer:
-        failure = codec.describe(outer)
+    outer = ValueError("outer")
+    outer.__cause__ = raised(KeyError("inner"))
+    failure = codec.describe(raised(outer))
     assert "KeyError: 'inner'" in failure.traceback
     assert "direct cause" in failure.traceback
 
