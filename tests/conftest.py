@@ -49,7 +49,11 @@ class Holdings:
             children=frozenset(_children()),
             threads=frozenset(threading.enumerate()),
             descriptors=frozenset(_descriptors()),
-            shared_memory=frozenset(path.name for path in Path("/dev/shm").iterdir()),
+            # But for semaphores: nothing of ours makes them, and those of other programs on the
+            # machine outlive these by a moment.
+            shared_memory=frozenset(
+                path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")
+            ),
         )
 
     def beyond(self, before: "Holdings") -> dict[str, list[str]]:

@@ -1185,6 +1185,38 @@ async def test_stop_ends_a_worker_that_ignores_sigterm_too(gate: Gate) -> None:
     assert isinstance(await outcome(running), BatcherClosedError)
 
 
+async def test_stop_may_be_called_from_another_thread(gate: Gate) -> None:
+    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), stop_timeout=SOON)
+    await batcher.open()
+    running, submitted = call(batcher, "running"), batcher.submit("submitted")
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        await asyncio.to_thread(batcher.stop)
+        assert worker.survivors(0.0) == []
+    assert isinstance(await outcome(running), BatcherClosedError)
+    assert isinstance(await asyncio.wrap_future(_errors_of(submitted)), BatcherClosedError)
+    await asyncio.to_thread(batcher.stop)
+    assert_balance(batcher)
+
+
+async def test_stop_may_be_called_by_the_callback_of_an_answer(gate: Gate) -> None:
+    """In the middle of settling a batch: the others of it have their answers all the same."""
+    batcher = DynBatcher(Holds, 3, model_args=(gate.path,), stop_timeout=SOON)
+    await batcher.open()
+    futures = [batcher.submit(value) for value in ("hold", 1, 2)]
+    futures[0].add_done_callback(lambda _: batcher.stop())
+    visit = await gate.visit()
+    waiting = call(batcher, "waiting")
+    await turns()
+    visit.let_on()
+    assert [await asyncio.wrap_future(future) for future in futures] == ["hold", 1, 2]
+    # It was sent to the worker before the batch was settled.
+    assert isinstance(await outcome(waiting), BatcherClosedError)
+    assert batcher.state == "closed"
+    stats = assert_balance(batcher)
+    assert (stats.completed, stats.failed) == (3, 1)
+
+
 async def test_an_idle_worker_ends_by_itself_when_it_is_stopped(tmp_path: Path) -> None:
     path = tmp_path / "log"
     batcher = DynBatcher(Closes, model_args=(str(path),), stop_timeout=LIMIT)

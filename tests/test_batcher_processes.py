@@ -172,6 +172,7 @@ async def test_one_worker_is_killed_and_the_other_serves_on(gate: Gate) -> None:
         assert isinstance(await outcome(held), WorkerLostError)
 
 
+@pytest.mark.slow
 async def test_a_worker_dies_again_and_again_and_is_replaced_each_time() -> None:
     async with DynBatcher(Crashes) as batcher:
         for _ in range(3):
@@ -577,6 +578,7 @@ async def test_a_worker_that_dies_while_it_loads(way: str, text: str) -> None:
     assert "before it had loaded ExitsOnLoad" in str(error)
 
 
+@pytest.mark.slow
 async def test_an_init_that_never_returns(gate: Gate) -> None:
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
     early = call(batcher, "early")
@@ -643,6 +645,7 @@ async def test_a_model_may_be_named_by_a_string(name: str, answer: Any) -> None:
         assert await batcher.process_batched(1) == answer
 
 
+@pytest.mark.slow
 async def test_a_replacement_that_fails_to_load_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1029,7 +1032,7 @@ class Program:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(TESTS)},
+            env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
         )
         # Ends the wait for a line that never comes.
         self._watchdog = threading.Timer(LIMIT, self._process.kill)
@@ -1190,6 +1193,36 @@ def test_a_program_that_forgets_a_busy_worker_ends(program: Start, gate: Gate, h
     with Watch([visit.pid]) as workers:
         with within(3.0, f"the same (a worker computes {how})") as limit:
             assert running.finish(limit) == (0, "")
+        assert workers.survivors(0.0) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_a_program_that_drops_an_open_batcher_ends(program: Start, gate: Gate, state: str) -> None:
+    """Nothing refers to the batcher any more when the interpreter ends."""
+    running = program(
+        f"""
+        import gc
+
+        async def main():
+            batcher = DynBatcher(sample_models.Stuck, model_args=({gate.path!r}, "plainly"))
+            await batcher.open()
+            tell([handle.pid for handle in batcher._pool.remaining()])
+            if {state!r} == "busy":
+                batcher.submit(1)
+                while not batcher.stats.running:
+                    await asyncio.sleep(0)
+
+        asyncio.run(main())
+        gc.collect()
+        """
+    )
+    with Watch(running.tells()) as workers:
+        if state == "busy":
+            gate.wait()
+        with within(3.0, f"a program that dropped an open batcher has ended ({state})") as limit:
+            status, _ = running.finish(limit)
+        assert status == 0
         assert workers.survivors(0.0) == []
 
 

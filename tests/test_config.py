@@ -1,6 +1,7 @@
 """What a batcher refuses at construction, before anything is started, and how it says so."""
 
 import asyncio
+import dataclasses
 import functools
 import multiprocessing
 import os
@@ -83,6 +84,10 @@ def test_the_second_argument_is_max_batch_size_and_the_third_max_delay() -> None
 )
 def test_a_count_may_be_too_large(name: str, value: int, most: int) -> None:
     assert refusal(**{name: value}) == f"{name}={value}: must be 1 to {most}"
+
+
+def test_the_largest_batch_and_the_smallest_frame_are_allowed() -> None:
+    construct(max_batch_size=2**20, max_frame_bytes=2**20)
 
 
 @pytest.mark.parametrize("value", [*NOT_A_COUNT, 2**20 - 1], ids=repr)
@@ -224,6 +229,13 @@ def test_settings_arrive_as_they_were_given() -> None:
 
 def test_the_settings_have_the_defaults_of_the_batcher() -> None:
     assert vars(checked()) == vars(config_module.Settings())
+
+
+def test_what_has_been_checked_does_not_change() -> None:
+    spec = check_model(Echo, (), None, MAX_FRAME_BYTES)
+    for checked_once in (checked(), spec):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(checked_once, dataclasses.fields(checked_once)[0].name, 7)
 
 
 @pytest.mark.filterwarnings("ignore:num_workers=:RuntimeWarning")

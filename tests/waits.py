@@ -18,7 +18,7 @@ from fast_batcher import BatcherStats, DynBatcher
 
 # No wait of a test is longer, in seconds, where no figure is printed for it: hundreds of times what
 # an idle machine needs.
-LIMIT = 5.0
+LIMIT = 30.0
 # Printed figures are for an idle machine with two cores; a test machine may be busy.
 SLACK = 5.0
 

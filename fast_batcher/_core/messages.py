@@ -39,6 +39,9 @@ class Release(StrEnum):
     DEADLINE = "deadline"  # waiting longer would have been in vain for its oldest request
     DRAIN = "drain"  # no more requests are taken, so there is nothing to wait for
 
+    # That of an enumeration is a Python function, and releases are counted once per batch.
+    __hash__ = str.__hash__
+
 
 class Batch:
     """Requests that were sent to a worker together."""

@@ -15,6 +15,9 @@ from fast_batcher._core.request_queue import RequestQueue
 class Policy(Protocol):
     """Decides about the batch that is forming."""
 
+    # Whether `batch_done` is to be called; saves the others a call per batch.
+    learns: bool
+
     def decide(self, now: float, queue: RequestQueue) -> Release | float:
         """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker.
 
@@ -38,6 +41,8 @@ class GreedyPolicy:
     optimum, where fixed windows cost up to ten times as much.
     """
 
+    learns = False
+
     def decide(self, now: float, queue: RequestQueue) -> Release | float:
         """Send now."""
         return Release.IDLE
@@ -52,6 +57,8 @@ class FixedPolicy:
     Args:
         max_delay: Seconds from the arrival of the oldest request; 0 makes it greedy.
     """
+
+    learns = False
 
     def __init__(self, max_delay: float) -> None:
         self._max_delay = max_delay

@@ -109,7 +109,7 @@ class Scheduler:
 
         Args:
             now: The moment of their arrival, seconds; not before any earlier one.
-            requests: New requests, at least one.
+            requests: New requests.
 
         Returns:
             Those that were refused, for which `refusal` tells the reason. They are not touched.
@@ -192,8 +192,11 @@ class Scheduler:
         del self._batches[batch_id]
         slot = self._slots[worker]
         slot.batches.remove(batch)
-        self._begin_batch(slot, now)
-        self._policy.batch_done(now, batch)
+        slot.is_stalled = False
+        if slot.batches:
+            self._begin_batch(slot, now)
+        if self._policy.learns:
+            self._policy.batch_done(now, batch)
         return batch
 
     def find_batch(self, worker: int, batch_id: int) -> Batch | None:
@@ -218,6 +221,7 @@ class Scheduler:
             slot.batches.remove(batch)
             del self._batches[batch.id]
             if was_first:
+                slot.is_stalled = False
                 self._begin_batch(slot, now)
 
     def close(self) -> list[Request]:
@@ -247,39 +251,28 @@ class Scheduler:
         if self._expiry_bound <= now:
             self._expire(now, actions)
             self._expiry_bound = self._earliest_expiry()
-        held_until = self._dispatch(now, actions) if self._queue.size else inf
-        wake_at = held_until if held_until < self._expiry_bound else self._expiry_bound
-        return actions, None if wake_at == inf else wake_at
-
-    def _dispatch(self, now: float, actions: list[Action]) -> float:
-        """Send what should leave now; returns until when the rest is held, `inf` if it is not."""
+        wake_at = self._expiry_bound
         queue = self._queue
         while queue.size:
             is_full = queue.size >= self._max_batch_size
-            slot = self._choose_slot(1 if not is_full else BATCHES_PER_WORKER)
+            # The least loaded worker that has room: none, or one batch if the next one is full.
+            slot, load = None, BATCHES_PER_WORKER if is_full else 1
+            for candidate in self._slots.values():
+                if len(candidate.batches) < load and not candidate.is_stalled:
+                    slot, load = candidate, len(candidate.batches)
             if slot is None:
-                return inf
-            release: Release | float
-            if is_full:
-                release = Release.FULL
-            elif self._is_draining:
-                release = Release.DRAIN
-            else:
-                release = self._policy.decide(now, queue)
+                break
+            release = Release.FULL if is_full else self._decide(now)
             if not isinstance(release, Release):
-                return release
+                wake_at = min(wake_at, release)
+                break
             actions.append(Dispatch(self._make_batch(now, slot, release)))
-        return inf
+        # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
+        wake_at = min(wake_at, self._expiry_bound)
+        return actions, None if wake_at == inf else wake_at
 
-    def _choose_slot(self, most_batches: int) -> _Slot | None:
-        """The least loaded worker that has fewer than `most_batches`, or None."""
-        chosen = None
-        load = most_batches
-        for slot in self._slots.values():
-            if len(slot.batches) < load and not slot.is_stalled:
-                chosen = slot
-                load = len(slot.batches)
-        return chosen
+    def _decide(self, now: float) -> Release | float:
+        return Release.DRAIN if self._is_draining else self._policy.decide(now, self._queue)
 
     def _make_batch(self, now: float, slot: _Slot, release: Release) -> Batch:
         requests = self._queue.take(self._max_batch_size)
@@ -289,9 +282,7 @@ class Scheduler:
         for request in requests:
             request.batch_id = batch_id
         if not slot.batches:
-            slot.started_at = now
-            if self._infer_timeout != inf:
-                self._expiry_bound = min(self._expiry_bound, now + self._infer_timeout)
+            self._begin_batch(slot, now)
         slot.batches.append(batch)
         self._batches[batch.id] = batch
         size = len(requests)
@@ -304,9 +295,8 @@ class Scheduler:
         return batch
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:
-        """The worker has done with a batch, and begins with the next if it has one."""
+        """The worker begins with its first batch."""
         slot.started_at = now
-        slot.is_stalled = False
         if now + self._infer_timeout < self._expiry_bound:
             self._expiry_bound = now + self._infer_timeout
 

@@ -11,15 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fast_batcher._transport.frames import (
-    HEADER_SIZE,
-    READ_SIZE,
-    Frame,
-    FrameReader,
-    Kind,
-    pack,
-    unpack_header,
-)
+from fast_batcher._transport.frames import Frame, FrameReader, Kind, pack
 
 if TYPE_CHECKING:  # the worker imports this module, and has no event loop
     from asyncio import AbstractEventLoop
@@ -159,10 +151,8 @@ class BlockingChannel:
     def __init__(self, connection: "Connection[object, object]", max_frame_bytes: int) -> None:
         self._socket = _take_socket(connection)
         self._socket.setblocking(True)
+        self._reader = FrameReader(max_frame_bytes)
         self.max_frame_bytes = max_frame_bytes
-        self._header = memoryview(bytearray(HEADER_SIZE))
-        # Reused for every body that fits.
-        self._body = memoryview(bytearray(READ_SIZE))
 
     def receive(self) -> Frame | None:
         """Wait for the next frame; None when the parent has closed its end.
@@ -170,24 +160,17 @@ class BlockingChannel:
         Raises:
             TransportError: What arrived is not a frame.
         """
-        if not self._fill(self._header):
-            return None
-        kind, batch_id, seconds, length = unpack_header(self._header, self.max_frame_bytes)
-        body = self._body[:length] if length <= READ_SIZE else memoryview(bytearray(length))
-        return Frame(kind, batch_id, seconds, body) if self._fill(body) else None
-
-    def _fill(self, view: memoryview) -> bool:
-        """Receive until the view is full; False if the parent closes its end before."""
-        while view:
+        reader = self._reader
+        frame = reader.next_frame() if reader.rest else None
+        while frame is None:
             try:
-                # One call, unless a signal handler of the model's runs meanwhile.
-                count = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+                count = self._socket.recv_into(reader.space)
             except ConnectionError:
-                return False
+                return None
             if count == 0:
-                return False
-            view = view[count:]
-        return True
+                return None
+            frame = reader.received(count)
+        return frame
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"", seconds: float = 0.0) -> None:
         """Send a frame; returns when the socket has taken all of it.

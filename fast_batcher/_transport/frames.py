@@ -68,25 +68,6 @@ def pack(kind: Kind, batch_id: int, body: bytes, seconds: float = 0.0) -> tuple[
     return (header + body,) if len(body) <= MAX_JOINED else (header, body)
 
 
-def unpack_header(
-    buffer: memoryview, max_frame_bytes: int, start: int = 0
-) -> tuple[Kind, int, float, int]:
-    """Kind, batch id, seconds and length of the body.
-
-    Raises:
-        TransportError: It is not a header of ours, or announces more than `max_frame_bytes`.
-    """
-    magic, number, length, batch_id, seconds = _HEADER.unpack_from(buffer, start)
-    kind = _KINDS.get(number)
-    if magic != _MAGIC or kind is None:
-        raise TransportError("the channel carries something that is not a message of ours")
-    if length > max_frame_bytes:
-        raise TransportError(
-            f"a frame of {length} bytes was announced, more than max_frame_bytes={max_frame_bytes}"
-        )
-    return kind, batch_id, seconds, length
-
-
 class FrameReader:
     """Cuts a stream of bytes into frames, whatever pieces it arrives in.
 
@@ -115,6 +96,12 @@ class FrameReader:
         Raises:
             TransportError: The bytes are not a frame of ours; nothing after them can be read.
         """
+        if not self.rest and self._large is None and count >= HEADER_SIZE:
+            # The usual case, without a further call: see `worker_main.serve`.
+            magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view)
+            if magic == _MAGIC and number in _KINDS and HEADER_SIZE + length == count:
+                body = self._view[HEADER_SIZE:count]
+                return _make_frame((_KINDS[number], batch_id, seconds, body))
         if self._large is not None:
             self.space = self.space[count:]
             return None if self.space else self._finish_large()
@@ -131,7 +118,15 @@ class FrameReader:
         if rest < HEADER_SIZE:
             self._make_space()
             return None
-        kind, batch_id, seconds, length = unpack_header(self._view, self._max_frame_bytes, start)
+        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
+        kind = _KINDS.get(number)
+        if magic != _MAGIC or kind is None:
+            raise TransportError("the channel carries something that is not a message of ours")
+        if length > self._max_frame_bytes:
+            raise TransportError(
+                f"a frame of {length} bytes was announced, more than max_frame_bytes="
+                f"{self._max_frame_bytes}"
+            )
         size = HEADER_SIZE + length
         if size == rest:  # the usual case; what comes next may go over it
             self._start = self.rest = 0

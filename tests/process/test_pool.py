@@ -157,6 +157,7 @@ async def test_a_worker_that_does_not_load_in_time_is_ended(told: Told, gate: Ga
     assert "within start_timeout=0.5 seconds and was ended" in str(error)
 
 
+@pytest.mark.slow
 async def test_a_replacement_gets_as_long_to_load_as_the_first(told: Told, tmp_path: Any) -> None:
     pool = await told.ready(LoadsAgain, str(tmp_path / "attempts"))
     os.kill(pids_of(pool)[0], signal.SIGKILL)
