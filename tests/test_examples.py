@@ -1,3 +1,5 @@
+"""The examples as a reader runs them: real servers, a real model, the demo from end to end."""
+
 import json
 import re
 import signal

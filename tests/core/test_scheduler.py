@@ -252,6 +252,8 @@ def test_an_answer_to_a_batch_that_the_worker_does_not_have_is_nonsense() -> Non
 
 def test_the_policy_learns_of_every_answered_batch() -> None:
     class Learns(GreedyPolicy):
+        learns = True
+
         def __init__(self) -> None:
             self.seen: list[tuple[float, Batch]] = []
 
