@@ -1,0 +1,42 @@
+# The image classification example on an NVIDIA GPU. From the repository's root:
+#   docker build -f docker/cuda.Dockerfile -t fast_batcher:cuda .
+FROM python:3.11-slim
+
+# Logs at once; no pip cache in the image. The numbered user below has no home of its own. NVIDIA's
+# container runtime reads its two variables, and puts the driver in.
+ENV PYTHONUNBUFFERED=1 \
+    PIP_NO_CACHE_DIR=1 \
+    PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_ROOT_USER_ACTION=ignore \
+    HOME=/tmp \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    RESNET_DTYPE=bfloat16
+
+WORKDIR /app
+
+# The largest layer first: it changes least. PyPI's build brings CUDA's libraries with it, so the
+# base needs none of them.
+RUN pip install torch==2.13.0
+
+# Then what we require, in a layer that the code does not touch; the version is read from __init__.
+COPY pyproject.toml README.md LICENSE ./
+COPY fast_batcher/__init__.py fast_batcher/
+RUN pip install '.[images]' uvicorn httptools uvloop
+
+COPY fast_batcher fast_batcher
+RUN pip install --no-deps --force-reinstall .
+COPY examples examples
+
+# A number, so that Kubernetes can see that it is not root. Nothing here is this user's to write.
+USER 10001:10001
+EXPOSE 8000
+
+# /readyz answers 200 once the model is loaded. Until the start period is over (the library gives a
+# model 300 s to load) failures do not count.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/readyz', timeout=4)"]
+
+# Exec form, so that uvicorn itself is sent SIGTERM. It lets answers finish for 20 s; then the batcher,
+# with nothing left to drain, ends its workers within 2 s.
+CMD ["uvicorn", "examples.image_classification.app:app", "--host", "0.0.0.0", "--port", "8000", "--no-access-log", "--timeout-graceful-shutdown", "20"]
