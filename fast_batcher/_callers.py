@@ -44,7 +44,8 @@ def settle(tally: Tally, requests: list[Request], outcomes: list[Any]) -> None:
         outcomes: An output or a `Failure` for each.
     """
     completed = 0
-    for request, outcome in zip(requests, outcomes, strict=True):
+    # `Exchange.read` has compared the lengths.
+    for request, outcome in zip(requests, outcomes):  # noqa: B905
         if request.is_settled:
             continue
         request.is_settled = True

@@ -20,7 +20,7 @@ import math
 import multiprocessing.process
 import os
 import sys
-from asyncio import get_running_loop
+from asyncio import Future, get_running_loop
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -44,6 +44,7 @@ from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._process.exchange import Exchange, Failure
 from fast_batcher._process.pool import Pool
+from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import (
     MAX_FRAME_BYTES,
@@ -231,7 +232,8 @@ class DynBatcher(Generic[InputT, OutputT]):
                 loop = get_running_loop()
                 self._serve_on(loop)
         deadline = None if timeout is None else monotonic() + _checked(timeout)
-        future: asyncio.Future[OutputT] = loop.create_future()
+        # As `loop.create_future()` makes it, without the call of a Python function around it.
+        future: asyncio.Future[OutputT] = Future(loop=loop)
         request = Request(value, future, deadline)
         self._arrivals.append(request)
         try:
@@ -542,13 +544,32 @@ class DynBatcher(Generic[InputT, OutputT]):
         if frame.kind is not _OUTPUTS and frame.kind in UNFINISHED_KINDS:
             self._go_on_with_batch(worker, frame)
             return
-        batch = self._scheduler.batch_done(monotonic(), worker, frame.batch_id)
+        scheduler = self._scheduler
+        batch = scheduler.batch_done(monotonic(), worker, frame.batch_id)
         if batch is None:
             raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
         self._tally.infer_times.append((frame.seconds, 1))
         # Give the worker its next batch before anything is done about this one.
-        if self._scheduler.waiting:
+        if scheduler.queue.size:
             self._pump()
+        request = batch.requests[0]
+        if frame.kind is _OUTPUTS and len(batch.requests) == 1 and not request.is_settled:
+            # A lone request, without further Python calls: see `worker_main.serve`.
+            try:
+                (output,) = loads(frame.body)
+                request.caller.set_result(output)
+            except BaseException:  # noqa: BLE001  whatever it is, `_settle` finds it again
+                self._settle(worker, frame, batch)
+            else:
+                request.is_settled = True
+                self._tally.completed += 1
+        else:
+            self._settle(worker, frame, batch)
+        if self._drained is not None:
+            self._notice_drained()
+
+    def _settle(self, worker: int, frame: Frame, batch: Batch) -> None:
+        """Give each request of an answered batch its outcome."""
         try:
             outcomes = self._exchange.read(worker, frame, len(batch.requests))
         except Exception as error:
@@ -557,8 +578,6 @@ class DynBatcher(Generic[InputT, OutputT]):
             settle(self._tally, batch.requests, [failure] * len(batch.requests))
             raise
         settle(self._tally, batch.requests, outcomes)
-        if self._drained is not None:
-            self._notice_drained()
 
     def _go_on_with_batch(self, worker: int, frame: Frame) -> None:
         """The worker has said something about a batch that is not its end."""
@@ -705,12 +724,23 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _pump(self) -> None:
         self._pump_is_due = False
         now = monotonic()
+        scheduler = self._scheduler
         arrivals = self._arrivals
         if arrivals:
             self._arrivals = []
-            refused = self._scheduler.submit(now, arrivals)
-            if refused:
-                self._refuse_arrivals(refused)
+            batch = scheduler.submit_at_once(now, arrivals)
+            if batch is not None:
+                unsendable = self._exchange.send(batch)
+                scheduler.count_batch(batch)
+                if unsendable:
+                    self._withdraw(batch, unsendable)
+                if scheduler.next_expiry < self._timer_at:
+                    self._set_timer(scheduler.next_expiry)
+                return
+            self._refuse_arrivals(scheduler.submit(now, arrivals))
+        self._poll(now)
+
+    def _poll(self, now: float) -> None:
         actions, wake_at = self._scheduler.poll(now)
         for action in actions:
             if isinstance(action, Dispatch):

@@ -237,9 +237,10 @@ async def test_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from fast_batcher._transport import codec
-    from fast_batcher._transport.frames import Kind, pack
+    from fast_batcher._transport.frames import Kind
+    from tests.packing import pack
 
-    forged = b"".join(pack(Kind.OUTPUTS, 12345, codec.dumps(["forged"])))
+    forged = pack(Kind.OUTPUTS, 12345, codec.dumps(["forged"]))
     async with DynBatcher(TalksNonsense) as batcher:
         assert isinstance(await outcome(call(batcher, forged)), WorkerLostError)
         assert await batcher.process_batched(b"") == b""

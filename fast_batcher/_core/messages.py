@@ -49,7 +49,13 @@ class Batch:
     __slots__ = ("deadline", "id", "open_count", "release", "requests", "sent_at", "worker")
 
     def __init__(
-        self, id: int, worker: int, requests: list[Request], release: Release, now: float
+        self,
+        id: int,
+        worker: int,
+        requests: list[Request],
+        release: Release,
+        now: float,
+        deadline: float,
     ) -> None:
         self.id: Final = id
         self.worker: Final = worker
@@ -59,7 +65,7 @@ class Batch:
         # Requests whose caller still waits.
         self.open_count = len(requests)
         # The earliest deadline among those.
-        self.deadline: float = min([request.deadline for request in requests])
+        self.deadline = deadline
 
 
 class Dispatch:

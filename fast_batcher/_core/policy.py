@@ -17,6 +17,8 @@ class Policy(Protocol):
 
     # Whether `batch_done` is to be called; saves the others a call per batch.
     learns: bool
+    # Whether `decide` always says `Release.IDLE`.
+    is_greedy: bool
 
     def decide(self, now: float, queue: RequestQueue) -> Release | float:
         """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker.
@@ -42,6 +44,7 @@ class GreedyPolicy:
     """
 
     learns = False
+    is_greedy = True
 
     def decide(self, now: float, queue: RequestQueue) -> Release | float:
         """Send now."""
@@ -59,6 +62,7 @@ class FixedPolicy:
     """
 
     learns = False
+    is_greedy = False
 
     def __init__(self, max_delay: float) -> None:
         self._max_delay = max_delay

@@ -28,6 +28,10 @@ from fast_batcher.stats import Tally
 BATCHES_PER_WORKER = 2
 
 
+# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
+_FULL, _IDLE = Release.FULL, Release.IDLE
+
+
 class _Slot:
     """A worker that has been ready and has not been lost."""
 
@@ -71,25 +75,26 @@ class Scheduler:
         self._max_queue_size = max_queue_size
         self._timeout = inf if timeout is None else timeout
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
-        self._queue = RequestQueue()
+        self.queue = RequestQueue()
+        self._most_at_once = min(max_batch_size, max_queue_size)
         # Ready workers by id, and what they have by batch id.
         self._slots: dict[int, _Slot] = {}
         self._batches: dict[int, Batch] = {}
         self._next_batch_id = 0
         # Nothing expires before this moment. A bound, worked out anew when it is reached: most
         # requests are answered long before their deadlines, and are not looked at for it.
-        self._expiry_bound = inf
+        self.next_expiry = inf
         self._is_draining = False
 
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return self._queue.size
+        return self.queue.size
 
     @property
     def room(self) -> int:
         """How many requests `submit` would find a place for."""
-        return self._max_queue_size - self._queue.size
+        return self._max_queue_size - self.queue.size
 
     @property
     def running(self) -> int:
@@ -131,21 +136,84 @@ class Scheduler:
             else:
                 request.deadline = deadline  # type: ignore[unreachable]  # see Request
         self.tally.submitted = request_id
-        self._queue.extend(requests, own)
+        self.queue.extend(requests, own)
         if own:
             if len(own) == len(requests):
                 deadline = inf
             deadline = min(deadline, min([request.deadline for request in own]))
-        if deadline < self._expiry_bound:
-            self._expiry_bound = deadline
+        if deadline < self.next_expiry:
+            self.next_expiry = deadline
         return refused
+
+    def submit_at_once(  # noqa: C901  flat on purpose
+        self, now: float, requests: list[Request]
+    ) -> Batch | None:
+        """`submit` and `poll` in one for the usual case; None, and nothing done, in any other.
+
+        The usual case: nothing waits, a worker is free, and the policy gives it what has come. It
+        is what a lone request goes through, and after a pause every further call costs it about
+        five microseconds (`benchmarks/idle_latency.py`).
+
+        Returns:
+            The one batch that now has to be sent. Nothing else has to be done before `next_expiry`.
+        """
+        size = len(requests)
+        if (
+            self.queue.size
+            or self._is_draining
+            or size > self._most_at_once
+            or self.next_expiry <= now
+            or not self._policy.is_greedy
+        ):
+            return None
+        for slot in self._slots.values():
+            if not slot.batches and not slot.is_stalled:
+                break
+        else:
+            return None
+        for request in requests:
+            if request.deadline is not None:
+                return None
+        deadline = now + self._timeout
+        tally = self.tally
+        request_id = tally.submitted
+        batch_id = self._next_batch_id
+        for request in requests:
+            request.id = request_id
+            request_id += 1
+            request.arrival = now
+            request.deadline = deadline
+            request.batch_id = batch_id
+        tally.submitted = request_id
+        self._next_batch_id = batch_id + 1
+        release = _FULL if size == self._max_batch_size else _IDLE
+        batch = Batch(batch_id, slot.id, requests, release, now, deadline)
+        slot.started_at = now
+        slot.batches.append(batch)
+        self._batches[batch_id] = batch
+        if now + self._infer_timeout < deadline:
+            deadline = now + self._infer_timeout
+        if deadline < self.next_expiry:
+            self.next_expiry = deadline
+        return batch
+
+    def count_batch(self, batch: Batch) -> None:
+        """Count a batch; one of `submit_at_once` after it is sent, while the worker wakes up."""
+        size = len(batch.requests)
+        tally = self.tally
+        tally.batch_sizes[size] += 1
+        tally.releases[batch.release] += 1
+        # One request speaks for its batch; which one moves on with the id, so that in the long run
+        # every position is heard. Recording all of them would cost more than sending them.
+        arrival = batch.requests[batch.id % size].arrival
+        tally.queue_waits.append((batch.sent_at - arrival, size))
 
     def refusal(self) -> BatcherError:
         """Why `submit` has just refused a request; a new error for one caller."""
         if self._is_draining:
             return BatcherClosedError("the batcher is draining and takes no more requests")
         return QueueFullError(
-            f"{self._queue.size} requests wait already (max_queue_size={self._max_queue_size})"
+            f"{self.queue.size} requests wait already (max_queue_size={self._max_queue_size})"
         )
 
     def cancel(self, request: Request) -> None:
@@ -155,7 +223,7 @@ class Scheduler:
         request.is_settled = True
         self.tally.cancelled += 1
         if request.batch_id is None:
-            self._queue.discard(request)
+            self.queue.discard(request)
         else:
             self._batches[request.batch_id].open_count -= 1
 
@@ -227,7 +295,7 @@ class Scheduler:
     def close(self) -> list[Request]:
         """End: returns every request, waiting or running, whose caller still waits."""
         self._is_draining = True
-        rest = self._queue.take(self._queue.size)
+        rest = self.queue.take(self.queue.size)
         for request in rest:
             request.is_settled = True
         for worker in list(self._slots):
@@ -237,7 +305,7 @@ class Scheduler:
     def open_requests(self) -> list[Request]:
         """Every request, waiting or running, whose caller still waits."""
         running = [request for batch in self._batches.values() for request in batch.requests]
-        return [r for r in (*self._queue, *running) if not r.is_settled]
+        return [r for r in (*self.queue, *running) if not r.is_settled]
 
     def poll(self, now: float) -> tuple[list[Action], float | None]:
         """Decide what to do now.
@@ -248,11 +316,11 @@ class Scheduler:
             or finds that the deadline that it had in mind is no longer anybody's.
         """
         actions: list[Action] = []
-        if self._expiry_bound <= now:
+        if self.next_expiry <= now:
             self._expire(now, actions)
-            self._expiry_bound = self._earliest_expiry()
-        wake_at = self._expiry_bound
-        queue = self._queue
+            self.next_expiry = self._earliest_expiry()
+        wake_at = self.next_expiry
+        queue = self.queue
         while queue.size:
             is_full = queue.size >= self._max_batch_size
             # The least loaded worker that has room: none, or one batch if the next one is full.
@@ -268,15 +336,16 @@ class Scheduler:
                 break
             actions.append(Dispatch(self._make_batch(now, slot, release)))
         # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
-        wake_at = min(wake_at, self._expiry_bound)
+        wake_at = min(wake_at, self.next_expiry)
         return actions, None if wake_at == inf else wake_at
 
     def _decide(self, now: float) -> Release | float:
-        return Release.DRAIN if self._is_draining else self._policy.decide(now, self._queue)
+        return Release.DRAIN if self._is_draining else self._policy.decide(now, self.queue)
 
     def _make_batch(self, now: float, slot: _Slot, release: Release) -> Batch:
-        requests = self._queue.take(self._max_batch_size)
-        batch = Batch(self._next_batch_id, slot.id, requests, release, now)
+        requests = self.queue.take(self._max_batch_size)
+        deadline = min([request.deadline for request in requests])
+        batch = Batch(self._next_batch_id, slot.id, requests, release, now, deadline)
         self._next_batch_id += 1
         batch_id = batch.id
         for request in requests:
@@ -285,23 +354,17 @@ class Scheduler:
             self._begin_batch(slot, now)
         slot.batches.append(batch)
         self._batches[batch.id] = batch
-        size = len(requests)
-        tally = self.tally
-        tally.batch_sizes[size] += 1
-        tally.releases[release] += 1
-        # One request speaks for its batch; which one moves on with the id, so that in the long run
-        # every position is heard. Recording all of them would cost more than sending them.
-        tally.queue_waits.append((now - requests[batch.id % size].arrival, size))
+        self.count_batch(batch)
         return batch
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:
         """The worker begins with its first batch."""
         slot.started_at = now
-        if now + self._infer_timeout < self._expiry_bound:
-            self._expiry_bound = now + self._infer_timeout
+        if now + self._infer_timeout < self.next_expiry:
+            self.next_expiry = now + self._infer_timeout
 
     def _earliest_expiry(self) -> float:
-        earliest = self._queue.earliest_deadline() if self._queue.size else inf
+        earliest = self.queue.earliest_deadline() if self.queue.size else inf
         for batch in self._batches.values():
             if batch.deadline < earliest and batch.open_count:
                 earliest = batch.deadline
@@ -314,7 +377,7 @@ class Scheduler:
     def _expire(self, now: float, actions: list[Action]) -> None:
         tally = self.tally
         reason = ExpiryReason.WAITING if self.workers_ready else ExpiryReason.NOT_READY
-        expired = self._queue.pop_expired(now)
+        expired = self.queue.pop_expired(now)
         tally.expired += len(expired)
         actions.extend(Expire(request, reason) for request in expired)
         for slot in list(self._slots.values()):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header
 from fast_batcher.config import find_model_fault
 from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
 
@@ -98,15 +98,24 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
         raise
 
 
-def serve(channel: BlockingChannel, model: Any) -> None:
+def serve(channel: BlockingChannel, model: Any) -> None:  # noqa: C901  flat on purpose
     """Answer batches until the parent says STOP or closes its end.
 
-    The usual batch is handled in this one function: after a pause every Python call costs about ten
-    microseconds, and it is a lone request that waits for them (`benchmarks/idle_latency.py`).
+    The usual batch is handled in this one function: after a pause every Python call costs about
+    five microseconds, and it is a lone request that waits for them (`benchmarks/idle_latency.py`).
     """
-    receive, send, infer, loads = channel.receive, channel.send, model.infer, codec.loads
+    reader, read, receive = channel.reader, channel.reader.read, channel.receive
+    send, send_bytes, infer = channel.send, channel.send_bytes, model.infer
+    loads, dumps = codec.loads, codec.dumps
+    most_joined = min(MAX_JOINED, channel.max_frame_bytes)
     inputs_kind, outputs_kind, parts = Kind.INPUTS, Kind.OUTPUTS, _Parts()
-    while (frame := receive()) is not None:
+    while True:
+        try:
+            frame = None if reader.rest else read()
+        except (EOFError, ConnectionError):
+            return
+        if frame is None and (frame := receive()) is None:
+            return
         if frame.kind is not inputs_kind:
             if frame.kind is Kind.STOP:
                 return
@@ -127,11 +136,18 @@ def serve(channel: BlockingChannel, model: Any) -> None:
             send(Kind.FAILED, batch_id, failure, monotonic() - started)
             continue
         seconds = monotonic() - started
-        body = _dump_whole(outputs, count)
-        if body is not None and len(body) <= channel.max_frame_bytes:
-            send(outputs_kind, batch_id, body, seconds)
-        else:
-            _send_outputs(channel, batch_id, outputs, count, seconds)
+        is_usual = outputs.__class__ is list and len(outputs) == count
+        if is_usual and not (
+            isinstance(outputs[0], BaseException) if count == 1 else _has_error(outputs)
+        ):
+            try:
+                body = dumps(outputs)
+            except BaseException:  # noqa: BLE001  item by item then, to find the guilty one
+                body = None
+            if body is not None and len(body) <= most_joined:
+                send_bytes(pack_header(outputs_kind, len(body), batch_id, seconds) + body)
+                continue
+        _send_outputs(channel, batch_id, outputs, count, seconds)
 
 
 _Parts = dict[int, list[bytes]]
@@ -139,16 +155,17 @@ _Parts = dict[int, list[bytes]]
 
 def _dump_whole(outputs: Any, count: int) -> bytes | None:
     """One pickle of a list of `count` outputs; None if it is not such a list, or not so simple."""
-    if type(outputs) is not list or len(outputs) != count:
+    if type(outputs) is not list or len(outputs) != count or _has_error(outputs):
         return None
-    # By type: a batch has few of them and many outputs.
-    for kind in set(map(type, outputs)):
-        if issubclass(kind, BaseException):
-            return None
     try:
         return codec.dumps(outputs)
     except BaseException:  # noqa: BLE001  then item by item, to find the guilty one
         return None
+
+
+def _has_error(outputs: list[Any]) -> bool:
+    # By type: a batch has few of them and many outputs.
+    return any(issubclass(kind, BaseException) for kind in set(map(type, outputs)))
 
 
 def _send_outputs(

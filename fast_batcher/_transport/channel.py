@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fast_batcher._transport.frames import Frame, FrameReader, Kind, pack
+from fast_batcher._transport.frames import MAX_JOINED, Frame, FrameReader, Kind, pack_header
+from fast_batcher.errors import TransportError
 
 if TYPE_CHECKING:  # the worker imports this module, and has no event loop
     from asyncio import AbstractEventLoop
@@ -39,7 +40,8 @@ class LoopChannel:
         self._socket = _take_socket(connection)
         self._socket.setblocking(False)
         self._fd = self._socket.fileno()
-        self._reader = FrameReader(max_frame_bytes)
+        self._reader = FrameReader(max_frame_bytes, self._socket.recv_into)
+        self._send_bytes = self._socket.send
         self.on_frame = on_frame
         self._on_end = on_end
         self._loop: AbstractEventLoop | None = None
@@ -58,21 +60,25 @@ class LoopChannel:
         """Send a frame now or as soon as the socket takes it. A channel that is over drops it."""
         if self._is_over:
             return
-        parts = pack(kind, batch_id, body)
+        first = pack_header(kind, len(body), batch_id, 0.0)
+        is_whole = len(body) <= MAX_JOINED
+        if is_whole:
+            first += body
         sent = 0
         if not self._backlog:
             try:
-                sent = self._socket.send(parts[0])
+                sent = self._send_bytes(first)
             except BlockingIOError:
                 pass
             except OSError:  # the worker is gone: its death is noticed where deaths are
                 return
-            if sent == len(parts[0]) and len(parts) == 1:
+            if sent == len(first) and is_whole:
                 return
             assert self._loop is not None, "nothing is sent before a loop is attached"
             self._loop.add_writer(self._fd, self._on_writable)
-        self._backlog.append(memoryview(parts[0])[sent:])
-        self._backlog += map(memoryview, parts[1:])
+        self._backlog.append(memoryview(first)[sent:])
+        if not is_whole:
+            self._backlog.append(memoryview(body))
 
     def drain(self) -> None:
         """Hand on what has arrived: a reply may be read after the death of its writer."""
@@ -94,16 +100,16 @@ class LoopChannel:
             return False
         reader = self._reader
         try:
-            count = self._socket.recv_into(reader.space)
+            frame = reader.read()
         except BlockingIOError:
             return False
-        except OSError:  # a reset is an end like another
-            count = 0
-        if count == 0:
+        except (EOFError, OSError):  # a reset is an end like another
             self._finish(None)
             return False
+        except TransportError as error:
+            self._finish(error)
+            return False
         try:
-            frame = reader.received(count)
             while frame is not None:
                 self.on_frame(frame)
                 frame = reader.next_frame() if reader.rest and not self._is_over else None
@@ -151,7 +157,8 @@ class BlockingChannel:
     def __init__(self, connection: "Connection[object, object]", max_frame_bytes: int) -> None:
         self._socket = _take_socket(connection)
         self._socket.setblocking(True)
-        self._reader = FrameReader(max_frame_bytes)
+        self.send_bytes = self._socket.sendall
+        self.reader = FrameReader(max_frame_bytes, self._socket.recv_into)
         self.max_frame_bytes = max_frame_bytes
 
     def receive(self) -> Frame | None:
@@ -160,16 +167,13 @@ class BlockingChannel:
         Raises:
             TransportError: What arrived is not a frame.
         """
-        reader = self._reader
+        reader = self.reader
         frame = reader.next_frame() if reader.rest else None
-        while frame is None:
-            try:
-                count = self._socket.recv_into(reader.space)
-            except ConnectionError:
-                return None
-            if count == 0:
-                return None
-            frame = reader.received(count)
+        try:
+            while frame is None:
+                frame = reader.read()
+        except (EOFError, ConnectionError):
+            return None
         return frame
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"", seconds: float = 0.0) -> None:
@@ -178,8 +182,12 @@ class BlockingChannel:
         Raises:
             OSError: The parent has closed its end.
         """
-        for part in pack(kind, batch_id, body, seconds):
-            self._socket.sendall(part)
+        header = pack_header(kind, len(body), batch_id, seconds)
+        if len(body) <= MAX_JOINED:
+            self.send_bytes(header + body)
+        else:
+            self.send_bytes(header)
+            self.send_bytes(body)
 
     def close(self) -> None:
         """Close this end: the other side reads an end of file."""

@@ -9,6 +9,7 @@ One frame carries one batch each way. A header that is not ours, or that announc
 
 import functools
 import struct
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -21,7 +22,8 @@ _MAGIC: Final = int.from_bytes(b"fbt1", "little")
 # What one read takes at most: a batch of 128 short strings is 3 KiB, and a reused buffer of this
 # size costs nothing. Larger bodies get a buffer of their own.
 READ_SIZE: Final = 256 * 1024
-# Up to this length a body is copied behind its header: 64 KiB are copied in about 5 us.
+# Up to this length a body is copied behind its header, in about 5 us: a second call into the kernel
+# costs more.
 MAX_JOINED: Final = 64 * 1024
 
 
@@ -44,7 +46,7 @@ class Kind(IntEnum):
     UNREADABLE = 22  # INPUTS could not be unpickled: send the batch as INPUT_ITEMS
 
 
-_KINDS: Final = {int(kind): kind for kind in Kind}
+_find_kind: Final = {int(kind): kind for kind in Kind}.get
 
 
 class Frame(NamedTuple):
@@ -61,28 +63,25 @@ class Frame(NamedTuple):
 _make_frame = functools.partial(tuple.__new__, Frame)
 
 
-def pack(kind: Kind, batch_id: int, body: bytes, seconds: float = 0.0) -> tuple[bytes, ...]:
-    """The bytes of a frame, in pieces to be sent one after the other."""
-    header = _HEADER.pack(_MAGIC, kind, len(body), batch_id, seconds)
-    # One call into the kernel costs more than copying a few pages.
-    return (header + body,) if len(body) <= MAX_JOINED else (header, body)
+# The bytes of a header: kind, body length, batch id, seconds. Not a Python function: see `read`.
+pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
+_unpack_header: Final = _HEADER.unpack_from
 
 
 class FrameReader:
     """Cuts a stream of bytes into frames, whatever pieces it arrives in.
 
-    Read into `space`, say with `received` how much it was, and call `next_frame` while there is a
-    `rest`; then read again. The usual case, one read that brings one frame, takes one call.
-
     Args:
         max_frame_bytes: Longest body that is accepted.
+        recv_into: Writes what has come into a buffer and returns how much it was, 0 at the end.
     """
 
-    def __init__(self, max_frame_bytes: int) -> None:
+    def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int]) -> None:
         self._max_frame_bytes = max_frame_bytes
+        self._recv_into = recv_into
         self._view = memoryview(bytearray(READ_SIZE))
         # Where the next bytes go. Writing there invalidates the body of every frame given out.
-        self.space = self._view
+        self._space = self._view
         # Bytes of the buffer that have not been given out, and where they begin.
         self.rest = 0
         self._start = 0
@@ -90,21 +89,28 @@ class FrameReader:
         self._large: memoryview | None = None
         self._large_header: tuple[Kind, int, float] | None = None
 
-    def received(self, count: int) -> Frame | None:
-        """`count` bytes have been written to `space`; returns the first complete frame, if any.
+    def read(self) -> Frame | None:
+        """Read once; the first complete frame, or None until more bytes come.
+
+        There may be more frames while there is a `rest`. The usual case, one read that brings one
+        frame, makes no further Python call: see `worker_main.serve`.
 
         Raises:
+            EOFError: The stream has ended.
             TransportError: The bytes are not a frame of ours; nothing after them can be read.
+            OSError: What `recv_into` raises.
         """
+        count = self._recv_into(self._space)
         if not self.rest and self._large is None and count >= HEADER_SIZE:
-            # The usual case, without a further call: see `worker_main.serve`.
-            magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view)
-            if magic == _MAGIC and number in _KINDS and HEADER_SIZE + length == count:
-                body = self._view[HEADER_SIZE:count]
-                return _make_frame((_KINDS[number], batch_id, seconds, body))
+            magic, number, length, batch_id, seconds = _unpack_header(self._view)
+            kind = _find_kind(number)
+            if magic == _MAGIC and kind is not None and HEADER_SIZE + length == count:
+                return _make_frame((kind, batch_id, seconds, self._view[HEADER_SIZE:count]))
+        if not count:
+            raise EOFError
         if self._large is not None:
-            self.space = self.space[count:]
-            return None if self.space else self._finish_large()
+            self._space = self._space[count:]
+            return None if self._space else self._finish_large()
         self.rest += count
         return self.next_frame()
 
@@ -118,8 +124,8 @@ class FrameReader:
         if rest < HEADER_SIZE:
             self._make_space()
             return None
-        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
-        kind = _KINDS.get(number)
+        magic, number, length, batch_id, seconds = _unpack_header(self._view, start)
+        kind = _find_kind(number)
         if magic != _MAGIC or kind is None:
             raise TransportError("the channel carries something that is not a message of ours")
         if length > self._max_frame_bytes:
@@ -130,7 +136,7 @@ class FrameReader:
         size = HEADER_SIZE + length
         if size == rest:  # the usual case; what comes next may go over it
             self._start = self.rest = 0
-            self.space = self._view
+            self._space = self._view
         elif size < rest:
             self._start = start + size
             self.rest = rest - size
@@ -148,7 +154,7 @@ class FrameReader:
         if self._start:
             self._view[: self.rest] = bytes(self._view[self._start : self._start + self.rest])
             self._start = 0
-        self.space = self._view[self.rest :]
+        self._space = self._view[self.rest :]
 
     def _begin_large(self, length: int, header: tuple[Kind, int, float]) -> None:
         self._large = memoryview(bytearray(length))
@@ -156,12 +162,12 @@ class FrameReader:
         begun = self.rest - HEADER_SIZE
         body_start = self._start + HEADER_SIZE
         self._large[:begun] = self._view[body_start : body_start + begun]
-        self.space = self._large[begun:]
+        self._space = self._large[begun:]
         self._start = self.rest = 0
 
     def _finish_large(self) -> Frame:
         assert self._large_header is not None, "set together with the body"
         frame = Frame(*self._large_header, self._large)  # type: ignore[arg-type]
         self._large = None
-        self.space = self._view
+        self._space = self._view
         return frame

@@ -59,7 +59,9 @@ def test_fixed_without_a_delay_is_greedy() -> None:
 def test_they_learn_nothing(policy: Policy) -> None:
     before = policy.decide(ARRIVAL, queue_of(inf))
     requests = [Request("input", caller=None, deadline=inf)]
-    policy.batch_done(50.0, Batch(0, worker=0, requests=requests, release=Release.IDLE, now=1.0))
+    policy.batch_done(
+        50.0, Batch(0, worker=0, requests=requests, release=Release.IDLE, now=1.0, deadline=9.0)
+    )
     assert policy.decide(ARRIVAL, queue_of(inf)) == before
 
 

@@ -536,7 +536,7 @@ class Schedule(RuleBasedStateMachine):
     def the_queue_forgets_who_has_left(self) -> None:
         if not hasattr(self, "options"):
             return
-        entries = len(list(self.scheduler._queue))
+        entries = len(list(self.scheduler.queue))
         assert entries <= 2 * max(self.most_waiting, TOLERATED_DEAD_ENTRIES)
 
 

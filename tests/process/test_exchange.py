@@ -51,7 +51,7 @@ def batch_of(*values: Any) -> Batch:
     for number, request in enumerate(requests):
         request.id = number
         request.arrival = 0.0
-    return Batch(BATCH_ID, WORKER, requests, Release.FULL, 0.0)
+    return Batch(BATCH_ID, WORKER, requests, Release.FULL, 0.0, 1.0)
 
 
 def frame(kind: Kind, content: Any) -> Frame:

@@ -17,8 +17,9 @@ import uvloop
 from waits import LIMIT
 
 from fast_batcher._transport.channel import BlockingChannel, LoopChannel
-from fast_batcher._transport.frames import Frame, Kind, pack
+from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import TransportError
+from tests.packing import pack
 
 pytestmark = pytest.mark.anyio
 
@@ -158,7 +159,7 @@ async def test_an_idle_channel_does_not_ask_to_write(ends: Ends) -> None:
 
 async def test_many_frames_in_one_read_come_one_by_one(ends: Ends) -> None:
     with ends.raw() as raw:
-        raw.sendall(b"".join(b"".join(pack(Kind.OUTPUTS, n, bytes([n]) * n)) for n in range(200)))
+        raw.sendall(b"".join(pack(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)))
         await ends.until(lambda: len(ends.frames) == 200)
     assert ends.frames == [(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)]
 
@@ -177,7 +178,7 @@ async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
 @pytest.mark.parametrize("size", [10, 5 * MEBI])
 async def test_an_end_in_the_middle_of_a_frame_gives_no_frame(ends: Ends, size: int) -> None:
     with ends.raw() as raw:
-        data = b"".join(pack(Kind.OUTPUTS, 1, bytes(size)))
+        data = pack(Kind.OUTPUTS, 1, bytes(size))
         await asyncio.to_thread(raw.sendall, data[:-1])
     await ends.until(lambda: len(ends.ends) == 1)
     assert (ends.frames, ends.ends) == ([], [None])
@@ -188,7 +189,7 @@ async def test_what_was_sent_before_death_is_read_after_it(size: int) -> None:
     """No loop watches: `drain` alone has to find it, as when a death is noticed first."""
     ends = Ends(None)
     with ends.raw() as raw:
-        raw.sendall(b"".join(pack(Kind.OUTPUTS, 7, bytes(size))))
+        raw.sendall(pack(Kind.OUTPUTS, 7, bytes(size)))
     ends.channel.drain()
     assert ends.frames == [(Kind.OUTPUTS, 7, bytes(size))]
     assert ends.ends == [None]
@@ -208,9 +209,9 @@ async def test_draining_without_an_end_returns(ends: Ends) -> None:
 )
 async def test_garbage_ends_the_channel_with_an_error(ends: Ends, garbage: bytes) -> None:
     with ends.raw() as raw:
-        raw.sendall(b"".join(pack(Kind.READY, 0, b"")) + garbage)
+        raw.sendall(pack(Kind.READY, 0, b"") + garbage)
         await ends.until(lambda: len(ends.ends) == 1)
-        raw.sendall(b"".join(pack(Kind.READY, 0, b"")))
+        raw.sendall(pack(Kind.READY, 0, b""))
         for _ in range(3):
             await asyncio.sleep(0)
     assert ends.frames == [(Kind.READY, 0, b"")]
@@ -223,7 +224,7 @@ async def test_a_frame_that_makes_no_sense_to_its_reader_ends_the_channel(ends: 
 
     ends.channel.on_frame = refuse
     with ends.raw() as raw:
-        raw.sendall(b"".join(pack(Kind.OUTPUTS, 5, b"")) * 2)
+        raw.sendall(pack(Kind.OUTPUTS, 5, b"") * 2)
         await ends.until(lambda: len(ends.ends) == 1)
     assert [str(error) for error in ends.ends] == ["batch 5?"]
 
@@ -237,7 +238,7 @@ async def test_whoever_reads_may_be_replaced_between_two_frames_of_one_read(ends
 
     ends.channel.on_frame = take_one
     with ends.raw() as raw:
-        raw.sendall(b"".join(b"".join(pack(Kind.OUTPUTS, n, b"")) for n in range(3)))
+        raw.sendall(b"".join(pack(Kind.OUTPUTS, n, b"") for n in range(3)))
         await ends.until(lambda: len(ends.frames) == 2)
     assert first == [0]
     assert [batch_id for _, batch_id, _ in ends.frames] == [1, 2]
@@ -250,7 +251,7 @@ async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends)
 
     ends.channel.on_frame = close
     with ends.raw() as raw:
-        raw.sendall(b"".join(pack(Kind.OUTPUTS, 5, b"")) * 3)
+        raw.sendall(pack(Kind.OUTPUTS, 5, b"") * 3)
         await ends.until(lambda: len(ends.frames) == 1)
         await asyncio.sleep(0)
     assert len(ends.frames) == 1
@@ -299,7 +300,7 @@ def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> Non
     async def begin() -> None:
         ends.channel.send(Kind.INPUTS, 1, large)
         ends.channel.send(Kind.INPUTS, 2, b"behind")
-        raw.sendall(b"".join(pack(Kind.OUTPUTS, 3, b"half"))[:20])
+        raw.sendall(pack(Kind.OUTPUTS, 3, b"half")[:20])
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -308,12 +309,8 @@ def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> Non
 
     async def go_on() -> bytes:
         ends.channel.attach(second)
-        raw.sendall(b"".join(pack(Kind.OUTPUTS, 3, b"half"))[20:])
-        expected = b"".join(
-            part
-            for number, body in ((1, large), (2, b"behind"))
-            for part in pack(Kind.INPUTS, number, body)
-        )
+        raw.sendall(pack(Kind.OUTPUTS, 3, b"half")[20:])
+        expected = pack(Kind.INPUTS, 1, large) + pack(Kind.INPUTS, 2, b"behind")
         received = await asyncio.to_thread(raw.recv, len(expected), socket.MSG_WAITALL)
         assert received == expected
         await ends.until(lambda: len(ends.frames) == 1)
@@ -363,7 +360,7 @@ def test_the_workers_end_takes_a_reset_for_the_end() -> None:
 
 def test_the_workers_end_refuses_garbage() -> None:
     one, two = blocking_pair()
-    one._socket.sendall(b"nonsense" * 10)
+    one.send_bytes(b"nonsense" * 10)
     with pytest.raises(TransportError):
         two.receive()
     one.close()
