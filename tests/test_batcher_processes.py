@@ -236,9 +236,10 @@ async def test_a_worker_that_talks_nonsense_is_replaced(
 async def test_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    from packing import pack
+
     from fast_batcher._transport import codec
     from fast_batcher._transport.frames import Kind
-    from tests.packing import pack
 
     forged = pack(Kind.OUTPUTS, 12345, codec.dumps(["forged"]))
     async with DynBatcher(TalksNonsense) as batcher:

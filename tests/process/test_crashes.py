@@ -8,13 +8,13 @@ import os
 import signal
 
 import pytest
+from packing import pack
 from sample_models import CRASHES, Crashes, Holds, TalksNonsense
 from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, turns, within
 
 from fast_batcher import DynBatcher, WorkerLostError
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
-from tests.packing import pack
 
 pytestmark = pytest.mark.anyio
 

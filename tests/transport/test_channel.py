@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import uvloop
+from packing import pack
 from waits import LIMIT
 
 from fast_batcher._transport.channel import BlockingChannel, LoopChannel
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import TransportError
-from tests.packing import pack
 
 pytestmark = pytest.mark.anyio
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from packing import pack
 
 from fast_batcher._transport.frames import (
     HEADER_SIZE,
@@ -18,7 +19,6 @@ from fast_batcher._transport.frames import (
     Kind,
 )
 from fast_batcher.errors import TransportError
-from tests.packing import pack
 
 MAX_FRAME_BYTES = 2**20
 # Every size at which the reader takes another path, and its neighbours.
