@@ -167,7 +167,7 @@ class Scheduler:
         ):
             return None
         for slot in self._slots.values():
-            if not slot.batches and not slot.is_stalled:
+            if not slot.batches:  # so it is not stalled either
                 break
         else:
             return None
