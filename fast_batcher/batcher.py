@@ -69,8 +69,9 @@ from fast_batcher.stats import BatcherStats, Tally
 
 logger = logging.getLogger("fast_batcher")
 
+# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
+_OUTPUTS = Kind.OUTPUTS
 # Frames that leave their batch unanswered.
-_OUTPUTS = Kind.OUTPUTS  # looked up once: on Python 3.11 it costs as much as a call
 UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
 # that runs, and one that waits full behind it. More would only stand in other callers' way.
@@ -539,7 +540,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._fail_open_requests()
         self._wake_ready_waiters()
 
-    def frame_arrived(self, worker: int, frame: Frame) -> None:
+    def frame_arrived(self, worker: int, frame: Frame) -> None:  # noqa: C901  flat on purpose
         """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
         if frame.kind is not _OUTPUTS and frame.kind in UNFINISHED_KINDS:
             self._go_on_with_batch(worker, frame)
@@ -557,12 +558,15 @@ class DynBatcher(Generic[InputT, OutputT]):
             # A lone request, without further Python calls: see `worker_main.serve`.
             try:
                 (output,) = loads(frame.body)
-                request.caller.set_result(output)
             except BaseException:  # noqa: BLE001  whatever it is, `_settle` finds it again
                 self._settle(worker, frame, batch)
             else:
                 request.is_settled = True
-                self._tally.completed += 1
+                try:
+                    request.caller.set_result(output)
+                    self._tally.completed += 1
+                except asyncio.InvalidStateError:  # cancelled, and has not come round to saying so
+                    self._tally.cancelled += 1
         else:
             self._settle(worker, frame, batch)
         if self._drained is not None:
@@ -730,6 +734,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._arrivals = []
             batch = scheduler.submit_at_once(now, arrivals)
             if batch is not None:
+                # As in `_poll`, without a call in between: see `submit_at_once`.
                 unsendable = self._exchange.send(batch)
                 scheduler.count_batch(batch)
                 if unsendable:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from fast_batcher import InferenceModel
 
@@ -323,6 +323,21 @@ UNPICKLABLE: dict[str, Callable[[], Any]] = {
     "raises": lambda: RefusesPickling(ValueError("not me")),
     "exits": lambda: RefusesPickling(SystemExit(3)),
 }
+
+
+class TellsArrival:
+    """Calls all that listen in the process to which it comes; the worker has no listeners."""
+
+    listeners: ClassVar[list[Callable[[], object]]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tell_arrival, ()
+
+
+def _tell_arrival() -> TellsArrival:
+    for listener in TellsArrival.listeners:
+        listener()
+    return TellsArrival()
 
 
 class BrokenOnArrival:

@@ -30,6 +30,7 @@ from sample_models import (
     RaisesOnLoad,
     Slow,
     Stuck,
+    TellsArrival,
     Warm,
     Whereabouts,
 )
@@ -711,6 +712,21 @@ async def test_a_submitted_request_is_cancelled_while_it_runs(gate: Gate) -> Non
         assert await asyncio.wrap_future(futures[1]) == 1
         stats = assert_balance(batcher)
         assert (stats.completed, stats.cancelled) == (1, 1)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_submitted_request_is_cancelled_while_its_answer_is_read(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with DynBatcher(Echo) as batcher:
+        futures = [batcher.submit(TellsArrival()) for _ in range(1 + others)]
+        monkeypatch.setattr(TellsArrival, "listeners", [futures[0].cancel])
+        for future in futures[1:]:
+            assert isinstance(await asyncio.wrap_future(future), TellsArrival)
+        await until(futures[0].cancelled)
+        assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled, stats.restarts) == (1 + others, 1, 0)
 
 
 async def test_a_submitted_request_is_cancelled_before_the_loop_has_seen_it() -> None:

@@ -26,8 +26,6 @@ from fast_batcher.stats import Tally
 # A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
 # costs no latency below it. Source: LIMITS "second batch in flight", eager +60 % p50, this none.
 BATCHES_PER_WORKER = 2
-
-
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _FULL, _IDLE = Release.FULL, Release.IDLE
 
@@ -75,7 +73,10 @@ class Scheduler:
         self._max_queue_size = max_queue_size
         self._timeout = inf if timeout is None else timeout
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
+        # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
         self.queue = RequestQueue()
+        # A batch that passes by the queue still finds room in it: `max_queue_size` says how many
+        # requests of one turn are taken, on either way.
         self._most_at_once = min(max_batch_size, max_queue_size)
         # Ready workers by id, and what they have by batch id.
         self._slots: dict[int, _Slot] = {}

@@ -78,6 +78,8 @@ class FrameReader:
 
     def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int]) -> None:
         self._max_frame_bytes = max_frame_bytes
+        # The longest frame that one read can bring whole.
+        self._most_at_once = min(HEADER_SIZE + max_frame_bytes, READ_SIZE)
         self._recv_into = recv_into
         self._view = memoryview(bytearray(READ_SIZE))
         # Where the next bytes go. Writing there invalidates the body of every frame given out.
@@ -101,7 +103,7 @@ class FrameReader:
             OSError: What `recv_into` raises.
         """
         count = self._recv_into(self._space)
-        if not self.rest and self._large is None and count >= HEADER_SIZE:
+        if HEADER_SIZE <= count <= self._most_at_once and not self.rest and self._large is None:
             magic, number, length, batch_id, seconds = _unpack_header(self._view)
             kind = _find_kind(number)
             if magic == _MAGIC and kind is not None and HEADER_SIZE + length == count:

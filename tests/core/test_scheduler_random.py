@@ -172,19 +172,14 @@ class Schedule(RuleBasedStateMachine):
 
     # Events. A shell polls after each; here it may also be late, so that several come together.
 
-    @rule(pause=pauses, patiences=patience_lists, is_polled=usually, is_at_once=st.booleans())
-    def submit(
-        self, pause: float, patiences: list[float | None], is_polled: bool, is_at_once: bool
-    ) -> None:
+    @rule(pause=pauses, patiences=patience_lists, is_polled=usually)
+    def submit(self, pause: float, patiences: list[float | None], is_polled: bool) -> None:
         self.now += pause
         deadlines = [None if p is None else self.now + p for p in patiences]
         pair = [[Request(number, None, d) for number, d in enumerate(deadlines)] for _ in range(2)]
         arriving, twins = pair
         room = 0 if self.is_draining else self.options.max_queue_size - len(self.waiting)
-        batch = None
-        if is_at_once and arriving:
-            batch = self.scheduler.submit_at_once(self.now, list(arriving))
-        refused = [] if batch else self.scheduler.submit(self.now, list(arriving))
+        refused = self.scheduler.submit(self.now, list(arriving))
         self.twin.submit(self.now, list(twins))
         assert refused == arriving[max(room, 0) :]
         if refused:
@@ -204,10 +199,7 @@ class Schedule(RuleBasedStateMachine):
             self.turns[number] = Turn(len(self.waiting), self.batches_sent)
             self.waiting.append(number)
         self.most_waiting = max(self.most_waiting, len(self.waiting))
-        if batch:
-            self.end_turn_at_once(batch)
-        else:
-            self.end_turn(is_polled)
+        self.end_turn(is_polled)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -342,20 +334,6 @@ class Schedule(RuleBasedStateMachine):
         assert wake_at is None or wake_at > self.now
         if was_due and before is not None:
             assert actions or wake_at is None or wake_at > before
-
-    def end_turn_at_once(self, batch: Batch) -> None:
-        """The short way has done what the twin does on the long one."""
-        self.scheduler.count_batch(batch)
-        twin_actions, twin_wake_at = self.twin.poll(self.now)
-        assert [plain(action) for action in twin_actions] == [plain(Dispatch(batch))]
-        self.wake_at = None if self.scheduler.next_expiry == inf else self.scheduler.next_expiry
-        assert self.wake_at == twin_wake_at
-        (twin_action,) = twin_actions
-        assert isinstance(twin_action, Dispatch)
-        assert batch.deadline == twin_action.batch.deadline
-        assert batch.open_count == twin_action.batch.open_count
-        self.dispatch(batch)
-        self.check_nothing_is_missing()
 
     @precondition(lambda self: self.wake_at is not None)
     @rule()

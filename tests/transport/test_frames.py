@@ -118,8 +118,8 @@ def test_every_kind_and_the_largest_numbers_pass() -> None:
     assert feed(stream(frames)) == frames
 
 
-def test_a_body_as_long_as_it_may_be_is_accepted_and_one_byte_more_is_not() -> None:
-    limit = 2 * READ_SIZE
+@pytest.mark.parametrize("limit", [100, READ_SIZE - HEADER_SIZE, 2 * READ_SIZE])
+def test_a_body_as_long_as_it_may_be_is_accepted_and_one_byte_more_is_not(limit: int) -> None:
     frame = Frame(Kind.INPUTS, 1, 0.0, body_of(limit))
     assert feed(stream([frame]), max_frame_bytes=limit) == [frame]
     with pytest.raises(TransportError, match=f"{limit + 1} bytes.*max_frame_bytes={limit}"):
