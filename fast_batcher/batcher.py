@@ -69,6 +69,8 @@ from fast_batcher.stats import BatcherStats, Tally
 
 logger = logging.getLogger("fast_batcher")
 
+_new = object.__new__
+
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _OUTPUTS = Kind.OUTPUTS
 # Frames that leave their batch unanswered.
@@ -227,21 +229,31 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._pump_is_due = True
             loop.call_soon(self._pump)
         else:
-            # Others have called in this turn of the loop: a cheaper question is enough.
+            # Others have called in this turn of the loop, so it is this one, or asyncio objects.
             loop = self._loop  # type: ignore[assignment]  # set since it has a pump
-            if get_ident() != self._thread or loop.is_closed():
-                loop = get_running_loop()
-                self._serve_on(loop)
         deadline = None if timeout is None else monotonic() + _checked(timeout)
-        # As `loop.create_future()` makes it, without the call of a Python function around it.
+        # As `loop.create_future()` makes it, and as `Request(...)` does, without the calls of
+        # Python functions: they were a tenth of the cost of a call (`benchmarks/overhead.py`).
         future: asyncio.Future[OutputT] = Future(loop=loop)
-        request = Request(value, future, deadline)
+        request = _new(Request)
+        request.value = value
+        request.caller = future
+        request.deadline = deadline  # type: ignore[assignment]  # see Request
+        request.batch_id = None
+        request.is_settled = False
         self._arrivals.append(request)
         try:
             return await future
-        finally:
-            if not request.is_settled:
-                self._abandon(request)
+        except BaseException as error:
+            if request.is_settled:
+                raise
+            if isinstance(error, RuntimeError) and get_running_loop() is not loop:
+                # A task cannot wait for a future of another loop than its own.
+                _call_in_loop(loop, self._abandon, request)
+                self._serve_on(get_running_loop())
+                return await self.process_batched(value, timeout=timeout)
+            self._abandon(request)
+            raise
 
     async def process_many(
         self, values: Iterable[InputT], *, timeout: float | None = None

@@ -753,6 +753,26 @@ def test_asyncio_run_may_be_called_twice() -> None:
     assert batcher.state == "closed"
 
 
+def test_a_call_among_calls_of_a_loop_that_was_closed_in_that_turn(new_loop: NewLoop) -> None:
+    batcher = DynBatcher(Echo)
+    first = new_loop()
+    first.run_until_complete(batcher.open())
+    tasks = [first.create_task(batcher.process_batched(number)) for number in range(2)]
+    first.call_soon(first.stop)
+    first.run_forever()
+    first.close()
+
+    async def go_on() -> list[Any]:
+        calls = [call(batcher, number) for number in range(10, 13)]
+        return [await outcome(one) for one in calls]
+
+    assert new_loop().run_until_complete(go_on()) == [10, 11, 12]
+    batcher.stop()
+    stats = assert_balance(batcher)
+    assert (stats.completed, stats.waiting, stats.running) == (3, 0, 0)
+    abandon(tasks)
+
+
 def test_requests_of_a_closed_loop_are_forgotten_and_their_answers_dropped(
     new_loop: NewLoop, gate: Gate
 ) -> None:
