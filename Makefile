@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install fix check test test-fast cov demo bench-setup bench clean
+.PHONY: help install fix check test test-fast cov demo bench-setup bench bench-all publish clean
 
 help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched, one table'
@@ -14,7 +14,9 @@ help:
 	@echo 'make fix          format and mend what can be mended'
 	@echo 'make cov          every test with branch coverage, child processes included'
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
-	@echo 'make bench        overhead, idle latency and saturation against them'
+	@echo 'make bench        a short form of the benchmarks, in less than 10 minutes'
+	@echo 'make bench-all    all of them in full, two hours; their results are what is published'
+	@echo 'make publish      pictures and README tables from the stored results'
 	@echo 'make clean        remove what these commands have made'
 
 install: .venv/installed
@@ -55,9 +57,22 @@ bench-setup: install
 	$(BIN)/python -m benchmarks.setup_peers
 
 bench: bench-setup
+	$(BIN)/python -m benchmarks.overhead --quick
+	$(BIN)/python -m benchmarks.idle_latency --quick
+	$(BIN)/python -m benchmarks.saturation --quick
+	$(BIN)/python -m benchmarks.peers --quick --parts overhead open-loop
+
+bench-all: bench-setup
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.idle_latency
 	$(BIN)/python -m benchmarks.saturation
+	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.reference_experiment
+	$(BIN)/python -m benchmarks.load_test
+	$(MAKE) publish
+
+publish: install
+	$(BIN)/python -m benchmarks.publish
 
 clean:
 	rm -rf .venv .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

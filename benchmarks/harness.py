@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 LOOPS = ("asyncio", "uvloop")
 # For the start, the warm-up and the end of the slowest peer. It only ends what hangs.
 SPARE_TIME = 60.0
+# Of the arrivals of open loops, by repetition: SEED, SEED + 1, ...
+SEED = 20
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Job:
     scenario: str
     loop: str
     load: Load
+    # What the results call the scenario, where its name alone does not tell.
+    label: str = ""
 
 
 def parse_arguments(
@@ -49,6 +53,10 @@ def parse_arguments(
     seconds: float,
     quick_seconds: float,
     callers: int | None = None,
+    loops: Sequence[str] = LOOPS,
+    parts: Sequence[str] | None = None,
+    repetitions: int = 5,
+    quick_repetitions: int = 3,
 ) -> argparse.Namespace:
     """The command line that all measurements share, as `overhead --quick --systems floor ours`."""
     parser = argparse.ArgumentParser(
@@ -56,10 +64,14 @@ def parse_arguments(
     )
     parser.add_argument("--quick", action="store_true", help="a minute, for a rough answer")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=systems, metavar="SYSTEM")
-    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS)
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=loops)
+    if parts is not None:
+        parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     if callers is not None:
         parser.add_argument("--callers", nargs="+", type=int, default=[callers])
-    parser.add_argument("--repetitions", type=int, help="5, or 3 if quick")
+    parser.add_argument(
+        "--repetitions", type=int, help=f"{repetitions}, or {quick_repetitions} if quick"
+    )
     parser.add_argument(
         "--seconds", type=float, help=f"per measurement: {seconds:g}, or {quick_seconds:g} if quick"
     )
@@ -68,7 +80,8 @@ def parse_arguments(
     arguments = parser.parse_args()
     arguments.name = name
     # Odd numbers, so that the median is one of the repetitions.
-    arguments.repetitions = arguments.repetitions or (3 if arguments.quick else 5)
+    usual = quick_repetitions if arguments.quick else repetitions
+    arguments.repetitions = arguments.repetitions or usual
     arguments.seconds = arguments.seconds or (quick_seconds if arguments.quick else seconds)
     arguments.json = arguments.json or RESULTS / f"{name}{'-quick' * arguments.quick}.json"
     return arguments
@@ -80,9 +93,11 @@ def measure_all(jobs: Sequence[Job], repetitions: int) -> list[Measurement]:
     for repetition in range(repetitions):
         for job in reversed(jobs) if repetition % 2 else jobs:
             done = f"[{len(measurements) + 1}/{len(jobs) * repetitions}]"
-            what = f"{job.scenario}, {job.load.callers} callers, {job.loop}: {job.system}"
+            what = job.label or f"{job.scenario}, {job.load.callers} callers"
+            what += f", {job.loop}: {job.system}"
             print(f"{done} {what}", file=sys.stderr)
-            measurements.append(measure(job, repetition))
+            load = replace(job.load, seed=SEED + repetition)
+            measurements.append(measure(replace(job, load=load), repetition))
             if measurements[-1].error is not None:
                 print(f"    FAILED: {measurements[-1].error}", file=sys.stderr)
     return measurements
@@ -103,15 +118,32 @@ def measure(job: Job, repetition: int) -> Measurement:
             "loop": job.loop,
             "load": asdict(job.load),
         }
-        outcome |= _in_fresh_process(python, json.dumps(request), job.load.seconds * 4 + SPARE_TIME)
-    return Measurement(job.system, job.scenario, job.loop, job.load.callers, repetition, **outcome)
+        outcome |= in_fresh_process(
+            [str(python), "-m", "benchmarks.measured_process", json.dumps(request)],
+            {},
+            job.load.seconds * 4 + SPARE_TIME,
+        )
+    label = job.label or job.scenario
+    return Measurement(job.system, label, job.loop, job.load.callers, repetition, **outcome)
 
 
-def _in_fresh_process(python: Path, request: str, time_limit: float) -> dict[str, Any]:
+def in_fresh_process(
+    command: list[str], environment: dict[str, str], time_limit: float
+) -> dict[str, Any]:
+    """Run it, end all that it has started, and read the JSON that it printed last.
+
+    Args:
+        command: What to run, in the root of the source tree, which it can import from.
+        environment: Variables besides ours.
+        time_limit: Seconds after which it is ended.
+
+    Returns:
+        What it printed; or `error` and nothing else.
+    """
     process = subprocess.Popen(
-        [python, "-m", "benchmarks.measured_process", request],
+        command,
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -124,7 +156,7 @@ def _in_fresh_process(python: Path, request: str, time_limit: float) -> dict[str
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
     if process.returncode != 0:
         last_line = complaints.strip().splitlines()[-1:]
         return {"error": " ".join([f"ended with {process.returncode}", *last_line])}
@@ -173,8 +205,8 @@ def finish(
             "systems": {name: asdict(SYSTEMS[name]) for name in arguments.systems},
             "repetitions": arguments.repetitions,
             "seconds": arguments.seconds,
-            # The loads are regular: nothing is drawn at random.
-            "seed": None,
+            # Of the arrivals of an open loop; the other loads are regular.
+            "seed": SEED,
         },
         "verdicts": [{**asdict(v), "holds": v.holds} for v in verdicts],
         "failures": failures(measurements),

@@ -11,15 +11,15 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from benchmarks.scenarios import PAYLOAD, SCENARIOS, Figures, Load, bare_loop
+from benchmarks.scenarios import SCENARIOS, Figures, Load, bare_loop
 
 
 async def _measure(adapter: Any, job: dict[str, Any]) -> Figures:
     load = Load(**job["load"])
     async with adapter.opened(load, **job["settings"]) as process:
-        answer = await process(PAYLOAD)
-        if answer != PAYLOAD:
-            raise RuntimeError(f"{job['adapter']} answered {answer!r} to {PAYLOAD!r}")
+        answer = await process(load.payload())
+        if not load.is_right(answer):
+            raise RuntimeError(f"{job['adapter']} answered {answer!r:.100}")
         return await SCENARIOS[job["scenario"]](process, load)
 
 

@@ -1,9 +1,11 @@
 """The models that are measured, without any library. They run in the systems' workers.
 
-Every one answers each input with itself, so that a system that mixes up answers is noticed.
+Every one answers each input with itself or a part of it, so that a system that mixes up answers is
+noticed.
 """
 
 import time
+from typing import Any, Protocol
 
 
 class NoOp:
@@ -32,6 +34,30 @@ class Linear5ms:
         return inputs
 
 
-MODELS: dict[str, type[NoOp] | type[Flat5ms] | type[Linear5ms]] = {
-    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms)
+class ArrayLabel:
+    """A number for each array, in no time: large inputs, small outputs."""
+
+    def infer(self, inputs: list[Any]) -> list[float]:
+        """Answer each array with its first number."""
+        return [float(array.flat[0]) for array in inputs]
+
+
+class ArrayEcho:
+    """Each array back, in no time: large inputs, large outputs."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        """Answer each array with itself."""
+        return inputs
+
+
+class Model(Protocol):
+    """What they have in common."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        """Answer each input."""
+        ...
+
+
+MODELS: dict[str, type[Model]] = {
+    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, ArrayLabel, ArrayEcho)
 }

@@ -12,11 +12,8 @@ import argparse
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import sysconfig
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import RESULTS, ROOT, hardware
+from benchmarks.harness import RESULTS, hardware, in_fresh_process
 from benchmarks.load.gpu import NOT_MEASURED, GpuWatch
 from benchmarks.report import Measurement, Series, Spread, Verdict, failures, table
 from benchmarks.resnet_model import NO_NETWORK, Job
@@ -129,46 +126,21 @@ def measure(experiment: Experiment, system: str, repetition: int) -> Measurement
     python = python_of(system) if system in PEERS else Path(sys.executable)
     outcome: dict[str, Any] = {"figures": {}, "versions": {}}
     if python.exists():
-        outcome |= _in_fresh_process(python, job)
-    else:
-        outcome["error"] = "not installed, see `make bench-setup`"
-    return Measurement(system, experiment.scenario, "asyncio", job.requests, repetition, **outcome)
-
-
-def _in_fresh_process(python: Path, job: Job) -> dict[str, Any]:
-    process = subprocess.Popen(
-        [python, "-m", "benchmarks.resnet_systems"],
-        cwd=ROOT,
-        env=os.environ
-        | {
+        environment = {
             "RESNET_JOB": json.dumps(asdict(job)),
-            "PYTHONPATH": str(ROOT),
             "LENT_PACKAGES": sysconfig.get_path("purelib"),
             # What PyTorch reads when it is imported, in workers as well. Threads that wait for
             # each other sleep: by default they spin, unless their process has two pools of them,
             # as that of `batched` has, and that takes a third of a busy machine's cores.
             "OMP_NUM_THREADS": str(job.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a group of its own, so that all of it can be ended
-    )
-    limit = START_LIMIT + SECONDS_PER_REQUEST * job.requests
-    try:
-        output, complaints = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no end after {limit:.0f} s"}
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    if process.returncode != 0:
-        last_line = complaints.strip().splitlines()[-1:]
-        return {"error": " ".join([f"ended with {process.returncode}", *last_line])}
-    outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return outcome
+        }
+        limit = START_LIMIT + SECONDS_PER_REQUEST * job.requests
+        command = [str(python), "-m", "benchmarks.resnet_systems"]
+        outcome |= in_fresh_process(command, environment, limit)
+    else:
+        outcome["error"] = "not installed, see `make bench-setup`"
+    return Measurement(system, experiment.scenario, "asyncio", job.requests, repetition, **outcome)
 
 
 def verdicts(measurements: list[Measurement], options: argparse.Namespace) -> list[Verdict]:

@@ -7,22 +7,33 @@ import asyncio
 import gc
 import math
 import multiprocessing
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Any
 
-from benchmarks.cpu import TreeCpu
+from benchmarks.arrivals import RECORD
+from benchmarks.cpu import TreeCpu, process_cpu
 from benchmarks.models import MODELS
 
-Process = Callable[[str], Awaitable[object]]
+Process = Callable[[Any], Awaitable[object]]
 Figures = dict[str, float]
 
 # A short string, so that the batching is measured and not the pickling.
-PAYLOAD = "a short input"
+TEXT = "a short input"
+# One image for an ImageNet model, as float32: 602112 bytes.
+ARRAY_SHAPE = (3, 224, 224)
 # Lone requests left out at the start: caches, lazily started threads.
 WARM_UP_REQUESTS = 20
+# The same of an open loop, in seconds: BentoML's dispatcher learns from its first requests.
+WARM_UP_SECONDS = 1.0
+# How long after the last arrival a request of an open loop may still be answered, in seconds.
+PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +48,25 @@ class Load:
     seconds: float
     # From one lone request to the next.
     interval: float = 0.02
+    # In an open loop: arrivals per second, and what draws them.
+    rate: float = 0.0
+    seed: int = 0
+
+    def payload(self) -> Any:
+        """What every request of this load carries."""
+        if not self.model.startswith("Array"):
+            return TEXT
+        import numpy  # only where it is needed: not every environment has it
+
+        return numpy.full(ARRAY_SHAPE, 7.0, numpy.float32)
+
+    def is_right(self, answer: Any) -> bool:
+        """Whether the model has answered that."""
+        if self.model == "ArrayLabel":
+            return bool(answer == 7.0)
+        if self.model == "ArrayEcho":
+            return bool((answer == self.payload()).all())
+        return bool(answer == TEXT)
 
 
 async def full_speed(process: Process, load: Load) -> Figures:
@@ -44,10 +74,11 @@ async def full_speed(process: Process, load: Load) -> Figures:
 
     The callers only count down while CPU is measured; latency is taken in a pass of its own.
     """
+    payload = load.payload()
 
     async def call(times: int) -> None:
         for _ in range(times):
-            await process(PAYLOAD)
+            await process(payload)
 
     async def all_call(times: int) -> float:
         start = time.perf_counter()
@@ -69,7 +100,7 @@ async def full_speed(process: Process, load: Load) -> Figures:
     async def call_timed(times: int) -> None:
         for _ in range(times):
             asked = time.perf_counter()
-            await process(PAYLOAD)
+            await process(payload)
             latencies.append(time.perf_counter() - asked)
 
     await asyncio.gather(*(call_timed(math.ceil(times / 4)) for _ in range(load.callers)))
@@ -90,7 +121,7 @@ async def saturation(process: Process, load: Load) -> Figures:
 
     async def call(times: list[float], start: float, end: float) -> None:
         while (now := time.perf_counter()) < end:
-            await process(PAYLOAD)
+            await process(TEXT)
             if now >= start:
                 times.append(time.perf_counter())
 
@@ -122,14 +153,101 @@ async def lone_requests(process: Process, load: Load) -> Figures:
         due = max(due + load.interval, time.perf_counter())
         await asyncio.sleep(due - time.perf_counter())
         asked = time.perf_counter()
-        await process(PAYLOAD)
+        await process(TEXT)
         latencies.append(time.perf_counter() - asked)
     return _percentiles(latencies[WARM_UP_REQUESTS:])
 
 
+async def open_loop(process: Process, load: Load) -> Figures:
+    """Latency of requests that come when they come, however many are under way.
+
+    Another process says when (`benchmarks.arrivals`), so a system that holds up the event loop is
+    not forgiven: a latency begins when its request was due. What is refused, fails, or is not
+    answered `PATIENCE` seconds after the last arrival is lost.
+    """
+    command = [sys.executable, "-m", "benchmarks.arrivals"]
+    command += [str(load.rate), str(WARM_UP_SECONDS + load.seconds), str(load.seed)]
+    # Starting it blocks the loop, but nothing is measured yet.
+    with subprocess.Popen(  # noqa: ASYNC220
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as arrivals:
+        requests = _OpenLoop(process, load.payload(), arrivals)
+        await requests.all_sent
+        if requests.tasks:
+            await asyncio.wait(requests.tasks, timeout=PATIENCE)
+        used = requests.read_cpu().since(requests.cpu_at_start)
+        for task in list(requests.tasks):
+            task.cancel()
+        arrivals.communicate()
+    answered = sorted(requests.latencies)
+    lost = requests.count - len(answered)
+    # The lost ones took for ever; a percentile that falls on one of them is left out.
+    latencies = answered + [math.inf] * lost
+    figures = {
+        "p50_ms": latencies[len(latencies) // 2] * 1e3,
+        "p99_ms": latencies[len(latencies) * 99 // 100] * 1e3,
+        "lost": lost / requests.count,
+        "within_50_ms": sum(latency <= 0.050 for latency in answered) / requests.count,
+        "requests_per_second": len(answered) / load.seconds,
+        **_cpu_per_request(used, max(1, len(answered))),
+    }
+    return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+class _OpenLoop:
+    """Asks once for every arrival that it reads of, and does not count those of the warm-up."""
+
+    def __init__(self, process: Process, payload: Any, arrivals: subprocess.Popen[bytes]) -> None:
+        assert arrivals.stdout is not None
+        self.all_sent = asyncio.get_running_loop().create_future()
+        self.tasks: set[asyncio.Task[None]] = set()
+        # Counted requests, the latencies of those that were answered, and the CPU before the first.
+        self.count = 0
+        self.latencies: list[float] = []
+        self._arrivals = arrivals
+        self.cpu_at_start = self.read_cpu()
+        self._process = process
+        self._payload = payload
+        self._source = arrivals.stdout.fileno()
+        self._start = 0.0
+        os.set_blocking(self._source, False)
+        asyncio.get_running_loop().add_reader(self._source, self._read)
+
+    def read_cpu(self) -> TreeCpu:
+        """Without the process that says when requests come: it is no part of the system."""
+        tree = TreeCpu.read()
+        return TreeCpu(tree.api, tree.workers - process_cpu(self._arrivals.pid))
+
+    def _read(self) -> None:
+        loop = asyncio.get_running_loop()
+        # A multiple of the record's size, as every write at the other end is.
+        records = os.read(self._source, RECORD.size * 4096)
+        if not records:
+            loop.remove_reader(self._source)
+            self.all_sent.set_result(None)
+        for (due,) in RECORD.iter_unpack(records):
+            if not self._start:
+                self._start = due + WARM_UP_SECONDS
+            is_counted = due >= self._start
+            if is_counted and not self.count:
+                self.cpu_at_start = self.read_cpu()
+            self.count += is_counted
+            task = loop.create_task(self._ask(due, is_counted))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def _ask(self, due: float, is_counted: bool) -> None:
+        try:
+            await self._process(self._payload)
+        except Exception:  # noqa: BLE001  whatever a system refuses with, the request is lost
+            return
+        if is_counted:
+            self.latencies.append(time.perf_counter() - due)
+
+
 async def idle(process: Process, load: Load) -> Figures:
     """Share of a core that all processes use while nobody asks."""
-    await process(PAYLOAD)
+    await process(TEXT)
     await asyncio.sleep(0.5)  # lets what the request left behind come to rest
     before = TreeCpu.read()
     start = time.perf_counter()
@@ -152,7 +270,7 @@ def bare_loop(load: Load) -> Figures:
 
 def _infer_in_a_loop(connection: Connection, load: Load) -> None:
     model = MODELS[load.model]()
-    inputs = [PAYLOAD] * load.max_batch_size
+    inputs = [TEXT] * load.max_batch_size
     model.infer(inputs)
     batches = 0
     start = time.perf_counter()
@@ -178,5 +296,6 @@ def _percentiles(latencies: list[float]) -> Figures:
 
 
 SCENARIOS: dict[str, Callable[[Process, Load], Awaitable[Figures]]] = {
-    scenario.__name__: scenario for scenario in (full_speed, saturation, lone_requests, idle)
+    scenario.__name__: scenario
+    for scenario in (full_speed, saturation, lone_requests, open_loop, idle)
 }

@@ -18,6 +18,9 @@ PEERS = {
     "fast_dynamic_batcher": ["fast_dynamic_batcher==1.1.0", "pydantic", "numpy"],
     # Imports torch only if it is there; without it, it starts faster and serves the same.
     "batched": ["batched==0.1.5", "numpy"],
+    "async_batcher": ["async-batcher==0.2.2", "numpy"],
+    "bentoml": ["bentoml==1.4.39", "numpy"],
+    "ray_serve": ["ray[serve]==2.60.0", "numpy"],
 }
 
 

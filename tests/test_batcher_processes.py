@@ -1100,6 +1100,9 @@ from fast_batcher import DynBatcher, InferenceModel
 def tell(thing):
     print(json.dumps(thing), flush=True)
 
+# As in a terminal: what a shell starts in the background, these tests for example, ignores it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 """
 
 

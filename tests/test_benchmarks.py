@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, and that a benchmark runs from the command line."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import peers
+from benchmarks.arrivals import due_times
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
 from benchmarks.harness import Job, measure
+from benchmarks.models import MODELS
 from benchmarks.report import Measurement, Series, Spread, Verdict, failures, number, table
-from benchmarks.scenarios import Load
-from benchmarks.systems import SYSTEMS
+from benchmarks.scenarios import SCENARIOS, Load, open_loop
+from benchmarks.systems import PEERS, SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -173,3 +177,54 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
     assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
     assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
     assert "[2/2]" in done.stderr
+
+
+def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
+    times = due_times(1000.0, 10.0, seed=1)
+    assert times == due_times(1000.0, 10.0, seed=1)
+    assert times != due_times(1000.0, 10.0, seed=2)
+    assert times == sorted(times)
+    assert 0 < times[0]
+    assert times[-1] < 10.0
+    # A Poisson process has as much variance as mean: 4 standard deviations either way.
+    assert abs(len(times) - 10_000) < 4 * 100
+
+
+def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
+    answered = 0
+
+    async def refuse_every_fourth(value: object) -> object:
+        nonlocal answered
+        answered += 1
+        if answered % 4 == 0:
+            raise RuntimeError("no more")
+        return value
+
+    load = Load("NoOp", 1, 0, 0.5, rate=2000.0)
+    figures = asyncio.run(open_loop(refuse_every_fourth, load))
+    assert figures["lost"] == pytest.approx(0.25, abs=0.01)
+    assert figures["within_50_ms"] <= 1 - figures["lost"]
+    assert figures["p50_ms"] > 0
+    # A quarter took for ever.
+    assert "p99_ms" not in figures
+    assert figures["api_cpu_us"] > 0
+    assert figures["workers_cpu_us"] == pytest.approx(0, abs=5)
+
+
+def test_the_plan_of_all_peers_measures_each_system_where_it_can_be() -> None:
+    parts = peers.plan(SYSTEMS, ("overhead", "idle", "saturation", "open-loop", "arrays"))
+    for tables in parts.values():
+        for measured in tables:
+            scenario, load = peers.load_of(measured, 1.0, capacity=100.0)
+            assert scenario in SCENARIOS
+            assert load.model in MODELS
+            assert {"ours", *PEERS} - {peers.ON_THE_LOOP} <= set(measured.systems)
+            assert "bare loop" not in measured.systems or measured.label == "saturation"
+    rates = [peers.load_of(t, 1.0, capacity=100.0)[1].rate for t in parts["open-loop"]]
+    assert rates == [20, 50, 80, 95]
+
+
+def test_published_tables_say_what_the_stored_results_say() -> None:
+    command = [sys.executable, "-m", "benchmarks.publish", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "up to date"), done.stderr

@@ -23,17 +23,34 @@ class System:
 
 SYSTEMS: dict[str, System] = {
     "floor": System("floor"),
+    "bare loop": System(None),
     "ours": System("ours"),
     "thread": System("thread"),
-    "bare loop": System(None),
+    "process pool": System("process_pool"),
     "batched.aio": System("batched_aio", environment="batched"),
-    "batched.aio 1 ms": System("batched_aio", {"timeout_ms": 1.0}, environment="batched"),
     "batched.aio 0.1 ms": System("batched_aio", {"timeout_ms": 0.1}, environment="batched"),
     "batched.aio 0.1 ms on the loop": System(
         "batched_aio", {"timeout_ms": 0.1, "on_the_loop": True}, environment="batched"
     ),
+    "batched thread": System("batched_thread", environment="batched"),
+    "batched thread 0.1 ms": System("batched_thread", {"timeout_ms": 0.1}, environment="batched"),
     "fast_dynamic_batcher": System("fast_dynamic_batcher", environment="fast_dynamic_batcher"),
     "fast_dynamic_batcher tuned": System(
         "fast_dynamic_batcher", {"tuned": True}, environment="fast_dynamic_batcher"
     ),
+    "async-batcher": System("async_batcher", environment="async_batcher"),
+    "async-batcher 1 ms": System(
+        "async_batcher", {"max_queue_time": 0.001}, environment="async_batcher"
+    ),
+    "BentoML dispatcher": System("bentoml_dispatcher", environment="bentoml"),
+    "BentoML dispatcher 100 ms": System(
+        "bentoml_dispatcher", {"max_latency_ms": 100}, environment="bentoml"
+    ),
+    "Ray Serve batch": System("ray_serve", environment="ray_serve"),
+    "Ray Serve batch 1 ms": System("ray_serve", {"wait": 0.001}, environment="ray_serve"),
 }
+
+# What batches and is not ours, with its defaults and tuned; bars are about these.
+PEERS = tuple(name for name, system in SYSTEMS.items() if system.environment is not None)
+# Of those, what has the model in a process of its own, as we have.
+PEERS_WITH_A_PROCESS = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")

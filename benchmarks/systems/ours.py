@@ -11,20 +11,28 @@ from fast_batcher import DynBatcher, InferenceModel
 DISTRIBUTIONS = ["fast_batcher"]
 
 
-class NoOp(models.NoOp, InferenceModel[str, str]):
+class NoOp(models.NoOp, InferenceModel[Any, Any]):
     """See `benchmarks.models`."""
 
 
-class Flat5ms(models.Flat5ms, InferenceModel[str, str]):
+class Flat5ms(models.Flat5ms, InferenceModel[Any, Any]):
     """See `benchmarks.models`."""
 
 
-class Linear5ms(models.Linear5ms, InferenceModel[str, str]):
+class Linear5ms(models.Linear5ms, InferenceModel[Any, Any]):
     """See `benchmarks.models`."""
 
 
-MODELS: dict[str, type[InferenceModel[str, str]]] = {
-    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms)
+class ArrayLabel(models.ArrayLabel, InferenceModel[Any, Any]):
+    """See `benchmarks.models`."""
+
+
+class ArrayEcho(models.ArrayEcho, InferenceModel[Any, Any]):
+    """See `benchmarks.models`."""
+
+
+MODELS: dict[str, type[InferenceModel[Any, Any]]] = {
+    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, ArrayLabel, ArrayEcho)
 }
 
 

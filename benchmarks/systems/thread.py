@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import Any
 
 from benchmarks.models import MODELS
 from benchmarks.scenarios import Load, Process
@@ -18,7 +19,7 @@ async def opened(load: Load) -> AsyncIterator[Process]:
     model = MODELS[load.model]()
     with ThreadPoolExecutor(1) as executor:
 
-        async def process(value: str) -> str:
+        async def process(value: Any) -> Any:
             return (await loop.run_in_executor(executor, model.infer, [value]))[0]
 
         yield process

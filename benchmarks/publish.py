@@ -1,0 +1,235 @@
+"""Pictures and README tables from the stored results; measures nothing.
+
+python -m benchmarks.publish          draw and write
+python -m benchmarks.publish --check  end with 1 if a README does not say what the results say
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.harness import RESULTS, ROOT
+from benchmarks.peers import CALLERS, LOADS, SATURATION_CALLERS, load_label
+from benchmarks.report import Measurement, Series, Spread, number
+
+PEERS_JSON = RESULTS / "peers.json"
+README = ROOT / "README.md"
+BENCHMARKS_README = ROOT / "benchmarks" / "README.md"
+OURS = "ours"
+# What the main README compares: each peer as well tuned as we can.
+COMPARED = {
+    OURS: "**fast_batcher**",
+    "fast_dynamic_batcher tuned": "fast_dynamic_batcher",
+    "batched.aio 0.1 ms": "batched.aio",
+    "batched thread 0.1 ms": "batched (thread)",
+    "async-batcher 1 ms": "async-batcher",
+    "BentoML dispatcher 100 ms": "BentoML dispatcher",
+    "Ray Serve batch 1 ms": "Ray Serve batch",
+}
+# One hue for us, so that we are found at once; the peers' families are told apart by name.
+OURS_COLOUR = "#d1495b"
+PEER_COLOUR = "#8d99ae"
+# Of the peers' lines in the open loop: Okabe and Ito's palette, safe for colour-blind readers.
+FAMILY_COLOURS = {
+    "batched.aio": "#0072b2",
+    "batched thread": "#56b4e9",
+    "fast_dynamic_batcher": "#e69f00",
+    "async-batcher": "#009e73",
+    "BentoML dispatcher": "#cc79a7",
+    "Ray Serve batch": "#000000",
+}
+
+
+class Results:
+    """One results file."""
+
+    def __init__(self, path: Path) -> None:
+        self.stored: dict[str, Any] = json.loads(path.read_text())
+        self._measurements = [Measurement(**m) for m in self.stored["measurements"]]
+        (self.loop, *_) = dict.fromkeys(m.loop for m in self._measurements)
+
+    def spread(self, system: str, scenario: str, callers: int, figure: str) -> Spread | None:
+        """One figure of one system; None if it was not measured."""
+        series = Series.of(self._measurements, system, scenario, self.loop, callers)
+        return series.spread(figure)
+
+    def systems(self, scenario: str) -> list[str]:
+        """Those that were measured there, in their order."""
+        return list(dict.fromkeys(m.system for m in self._measurements if m.scenario == scenario))
+
+    def provenance(self) -> str:
+        """Where the figures come from."""
+        hardware, stored = self.stored["hardware"], self.stored
+        return (
+            f"{stored['date'][:10]}, {hardware['processor']}, {hardware['cores']} cores, Python "
+            f"{hardware['python']}, {self.loop}; median of {stored['settings']['repetitions']}. "
+            f"`{stored['command']}`"
+        )
+
+
+def overview(results: Results) -> str:
+    """The main README's table: a row per question, a column per library."""
+    last = load_label(LOADS[-1])
+    at_80 = load_label(0.8)
+    questions: list[tuple[str, str, int, str]] = [
+        (f"CPU of all processes, us per request, {callers} callers", "full_speed", callers, "")
+        for callers in CALLERS
+    ]
+    questions = [(text, label, callers, "all_cpu_us") for text, label, callers, _ in questions]
+    questions += [
+        ("A lone request at a 5 ms model, p50 ms", "lone_requests", 1, "p50_ms"),
+        ("Idle, share of a core", "idle", 1, "idle_share_of_core"),
+        ("Saturated, requests/s", "saturation", SATURATION_CALLERS, "requests_per_second"),
+        ("Poisson arrivals at 80 % of capacity, p50 ms", at_80, 0, "p50_ms"),
+        ("the same, p99 ms", at_80, 0, "p99_ms"),
+        ("at 95 %: answered within 50 ms", last, 0, "within_50_ms"),
+    ]
+    lines = ["| | " + " | ".join(COMPARED.values()) + " |", "|---|" + "---:|" * len(COMPARED)]
+    for text, label, callers, figure in questions:
+        cells = []
+        for system in COMPARED:
+            spread = results.spread(system, label, callers, figure)
+            cells.append("-" if spread is None else number(spread.median))
+        lines.append(f"| {text} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", results.provenance()])
+
+
+def full_text(path: Path) -> str:
+    """A stored report, as it was printed."""
+    return f"```text\n{path.with_suffix('.txt').read_text().strip()}\n```"
+
+
+def put(document: Path, mark: str, text: str) -> str:
+    """The document with what stands between its two marks replaced."""
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    content = document.read_text()
+    if not pattern.search(content):
+        raise ValueError(f"{document.name} has no {begin} ... {end}")
+    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", content)
+
+
+def draw_bars(
+    results: Results,
+    path: Path,
+    title: str,
+    panels: Sequence[tuple[str, str, int, str, bool]],
+) -> None:
+    """Horizontal bars, one panel per question.
+
+    Args:
+        results: What was measured.
+        path: Of the picture.
+        title: Above all panels.
+        panels: Title, scenario, callers, figure, and whether the axis is logarithmic.
+    """
+    systems = results.systems(panels[0][1])[::-1]
+    size = (3.2 + 3.4 * len(panels), 0.9 + 0.34 * len(systems))
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title)
+    grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    for axes, (text, scenario, callers, name, is_log) in zip(grid, panels, strict=True):
+        spreads = [results.spread(system, scenario, callers, name) for system in systems]
+        medians = [0.0 if s is None else s.median for s in spreads]
+        colours = [OURS_COLOUR if system == OURS else PEER_COLOUR for system in systems]
+        axes.barh(systems, medians, color=colours, height=0.7)
+        for position, spread in enumerate(spreads):
+            at = 0 if spread is None else spread.median
+            label = " not measured" if spread is None else f" {number(spread.median)}"
+            axes.text(at, position, label, va="center", fontsize="small")
+        if is_log:
+            axes.set_xscale("log")
+        axes.margins(x=0.25)
+        axes.set_title(text, fontsize="medium")
+        _tidy(axes)
+    figure.savefig(path, dpi=110)
+
+
+def draw_open_loop(results: Results, path: Path) -> None:
+    """p50 and p99 over the load; a line ends where requests were lost."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    figure.suptitle(
+        f"Poisson arrivals at shares of the model's capacity (5 ms + 0.1 ms each), {results.loop}"
+    )
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (name, title) in zip(panels, (("p50_ms", "p50"), ("p99_ms", "p99")), strict=True):
+        for system in results.systems(load_label(LOADS[0])):
+            family = next((f for f in FAMILY_COLOURS if system.startswith(f)), OURS)
+            spreads = [results.spread(system, load_label(load), 0, name) for load in LOADS]
+            points = [(x, s.median) for x, s in zip(LOADS, spreads, strict=True) if s]
+            axes.plot(
+                [100 * x for x, _ in points],
+                [y for _, y in points],
+                marker="o",
+                markersize=4,
+                color=FAMILY_COLOURS.get(family, OURS_COLOUR),
+                linewidth=3 if system == OURS else 1.3,
+                linestyle="--" if system == family != OURS else "-",
+                label=system,
+                zorder=3 if system == OURS else 2,
+            )
+        axes.set(xlabel="load, % of the bare loop", title=title, yscale="log")
+        axes.set_xticks([100 * load for load in LOADS])
+        _tidy(axes)
+    panels[0].set_ylabel("latency from the arrival, ms")
+    panels[1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path, dpi=110)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(visible=True, axis="both", alpha=0.25)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def draw(results: Results) -> None:
+    """All pictures."""
+    draw_bars(
+        results,
+        RESULTS / "peers-overhead.png",
+        f"CPU of all processes, us per request (no-op model, {results.loop})",
+        [(f"{callers} callers", "full_speed", callers, "all_cpu_us", True) for callers in CALLERS],
+    )
+    draw_bars(
+        results,
+        RESULTS / "peers-idle.png",
+        f"A lone request every 20 ms at a 5 ms model ({results.loop})",
+        [
+            ("p50, ms", "lone_requests", 1, "p50_ms", False),
+            ("p99, ms", "lone_requests", 1, "p99_ms", False),
+            ("share of a core, nobody asks", "idle", 1, "idle_share_of_core", False),
+        ],
+    )
+    draw_open_loop(results, RESULTS / "peers-open-loop.png")
+
+
+def main() -> int:
+    """Draw and write, or compare."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    arguments = parser.parse_args()
+    results = Results(PEERS_JSON)
+    texts = {
+        README: put(README, "peers", overview(results)),
+        BENCHMARKS_README: put(BENCHMARKS_README, "peers", full_text(PEERS_JSON)),
+    }
+    if arguments.check:
+        stale = [path.name for path, text in texts.items() if path.read_text() != text]
+        print(f"stale: {stale}; run `python -m benchmarks.publish`" if stale else "up to date")
+        return 1 if stale else 0
+    for path, text in texts.items():
+        path.write_text(text)
+    draw(results)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""No batching: the model in a process of its own, through `concurrent.futures`."""
+
+import asyncio
+import multiprocessing
+from collections.abc import AsyncIterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+from benchmarks.models import MODELS
+from benchmarks.scenarios import Load, Process
+
+DISTRIBUTIONS: list[str] = []
+
+# In the pool's process: the one model that it has.
+_models: list[Any] = []
+
+
+def _load(model: str) -> None:
+    _models.append(MODELS[model]())
+
+
+def _infer(value: Any) -> Any:
+    return _models[0].infer([value])[0]
+
+
+@asynccontextmanager
+async def opened(load: Load) -> AsyncIterator[Process]:
+    """Start one process, because the model is to be in memory once."""
+    loop = asyncio.get_running_loop()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, context, _load, (load.model,)) as executor:
+
+        async def process(value: Any) -> Any:
+            return await loop.run_in_executor(executor, _infer, value)
+
+        yield process
+        executor.shutdown(cancel_futures=True)
