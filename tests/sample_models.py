@@ -8,6 +8,7 @@ import array
 import atexit
 import ctypes
 import faulthandler
+import fcntl
 import importlib
 import json
 import multiprocessing
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from fast_batcher import InferenceModel
+from fast_batcher._transport.channel import PIPE_SIZE
 
 # Wherever a model waits for ever; some hours after the end of the test run is ever enough.
 FOR_EVER = 10_000
@@ -206,11 +208,23 @@ class TalksNonsense(InferenceModel[bytes, bytes]):
         return inputs
 
 
+def _channel_ends() -> list[int]:
+    """The ends of our pipes that this process has: those of the usual size are somebody else's."""
+    numbers = [int(number) for number in os.listdir("/proc/self/fd")]
+    return [
+        number
+        for number in numbers
+        if _target(str(number)).startswith("pipe:")
+        and fcntl.fcntl(number, fcntl.F_GETPIPE_SZ) == PIPE_SIZE
+    ]
+
+
 def _channel() -> int:
+    """The end to write into."""
     (number,) = [
-        int(number)
-        for number in os.listdir("/proc/self/fd")
-        if _target(number).startswith("socket:")
+        number
+        for number in _channel_ends()
+        if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
     ]
     return number
 
@@ -615,6 +629,7 @@ class Reports(InferenceModel[str, dict[str, Any]]):
             "start method": multiprocessing.get_start_method(allow_none=True),
             "name": multiprocessing.current_process().name,
             "descriptors": sorted(map(_target, os.listdir("/proc/self/fd"))),
+            "channel ends": len(_channel_ends()),
         }
         return [report for _ in inputs]
 

@@ -184,7 +184,7 @@ def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
     assert times == due_times(1000.0, 10.0, seed=1)
     assert times != due_times(1000.0, 10.0, seed=2)
     assert times == sorted(times)
-    assert 0 < times[0]
+    assert times[0] > 0
     assert times[-1] < 10.0
     # A Poisson process has as much variance as mean: 4 standard deviations either way.
     assert abs(len(times) - 10_000) < 4 * 100

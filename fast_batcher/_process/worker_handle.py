@@ -1,4 +1,4 @@
-"""The parent's half of one worker process: its pipe, its death, its end.
+"""The parent's half of one worker process: its pipes, its death, its end.
 
 `spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
 thread that calls `stop()` after the loop. A handle is for one process; a replacement gets a new
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fast_batcher._process.environment import limited_threads
 from fast_batcher._process.worker_main import worker_main
-from fast_batcher._transport.channel import LoopChannel
+from fast_batcher._transport.channel import LoopChannel, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import ModelSpec, Settings
 
@@ -92,7 +92,7 @@ class WorkerHandle:
         Raises:
             OSError: The system has no room for another process, or the child died at once.
         """
-        ours, theirs = _context.Pipe(duplex=True)
+        ours, theirs = open_pipes(_context)
         try:
             self._channel = LoopChannel(
                 ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
@@ -111,8 +111,9 @@ class WorkerHandle:
                 self._channel.close()
             raise
         finally:
-            # The child has its own copy; while ours is open there is never an end of file.
-            theirs.close()
+            # The child has its own copies; while ours are open there is never an end of file.
+            for end in theirs:
+                end.close()
         self._process = process
         self.pid = process.pid
         self._death_fd, self._owns_death_fd = _open_death_fd(process)
@@ -149,7 +150,7 @@ class WorkerHandle:
             self._channel.on_frame = _drop
 
     def disconnect(self) -> None:
-        """Close the pipe: the worker ends after the batch it computes; nothing is heard of it."""
+        """Close the pipes: the worker ends after the batch it computes; nothing is heard of it."""
         self.ignore()
         if self._channel is not None:
             self._channel.close()

@@ -29,27 +29,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fast_batcher.worker")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_kept_open: list[Any] = []
 
 
-def worker_main(connection: Any, max_frame_bytes: int, parent_pid: int) -> None:
+def worker_main(ends: Any, max_frame_bytes: int, parent_pid: int) -> None:
     """The target of the worker process; which model to load is the first frame.
 
     Args:
-        connection: The worker's end of its pipe.
+        ends: The worker's ends of its two pipes.
         max_frame_bytes: Longest frame body either way.
         parent_pid: The process to end with.
     """
     _set_signals()
     _end_with_parent(parent_pid)
     _log_to_stderr()
-    channel = BlockingChannel(connection, max_frame_bytes)
-    exit_code = 0
+    channel = BlockingChannel(ends, max_frame_bytes)
+    # They are closed by the end of the process and not before: the parent takes a closed end for a
+    # worker that is of no use, and kills it, and libraries of the model would not come to their
+    # exit hooks.
+    _kept_open.append(ends)
     try:
         exit_code = _load_and_serve(channel)
-    except OSError:
-        pass  # the parent has closed its end: there is nobody left to answer
-    finally:
-        channel.detach()
+    except OSError:  # the parent has closed its end: there is nobody left to answer
+        exit_code = 0
     sys.exit(exit_code)
 
 
@@ -105,7 +107,7 @@ def serve(channel: BlockingChannel, model: Any) -> None:  # noqa: C901  flat on 
     five microseconds, and it is a lone request that waits for them (`benchmarks/idle_latency.py`).
     """
     reader, read, receive = channel.reader, channel.reader.read, channel.receive
-    send, send_bytes, infer = channel.send, channel.send_bytes, model.infer
+    send, write, infer = channel.send, channel.write, model.infer
     loads, dumps = codec.loads, codec.dumps
     most_joined = min(MAX_JOINED, channel.max_frame_bytes)
     inputs_kind, outputs_kind, parts = Kind.INPUTS, Kind.OUTPUTS, _Parts()
@@ -145,7 +147,10 @@ def serve(channel: BlockingChannel, model: Any) -> None:  # noqa: C901  flat on 
             except BaseException:  # noqa: BLE001  item by item then, to find the guilty one
                 body = None
             if body is not None and len(body) <= most_joined:
-                send_bytes(pack_header(outputs_kind, len(body), batch_id, seconds) + body)
+                data = pack_header(outputs_kind, len(body), batch_id, seconds) + body
+                written = write(data)
+                if written != len(data):
+                    channel.write_rest(data, written)
                 continue
         _send_outputs(channel, batch_id, outputs, count, seconds)
 

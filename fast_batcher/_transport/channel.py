@@ -1,12 +1,17 @@
-"""One end of the duplex pipe between the parent and one worker, for each side.
+"""The two pipes between the parent and one worker, one each way: their ends on each side.
 
-`LoopChannel` is the parent's end: it belongs to the event loop's thread and never blocks; what the
-socket does not take is kept and written when it can be. `BlockingChannel` is the worker's end: its
+`LoopChannel` is the parent's side: it belongs to the event loop's thread and never blocks; what the
+pipe does not take is kept and written when it can be. `BlockingChannel` is the worker's side: its
 main thread reads and writes, and waiting is what it is for. Neither knows what a batch is.
+
+Pipes, not a socket pair: whoever writes into a pipe is about to wait for the answer, and the kernel
+lets the reader run in its place, where a socket wakes another core. See docs/decisions/0009.
 """
 
+import contextlib
+import io
 import os
-import socket
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -17,13 +22,39 @@ from fast_batcher.errors import TransportError
 if TYPE_CHECKING:  # the worker imports this module, and has no event loop
     from asyncio import AbstractEventLoop
     from multiprocessing.connection import Connection
+    from multiprocessing.context import BaseContext
+
+    # Where one side reads, and where it writes.
+    Ends = tuple["Connection[object, object]", "Connection[object, object]"]
+
+# Of a pipe, in bytes. With the usual 64 KiB a batch of large inputs is passed on in as many turns
+# of the loop as it has 64 KiB. It is the most that Linux lets everybody have.
+PIPE_SIZE = 1024 * 1024
+
+
+def open_pipes(context: "BaseContext") -> "tuple[Ends, Ends]":
+    """Two pipes: the ends of one side, and those of the other.
+
+    Args:
+        context: Of `multiprocessing`; its connections can be passed to a process that it starts.
+    """
+    first, into_first = context.Pipe(duplex=False)
+    second, into_second = context.Pipe(duplex=False)
+    if sys.platform == "linux":
+        import fcntl
+
+        for end in (first, second):
+            # Every user has 64 MiB for all pipes together; beyond, they stay as small as they are.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+    return (first, into_second), (second, into_first)
 
 
 class LoopChannel:
-    """The parent's end; all methods are called on the loop's thread.
+    """The parent's side; all methods are called on the loop's thread.
 
     Args:
-        connection: One end of a duplex pipe; the channel takes it over.
+        ends: Of this side; the channel takes them over.
         max_frame_bytes: Longest body that is accepted.
         on_frame: Called with each frame; its body is valid during the call only. May be replaced.
         on_end: Called once when the worker's end is gone, with None, or with the error that makes
@@ -32,32 +63,34 @@ class LoopChannel:
 
     def __init__(
         self,
-        connection: "Connection[object, object]",
+        ends: "Ends",
         max_frame_bytes: int,
         on_frame: Callable[[Frame], None],
         on_end: Callable[[Exception | None], None],
     ) -> None:
-        self._socket = _take_socket(connection)
-        self._socket.setblocking(False)
-        self._fd = self._socket.fileno()
-        self._reader = FrameReader(max_frame_bytes, self._socket.recv_into)
-        self._send_bytes = self._socket.send
+        self._ends = ends
+        self._source, self._sink = (end.fileno() for end in ends)
+        os.set_blocking(self._source, False)
+        os.set_blocking(self._sink, False)
+        self._reader = FrameReader(max_frame_bytes, io.FileIO(self._source, closefd=False).readinto)
+        # Returns how many bytes the pipe has taken, None for none.
+        self._write = io.FileIO(self._sink, "w", closefd=False).write
         self.on_frame = on_frame
         self._on_end = on_end
         self._loop: AbstractEventLoop | None = None
-        # What the socket has not taken yet. Bounded by the batches a worker is given at once.
+        # What the pipe has not taken yet. Bounded by the batches a worker is given at once.
         self._backlog: deque[memoryview] = deque()
         self._is_over = False
 
     def attach(self, loop: "AbstractEventLoop") -> None:
-        """Let this loop watch the socket; a loop that did so before is closed by now."""
+        """Let this loop watch the pipes; a loop that did so before is closed by now."""
         self._loop = loop
-        loop.add_reader(self._fd, self._read)
+        loop.add_reader(self._source, self._read)
         if self._backlog:
-            loop.add_writer(self._fd, self._on_writable)
+            loop.add_writer(self._sink, self._on_writable)
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
-        """Send a frame now or as soon as the socket takes it. A channel that is over drops it."""
+        """Send a frame now or as soon as the pipe takes it. A channel that is over drops it."""
         if self._is_over:
             return
         first = pack_header(kind, len(body), batch_id, 0.0)
@@ -67,15 +100,13 @@ class LoopChannel:
         sent = 0
         if not self._backlog:
             try:
-                sent = self._send_bytes(first)
-            except BlockingIOError:
-                pass
+                sent = self._write(first) or 0
             except OSError:  # the worker is gone: its death is noticed where deaths are
                 return
             if sent == len(first) and is_whole:
                 return
             assert self._loop is not None, "nothing is sent before a loop is attached"
-            self._loop.add_writer(self._fd, self._on_writable)
+            self._loop.add_writer(self._sink, self._on_writable)
         self._backlog.append(memoryview(first)[sent:])
         if not is_whole:
             self._backlog.append(memoryview(body))
@@ -86,13 +117,11 @@ class LoopChannel:
             pass
 
     def close(self) -> None:
-        """Forget everything that has not been sent and close the socket; may be called again."""
-        if self._fd < 0:
-            return
+        """Forget everything that has not been sent and close the ends; may be called again."""
         self._stop_watching()
         self._backlog.clear()
-        self._socket.close()
-        self._fd = -1
+        for end in self._ends:
+            end.close()
 
     def _read(self) -> bool:
         """Read and hand on what one call gives; False if there was nothing or it was the end."""
@@ -121,17 +150,17 @@ class LoopChannel:
     def _on_writable(self) -> None:
         try:
             while self._backlog:
-                sent = self._socket.send(self._backlog[0])
+                sent = self._write(self._backlog[0])
+                if sent is None:
+                    return
                 if sent < len(self._backlog[0]):
                     self._backlog[0] = self._backlog[0][sent:]
                     return
                 self._backlog.popleft()
-        except BlockingIOError:
-            return
         except OSError:
             self._backlog.clear()
         if self._loop is not None:
-            self._loop.remove_writer(self._fd)
+            self._loop.remove_writer(self._sink)
 
     def _finish(self, error: Exception | None) -> None:
         self._stop_watching()
@@ -141,24 +170,25 @@ class LoopChannel:
         self._is_over = True
         # A closed loop watches nothing, and refuses to be told so.
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._fd)
-            self._loop.remove_writer(self._fd)
+            self._loop.remove_reader(self._source)
+            self._loop.remove_writer(self._sink)
         self._loop = None
 
 
 class BlockingChannel:
-    """The worker's end; used by the worker's main thread.
+    """The worker's side; used by the worker's main thread.
 
     Args:
-        connection: One end of a duplex pipe; the channel takes it over.
+        ends: Of this side; the channel takes them over.
         max_frame_bytes: Longest body that is accepted, and sent.
     """
 
-    def __init__(self, connection: "Connection[object, object]", max_frame_bytes: int) -> None:
-        self._socket = _take_socket(connection)
-        self._socket.setblocking(True)
-        self.send_bytes = self._socket.sendall
-        self.reader = FrameReader(max_frame_bytes, self._socket.recv_into)
+    def __init__(self, ends: "Ends", max_frame_bytes: int) -> None:
+        self._ends = ends
+        source, sink = (end.fileno() for end in ends)
+        self.reader = FrameReader(max_frame_bytes, io.FileIO(source, closefd=False).readinto)
+        # Bytes written: all, unless a signal handler of the model has interrupted it.
+        self.write = io.FileIO(sink, "w", closefd=False).write
         self.max_frame_bytes = max_frame_bytes
 
     def receive(self) -> Frame | None:
@@ -177,34 +207,28 @@ class BlockingChannel:
         return frame
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"", seconds: float = 0.0) -> None:
-        """Send a frame; returns when the socket has taken all of it.
+        """Send a frame; returns when the pipe has taken all of it.
 
         Raises:
             OSError: The parent has closed its end.
         """
         header = pack_header(kind, len(body), batch_id, seconds)
         if len(body) <= MAX_JOINED:
-            self.send_bytes(header + body)
+            self.write_rest(header + body, 0)
         else:
-            self.send_bytes(header)
-            self.send_bytes(body)
+            self.write_rest(header, 0)
+            self.write_rest(body, 0)
+
+    def write_rest(self, data: bytes, written: int) -> None:
+        """Write what has not been written yet.
+
+        Raises:
+            OSError: The parent has closed its end.
+        """
+        while written < len(data):
+            written += self.write(memoryview(data)[written:])
 
     def close(self) -> None:
-        """Close this end: the other side reads an end of file."""
-        self._socket.close()
-
-    def detach(self) -> None:
-        """Leave it to the end of the process to close this end.
-
-        The parent takes a closed end for a worker that is of no use, and kills it: libraries of the
-        model would not come to their exit hooks.
-        """
-        self._socket.detach()
-
-
-def _take_socket(connection: "Connection[object, object]") -> socket.socket:
-    """The socket under a duplex pipe. A frame of ours in one call needs no second read or copy."""
-    try:
-        return socket.socket(fileno=os.dup(connection.fileno()))
-    finally:
-        connection.close()
+        """Close both ends: the other side reads an end of file; may be called again."""
+        for end in self._ends:
+            end.close()

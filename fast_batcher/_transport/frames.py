@@ -73,10 +73,11 @@ class FrameReader:
 
     Args:
         max_frame_bytes: Longest body that is accepted.
-        recv_into: Writes what has come into a buffer and returns how much it was, 0 at the end.
+        recv_into: Writes what has come into a buffer and returns how much it was, 0 at the end,
+            None if nothing has come.
     """
 
-    def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int]) -> None:
+    def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int | None]) -> None:
         self._max_frame_bytes = max_frame_bytes
         # The longest frame that one read can bring whole.
         self._most_at_once = min(HEADER_SIZE + max_frame_bytes, READ_SIZE)
@@ -98,17 +99,25 @@ class FrameReader:
         frame, makes no further Python call: see `worker_main.serve`.
 
         Raises:
+            BlockingIOError: Nothing has come.
             EOFError: The stream has ended.
             TransportError: The bytes are not a frame of ours; nothing after them can be read.
             OSError: What `recv_into` raises.
         """
         count = self._recv_into(self._space)
-        if HEADER_SIZE <= count <= self._most_at_once and not self.rest and self._large is None:
+        if (
+            count
+            and HEADER_SIZE <= count <= self._most_at_once
+            and not self.rest
+            and self._large is None
+        ):
             magic, number, length, batch_id, seconds = _unpack_header(self._view)
             kind = _find_kind(number)
             if magic == _MAGIC and kind is not None and HEADER_SIZE + length == count:
                 return _make_frame((kind, batch_id, seconds, self._view[HEADER_SIZE:count]))
-        if not count:
+        if count is None:
+            raise BlockingIOError
+        if count == 0:
             raise EOFError
         if self._large is not None:
             self._space = self._space[count:]

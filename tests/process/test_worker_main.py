@@ -33,7 +33,7 @@ from waits import LIMIT
 from fast_batcher._process import worker_main
 from fast_batcher._process.worker_main import load_model, serve
 from fast_batcher._transport import codec
-from fast_batcher._transport.channel import BlockingChannel
+from fast_batcher._transport.channel import BlockingChannel, open_pipes
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
@@ -49,7 +49,7 @@ class Served:
     """The parent's side of a model that is served in a thread."""
 
     def __init__(self, model: Any, max_frame_bytes: int = MEBI) -> None:
-        ours, theirs = multiprocessing.Pipe(duplex=True)
+        ours, theirs = open_pipes(multiprocessing.get_context())
         self.channel = BlockingChannel(ours, 2**30)
         self._theirs = BlockingChannel(theirs, max_frame_bytes)
         self.thread = threading.Thread(target=serve, args=(self._theirs, model))

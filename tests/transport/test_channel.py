@@ -1,15 +1,16 @@
-"""Both ends of the pipe against each other: a real socket, real loops, a thread for the worker.
+"""Both sides of the pipes against each other: real pipes, real loops, a thread for the worker.
 
-The loop's end must never wait, whatever the other does or does not do.
+The loop's side must never wait, whatever the other does or does not do.
 """
 
 import asyncio
+import fcntl
 import multiprocessing
 import os
 import random
-import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import uvloop
 from packing import pack
 from waits import LIMIT
 
-from fast_batcher._transport.channel import BlockingChannel, LoopChannel
+from fast_batcher._transport.channel import PIPE_SIZE, BlockingChannel, LoopChannel, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import TransportError
 
@@ -27,15 +28,47 @@ MEBI = 2**20
 MAX_FRAME_BYTES = 64 * MEBI
 
 
+class Raw:
+    """The other side's file descriptors; nothing but bytes."""
+
+    def __init__(self, source: int, sink: int) -> None:
+        self._source = source
+        self._sink = sink
+
+    def __enter__(self) -> "Raw":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def send(self, data: bytes) -> None:
+        """Write all of it, and wait for room."""
+        while data:
+            data = data[os.write(self._sink, data) :]
+
+    def receive(self, size: int) -> bytes:
+        """Read what there is, and wait for something; empty at the end."""
+        return os.read(self._source, size)
+
+    def receive_all(self, size: int) -> bytes:
+        """Read exactly so much."""
+        with open(os.dup(self._source), "rb") as file:
+            return file.read(size)
+
+    def close(self) -> None:
+        os.close(self._source)
+        os.close(self._sink)
+
+
 class Ends:
-    """A `LoopChannel`, what it has told, and the raw other end.
+    """A `LoopChannel`, what it has told, and the raw other side.
 
     Args:
         loop: Watches it; None leaves that to the test.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        ours, self.theirs = multiprocessing.Pipe(duplex=True)
+        ours, self.theirs = open_pipes(multiprocessing.get_context())
         self.frames: list[tuple[Kind, int, bytes]] = []
         self.ends: list[Exception | None] = []
         self._changed = asyncio.Event()
@@ -74,10 +107,12 @@ class Ends:
         thread.start()
         return thread
 
-    def raw(self) -> socket.socket:
-        """The other end as a plain socket."""
-        raw = socket.socket(fileno=os.dup(self.theirs.fileno()))
-        self.theirs.close()
+    def raw(self) -> Raw:
+        """The other side without a channel."""
+        source, sink = self.theirs
+        raw = Raw(os.dup(source.fileno()), os.dup(sink.fileno()))
+        source.close()
+        sink.close()
         return raw
 
     def close(self) -> None:
@@ -85,7 +120,8 @@ class Ends:
         for thread in self._threads:
             thread.join(LIMIT)
             assert not thread.is_alive()
-        self.theirs.close()
+        for end in self.theirs:
+            end.close()
 
 
 @pytest.fixture
@@ -101,7 +137,7 @@ def echo(channel: BlockingChannel) -> None:
         channel.send(Kind.OUTPUTS, frame.batch_id, bytes(frame.body))
 
 
-# Below, at and above what is joined to a header, what one read takes, and what a socket holds.
+# Below, at and above what is joined to a header, what one read takes, and what a pipe holds.
 SIZES = [0, 1, 1000, 65_535, 65_536, 65_537, 262_103, 262_104, 262_105, MEBI, 10 * MEBI]
 
 
@@ -138,8 +174,9 @@ async def test_sending_does_not_wait_for_anybody_to_read(ends: Ends) -> None:
     assert received == list(enumerate(bodies))
 
 
-async def test_a_socket_that_takes_a_little_at_a_time_keeps_the_order(ends: Ends) -> None:
-    ends.channel._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+async def test_a_pipe_that_takes_a_little_at_a_time_keeps_the_order(ends: Ends) -> None:
+    for end in ends.theirs:
+        fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, 4096)
     ends.worker(echo)
     bodies = [random.randbytes(random.randrange(100_000)) for _ in range(40)]
     for number, body in enumerate(bodies):
@@ -154,12 +191,12 @@ async def test_an_idle_channel_does_not_ask_to_write(ends: Ends) -> None:
     ends.worker(echo)
     ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
     await ends.until(lambda: len(ends.frames) == 1)
-    assert not loop.remove_writer(ends.channel._fd)
+    assert not loop.remove_writer(ends.channel._sink)
 
 
 async def test_many_frames_in_one_read_come_one_by_one(ends: Ends) -> None:
     with ends.raw() as raw:
-        raw.sendall(b"".join(pack(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)))
+        raw.send(b"".join(pack(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)))
         await ends.until(lambda: len(ends.frames) == 200)
     assert ends.frames == [(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)]
 
@@ -179,7 +216,7 @@ async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
 async def test_an_end_in_the_middle_of_a_frame_gives_no_frame(ends: Ends, size: int) -> None:
     with ends.raw() as raw:
         data = pack(Kind.OUTPUTS, 1, bytes(size))
-        await asyncio.to_thread(raw.sendall, data[:-1])
+        await asyncio.to_thread(raw.send, data[:-1])
     await ends.until(lambda: len(ends.ends) == 1)
     assert (ends.frames, ends.ends) == ([], [None])
 
@@ -189,7 +226,7 @@ async def test_what_was_sent_before_death_is_read_after_it(size: int) -> None:
     """No loop watches: `drain` alone has to find it, as when a death is noticed first."""
     ends = Ends(None)
     with ends.raw() as raw:
-        raw.sendall(pack(Kind.OUTPUTS, 7, bytes(size)))
+        raw.send(pack(Kind.OUTPUTS, 7, bytes(size)))
     ends.channel.drain()
     assert ends.frames == [(Kind.OUTPUTS, 7, bytes(size))]
     assert ends.ends == [None]
@@ -209,9 +246,9 @@ async def test_draining_without_an_end_returns(ends: Ends) -> None:
 )
 async def test_garbage_ends_the_channel_with_an_error(ends: Ends, garbage: bytes) -> None:
     with ends.raw() as raw:
-        raw.sendall(pack(Kind.READY, 0, b"") + garbage)
+        raw.send(pack(Kind.READY, 0, b"") + garbage)
         await ends.until(lambda: len(ends.ends) == 1)
-        raw.sendall(pack(Kind.READY, 0, b""))
+        raw.send(pack(Kind.READY, 0, b""))
         for _ in range(3):
             await asyncio.sleep(0)
     assert ends.frames == [(Kind.READY, 0, b"")]
@@ -224,7 +261,7 @@ async def test_a_frame_that_makes_no_sense_to_its_reader_ends_the_channel(ends: 
 
     ends.channel.on_frame = refuse
     with ends.raw() as raw:
-        raw.sendall(pack(Kind.OUTPUTS, 5, b"") * 2)
+        raw.send(pack(Kind.OUTPUTS, 5, b"") * 2)
         await ends.until(lambda: len(ends.ends) == 1)
     assert [str(error) for error in ends.ends] == ["batch 5?"]
 
@@ -238,7 +275,7 @@ async def test_whoever_reads_may_be_replaced_between_two_frames_of_one_read(ends
 
     ends.channel.on_frame = take_one
     with ends.raw() as raw:
-        raw.sendall(b"".join(pack(Kind.OUTPUTS, n, b"") for n in range(3)))
+        raw.send(b"".join(pack(Kind.OUTPUTS, n, b"") for n in range(3)))
         await ends.until(lambda: len(ends.frames) == 2)
     assert first == [0]
     assert [batch_id for _, batch_id, _ in ends.frames] == [1, 2]
@@ -251,7 +288,7 @@ async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends)
 
     ends.channel.on_frame = close
     with ends.raw() as raw:
-        raw.sendall(pack(Kind.OUTPUTS, 5, b"") * 3)
+        raw.send(pack(Kind.OUTPUTS, 5, b"") * 3)
         await ends.until(lambda: len(ends.frames) == 1)
         await asyncio.sleep(0)
     assert len(ends.frames) == 1
@@ -270,9 +307,9 @@ async def test_the_worker_dies_with_half_a_frame_unread(ends: Ends) -> None:
     with ends.raw() as raw:
         ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
         await asyncio.sleep(0)
-        raw.recv(1000)
+        raw.receive(1000)
     await ends.until(lambda: len(ends.ends) == 1)
-    assert not asyncio.get_running_loop().remove_writer(ends.channel._fd)
+    assert not asyncio.get_running_loop().remove_writer(ends.channel._sink)
 
 
 async def test_closing_forgets_what_was_not_sent_and_may_be_repeated(ends: Ends) -> None:
@@ -281,9 +318,8 @@ async def test_closing_forgets_what_was_not_sent_and_may_be_repeated(ends: Ends)
         ends.channel.close()
         ends.channel.close()
         ends.channel.send(Kind.INPUTS, 2, b"")
-        raw.settimeout(LIMIT)
         received = 0
-        while data := await asyncio.to_thread(raw.recv, MEBI):
+        while data := await asyncio.to_thread(raw.receive, MEBI):
             received += len(data)
     assert received < 5 * MEBI
     assert ends.ends == []
@@ -300,7 +336,7 @@ def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> Non
     async def begin() -> None:
         ends.channel.send(Kind.INPUTS, 1, large)
         ends.channel.send(Kind.INPUTS, 2, b"behind")
-        raw.sendall(pack(Kind.OUTPUTS, 3, b"half")[:20])
+        raw.send(pack(Kind.OUTPUTS, 3, b"half")[:20])
         for _ in range(3):
             await asyncio.sleep(0)
 
@@ -309,9 +345,9 @@ def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> Non
 
     async def go_on() -> bytes:
         ends.channel.attach(second)
-        raw.sendall(pack(Kind.OUTPUTS, 3, b"half")[20:])
+        raw.send(pack(Kind.OUTPUTS, 3, b"half")[20:])
         expected = pack(Kind.INPUTS, 1, large) + pack(Kind.INPUTS, 2, b"behind")
-        received = await asyncio.to_thread(raw.recv, len(expected), socket.MSG_WAITALL)
+        received = await asyncio.to_thread(raw.receive_all, len(expected))
         assert received == expected
         await ends.until(lambda: len(ends.frames) == 1)
         await second.shutdown_default_executor()
@@ -329,7 +365,7 @@ def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> Non
 
 
 def blocking_pair() -> tuple[BlockingChannel, BlockingChannel]:
-    one, two = multiprocessing.Pipe(duplex=True)
+    one, two = open_pipes(multiprocessing.get_context())
     return BlockingChannel(one, MAX_FRAME_BYTES), BlockingChannel(two, MAX_FRAME_BYTES)
 
 
@@ -347,8 +383,7 @@ def test_the_workers_end_reads_frame_by_frame_and_then_the_end() -> None:
     two.close()
 
 
-def test_the_workers_end_takes_a_reset_for_the_end() -> None:
-    """The parent has died with bytes unread."""
+def test_the_workers_end_reads_the_end_when_the_parent_has_died_with_bytes_unread() -> None:
     one, two = blocking_pair()
     two.send(Kind.OUTPUTS, 1, b"never read")
     one.close()
@@ -360,18 +395,53 @@ def test_the_workers_end_takes_a_reset_for_the_end() -> None:
 
 def test_the_workers_end_refuses_garbage() -> None:
     one, two = blocking_pair()
-    one.send_bytes(b"nonsense" * 10)
+    one.write_rest(b"nonsense" * 10, 0)
     with pytest.raises(TransportError):
         two.receive()
     one.close()
     two.close()
 
 
-def test_taking_over_a_connection_closes_it() -> None:
-    one, two = multiprocessing.Pipe(duplex=True)
-    channel = BlockingChannel(one, MAX_FRAME_BYTES)
-    assert one.closed
-    channel.close()
-    with pytest.raises(EOFError):
-        two.recv()
+def test_the_workers_end_goes_on_where_a_write_was_interrupted() -> None:
+    one, two = blocking_pair()
+    data = pack(Kind.OUTPUTS, 1, b"body")
+    assert one.write(data[:10]) == 10
+    one.write_rest(data, 10)
+    frame = two.receive()
+    assert frame is not None
+    assert bytes(frame.body) == b"body"
+    one.close()
     two.close()
+
+
+def test_pipes_have_room_for_large_batches() -> None:
+    with blocking_and_raw() as (channel, raw):
+        # It would wait for ever otherwise: nobody reads meanwhile.
+        channel.write_rest(bytes(PIPE_SIZE), 0)
+        assert len(raw.receive_all(PIPE_SIZE)) == PIPE_SIZE
+
+
+@contextmanager
+def blocking_and_raw() -> Iterator[tuple[BlockingChannel, Raw]]:
+    one, (source, sink) = open_pipes(multiprocessing.get_context())
+    channel = BlockingChannel(one, MAX_FRAME_BYTES)
+    raw = Raw(os.dup(source.fileno()), os.dup(sink.fileno()))
+    source.close()
+    sink.close()
+    yield channel, raw
+    channel.close()
+    raw.close()
+
+
+def test_closing_the_workers_end_closes_both_pipes_and_may_be_repeated() -> None:
+    one, two = open_pipes(multiprocessing.get_context())
+    channel = BlockingChannel(one, MAX_FRAME_BYTES)
+    channel.close()
+    channel.close()
+    assert [end.closed for end in one] == [True, True]
+    with pytest.raises(EOFError):
+        two[0].recv()
+    with pytest.raises(BrokenPipeError):
+        two[1].send(1)
+    for end in two:
+        end.close()
