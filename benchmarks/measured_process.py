@@ -6,6 +6,7 @@ Imports only the standard library and the one system, for each peer has an envir
 import asyncio
 import importlib
 import json
+import os
 import platform
 import sys
 from importlib import metadata
@@ -14,13 +15,16 @@ from typing import Any
 from benchmarks.scenarios import SCENARIOS, Figures, Load, bare_loop
 
 
-async def _measure(adapter: Any, job: dict[str, Any]) -> Figures:
+async def _measure(adapter: Any, job: dict[str, Any]) -> None:
     load = Load(**job["load"])
     async with adapter.opened(load, **job["settings"]) as process:
         answer = await process(load.payload())
         if not load.is_right(answer):
             raise RuntimeError(f"{job['adapter']} answered {answer!r:.100}")
-        return await SCENARIOS[job["scenario"]](process, load)
+        figures = await SCENARIOS[job["scenario"]](process, load)
+        # Before the system ends: some take a minute, or never do after an overload.
+        _tell(job, adapter.DISTRIBUTIONS, figures)
+        os._exit(0)
 
 
 def _loop_factory(name: str) -> Any:
@@ -41,20 +45,20 @@ def _version(distribution: str) -> str:
 def main() -> None:
     """Measure what the first argument says, as JSON; see `harness.Job`."""
     job = json.loads(sys.argv[1])
-    distributions = ["uvloop"] if job["loop"] == "uvloop" else []
     if job["adapter"] is None:
-        figures = bare_loop(Load(**job["load"]))
+        _tell(job, [], bare_loop(Load(**job["load"])))
     else:
         adapter = importlib.import_module(f"benchmarks.systems.{job['adapter']}")
-        distributions += adapter.DISTRIBUTIONS
         with asyncio.Runner(loop_factory=_loop_factory(job["loop"])) as runner:
-            figures = runner.run(_measure(adapter, job))
+            runner.run(_measure(adapter, job))
+
+
+def _tell(job: dict[str, Any], distributions: list[str], figures: Figures) -> None:
+    if job["loop"] == "uvloop":
+        distributions = ["uvloop", *distributions]
     versions = {name: _version(name) for name in distributions}
-    print(
-        json.dumps(
-            {"figures": figures, "versions": {"python": platform.python_version(), **versions}}
-        )
-    )
+    versions = {"python": platform.python_version(), **versions}
+    print(json.dumps({"figures": figures, "versions": versions}), flush=True)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
+        if self.low == self.high:  # one repetition
+            return number(self.median)
         return f"{number(self.median)} ({number(self.low)}-{number(self.high)})"
 
 

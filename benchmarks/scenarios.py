@@ -103,7 +103,7 @@ async def full_speed(process: Process, load: Load) -> Figures:
             await process(payload)
             latencies.append(time.perf_counter() - asked)
 
-    await asyncio.gather(*(call_timed(math.ceil(times / 4)) for _ in range(load.callers)))
+    await asyncio.gather(*(call_timed(math.ceil(times / 4) + 1) for _ in range(load.callers)))
     return {
         "requests_per_second": times * load.callers / elapsed,
         **_cpu_per_request(used, times * load.callers),

@@ -55,6 +55,7 @@ def test_a_spread_is_median_and_range() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert Spread.of([]) is None
     assert str(Spread(2.345678, 1.0, 1234.5)) == "2.35 (1-1234)"
+    assert str(Spread(2.0, 2.0, 2.0)) == "2"
 
 
 @pytest.mark.parametrize(
@@ -97,10 +98,10 @@ def test_a_verdict_compares_the_median_with_its_bar() -> None:
 def test_a_table_aligns_its_columns_and_shows_what_is_missing() -> None:
     text = table(["system", "us"], [["a long name", Spread(1.0, 1.0, 1.0)], ["b", None]])
     assert text.splitlines() == [
-        "system            us",
-        "-" * len("system            us"),
-        "a long name  1 (1-1)",
-        "b                  -",
+        "system       us",
+        "-" * len("system       us"),
+        "a long name   1",
+        "b             -",
     ]
 
 

@@ -55,17 +55,10 @@ def make_table(measurements: Sequence[Measurement]) -> str:
     header = ["path", "load", "batch limit", *columns, *SUMS]
     rows: list[list[object]] = []
     for case in cases(measurements):
-        figures = [_cell(spread(measurements, case, figure)) for figure in columns.values()]
+        figures = [spread(measurements, case, figure) for figure in columns.values()]
         sums = [number(total(measurements, case, figure)) for figure in SUMS.values()]
         rows.append([case.name, case.load, case.max_batch_size, *figures, *sums])
     return table(header, rows)
-
-
-def _cell(spread: Spread | None) -> str | None:
-    """A range of one repetition is none."""
-    if spread is None:
-        return None
-    return number(spread.median) if spread.low == spread.high else str(spread)
 
 
 def make_remarks(measurements: Sequence[Measurement], floor: Measurement) -> list[str]:

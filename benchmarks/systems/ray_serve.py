@@ -7,11 +7,16 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ray import serve  # type: ignore[import-not-found]
+from ray.serve import batching  # type: ignore[import-not-found]
 
 from benchmarks.models import MODELS
 from benchmarks.scenarios import Load, Process
 
 DISTRIBUTIONS = ["ray"]
+
+# All that needs a replica: a warning about settings, which asks it for the most ongoing requests.
+_WARNING = "_warn_if_max_batch_size_exceeds_max_ongoing_requests"
+setattr(vars(batching)["_BatchQueue"], _WARNING, lambda _: None)
 
 
 @asynccontextmanager
