@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -93,8 +94,9 @@ def measure_all(jobs: Sequence[Job], repetitions: int) -> list[Measurement]:
     for repetition in range(repetitions):
         for job in reversed(jobs) if repetition % 2 else jobs:
             done = f"[{len(measurements) + 1}/{len(jobs) * repetitions}]"
-            what = job.label or f"{job.scenario}, {job.load.callers} callers"
-            what += f", {job.loop}: {job.system}"
+            what = f"{job.label or job.scenario}, {job.loop}: {job.system}"
+            if job.load.callers > 1:
+                what = f"{job.load.callers} callers, {what}"
             print(f"{done} {what}", file=sys.stderr)
             load = replace(job.load, seed=SEED + repetition)
             measurements.append(measure(replace(job, load=load), repetition))
@@ -140,28 +142,31 @@ def in_fresh_process(
     Returns:
         What it printed; or `error` and nothing else.
     """
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a group of its own, so that all of it can be ended
-    )
-    try:
-        output, complaints = process.communicate(timeout=time_limit)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no end after {time_limit:.0f} s"}
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    if process.returncode != 0:
-        last_line = complaints.strip().splitlines()[-1:]
-        return {"error": " ".join([f"ended with {process.returncode}", *last_line])}
-    outcome: dict[str, Any] = json.loads(output.splitlines()[-1])
-    return outcome
+    # Files and not pipes: what it has started may outlive it and hold a pipe open.
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as complaints:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+            stdout=output,
+            stderr=complaints,
+            start_new_session=True,  # a group of its own, so that all of it can be ended
+        )
+        try:
+            process.wait(time_limit)
+        except subprocess.TimeoutExpired:
+            return {"error": f"no end after {time_limit:.0f} s"}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for file in (output, complaints):
+            file.seek(0)
+        if process.returncode != 0:
+            last_line = complaints.read().strip().splitlines()[-1:]
+            return {"error": " ".join([f"ended with {process.returncode}", *last_line])}
+        outcome: dict[str, Any] = json.loads(output.read().splitlines()[-1])
+        return outcome
 
 
 def hardware() -> dict[str, Any]:

@@ -237,7 +237,7 @@ def main() -> int:
         "peers",
         __doc__ or "",
         systems=tuple(SYSTEMS),
-        seconds=1.0,
+        seconds=0.7,
         quick_seconds=0.3,
         loops=(LOOP,),
         parts=("overhead", "idle", "saturation", "open-loop", "arrays"),
@@ -248,16 +248,16 @@ def main() -> int:
     parts = plan(arguments.systems, arguments.parts)
     capacity = measure_capacity() if "open-loop" in parts else 0.0
     measurements: list[Measurement] = []
-    for tables in parts.values():
-        for measured in tables:
-            scenario, load = load_of(measured, arguments.seconds, capacity)
-            jobs = [
-                Job(system, scenario, loop, load, measured.label)
-                for loop in arguments.loops
-                for system in measured.systems
-            ]
-            measurements += measure_all(jobs, arguments.repetitions)
     tables = [measured for part in parts.values() for measured in part]
+    for number, measured in enumerate(tables, 1):
+        print(f"Table {number} of {len(tables)}: {measured.title}", file=sys.stderr)
+        scenario, load = load_of(measured, arguments.seconds, capacity)
+        jobs = [
+            Job(system, scenario, loop, load, measured.label)
+            for loop in arguments.loops
+            for system in measured.systems
+        ]
+        measurements += measure_all(jobs, arguments.repetitions)
     text = text_of(measurements, tables, arguments.loops)
     found = [v for loop in arguments.loops for v in verdicts(measurements, parts, loop)]
     return finish(arguments, machine, measurements, text, found)
