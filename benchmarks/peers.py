@@ -46,6 +46,14 @@ class Table:
     # Column title to figure.
     columns: dict[str, str]
 
+    @property
+    def compared(self) -> str:
+        """The title of the column in which all are compared with us: CPU, or else the first one."""
+        (found, *_) = [
+            title for title, f in self.columns.items() if f == "all_cpu_us"
+        ] or self.columns
+        return found
+
 
 CPU_COLUMNS = {
     "API CPU us/request": "api_cpu_us",
@@ -153,8 +161,7 @@ def load_of(measured: Table, seconds: float, capacity: float) -> tuple[str, Load
 
 def rows(measurements: list[Measurement], measured: Table, loop: str) -> list[list[object]]:
     """One per system; the last column compares with us in what the table is about."""
-    first = next(iter(measured.columns.values()))
-    figure = "all_cpu_us" if "all_cpu_us" in measured.columns.values() else first
+    figure = measured.columns[measured.compared]
     ours = Series.of(measurements, "ours", measured.label, loop, measured.callers)
     found: list[list[object]] = []
     for system in measured.systems:
@@ -169,9 +176,7 @@ def text_of(measurements: list[Measurement], tables: Iterable[Table], loops: lis
     parts = []
     for measured in tables:
         for loop in loops:
-            figures = measured.columns.values()
-            what = "all CPU" if "all_cpu_us" in figures else next(iter(measured.columns))
-            header = ["system", *measured.columns, f"{what}, times ours"]
+            header = ["system", *measured.columns, f"{measured.compared}, times ours"]
             parts.append(f"{measured.title}, {loop}")
             parts.append(table(header, rows(measurements, measured, loop)) + "\n")
     return "\n".join(parts)

@@ -22,6 +22,15 @@ from benchmarks.report import Measurement, Series, Spread, number
 PEERS_JSON = RESULTS / "peers.json"
 README = ROOT / "README.md"
 BENCHMARKS_README = ROOT / "benchmarks" / "README.md"
+# What the benchmarks' README shows in full.
+REPORTS = (
+    "overhead",
+    "idle_latency",
+    "saturation",
+    "peers",
+    "reference_experiment-cpu",
+    "load_test",
+)
 OURS = "ours"
 # What the main README compares: each peer as well tuned as we can.
 COMPARED = {
@@ -79,10 +88,14 @@ def overview(results: Results) -> str:
     last = load_label(LOADS[-1])
     at_80 = load_label(0.8)
     questions: list[tuple[str, str, int, str]] = [
-        (f"CPU of all processes, us per request, {callers} callers", "full_speed", callers, "")
+        (
+            f"CPU of all processes, us per request, {callers} callers",
+            "full_speed",
+            callers,
+            "all_cpu_us",
+        )
         for callers in CALLERS
     ]
-    questions = [(text, label, callers, "all_cpu_us") for text, label, callers, _ in questions]
     questions += [
         ("A lone request at a 5 ms model, p50 ms", "lone_requests", 1, "p50_ms"),
         ("Idle, share of a core", "idle", 1, "idle_share_of_core"),
@@ -102,18 +115,23 @@ def overview(results: Results) -> str:
 
 
 def full_text(path: Path) -> str:
-    """A stored report, as it was printed."""
+    """A stored report, as it was printed; a word where there is none."""
+    if not path.with_suffix(".txt").exists():
+        return "No results are stored; `make bench-all` makes them."
     return f"```text\n{path.with_suffix('.txt').read_text().strip()}\n```"
 
 
-def put(document: Path, mark: str, text: str) -> str:
-    """The document with what stands between its two marks replaced."""
+def put(document: str, mark: str, text: str) -> str:
+    """The document with what stands between its two marks replaced.
+
+    Raises:
+        ValueError: It has no such marks.
+    """
     begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    content = document.read_text()
-    if not pattern.search(content):
-        raise ValueError(f"{document.name} has no {begin} ... {end}")
-    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", content)
+    if not pattern.search(document):
+        raise ValueError(f"there is no {begin} ... {end}")
+    return pattern.sub(lambda _: f"{begin}\n{text}\n{end}", document)
 
 
 def draw_bars(
@@ -217,9 +235,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args()
     results = Results(PEERS_JSON)
+    details = BENCHMARKS_README.read_text()
+    for name in REPORTS:
+        details = put(details, name, full_text(RESULTS / name))
     texts = {
-        README: put(README, "peers", overview(results)),
-        BENCHMARKS_README: put(BENCHMARKS_README, "peers", full_text(PEERS_JSON)),
+        README: put(README.read_text(), "peers", overview(results)),
+        BENCHMARKS_README: details,
     }
     if arguments.check:
         stale = [path.name for path, text in texts.items() if path.read_text() != text]

@@ -247,13 +247,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         except BaseException as error:
             if request.is_settled:
                 raise
-            if isinstance(error, RuntimeError) and get_running_loop() is not loop:
-                # A task cannot wait for a future of another loop than its own.
-                _call_in_loop(loop, self._abandon, request)
-                self._serve_on(get_running_loop())
-                return await self.process_batched(value, timeout=timeout)
-            self._abandon(request)
-            raise
+            if not isinstance(error, RuntimeError) or get_running_loop() is loop:
+                self._abandon(request)
+                raise
+        # A task cannot wait for a future of another loop than its own, so it has another.
+        _call_in_loop(loop, self._abandon, request)
+        self._serve_on(get_running_loop())
+        return await self.process_batched(value, timeout=timeout)
 
     async def process_many(
         self, values: Iterable[InputT], *, timeout: float | None = None
@@ -891,6 +891,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._move(Event.CLOSE)
         self._pid = 0
         self._serving_loop = None
+        # Calls of this very turn are refused too, and not left to a pump that never comes.
+        self._pump_is_due = False
         self._fail_open_requests()
         if self._timer is not None:
             self._timer.cancel()

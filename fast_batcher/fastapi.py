@@ -5,6 +5,7 @@ OpenAPI, and the two health routes. This is the only module that knows FastAPI o
 nothing inside the library imports it.
 """
 
+import asyncio
 import inspect
 import logging
 import math
@@ -14,12 +15,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from fastapi.exception_handlers import http_exception_handler
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Lifespan, StatefulLifespan
 from starlette.websockets import WebSocket, WebSocketState
@@ -42,6 +43,9 @@ ERROR_ID_BYTES = 8
 # stands for every other status, 1013 asks the client to come back, 1009 is "message too big".
 CLOSE_CODES = {413: 1009, 429: 1013, 503: 1013, 504: 1013}
 CLOSE_CODE = 1011
+# The status of a request whose client has gone, for logs and metrics: nobody is there to read it.
+# Source: nginx, which logs the same.
+CLIENT_CLOSED_REQUEST = 499
 
 
 class _Answer(NamedTuple):
@@ -124,6 +128,43 @@ def dependency(
         return batcher
 
     return get_batcher
+
+
+async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
+    endpoint = asyncio.current_task()
+    assert endpoint is not None, "FastAPI runs it in the task of the request"
+    has_gone = False
+
+    async def watch() -> None:
+        nonlocal has_gone
+        # `request.is_disconnected()` would never say so behind a BaseHTTPMiddleware.
+        while (await request.receive())["type"] != "http.disconnect":
+            pass  # the rest of a body that nobody has read
+        has_gone = True
+        endpoint.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+        if has_gone:
+            await asyncio.sleep(0)  # a cancellation that has come too late is raised here
+    except asyncio.CancelledError:
+        if not has_gone:
+            raise
+        endpoint.uncancel()
+        raise HTTPException(CLIENT_CLOSED_REQUEST, "the client has disconnected") from None
+    finally:
+        watcher.cancel()
+
+
+cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")
+"""For `@app.post(..., dependencies=[cancel_on_disconnect])`, or those of an app or router: an
+`async def` endpoint is cancelled when its client goes away, which FastAPI does not do by itself.
+
+What it waits for in a batcher is then forgotten if it is queued, and dropped if it runs; others of
+the batch are not affected. Logs and metrics see status 499. Not for endpoints that read
+`request.stream()` themselves.
+"""
 
 
 def install_exception_handlers(

@@ -926,6 +926,21 @@ async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_befo
     await batcher.aclose()
 
 
+async def test_calls_around_a_stop_and_an_opening_in_one_turn_all_end() -> None:
+    batcher = DynBatcher(Echo)
+    await batcher.open()
+    before = call(batcher, "before")
+    asyncio.get_running_loop().call_soon(batcher.stop)
+    between = call(batcher, "between")
+    opening = asyncio.create_task(batcher.open())
+    after = call(batcher, "after")
+    assert isinstance(await outcome(before), BatcherClosedError)
+    assert isinstance(await outcome(between), BatcherClosedError)
+    assert await outcome(opening) is None
+    assert await outcome(after) == "after"
+    await batcher.aclose()
+
+
 async def test_a_batcher_whose_start_failed_can_be_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     batcher = DynBatcher(NeedsFile, model_args=(str(path),))

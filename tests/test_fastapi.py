@@ -1,5 +1,6 @@
 """`fast_batcher.fastapi` in real apps: real workers, real servers, and every row of its table."""
 
+import json
 import logging
 import os
 import re
@@ -12,7 +13,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import httpx2
 import psutil
@@ -828,6 +831,58 @@ def test_each_of_two_uvicorn_workers_has_processes_of_its_own(
     server.process.send_signal(signal.SIGTERM)
     server.wait_for_exit()
     assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+
+
+def post_and_stay(url: str, path: str, gate: int) -> socket.socket:
+    """A client that has asked and does not read the answer."""
+    address = urlsplit(url)
+    assert address.port is not None
+    client = socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT)
+    body = json.dumps({"gate": gate}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    client.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return client
+
+
+def ask_until(url: str, **wanted: int) -> dict[str, int]:
+    """Ask for the app's counts until they are as wanted; nothing tells when they are."""
+    deadline = monotonic() + LIMIT
+    while True:
+        stats: dict[str, int] = httpx2.get(f"{url}/stats", timeout=LIMIT).json()
+        if {name: stats[name] for name in wanted} == wanted:
+            return stats
+        assert monotonic() < deadline, stats
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("app", ["app", "wrapped"])
+def test_clients_that_go_away_are_forgotten_queued_or_running(
+    serve: Callable[..., Server], gate: Gate, app: str
+) -> None:
+    """Rows F43 and F44 of the fault catalogue."""
+    server = serve(f"apps.disconnect:{app}")
+    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    running = post_and_stay(url, "/pass", gate.port)
+    gate.wait_for_visitor()
+    queued = post_and_stay(url, "/pass", 0)
+    staying = post_and_stay(url, "/pass", 0)
+    ask_until(url, waiting=2)
+    queued.close()
+    ask_until(url, waiting=1, running=1, cancelled=1)
+    running.close()
+    ask_until(url, waiting=1, running=0, cancelled=2)
+    gate.let_on()
+    assert staying.recv(1000).startswith(b"HTTP/1.1 200")
+    # Answers that come in time are not disturbed, nor is what follows on the same connection.
+    with httpx2.Client(timeout=LIMIT) as client:
+        for _ in range(20):
+            assert client.post(f"{url}/pass", json={"gate": 0}).status_code == 200
+    staying.close()
+    # The one that went away in the queue was never computed.
+    assert ask_until(url, running=0)["batches"] == 22
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_exit()
+    assert "Traceback" not in server.output
 
 
 def test_importing_the_package_does_not_import_fastapi() -> None:
