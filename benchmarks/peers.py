@@ -31,6 +31,8 @@ ARRAY_BATCH = 16
 ARRAY_CALLERS = 32
 ARRAY_MODELS = {"ArrayLabel": "602 KB arrays, a label back", "ArrayEcho": "602 KB arrays and back"}
 IDLE_SECONDS = 4.0
+# 200 lone requests, so that their 99th percentile is not the worst of them.
+LONE_SECONDS = 4.0
 # It runs the model on the event loop, which only a no-op model permits.
 ON_THE_LOOP = "batched.aio 0.1 ms on the loop"
 
@@ -75,6 +77,11 @@ OPEN_COLUMNS = {
 }
 
 
+def name_callers(count: int) -> str:
+    """In words."""
+    return "1 caller" if count == 1 else f"{count} callers"
+
+
 def load_label(share: float) -> str:
     """What the results call an open loop."""
     return f"open loop at {share:.0%}"
@@ -90,7 +97,7 @@ def plan(systems: Iterable[str], parts: Iterable[str]) -> dict[str, list[Table]]
     plans = {
         "overhead": [
             Table(
-                f"No-op model, batches of 64, {callers} callers",
+                f"No-op model, batches of 64, {name_callers(callers)}",
                 "full_speed",
                 callers,
                 no_ceiling,
@@ -149,7 +156,7 @@ def load_of(measured: Table, seconds: float, capacity: float) -> tuple[str, Load
     if measured.label in ARRAY_MODELS:
         return "full_speed", Load(measured.label, ARRAY_BATCH, ARRAY_CALLERS, seconds)
     if measured.label == "lone_requests":
-        return "lone_requests", Load("Flat5ms", 32, 1, 2 * seconds)
+        return "lone_requests", Load("Flat5ms", 32, 1, LONE_SECONDS)
     if measured.label == "idle":
         return "idle", Load("Flat5ms", 32, 1, IDLE_SECONDS)
     if measured.label == "saturation":

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import RESULTS, ROOT
-from benchmarks.peers import CALLERS, LOADS, SATURATION_CALLERS, load_label
+from benchmarks.peers import CALLERS, LOADS, SATURATION_CALLERS, load_label, name_callers
 from benchmarks.report import Measurement, Series, Spread, number
 
 PEERS_JSON = RESULTS / "peers.json"
@@ -31,6 +31,7 @@ REPORTS = (
     "reference_experiment-cpu",
     "load_test",
 )
+NOTHING_STORED = "No results are stored; `make bench-all` makes them."
 OURS = "ours"
 # What the main README compares: each peer as well tuned as we can.
 COMPARED = {
@@ -40,7 +41,7 @@ COMPARED = {
     "batched thread 0.1 ms": "batched (thread)",
     "async-batcher 1 ms": "async-batcher",
     "BentoML dispatcher 100 ms": "BentoML dispatcher",
-    "Ray Serve batch 1 ms": "Ray Serve batch",
+    "Ray Serve batch tuned": "Ray Serve batch",
 }
 # One hue for us, so that we are found at once; the peers' families are told apart by name.
 OURS_COLOUR = "#d1495b"
@@ -89,7 +90,7 @@ def overview(results: Results) -> str:
     at_80 = load_label(0.8)
     questions: list[tuple[str, str, int, str]] = [
         (
-            f"CPU of all processes, us per request, {callers} callers",
+            f"CPU of all processes, us per request, {name_callers(callers)}",
             "full_speed",
             callers,
             "all_cpu_us",
@@ -117,7 +118,7 @@ def overview(results: Results) -> str:
 def full_text(path: Path) -> str:
     """A stored report, as it was printed; a word where there is none."""
     if not path.with_suffix(".txt").exists():
-        return "No results are stored; `make bench-all` makes them."
+        return NOTHING_STORED
     return f"```text\n{path.with_suffix('.txt').read_text().strip()}\n```"
 
 
@@ -214,7 +215,7 @@ def draw(results: Results) -> None:
         results,
         RESULTS / "peers-overhead.png",
         f"CPU of all processes, us per request (no-op model, {results.loop})",
-        [(f"{callers} callers", "full_speed", callers, "all_cpu_us", True) for callers in CALLERS],
+        [(name_callers(n), "full_speed", n, "all_cpu_us", True) for n in CALLERS],
     )
     draw_bars(
         results,
@@ -234,21 +235,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args()
-    results = Results(PEERS_JSON)
+    results = Results(PEERS_JSON) if PEERS_JSON.exists() else None
     details = BENCHMARKS_README.read_text()
     for name in REPORTS:
         details = put(details, name, full_text(RESULTS / name))
-    texts = {
-        README: put(README.read_text(), "peers", overview(results)),
-        BENCHMARKS_README: details,
-    }
+    table = overview(results) if results else NOTHING_STORED
+    texts = {README: put(README.read_text(), "peers", table), BENCHMARKS_README: details}
     if arguments.check:
         stale = [path.name for path, text in texts.items() if path.read_text() != text]
         print(f"stale: {stale}; run `python -m benchmarks.publish`" if stale else "up to date")
         return 1 if stale else 0
     for path, text in texts.items():
         path.write_text(text)
-    draw(results)
+    if results:
+        draw(results)
     return 0
 
 

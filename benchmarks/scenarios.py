@@ -25,7 +25,7 @@ Process = Callable[[Any], Awaitable[object]]
 Figures = dict[str, float]
 
 # A short string, so that the batching is measured and not the pickling.
-TEXT = "a short input"
+TEXT = "a short input, number {}"
 # One image for an ImageNet model, as float32: 602112 bytes.
 ARRAY_SHAPE = (3, 224, 224)
 # Lone requests left out at the start: caches, lazily started threads.
@@ -52,21 +52,21 @@ class Load:
     rate: float = 0.0
     seed: int = 0
 
-    def payload(self) -> Any:
-        """What every request of this load carries."""
+    def payload(self, caller: int = 0) -> Any:
+        """What this caller's requests carry; nobody else's, since pickle sends an object once."""
         if not self.model.startswith("Array"):
-            return TEXT
+            return TEXT.format(caller)
         import numpy  # only where it is needed: not every environment has it
 
-        return numpy.full(ARRAY_SHAPE, 7.0, numpy.float32)
+        return numpy.full(ARRAY_SHAPE, caller, numpy.float32)
 
-    def is_right(self, answer: Any) -> bool:
-        """Whether the model has answered that."""
+    def is_right(self, answer: Any, caller: int = 0) -> bool:
+        """Whether the model has answered what this caller's requests carry."""
         if self.model == "ArrayLabel":
-            return bool(answer == 7.0)
+            return bool(answer == caller)
         if self.model == "ArrayEcho":
-            return bool((answer == self.payload()).all())
-        return bool(answer == TEXT)
+            return bool((answer == self.payload(caller)).all())
+        return bool(answer == self.payload(caller))
 
 
 async def full_speed(process: Process, load: Load) -> Figures:
@@ -74,15 +74,15 @@ async def full_speed(process: Process, load: Load) -> Figures:
 
     The callers only count down while CPU is measured; latency is taken in a pass of its own.
     """
-    payload = load.payload()
+    payloads = [load.payload(caller) for caller in range(load.callers)]
 
-    async def call(times: int) -> None:
+    async def call(payload: Any, times: int) -> None:
         for _ in range(times):
             await process(payload)
 
     async def all_call(times: int) -> float:
         start = time.perf_counter()
-        await asyncio.gather(*(call(times) for _ in range(load.callers)))
+        await asyncio.gather(*(call(payload, times) for payload in payloads))
         return time.perf_counter() - start
 
     # Warming up finds out as well how many requests fill the time.
@@ -97,13 +97,14 @@ async def full_speed(process: Process, load: Load) -> Figures:
 
     latencies: list[float] = []
 
-    async def call_timed(times: int) -> None:
+    async def call_timed(payload: Any, times: int) -> None:
         for _ in range(times):
             asked = time.perf_counter()
             await process(payload)
             latencies.append(time.perf_counter() - asked)
 
-    await asyncio.gather(*(call_timed(math.ceil(times / 4) + 1) for _ in range(load.callers)))
+    fewer = math.ceil(times / 4) + 1
+    await asyncio.gather(*(call_timed(payload, fewer) for payload in payloads))
     return {
         "requests_per_second": times * load.callers / elapsed,
         **_cpu_per_request(used, times * load.callers),
@@ -119,16 +120,20 @@ async def saturation(process: Process, load: Load) -> Figures:
     """
     answered: list[list[float]] = [[] for _ in range(load.callers)]
 
-    async def call(times: list[float], start: float, end: float) -> None:
+    async def call(caller: int, times: list[float], start: float, end: float) -> None:
+        payload = load.payload(caller)
         while (now := time.perf_counter()) < end:
-            await process(TEXT)
+            await process(payload)
             if now >= start:
                 times.append(time.perf_counter())
 
     warm_up = load.seconds / 4
     begin = time.perf_counter() + warm_up
     end = begin + load.seconds
-    tasks = [asyncio.ensure_future(call(times, begin, end)) for times in answered]
+    tasks = [
+        asyncio.ensure_future(call(caller, times, begin, end))
+        for caller, times in enumerate(answered)
+    ]
     await asyncio.sleep(warm_up)
     before = TreeCpu.read()
     await asyncio.gather(*tasks)
@@ -147,13 +152,14 @@ async def lone_requests(process: Process, load: Load) -> Figures:
     The pause is one timer of the same event loop for every system. The clock starts after it has
     fired, so how late it was does not count, and every system starts from a loop just woken.
     """
+    payload = load.payload()
     latencies: list[float] = []
     due = time.perf_counter()
     for _ in range(WARM_UP_REQUESTS + round(load.seconds / load.interval)):
         due = max(due + load.interval, time.perf_counter())
         await asyncio.sleep(due - time.perf_counter())
         asked = time.perf_counter()
-        await process(TEXT)
+        await process(payload)
         latencies.append(time.perf_counter() - asked)
     return _percentiles(latencies[WARM_UP_REQUESTS:])
 
@@ -171,7 +177,7 @@ async def open_loop(process: Process, load: Load) -> Figures:
     with subprocess.Popen(  # noqa: ASYNC220
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as arrivals:
-        requests = _OpenLoop(process, load.payload(), arrivals)
+        requests = _OpenLoop(process, load, arrivals)
         await requests.all_sent
         if requests.tasks:
             await asyncio.wait(requests.tasks, timeout=PATIENCE)
@@ -197,7 +203,7 @@ async def open_loop(process: Process, load: Load) -> Figures:
 class _OpenLoop:
     """Asks once for every arrival that it reads of, and does not count those of the warm-up."""
 
-    def __init__(self, process: Process, payload: Any, arrivals: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: Process, load: Load, arrivals: subprocess.Popen[bytes]) -> None:
         assert arrivals.stdout is not None
         self.all_sent = asyncio.get_running_loop().create_future()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -207,7 +213,7 @@ class _OpenLoop:
         self._arrivals = arrivals
         self.cpu_at_start = self.read_cpu()
         self._process = process
-        self._payload = payload
+        self._load = load
         self._source = arrivals.stdout.fileno()
         self._start = 0.0
         os.set_blocking(self._source, False)
@@ -232,13 +238,14 @@ class _OpenLoop:
             if is_counted and not self.count:
                 self.cpu_at_start = self.read_cpu()
             self.count += is_counted
-            task = loop.create_task(self._ask(due, is_counted))
+            payload = self._load.payload(self.count)
+            task = loop.create_task(self._ask(payload, due, is_counted))
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
-    async def _ask(self, due: float, is_counted: bool) -> None:
+    async def _ask(self, payload: Any, due: float, is_counted: bool) -> None:
         try:
-            await self._process(self._payload)
+            await self._process(payload)
         except Exception:  # noqa: BLE001  whatever a system refuses with, the request is lost
             return
         if is_counted:
@@ -247,7 +254,7 @@ class _OpenLoop:
 
 async def idle(process: Process, load: Load) -> Figures:
     """Share of a core that all processes use while nobody asks."""
-    await process(TEXT)
+    await process(load.payload())
     await asyncio.sleep(0.5)  # lets what the request left behind come to rest
     before = TreeCpu.read()
     start = time.perf_counter()
@@ -270,7 +277,7 @@ def bare_loop(load: Load) -> Figures:
 
 def _infer_in_a_loop(connection: Connection, load: Load) -> None:
     model = MODELS[load.model]()
-    inputs = [TEXT] * load.max_batch_size
+    inputs = [load.payload(number) for number in range(load.max_batch_size)]
     model.infer(inputs)
     batches = 0
     start = time.perf_counter()

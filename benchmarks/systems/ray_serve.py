@@ -23,7 +23,7 @@ setattr(vars(batching)["_BatchQueue"], _WARNING, lambda _: None)
 async def opened(load: Load, *, wait: float | None = None) -> AsyncIterator[Process]:
     """Decorate a function that runs the model in a thread, as its documentation advises.
 
-    With a `wait` (`batch_wait_timeout_s`), batches are as large as the load's too.
+    With a `wait` (`batch_wait_timeout_s`; 0.01 is its default), batches are as large as the load's.
     """
     infer = MODELS[load.model]().infer
     loop = asyncio.get_running_loop()

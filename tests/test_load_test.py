@@ -1,0 +1,527 @@
+"""The load test: its client against servers that behave and that do not, its arithmetic, its end.
+
+Also the reference experiment, which shares its parts. The app of the last tests is in this file:
+uvicorn imports it from here.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socketserver
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from fastapi import FastAPI, Response
+from waits import LIMIT, Watch
+
+from benchmarks import load_test, resnet_systems
+from benchmarks.load import tied
+from benchmarks.load.client import Plan, Record, draw_arrivals
+from benchmarks.load.gpu import GpuWatch
+from benchmarks.load.measurement import (
+    Case,
+    Measurement,
+    Settings,
+    Target,
+    make_plans,
+    measure,
+    run_clients,
+    summarise,
+)
+from benchmarks.load.report import make_remarks, make_table
+from benchmarks.load.server import serve
+from benchmarks.resnet_model import NO_NETWORK, Job, Model
+from fast_batcher import DynBatcher, InferenceModel
+
+ROOT = Path(__file__).resolve().parents[1]
+# So that servers and workers find this file.
+PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+# Seconds that the slow endpoint takes.
+SLOWNESS = 0.05
+BODIES = [b'{"number": 1}', b'{"number": 2}', b'{"number": 3}']
+SETTINGS = Settings(
+    bodies=BODIES,
+    content_type="application/json",
+    seconds=0.5,
+    warm_up=0.1,
+    late=30.0,
+    client_processes=1,
+    seed=1,
+)
+
+
+class Doubler(InferenceModel[int, int]):
+    def infer(self, inputs: list[int]) -> list[int]:
+        return [2 * value for value in inputs]
+
+
+batcher: DynBatcher[int, int] = DynBatcher(
+    "test_load_test:Doubler", max_batch_size=int(os.environ.get("MAX_BATCH_SIZE", "8"))
+)
+app = FastAPI(lifespan=batcher.lifespan)
+asked = 0
+
+
+@app.post("/double")
+async def double(body: dict[str, int]) -> int:
+    return await batcher.process_batched(body["number"])
+
+
+@app.post("/slow")
+async def slow() -> None:
+    await asyncio.sleep(SLOWNESS)
+
+
+@app.post("/every-third-fails")
+async def every_third_fails() -> Response:
+    global asked
+    asked += 1
+    return Response(status_code=200 if asked % 3 else 500)
+
+
+@app.get("/stats")
+async def stats() -> dict[str, dict[str, Any]]:
+    return {batcher.name: asdict(batcher.stats)}
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with serve("test_load_test:app", PATHS) as server:
+        yield Target("127.0.0.1", server.port, server)
+
+
+def no_tick(_: float) -> None:
+    pass
+
+
+# --- the client -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_in_a_closed_loop_every_request_is_answered_and_counted(
+    target: Target, processes: int
+) -> None:
+    settings = replace(SETTINGS, client_processes=processes)
+    figures = measure(target, Case("batched", "/double", 5), 0, settings, no_tick).figures
+    assert figures["requests"] > 0
+    assert figures["lost"] == 0
+    assert figures["late"] == 0
+    assert figures["requests_per_second"] > 0
+    assert 0 < figures["p50_ms"] <= figures["p95_ms"] <= figures["p99_ms"]
+    assert 1 <= figures["mean_batch"] <= figures["largest_batch"] <= 5
+    assert figures["api_cpu_ms"] > 0
+    assert figures["workers_cpu_ms"] > 0
+    assert figures["client_cpu_us"] > 0
+
+
+@pytest.mark.slow
+def test_in_an_open_loop_exactly_the_arrivals_that_were_drawn_are_sent(target: Target) -> None:
+    (plan,) = make_plans(target, Case("batched", "/double", 50, rate=200.0), 0, SETTINGS)
+    (record,) = run_clients([plan], 1.0, no_tick)
+    arrivals = draw_arrivals(plan, 0.0, random.Random(plan.seed))
+    assert record.requests == sum(moment >= plan.warm_up for moment in arrivals)
+    assert len(record.latencies) == len(record.lags) == record.requests
+    assert record.answers == len(arrivals)
+    assert record.lost == {}
+    # What it was late by is part of what the request waited.
+    assert max(record.lags) <= max(record.latencies)
+
+
+@pytest.mark.slow
+def test_in_an_open_loop_waiting_for_a_connection_counts(target: Target) -> None:
+    plan = make_plan(target.port, path="/slow", connections=1, rate=100.0)
+    (record,) = run_clients([plan], 1.0, no_tick)
+    # One connection answers one request in SLOWNESS: the last cannot be answered before all.
+    assert record.answers > 20
+    assert max(record.latencies) >= record.answers * SLOWNESS - plan.warm_up - plan.seconds
+
+
+@pytest.mark.slow
+def test_late_answers_are_counted(target: Target) -> None:
+    settings = replace(SETTINGS, late=SLOWNESS / 2)
+    figures = measure(target, Case("slow", "/slow", 4), 0, settings, no_tick).figures
+    assert figures["late"] == figures["requests"] > 0
+    assert figures["p50_ms"] >= SLOWNESS * 1000
+    assert "mean_batch" not in figures
+
+
+@pytest.mark.slow
+def test_answers_that_are_no_success_are_lost(target: Target) -> None:
+    measurement = measure(target, Case("bad", "/every-third-fails", 1), 0, SETTINGS, no_tick)
+    assert set(measurement.lost) == {"status 500"}
+    # One in three, also of those that were sent in the warm-up.
+    assert measurement.lost["status 500"] * 3 >= measurement.figures["requests"] - 2
+    assert "p50_ms" in measurement.figures
+
+
+def make_plan(port: int, **changes: Any) -> Plan:
+    plan = Plan(
+        host="127.0.0.1",
+        port=port,
+        path="/",
+        bodies=["x"],
+        content_type="text/plain",
+        connections=2,
+        rate=None,
+        seconds=0.2,
+        warm_up=0.0,
+        seed=1,
+    )
+    return replace(plan, **changes)
+
+
+@contextmanager
+def rude_server(answer: bytes) -> Iterator[int]:
+    """Answers a connection's first request like this, and closes it."""
+
+    class Rude(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            while self.rfile.readline().strip():
+                pass
+            self.rfile.read(1)  # the body
+            self.wfile.write(answer)
+
+    class Server(socketserver.ThreadingTCPServer):
+        request_queue_size = 64
+
+    with Server(("127.0.0.1", 0), Rude) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_closed_in_a_request_loses_it_and_is_replaced() -> None:
+    with rude_server(b"") as port:
+        (record,) = run_clients([make_plan(port)], 1.0, no_tick)
+    assert record.answers == 0
+    assert set(record.lost) == {"connection closed"}
+    assert record.lost["connection closed"] > 2
+
+
+@pytest.mark.slow
+def test_a_connection_that_is_closed_between_requests_loses_none() -> None:
+    with rude_server(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok") as port:
+        plan = make_plan(port, rate=5.0, seconds=1.0, connections=8)
+        (record,) = run_clients([plan], 1.0, no_tick)
+    assert record.answers == len(draw_arrivals(plan, 0.0, random.Random(plan.seed)))
+    assert record.lost == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "answer",
+    [b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"],
+)
+def test_a_server_that_cannot_be_measured_is_an_error(answer: bytes) -> None:
+    with rude_server(answer) as port, pytest.raises(RuntimeError, match="Content-Length"):
+        run_clients([make_plan(port)], 1.0, no_tick)
+
+
+@pytest.mark.slow
+def test_nobody_at_the_address_is_an_error() -> None:
+    with rude_server(b"") as port:
+        pass
+    with pytest.raises(RuntimeError, match="no connection to 127"):
+        run_clients([make_plan(port, rate=50.0)], 1.0, no_tick)
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    plan = make_plan(1, rate=1000.0, seconds=9.0, warm_up=1.0)
+    arrivals = draw_arrivals(plan, 5.0, random.Random(3))
+    assert arrivals == draw_arrivals(plan, 5.0, random.Random(3))
+    assert arrivals == sorted(arrivals)
+    assert arrivals[0] >= 5.0
+    assert arrivals[-1] < 15.0
+    # 10000 on average, standard deviation 100; gaps have equal mean and standard deviation.
+    assert 9500 < len(arrivals) < 10500
+    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
+    assert statistics.stdev(gaps) == pytest.approx(statistics.mean(gaps), rel=0.05)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+def test_a_load_is_divided_among_processes() -> None:
+    case = Case("batched", "/", 5, rate=90.0)
+    plans = make_plans(Target("h", 1), case, 0, replace(SETTINGS, client_processes=3))
+    assert [plan.connections for plan in plans] == [2, 2, 1]
+    assert [plan.rate for plan in plans] == [30.0, 30.0, 30.0]
+    again = make_plans(Target("h", 1), case, 1, replace(SETTINGS, client_processes=3))
+    assert len({plan.seed for plan in plans + again}) == 6
+    alone = make_plans(Target("h", 1), replace(case, clients=1), 0, SETTINGS)
+    assert [plan.connections for plan in alone] == [1]
+
+
+def test_records_of_several_processes_are_put_together() -> None:
+    records = [
+        Record(
+            latencies=[0.001] * 98 + [0.1],
+            rate=100.0,
+            requests=100,
+            lost={"status 503": 1},
+            answers=200,
+            cpu=0.01,
+            elapsed=1.0,
+        ),
+        Record(latencies=[0.002], rate=1.0, requests=1, answers=1, cpu=0.5, elapsed=1.0, lags=[]),
+    ]
+    figures = summarise(records, replace(SETTINGS, late=0.05))
+    assert figures["requests_per_second"] == 101.0
+    assert figures["requests"] == 101
+    assert figures["lost"] == 1
+    assert figures["late"] == 1
+    assert figures["client_busy"] == 0.5
+    assert figures["client_cpu_us"] == pytest.approx(0.51 / 201 * 1e6)
+    assert figures["p50_ms"] == pytest.approx(1.0)
+    assert "lag_p50_ms" not in figures
+
+
+def measured(
+    name: str, clients: int, answered: float, repetition: int = 0, **more: Any
+) -> Measurement:
+    case = Case(name, f"/{name}", clients, **more)
+    figures = {"requests_per_second": answered, "p50_ms": 1.0, "p95_ms": 2.0, "p99_ms": 3.0}
+    figures |= {"client_busy": 0.1, "lost": 1.0, "late": 0.0, "requests": 10.0}
+    return Measurement(case, repetition, figures | {"client_cpu_us": 20.0}, {"status 503": 1})
+
+
+MEASURED = [
+    measured("batched", 8, 30.0),
+    measured("unbatched", 8, 10.0),
+    measured("unbatched", 8, 20.0, 1),
+    measured("batched", 8, 80.0, 1),
+    measured("batched", 512, 24.0, rate=24.5, share=0.8),
+    measured("batched", 8, 25.0, max_batch_size=4),
+]
+FLOOR = measured("bare ASGI app", 8, 5000.0)
+
+
+def test_the_table_has_a_row_per_case_with_median_and_range_and_sums() -> None:
+    lines = make_table(MEASURED).splitlines()
+    assert len(lines) == 2 + 4
+    assert lines[2].split() == [
+        *("batched", "8", "clients", "-", "55", "(30-80)", "1", "2", "3", "0.1", "20", "2", "0")
+    ]
+    assert "24/s (80%)" in lines[4]
+    assert "API CPU" not in lines[0]
+
+
+def test_the_remarks_compare_within_a_repetition_and_name_what_was_lost() -> None:
+    remarks = "\n".join(make_remarks(MEASURED, FLOOR))
+    assert "20 us of CPU per request" in remarks
+    assert "8 clients: batched answers 3.50 times as many." in remarks
+    assert "Lost: 6 times status 503." in remarks
+    assert "MAY HAVE BEEN THE LIMIT" not in remarks
+    assert "MAX_BATCH_SIZE" not in remarks
+
+
+def test_the_remarks_tell_when_the_client_or_the_app_did_not_play_along() -> None:
+    busy = replace(MEASURED[0], figures=MEASURED[0].figures | {"client_busy": 0.9})
+    deaf = replace(MEASURED[-1], figures=MEASURED[-1].figures | {"largest_batch": 8.0})
+    remarks = "\n".join(make_remarks([busy, deaf], FLOOR))
+    assert "THE CLIENT MAY HAVE BEEN THE LIMIT" in remarks
+    assert "THE APP DOES NOT READ MAX_BATCH_SIZE" in remarks
+
+
+def test_the_gpu_is_watched_where_there_is_one() -> None:
+    with GpuWatch() as gpu:
+        pass
+    assert (gpu.name is not None) == torch.cuda.is_available()
+
+
+# --- servers and their end ------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_start_is_an_error_with_its_log() -> None:
+    with pytest.raises(RuntimeError, match='import module "no_such_module"'):
+        serve("no_such_module:app").__enter__()
+
+
+@pytest.mark.slow
+def test_an_error_while_the_server_runs_ends_it_and_its_workers() -> None:
+    manager = serve("test_load_test:app", PATHS)
+    process = psutil.Process(manager.__enter__().process.pid)
+    family = [process.pid, *(child.pid for child in process.children(recursive=True))]
+    assert len(family) >= 2
+    with Watch(family) as watch:
+        assert not manager.__exit__(KeyError, KeyError(), None)
+        assert watch.survivors(LIMIT) == []
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str]) -> Any:
+    """Ask until the answer is true, while a process lives."""
+    deadline = monotonic() + LIMIT
+    while not (found := condition()):
+        assert monotonic() < deadline, "it did not come to that"
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.05)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_however_the_load_test_ends_its_server_and_workers_end_too(
+    how: signal.Signals, tmp_path: Path
+) -> None:
+    (tmp_path / "body").write_bytes(BODIES[0])
+    command = [sys.executable, "-m", "benchmarks.load_test", "--app", "test_load_test:app"]
+    command += ["--path", "/double", "--body-file", str(tmp_path / "body"), "--seconds", "60"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | PATHS,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    parent = psutil.Process(process.pid)
+
+    def find_clients() -> bool:
+        return any("benchmarks.load.client" in child.cmdline() for child in parent.children())
+
+    try:
+        wait_for(find_clients, process)
+        family = [child.pid for child in parent.children(recursive=True)]
+        assert len(family) >= 3  # server, worker, client
+        with Watch(family) as watch:
+            process.send_signal(how)
+            process.communicate(timeout=LIMIT)
+            assert watch.survivors(LIMIT) == []
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_tied_process_whose_parent_has_gone_does_not_begin() -> None:
+    command = tied.command("this", "that")
+    # Of a process that is not this one's child.
+    command[3] = "1"
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.returncode == 1
+    assert "has ended" in done.stderr
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_load_test_runs_from_the_command_line_and_stores_what_it_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "body").write_bytes(BODIES[0])
+    command = [sys.executable, "-m", "benchmarks.load_test", "--app", "test_load_test:app"]
+    command += ["--path", "/double", "--unbatched-path", "/slow", "--seconds", "0.3"]
+    command += ["--body-file", str(tmp_path / "body"), "--clients", "4", "--shares", "0.5"]
+    command += ["--batch-sizes", "1", "--repetitions", "1"]
+    command += ["--json", str(tmp_path / "results.json")]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | PATHS,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert {"date", "command", "hardware", "versions", "settings", "client"} < set(result)
+    cases = [m["case"] for m in result["measurements"]]
+    assert [(c["name"], c["clients"], c["max_batch_size"]) for c in cases] == [
+        *[("batched", 4, None), ("unbatched", 4, None)],
+        *[("batched", 512, None), ("unbatched", 512, None)],
+        ("batched", 4, 1),
+    ]
+    assert {m["figures"]["lost"] for m in result["measurements"]} == {0}
+    assert result["measurements"][-1]["figures"]["largest_batch"] == 1
+    assert (result["hardware"]["gpu"] == "not yet measured on a GPU") != torch.cuda.is_available()
+    assert done.stdout.strip() == (tmp_path / "results.txt").read_text().strip()
+    assert "us of CPU per request" in done.stdout
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--app", "my:app"], "--path is needed"),
+        (["--url", "http://127.0.0.1:1", "--path", "/x"], "--body-file is needed"),
+        (["--url", "http://127.0.0.1:1", "--app", "my:app"], "not allowed with"),
+        (["--rates", "5", "--shares", "0.5"], "not allowed with"),
+    ],
+)
+def test_arguments_that_do_not_fit_together_are_refused(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        load_test.read_arguments(arguments)
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_reference_experiment_runs_and_stores_what_it_measured(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.reference_experiment", "--quick"]
+    command += ["--systems", "bare loop", "ours", "--requests", "16", "--repetitions", "1"]
+    command += ["--json", str(tmp_path / "results.json"), "--device", "cpu"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "results.json").read_text())
+    assert result["failures"] == []
+    assert [(m["scenario"], m["system"]) for m in result["measurements"]] == [
+        *[("network", "bare loop"), ("network", "ours")],
+        *[("moving", "bare loop"), ("moving", "ours")],
+    ]
+    for measurement in result["measurements"]:
+        assert measurement["figures"]["seconds"] > 0
+        assert measurement["versions"]["torch"] == torch.__version__
+    assert result["verdicts"] == []  # they are about ResNet-101
+    assert done.stdout.strip() == (tmp_path / "results.txt").read_text().strip()
+
+
+def test_the_reference_experiment_notices_answers_that_went_astray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job("wrong", NO_NETWORK, 4, "array", "cpu", "float32", threads=torch.get_num_threads())
+    monkeypatch.setenv("RESNET_JOB", json.dumps(asdict(job)))
+
+    class Wrong:
+        """A system that answers in the wrong order."""
+
+        async def __aenter__(self) -> Callable[[Any], Awaitable[list[Any]]]:
+            model = Model()
+
+            async def answer(inputs: Any) -> list[Any]:
+                return model.infer(list(inputs))[::-1]
+
+            return answer
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setitem(resnet_systems.SYSTEMS, "wrong", Wrong)
+    with pytest.raises(RuntimeError, match="mixed up"):
+        asyncio.run(resnet_systems.measure(job))
