@@ -30,6 +30,8 @@ logger = logging.getLogger("fast_batcher.worker")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _kept_open: list[Any] = []
+# Far more types than a model answers with, unless it makes them as it goes; those it would keep.
+MOST_HARMLESS = 100
 
 
 def worker_main(ends: Any, max_frame_bytes: int, parent_pid: int) -> None:
@@ -111,6 +113,9 @@ def serve(channel: BlockingChannel, model: Any) -> None:  # noqa: C901  flat on 
     loads, dumps = codec.loads, codec.dumps
     most_joined = min(MAX_JOINED, channel.max_frame_bytes)
     inputs_kind, outputs_kind, parts = Kind.INPUTS, Kind.OUTPUTS, _Parts()
+    # Types of outputs that have been seen not to be exceptions: what a model answers with is of few
+    # types, and this question is asked of each output.
+    harmless: set[type] = set()
     while True:
         try:
             frame = None if reader.rest else read()
@@ -138,9 +143,10 @@ def serve(channel: BlockingChannel, model: Any) -> None:  # noqa: C901  flat on 
             send(Kind.FAILED, batch_id, failure, monotonic() - started)
             continue
         seconds = monotonic() - started
-        is_usual = outputs.__class__ is list and len(outputs) == count
-        if is_usual and not (
-            isinstance(outputs[0], BaseException) if count == 1 else _has_error(outputs)
+        if (
+            outputs.__class__ is list
+            and len(outputs) == count
+            and (harmless.issuperset(map(type, outputs)) or _learn_harmless(outputs, harmless))
         ):
             try:
                 body = dumps(outputs)
@@ -171,6 +177,15 @@ def _dump_whole(outputs: Any, count: int) -> bytes | None:
 def _has_error(outputs: list[Any]) -> bool:
     # By type: a batch has few of them and many outputs.
     return any(issubclass(kind, BaseException) for kind in set(map(type, outputs)))
+
+
+def _learn_harmless(outputs: list[Any], harmless: set[type]) -> bool:
+    """Whether no output is an exception; then their types need not be looked at again."""
+    if _has_error(outputs):
+        return False
+    if len(harmless) < MOST_HARMLESS:
+        harmless.update(map(type, outputs))
+    return True
 
 
 def _send_outputs(

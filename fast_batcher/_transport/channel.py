@@ -4,8 +4,7 @@
 pipe does not take is kept and written when it can be. `BlockingChannel` is the worker's side: its
 main thread reads and writes, and waiting is what it is for. Neither knows what a batch is.
 
-Pipes, not a socket pair: whoever writes into a pipe is about to wait for the answer, and the kernel
-lets the reader run in its place, where a socket wakes another core. See docs/decisions/0009.
+Pipes, not a socket pair: a message there and back costs half as much. See docs/decisions/0009.
 """
 
 import contextlib

@@ -189,6 +189,23 @@ def test_an_output_that_cannot_be_pickled_fails_its_position(served: Served, nam
 
 
 @serves(Echo)
+@pytest.mark.parametrize("most", [1, 100])
+def test_an_exception_is_found_whatever_types_of_outputs_came_before(
+    served: Served, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_main, "MOST_HARMLESS", most)
+    batches: list[list[Any]] = [[1, 2], ["one", 2.0], [None, (), {}], [b"", 1]]
+    for outputs in batches * 2:
+        assert codec.loads(served.ask(*outputs).body) == outputs
+    first, second = outcomes_in(served.ask(1, KeyError("second")))
+    assert first == 1
+    assert isinstance(second, InferenceError)
+    (lone,) = outcomes_in(served.ask(KeyError("lone")))
+    assert isinstance(lone, InferenceError)
+    assert codec.loads(served.ask(1, "two").body) == [1, "two"]
+
+
+@serves(Echo)
 def test_a_batch_that_cannot_be_unpickled_is_asked_for_item_by_item(served: Served) -> None:
     # This thread is in the "parent" process, so that is the side on which it breaks.
     bad = BrokenOnArrival("parent", SystemExit(3))
