@@ -31,6 +31,11 @@ REPORTS = (
     "reference_experiment-cpu",
     "load_test",
 )
+# The pictures that belong to a report.
+PICTURES = {
+    "peers": ("peers-overhead.png", "peers-open-loop.png", "peers-idle.png"),
+    "load_test": ("load_test.png",),
+}
 NOTHING_STORED = "No results are stored; `make bench-all` makes them."
 OURS = "ours"
 # What the main README compares: each peer as well tuned as we can.
@@ -105,7 +110,12 @@ def overview(results: Results) -> str:
         ("the same, p99 ms", at_80, 0, "p99_ms"),
         ("at 95 %: answered within 50 ms", last, 0, "within_50_ms"),
     ]
-    lines = ["| | " + " | ".join(COMPARED.values()) + " |", "|---|" + "---:|" * len(COMPARED)]
+    lines = [
+        "Against every batcher that runs inside an app's process, each as well tuned as we could,",
+        "in one run on one machine; `-` is for what was not measured or was lost on the way:",
+        "",
+    ]
+    lines += ["| | " + " | ".join(COMPARED.values()) + " |", "|---|" + "---:|" * len(COMPARED)]
     for text, label, callers, figure in questions:
         cells = []
         for system in COMPARED:
@@ -116,10 +126,11 @@ def overview(results: Results) -> str:
 
 
 def full_text(path: Path) -> str:
-    """A stored report, as it was printed; a word where there is none."""
+    """A stored report, as it was printed, below its pictures; a word where there is none."""
     if not path.with_suffix(".txt").exists():
         return NOTHING_STORED
-    return f"```text\n{path.with_suffix('.txt').read_text().strip()}\n```"
+    pictures = [f"![{name}](results/{name})\n" for name in PICTURES.get(path.name, ())]
+    return "".join(pictures) + f"```text\n{path.with_suffix('.txt').read_text().strip()}\n```"
 
 
 def put(document: str, mark: str, text: str) -> str:

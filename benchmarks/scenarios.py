@@ -60,13 +60,13 @@ class Load:
 
         return numpy.full(ARRAY_SHAPE, caller, numpy.float32)
 
-    def is_right(self, answer: Any, caller: int = 0) -> bool:
-        """Whether the model has answered what this caller's requests carry."""
+    def is_right(self, answer: Any) -> bool:
+        """Whether the model has answered what the first caller's requests carry."""
         if self.model == "ArrayLabel":
-            return bool(answer == caller)
+            return bool(answer == 0)
         if self.model == "ArrayEcho":
-            return bool((answer == self.payload(caller)).all())
-        return bool(answer == self.payload(caller))
+            return bool((answer == self.payload()).all())
+        return bool(answer == self.payload())
 
 
 async def full_speed(process: Process, load: Load) -> Figures:

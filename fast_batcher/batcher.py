@@ -233,7 +233,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             loop = self._loop  # type: ignore[assignment]  # set since it has a pump
         deadline = None if timeout is None else monotonic() + _checked(timeout)
         # As `loop.create_future()` makes it, and as `Request(...)` does, without the calls of
-        # Python functions: they were a tenth of the cost of a call (`benchmarks/overhead.py`).
+        # Python functions: every request pays for them (`benchmarks/overhead.py`).
         future: asyncio.Future[OutputT] = Future(loop=loop)
         request = _new(Request)
         request.value = value

@@ -145,16 +145,19 @@ async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
 
     watcher = asyncio.create_task(watch())
     try:
-        yield
-        if has_gone:
-            await asyncio.sleep(0)  # a cancellation that has come too late is raised here
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            if has_gone:
+                # A cancellation that the endpoint has not come to raise is raised here, and not in
+                # the middle of the response.
+                await asyncio.sleep(0)
     except asyncio.CancelledError:
         if not has_gone:
             raise
         endpoint.uncancel()
         raise HTTPException(CLIENT_CLOSED_REQUEST, "the client has disconnected") from None
-    finally:
-        watcher.cancel()
 
 
 cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")

@@ -97,6 +97,25 @@ class Gated(InferenceModel[Any, Any]):
         return inputs
 
 
+class Alarmed(InferenceModel[Any, Any]):
+    """Echoes, and is sent three signals from then on; tells the gate of each."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+        self._left = 3
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        return inputs
+
+    def _ring(self, *_: object) -> None:
+        self._left -= 1
+        if not self._left:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        call_at_gate(self._gate).close()
+
+
 class Holds(InferenceModel[Any, Any]):
     """Echoes, and waits at the gate with every batch that has "hold" among its inputs."""
 

@@ -3,7 +3,9 @@
 What it does to its process (signals, the end with the parent) is tested with real processes.
 """
 
+import fcntl
 import multiprocessing
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from sample_models import (
     EXCEPTIONS,
     UNPICKLABLE,
+    Alarmed,
     BrokenOnArrival,
     ChangesInputs,
     Echo,
@@ -28,7 +31,7 @@ from sample_models import (
     Warm,
     WarmsUpBadly,
 )
-from waits import LIMIT
+from waits import LIMIT, Gate
 
 from fast_batcher._process import worker_main
 from fast_batcher._process.worker_main import load_model, serve
@@ -144,6 +147,34 @@ def test_the_end_of_the_parent_is_the_end(served: Served) -> None:
     served.channel.close()
     served.thread.join(LIMIT)
     assert not served.thread.is_alive()
+
+
+@pytest.mark.slow
+def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Gate) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = open_pipes(context)
+    # One page, so that the worker waits in the middle of its answer until somebody reads.
+    fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
+    process = context.Process(target=worker_main.worker_main, args=(theirs, MEBI, os.getpid()))
+    process.start()
+    for end in theirs:
+        end.close()
+    channel = BlockingChannel(ours, MEBI)
+    channel.send(Kind.LOAD, 0, codec.dumps((Alarmed, (gate.path,), {})))
+    ready = channel.receive()
+    assert ready is not None
+    assert ready.kind is Kind.READY
+    inputs = [b"x" * 50_000]
+    channel.send(Kind.INPUTS, 1, codec.dumps(inputs))
+    for _ in range(3):
+        gate.wait().let_on()
+    answer = channel.receive()
+    assert answer is not None
+    assert codec.loads(answer.body) == inputs
+    channel.close()
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
 
 
 @serves(Raises)
