@@ -27,7 +27,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import Any, Generic, NoReturn, Self, overload
+from typing import Any, Generic, NamedTuple, NoReturn, Self, overload
 
 from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
 from fast_batcher._core.lifecycle import Event, State, next_state
@@ -43,8 +43,8 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._process.exchange import Exchange, Failure
-from fast_batcher._process.pool import Pool
-from fast_batcher._transport.codec import loads
+from fast_batcher._process.pool import Exit, Pool
+from fast_batcher._transport.codec import loads, size_of
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import (
     MAX_FRAME_BYTES,
@@ -60,6 +60,7 @@ from fast_batcher.errors import (
     ConfigurationError,
     DeadlineExceededError,
     NotReadyError,
+    PoisonRequestError,
     TransportError,
     WorkerLostError,
     WorkerStartupError,
@@ -74,10 +75,20 @@ _new = object.__new__
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _OUTPUTS = Kind.OUTPUTS
 # Frames that leave their batch unanswered.
-UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART})
+UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART, Kind.PONG})
+# Frames after which some of the batch's requests may be tried again.
+RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
 # that runs, and one that waits full behind it. More would only stand in other callers' way.
 MANY_BATCHES_PER_WORKER = 2
+
+
+class _GivenUp(NamedTuple):
+    """Why no worker is started for now."""
+
+    reason: str
+    # The moment of the next try.
+    next_try: float
 
 
 class DynBatcher(Generic[InputT, OutputT]):
@@ -104,6 +115,19 @@ class DynBatcher(Generic[InputT, OutputT]):
         max_frame_bytes: Largest message to or from a worker; larger batches are sent in parts.
         auto_open: Whether the first call opens a batcher that nobody has opened.
         name: For logs and health checks; default the model's name.
+        max_queue_bytes: Most bytes of inputs waiting, or None. Every input is then measured: a
+            buffer, array or tensor by its length, anything else by pickling it.
+        idempotent: Whether an input may be computed twice. With False nothing is tried again that a
+            worker has begun with, and a batch that fails is not divided.
+        isolate_errors: Whether a batch for which `infer` raised is divided until the guilty inputs
+            are alone, so that the others are answered. Out of memory divides it too.
+        max_restarts: Most restarts of one worker within `restart_window`, None for no limit. When
+            all workers have spent them, calls fail at once until a later try succeeds.
+        restart_window: Seconds that a restart counts, and from the last one to the next try.
+        restart_backoff: Seconds from the first death to the restart; doubles up to 10 s.
+        max_batches_per_worker: Batches after which a worker is replaced, or None. The replacement
+            is ready first, so that for a while there is one copy more of the model.
+        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. Linux.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
@@ -131,6 +155,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         max_frame_bytes: int = MAX_FRAME_BYTES,
         auto_open: bool = True,
         name: str | None = None,
+        max_queue_bytes: int | None = None,
+        idempotent: bool = True,
+        isolate_errors: bool = True,
+        max_restarts: int | None = 5,
+        restart_window: float = 60.0,
+        restart_backoff: float = 0.1,
+        max_batches_per_worker: int | None = None,
+        max_rss_bytes: int | None = None,
     ) -> None:
         self._settings = check_settings(
             max_batch_size=max_batch_size,
@@ -145,6 +177,14 @@ class DynBatcher(Generic[InputT, OutputT]):
             drain_timeout=drain_timeout,
             max_frame_bytes=max_frame_bytes,
             auto_open=auto_open,
+            max_queue_bytes=max_queue_bytes,
+            idempotent=idempotent,
+            isolate_errors=isolate_errors,
+            max_restarts=max_restarts,
+            restart_window=restart_window,
+            restart_backoff=restart_backoff,
+            max_batches_per_worker=max_batches_per_worker,
+            max_rss_bytes=max_rss_bytes,
         )
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)
@@ -172,13 +212,19 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._tally,
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.max_queue_size,
+            max_queue_bytes=settings.max_queue_bytes,
             timeout=settings.timeout,
             infer_timeout=settings.infer_timeout,
+            idempotent=settings.idempotent,
+            isolate_errors=settings.isolate_errors,
         )
         self._pool = Pool(self._model, settings, self, self.name)
         self._exchange = Exchange(self._pool.senders, settings.max_frame_bytes)
+        # Why it is broken.
         self._start_error: WorkerStartupError | None = None
-        # Workers that have been ready once: when that is all of them, the batcher is open.
+        self._given_up: _GivenUp | None = None
+        # Places of workers that have been ready once: when that is all of them, the batcher is
+        # open.
         self._seen_ready: set[int] = set()
         # Requests of this turn of the loop, and whether a `_pump` is scheduled to take them.
         self._arrivals: list[Request] = []
@@ -208,14 +254,18 @@ class DynBatcher(Generic[InputT, OutputT]):
             What `infer` returned at this input's position.
 
         Raises:
-            QueueFullError: `max_queue_size` requests wait already; nothing was queued.
+            QueueFullError: `max_queue_size` requests or `max_queue_bytes` bytes wait already;
+                nothing was queued.
             DeadlineExceededError: The timeout passed first.
-            NotReadyError: The timeout passed and no worker was ready.
+            NotReadyError: The timeout passed and no worker was ready, or all have spent their
+                restarts.
             InferenceError: The model raised; also an instance of what it raised.
             OutputMismatchError: The model returned something other than one output per input.
             UnsendableValueError: The input cannot be pickled.
             RequestTooLargeError: The pickled input is larger than `max_frame_bytes`.
-            WorkerLostError: The worker died while it had this request.
+            WorkerLostError: The worker died while it computed this input, and `idempotent` is
+                False.
+            PoisonRequestError: Two workers died while they computed this input.
             WorkerStartupError: The model could not be loaded.
             BatcherClosedError: The batcher is draining or closed.
 
@@ -340,7 +390,9 @@ class DynBatcher(Generic[InputT, OutputT]):
     # Life.
 
     async def open(self, *, wait_ready: bool = True) -> None:
-        """Start the workers and wait until every one is ready. A closed batcher is opened again.
+        """Start the workers and wait until every one is ready.
+
+        A closed batcher is opened again, and a broken one with all restarts before it.
 
         Args:
             wait_ready: False returns at once, so that an app can answer probes while the model
@@ -349,12 +401,16 @@ class DynBatcher(Generic[InputT, OutputT]):
         Raises:
             WorkerStartupError: A worker could not load its model; the cause is its traceback. No
                 process is left.
+            NotReadyError: The workers have died until their restarts were spent.
             BatcherClosedError: It is draining, or was closed while it was opening.
 
         Cancellation: safe; the workers go on loading.
         """
         loop = get_running_loop()
-        if self._state is State.CLOSED:
+        if self._state is State.BROKEN:
+            await self._pool.aclose()
+        # It may have waited for that, and another call of this have come first.
+        if self._state in (State.CLOSED, State.BROKEN):
             self._make_parts()
             self._begin_open()
         elif self._state is State.NEW:
@@ -365,10 +421,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             waiter = loop.create_future()
             self._ready_waiters.append(waiter)
             await waiter
-        start_error = self._fresh_start_error()
-        if start_error is not None:
+        broken_error = self._broken_error()
+        if broken_error is not None:
             await self._pool.aclose()
-            raise start_error
+            raise broken_error
         if wait_ready and self._state is not State.OPEN:  # it was ended meanwhile
             self._refuse("it was not ready")
 
@@ -521,20 +577,35 @@ class DynBatcher(Generic[InputT, OutputT]):
     def worker_ready(self, worker: int) -> None:
         """A worker has loaded its model."""
         self._scheduler.worker_ready(monotonic(), worker)
-        if worker in self._seen_ready:
+        place = self._place(worker)
+        if place in self._seen_ready:
             self._tally.restarts += 1
-        self._seen_ready.add(worker)
+        self._seen_ready.add(place)
         if self._state is State.OPENING and len(self._seen_ready) == self._settings.num_workers:
             self._move(Event.ALL_READY)
             self._wake_ready_waiters()
+        elif self._state is State.BROKEN:
+            self._given_up = None
+            self._serving_loop = self._loop
+            self._move(Event.RECOVERED)
         self._pump()
 
-    def worker_lost(self, worker: int, exit_text: str) -> None:
+    def worker_retired(self, worker: int) -> None:
+        """A worker has been replaced by another that is ready; it answers what it has."""
+        self._scheduler.worker_retired(worker)
+
+    def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
         self._exchange.forget(worker)
-        for request in self._scheduler.worker_lost(worker):
-            error = WorkerLostError(
-                f"worker {worker} ended with {exit_text} while it had this request"
+        lost = self._scheduler.worker_lost(
+            worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
+        )
+        how = f"worker {self._place(worker)} ended with {exit.text}"
+        for request in lost.failed:
+            fail(self._tally, request, WorkerLostError(f"{how} while it had this request"))
+        for request in lost.poisonous:
+            error = PoisonRequestError(
+                f"{how} while it had this request, as another had before; it is not tried again"
             )
             fail(self._tally, request, error)
         self._pump()
@@ -552,18 +623,45 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._fail_open_requests()
         self._wake_ready_waiters()
 
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        """Every worker has spent its restarts: nobody shall wait for them."""
+        self._given_up = _GivenUp(reason, monotonic() + seconds)
+        if self._state in (State.OPENING, State.OPEN):
+            self._serving_loop = None
+            self._move(Event.GIVEN_UP)
+        self._take_arrivals(monotonic())
+        for request in self._scheduler.give_up():
+            fail(self._tally, request, self._given_up_error(self._given_up))
+        self._wake_ready_waiters()
+        if self._drained is not None:
+            self._notice_drained()
+
+    def idle_workers(self) -> list[int]:
+        """The ready workers that have nothing to do."""
+        return self._scheduler.idle_workers
+
+    def _place(self, worker: int) -> int:
+        """Which of the workers this is; a replacement has its predecessor's place."""
+        return worker % self._settings.num_workers
+
     def frame_arrived(self, worker: int, frame: Frame) -> None:  # noqa: C901  flat on purpose
         """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
         if frame.kind is not _OUTPUTS and frame.kind in UNFINISHED_KINDS:
-            self._go_on_with_batch(worker, frame)
+            self._go_on(worker, frame)
             return
         scheduler = self._scheduler
         batch = scheduler.batch_done(monotonic(), worker, frame.batch_id)
         if batch is None:
-            raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
+            self._refuse_answer(frame)
+            return
         self._tally.infer_times.append((frame.seconds, 1))
+        if self._pool.recycles:
+            self._pool.batch_answered(worker)
+        if frame.kind is not _OUTPUTS and frame.kind in RAISED_KINDS:
+            self._retry_or_fail(worker, frame, batch)
+            return
         # Give the worker its next batch before anything is done about this one.
-        if scheduler.queue.size:
+        if scheduler.queue.size or scheduler.retries:
             self._pump()
         request = batch.requests[0]
         if frame.kind is _OUTPUTS and len(batch.requests) == 1 and not request.is_settled:
@@ -571,7 +669,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             try:
                 (output,) = loads(frame.body)
             except BaseException:  # noqa: BLE001  whatever it is, `_settle` finds it again
-                self._settle(worker, frame, batch)
+                self._settle(worker, frame, batch.requests)
             else:
                 request.is_settled = True
                 try:
@@ -580,27 +678,55 @@ class DynBatcher(Generic[InputT, OutputT]):
                 except asyncio.InvalidStateError:  # cancelled, and has not come round to saying so
                     self._tally.cancelled += 1
         else:
-            self._settle(worker, frame, batch)
+            self._settle(worker, frame, batch.requests)
         if self._drained is not None:
             self._notice_drained()
 
-    def _settle(self, worker: int, frame: Frame, batch: Batch) -> None:
+    def _retry_or_fail(self, worker: int, frame: Frame, batch: Batch) -> None:
+        """`infer` raised: some of the batch may be tried again, the others have their error."""
+        is_fatal = frame.kind is Kind.FATAL
+        failed = self._scheduler.batch_raised(
+            monotonic(),
+            batch,
+            out_of_memory=frame.kind is Kind.OUT_OF_MEMORY,
+            is_fatal=is_fatal,
+        )
+        self._settle(worker, frame, failed)
+        if is_fatal:
+            logger.error(
+                "%s: worker %d is replaced: its device is of no use any more",
+                self.name,
+                self._place(worker),
+            )
+            self._scheduler.worker_retired(worker)
+            self._pool.kill(worker)
+        self._pump()
+
+    def _settle(self, worker: int, frame: Frame, requests: list[Request]) -> None:
         """Give each request of an answered batch its outcome."""
         try:
-            outcomes = self._exchange.read(worker, frame, len(batch.requests))
+            outcomes = self._exchange.read(worker, frame, len(requests))
         except Exception as error:
-            # The worker will be replaced; this batch is no longer on it, and must not be forgotten.
+            # The worker will be replaced; these are no longer on it, and must not be forgotten.
             failure = Failure(functools.partial(TransportError, str(error)))
-            settle(self._tally, batch.requests, [failure] * len(batch.requests))
+            settle(self._tally, requests, [failure] * len(requests))
             raise
-        settle(self._tally, batch.requests, outcomes)
+        settle(self._tally, requests, outcomes)
 
-    def _go_on_with_batch(self, worker: int, frame: Frame) -> None:
-        """The worker has said something about a batch that is not its end."""
+    def _refuse_answer(self, frame: Frame) -> None:
+        """A worker has answered a batch that it does not have."""
+        if not self._scheduler.is_closed:  # else nobody waits for it any more
+            raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
+
+    def _go_on(self, worker: int, frame: Frame) -> None:
+        """The worker has said something that is not the end of a batch."""
+        if frame.kind is Kind.PONG:
+            self._pool.answered_ping(worker)
+            return
         batch = self._scheduler.find_batch(worker, frame.batch_id)
         if batch is None:
-            raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
-        if frame.kind is Kind.OUTPUT_ITEMS_PART:
+            self._refuse_answer(frame)
+        elif frame.kind is Kind.OUTPUT_ITEMS_PART:
             self._exchange.keep_part(worker, frame)
         else:
             self._withdraw(batch, self._exchange.send_by_item(batch))
@@ -620,7 +746,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _begin_open(self) -> None:
         """Start the workers, if nobody has done so; READY arrives as an event."""
-        if self._state not in (State.NEW, State.CLOSED):
+        if self._state not in (State.NEW, State.CLOSED, State.BROKEN):
             return
         _check_platform()
         loop = get_running_loop()
@@ -667,9 +793,9 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _refuse(self, what: str) -> NoReturn:
         """Raise the error that tells why calls are not taken."""
-        start_error = self._fresh_start_error()
-        if start_error is not None:
-            raise start_error
+        broken_error = self._broken_error()
+        if broken_error is not None:
+            raise broken_error
         if self._state in (State.DRAINING, State.CLOSED):
             self._tally.rejected += 1
             raise BatcherClosedError(
@@ -704,13 +830,20 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._take_submitted()
         self._pump_soon(loop)
 
-    def _fresh_start_error(self) -> WorkerStartupError | None:
-        """The start error for one caller, if there is one: tracebacks grow on shared ones."""
-        if self._start_error is None:
-            return None
-        error = copy.copy(self._start_error)
-        error.__cause__ = self._start_error.__cause__
-        return error
+    def _broken_error(self) -> BatcherError | None:
+        """Why it is broken, for one caller; tracebacks grow on shared errors."""
+        if self._start_error is not None:
+            error = copy.copy(self._start_error)
+            error.__cause__ = self._start_error.__cause__
+            return error
+        return None if self._given_up is None else self._given_up_error(self._given_up)
+
+    def _given_up_error(self, given_up: _GivenUp) -> NotReadyError:
+        seconds = max(0.0, given_up.next_try - monotonic())
+        return NotReadyError(
+            f"{self.name}: {given_up.reason}; the next try is in {seconds:.3g} seconds",
+            retry_after=seconds,
+        )
 
     def _wake_ready_waiters(self) -> None:
         for waiter in self._ready_waiters:
@@ -754,7 +887,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 if scheduler.next_expiry < self._timer_at:
                     self._set_timer(scheduler.next_expiry)
                 return
-            self._refuse_arrivals(scheduler.submit(now, arrivals))
+            self._submit(now, arrivals)
         self._poll(now)
 
     def _poll(self, now: float) -> None:
@@ -773,12 +906,15 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _take_arrivals(self, now: float) -> None:
         arrivals, self._arrivals = self._arrivals, []
-        self._refuse_arrivals(self._scheduler.submit(now, arrivals))
+        self._submit(now, arrivals)
 
-    def _refuse_arrivals(self, refused: list[Request]) -> None:
-        for request in refused:
+    def _submit(self, now: float, arrivals: list[Request]) -> None:
+        if self._settings.max_queue_bytes is not None:
+            for request in arrivals:
+                request.size = size_of(request.value)
+        for request in self._scheduler.submit(now, arrivals):
             request.is_settled = True
-            tell(request, self._fresh_start_error() or self._scheduler.refusal())
+            tell(request, self._broken_error() or self._scheduler.refusal())
 
     def _do(self, action: Expire | Stall | Replace) -> None:
         if isinstance(action, Expire):
@@ -787,13 +923,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             logger.warning(
                 "%s: worker %d is not ready: every request of its batch has expired",
                 self.name,
-                action.worker,
+                self._place(action.worker),
             )
         else:
             logger.warning(
                 "%s: worker %d is replaced: its batch took longer than infer_timeout=%s seconds",
                 self.name,
-                action.worker,
+                self._place(action.worker),
                 self._settings.infer_timeout,
             )
             self._pool.replace(action.worker)
@@ -874,7 +1010,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             if is_beyond_reach(request):
                 self._tally.cancelled += 1
             else:
-                error = self._fresh_start_error() or BatcherClosedError(
+                error = self._broken_error() or BatcherClosedError(
                     f"{self.name} was closed before it had answered"
                 )
                 fail(self._tally, request, error)

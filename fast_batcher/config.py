@@ -52,6 +52,14 @@ class Settings:
     drain_timeout: float = 20.0
     max_frame_bytes: int = MAX_FRAME_BYTES
     auto_open: bool = True
+    max_queue_bytes: int | None = None
+    idempotent: bool = True
+    isolate_errors: bool = True
+    max_restarts: int | None = 5
+    restart_window: float = 60.0
+    restart_backoff: float = 0.1
+    max_batches_per_worker: int | None = None
+    max_rss_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,14 @@ def check_settings(
     drain_timeout: float,
     max_frame_bytes: int,
     auto_open: bool,
+    max_queue_bytes: int | None,
+    idempotent: bool,
+    isolate_errors: bool,
+    max_restarts: int | None,
+    restart_window: float,
+    restart_backoff: float,
+    max_batches_per_worker: int | None,
+    max_rss_bytes: int | None,
 ) -> Settings:
     """Check every value; raise `ConfigurationError` for the first wrong one."""
     _check_count("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
@@ -98,15 +114,19 @@ def check_settings(
         room = QUEUED_BATCHES_PER_WORKER * max_batch_size * num_workers
         max_queue_size = max(MIN_QUEUE_SIZE, room)
     _check_count("max_queue_size", max_queue_size, 1, None)
-    for name, seconds in (("timeout", timeout), ("infer_timeout", infer_timeout)):
-        if seconds is not None:
-            _check_seconds(name, seconds)
-    _check_seconds("start_timeout", start_timeout)
-    _check_seconds("stop_timeout", stop_timeout, zero_allowed=True)
-    _check_seconds("drain_timeout", drain_timeout, zero_allowed=True)
+    if max_queue_bytes is not None:
+        _check_count("max_queue_bytes", max_queue_bytes, 1, None)
+    _check_timeouts(timeout, infer_timeout, start_timeout, stop_timeout, drain_timeout)
     _check_count("max_frame_bytes", max_frame_bytes, MIN_MAX_FRAME_BYTES, None)
-    if not isinstance(auto_open, bool):
-        raise ConfigurationError(f"auto_open={auto_open!r}: give True or False")
+    for name, switch in (
+        ("auto_open", auto_open),
+        ("idempotent", idempotent),
+        ("isolate_errors", isolate_errors),
+    ):
+        if not isinstance(switch, bool):
+            raise ConfigurationError(f"{name}={switch!r}: give True or False")
+    _check_supervision(max_restarts, restart_window, restart_backoff)
+    _check_recycling(max_batches_per_worker, max_rss_bytes)
     _warn_about_workers(num_workers)
     return Settings(
         max_batch_size=max_batch_size,
@@ -121,7 +141,51 @@ def check_settings(
         drain_timeout=drain_timeout,
         max_frame_bytes=max_frame_bytes,
         auto_open=auto_open,
+        max_queue_bytes=max_queue_bytes,
+        idempotent=idempotent,
+        isolate_errors=isolate_errors,
+        max_restarts=max_restarts,
+        restart_window=restart_window,
+        restart_backoff=restart_backoff,
+        max_batches_per_worker=max_batches_per_worker,
+        max_rss_bytes=max_rss_bytes,
     )
+
+
+def _check_timeouts(
+    timeout: float | None,
+    infer_timeout: float | None,
+    start_timeout: float,
+    stop_timeout: float,
+    drain_timeout: float,
+) -> None:
+    for name, seconds in (("timeout", timeout), ("infer_timeout", infer_timeout)):
+        if seconds is not None:
+            _check_seconds(name, seconds)
+    _check_seconds("start_timeout", start_timeout)
+    _check_seconds("stop_timeout", stop_timeout, zero_allowed=True)
+    _check_seconds("drain_timeout", drain_timeout, zero_allowed=True)
+
+
+def _check_supervision(
+    max_restarts: int | None, restart_window: float, restart_backoff: float
+) -> None:
+    if max_restarts is not None:
+        _check_count("max_restarts", max_restarts, 0, None)
+    _check_seconds("restart_window", restart_window)
+    _check_seconds("restart_backoff", restart_backoff)
+
+
+def _check_recycling(max_batches_per_worker: int | None, max_rss_bytes: int | None) -> None:
+    if max_batches_per_worker is not None:
+        _check_count("max_batches_per_worker", max_batches_per_worker, 1, None)
+    if max_rss_bytes is not None:
+        _check_count("max_rss_bytes", max_rss_bytes, 1, None)
+        if sys.platform != "linux":
+            raise ConfigurationError(
+                f"max_rss_bytes={max_rss_bytes}: the memory of a process can be read on Linux only;"
+                " use max_batches_per_worker"
+            )
 
 
 def check_name(name: object, model_name: str) -> str:

@@ -508,6 +508,72 @@ class Raises(InferenceModel[str, str]):
         return inputs
 
 
+class Says(InferenceModel[str, str]):
+    """Raises a RuntimeError that says its first input, unless that is "fine"."""
+
+    def infer(self, inputs: list[str]) -> list[str]:
+        if inputs[0] != "fine":
+            raise RuntimeError(inputs[0])
+        return inputs
+
+
+class BrokenAndRaises(InferenceModel[Any, Any]):
+    """Always raises."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        raise ValueError("the model is broken")
+
+
+class FailsTogether(InferenceModel[str, int]):
+    """Raises for the whole batch if "bad" is in it; else answers with the calls made so far."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        self._calls += 1
+        if "bad" in inputs:
+            raise ValueError("a bad input")
+        return [self._calls for _ in inputs]
+
+
+class OutOfMemory(InferenceModel[Any, int]):
+    """Has memory for so many inputs; answers with the size of the batch."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def infer(self, inputs: list[Any]) -> list[int]:
+        if len(inputs) > self._room:
+            raise MemoryError(f"no memory for {len(inputs)} inputs")
+        return [len(inputs) for _ in inputs]
+
+
+class CrashesOnArrival:
+    """Ends the worker process when it is unpickled there."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _crash_in_worker, ()
+
+
+def _crash_in_worker() -> CrashesOnArrival:
+    if multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return CrashesOnArrival()
+
+
+class Leaks(InferenceModel[Any, int]):
+    """Keeps so many more bytes with each batch; answers with its process id."""
+
+    def __init__(self, bytes_per_batch: int) -> None:
+        self._bytes_per_batch = bytes_per_batch
+        self._kept: list[bytes] = []
+
+    def infer(self, inputs: list[Any]) -> list[int]:
+        self._kept.append(os.urandom(self._bytes_per_batch))
+        return [os.getpid() for _ in inputs]
+
+
 # Loading.
 
 

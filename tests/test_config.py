@@ -54,12 +54,36 @@ def refusal(model: Any = Echo, **settings: Any) -> str:
 NOT_A_COUNT = [0, -1, 1.5, 8.0, True, False, "8", b"8", nan, [8], 1 + 0j, object]
 
 
-@pytest.mark.parametrize("name", ["max_batch_size", "num_workers", "max_queue_size"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_batch_size",
+        "num_workers",
+        "max_queue_size",
+        "max_queue_bytes",
+        "max_batches_per_worker",
+        "max_rss_bytes",
+    ],
+)
 @pytest.mark.parametrize("value", NOT_A_COUNT, ids=repr)
 def test_a_count_is_a_whole_number_above_zero(name: str, value: object) -> None:
     message = refusal(**{name: value})
     assert message.startswith(f"{name}={value!r}: ")
     assert "1" in message.removeprefix(f"{name}={value!r}")
+
+
+@pytest.mark.parametrize("value", [one for one in NOT_A_COUNT if one != 0 or one is False])
+def test_no_restarts_are_a_choice_and_less_is_none(value: object) -> None:
+    assert refusal(max_restarts=value).startswith(f"max_restarts={value!r}: ")
+    construct(max_restarts=0)
+
+
+def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    construct(max_rss_bytes=1)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert refusal(max_rss_bytes=1).startswith("max_rss_bytes=1: the memory of a process")
 
 
 @pytest.mark.parametrize("name", ["max_batch_size", "num_workers", "max_frame_bytes"])
@@ -104,7 +128,16 @@ NOT_SECONDS = [-1, -0.001, nan, inf, -inf, 365 * 24 * 3600 + 1, 10**400, "10ms",
 
 @pytest.mark.parametrize(
     "name",
-    ["max_delay", "timeout", "infer_timeout", "start_timeout", "stop_timeout", "drain_timeout"],
+    [
+        "max_delay",
+        "timeout",
+        "infer_timeout",
+        "start_timeout",
+        "stop_timeout",
+        "drain_timeout",
+        "restart_window",
+        "restart_backoff",
+    ],
 )
 @pytest.mark.parametrize("value", NOT_SECONDS, ids=lambda value: f"{value!r:.20}")
 def test_a_duration_is_a_number_of_seconds(name: str, value: object) -> None:
@@ -113,7 +146,9 @@ def test_a_duration_is_a_number_of_seconds(name: str, value: object) -> None:
     assert "second" in message
 
 
-@pytest.mark.parametrize("name", ["timeout", "infer_timeout", "start_timeout"])
+@pytest.mark.parametrize(
+    "name", ["timeout", "infer_timeout", "start_timeout", "restart_window", "restart_backoff"]
+)
 @pytest.mark.parametrize("zero", [0, 0.0, -0.0])
 def test_no_time_at_all_is_not_enough(name: str, zero: float) -> None:
     assert (
@@ -132,7 +167,19 @@ def test_a_negative_wait_is_not(name: str) -> None:
     assert refusal(**{name: -1}) == f"{name}=-1: must be 0 or more seconds, at most a year"
 
 
-@pytest.mark.parametrize("name", ["timeout", "infer_timeout", "max_delay", "max_queue_size"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "timeout",
+        "infer_timeout",
+        "max_delay",
+        "max_queue_size",
+        "max_queue_bytes",
+        "max_restarts",
+        "max_batches_per_worker",
+        "max_rss_bytes",
+    ],
+)
 def test_none_means_no_limit_or_the_default(name: str) -> None:
     construct(**{name: None})
 
@@ -163,9 +210,10 @@ def test_a_fixed_window_needs_its_length() -> None:
     assert "policy='fixed'" in message
 
 
+@pytest.mark.parametrize("name", ["auto_open", "idempotent", "isolate_errors"])
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", [True]])
-def test_auto_open_is_yes_or_no(value: object) -> None:
-    assert refusal(auto_open=value) == f"auto_open={value!r}: give True or False"
+def test_a_switch_is_yes_or_no(name: str, value: object) -> None:
+    assert refusal(**{name: value}) == f"{name}={value!r}: give True or False"
 
 
 @pytest.mark.parametrize("value", ["", "  ", "two\nlines", "bell\a", 7, b"name", ["name"]])
@@ -205,6 +253,14 @@ def checked(**settings: Any) -> config_module.Settings:
         "drain_timeout": 20.0,
         "max_frame_bytes": MAX_FRAME_BYTES,
         "auto_open": True,
+        "max_queue_bytes": None,
+        "idempotent": True,
+        "isolate_errors": True,
+        "max_restarts": 5,
+        "restart_window": 60.0,
+        "restart_backoff": 0.1,
+        "max_batches_per_worker": None,
+        "max_rss_bytes": None,
     }
     return check_settings(**{**defaults, **settings})
 
@@ -223,6 +279,14 @@ def test_settings_arrive_as_they_were_given() -> None:
         "drain_timeout": 10.5,
         "max_frame_bytes": 2**21,
         "auto_open": False,
+        "max_queue_bytes": 6,
+        "idempotent": False,
+        "isolate_errors": False,
+        "max_restarts": 0,
+        "restart_window": 7.5,
+        "restart_backoff": 0.5,
+        "max_batches_per_worker": 3,
+        "max_rss_bytes": 4,
     }
     assert vars(check_settings(**given)) == given
 

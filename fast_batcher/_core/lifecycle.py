@@ -15,7 +15,7 @@ class State(StrEnum):
     OPEN = "open"  # every worker has been ready once
     DRAINING = "draining"  # no new requests; the queue is being finished
     CLOSED = "closed"  # nothing is left; it can be opened again
-    BROKEN = "broken"  # a worker could not be started; every call fails at once
+    BROKEN = "broken"  # no worker can be started for now; every call fails at once
 
 
 class Event(StrEnum):
@@ -24,6 +24,8 @@ class Event(StrEnum):
     OPEN = "open"
     ALL_READY = "all workers ready"
     START_FAILED = "start failed"
+    GIVEN_UP = "restart budget spent"
+    RECOVERED = "worker ready again"
     DRAIN = "drain"
     CLOSE = "close"
 
@@ -34,11 +36,15 @@ MOVES: Final[dict[tuple[State, Event], State]] = {
     (State.NEW, Event.CLOSE): State.CLOSED,
     (State.OPENING, Event.ALL_READY): State.OPEN,
     (State.OPENING, Event.START_FAILED): State.BROKEN,
+    (State.OPENING, Event.GIVEN_UP): State.BROKEN,
     (State.OPENING, Event.DRAIN): State.DRAINING,
     (State.OPENING, Event.CLOSE): State.CLOSED,
+    (State.OPEN, Event.GIVEN_UP): State.BROKEN,
     (State.OPEN, Event.DRAIN): State.DRAINING,
     (State.OPEN, Event.CLOSE): State.CLOSED,
     (State.DRAINING, Event.CLOSE): State.CLOSED,
+    (State.BROKEN, Event.RECOVERED): State.OPEN,
+    (State.BROKEN, Event.OPEN): State.OPENING,
     (State.BROKEN, Event.DRAIN): State.DRAINING,
     (State.BROKEN, Event.CLOSE): State.CLOSED,
     # An app is started once per test: `with TestClient(app)` runs its lifespan each time.

@@ -1,6 +1,6 @@
 """What goes into the core and what comes out of it. Pure values; they live where it does."""
 
-from enum import StrEnum
+from enum import Enum, StrEnum
 from typing import Any, Final
 
 
@@ -11,7 +11,18 @@ class Request:
     call's cost (`benchmarks/overhead.py`).
     """
 
-    __slots__ = ("arrival", "batch_id", "caller", "deadline", "id", "is_settled", "value")
+    __slots__ = (
+        "arrival",
+        "batch_id",
+        "caller",
+        "deadline",
+        "deaths",
+        "id",
+        "is_settled",
+        "losses",
+        "size",
+        "value",
+    )
 
     def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
         self.value = value
@@ -20,14 +31,25 @@ class Request:
         # The moment after which nobody wants the answer. None becomes the default when the
         # scheduler accepts the request; nobody looks at it before.
         self.deadline: float = deadline  # type: ignore[assignment]
-        # The id of the batch that carries it, None while it waits. A reference to the batch would
-        # make every batch a cycle that only the garbage collector can free.
+        # The id of the batch that carries it, None while it is queued, RETRYING while it waits for
+        # another try. A reference to the batch would make every batch a cycle that only the garbage
+        # collector can free.
         self.batch_id: int | None = None
         # True once it has left the core: answered, failed, expired or cancelled.
         self.is_settled = False
         # Set by the scheduler when it accepts the request; ids rise with the order of arrival.
         self.id: int
         self.arrival: float
+        # Workers that died while they had it, and those among them that had begun with it. Absent
+        # before the first: see `Retries`.
+        self.losses: int
+        self.deaths: int
+        # Bytes; set by the shell where `max_queue_bytes` is.
+        self.size: int
+
+
+# In place of a batch id, which is 0 or more.
+RETRYING: Final = -1
 
 
 class Release(StrEnum):
@@ -38,6 +60,7 @@ class Release(StrEnum):
     WINDOW = "window"  # `max_delay` had passed under policy="fixed"
     DEADLINE = "deadline"  # waiting longer would have been in vain for its oldest request
     DRAIN = "drain"  # no more requests are taken, so there is nothing to wait for
+    RETRY = "retry"  # its requests have been on a worker before: see `retries`
 
     # That of an enumeration is a Python function, and releases are counted once per batch.
     __hash__ = str.__hash__
@@ -66,6 +89,23 @@ class Batch:
         self.open_count = len(requests)
         # The earliest deadline among those.
         self.deadline = deadline
+
+
+class Stage(Enum):
+    """How far a worker has come with a batch."""
+
+    SENT = 0  # it is in the pipe, for all we know
+    TAKEN = 1  # it has been read, and is being unpickled
+    BEGUN = 2  # `infer` has it
+
+
+class RetryBatch(Batch):
+    """Requests that a worker has had before."""
+
+    __slots__ = ("isolate_until",)
+
+    # Until when it is divided if it fails.
+    isolate_until: float
 
 
 class Dispatch:

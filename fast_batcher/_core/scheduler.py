@@ -6,6 +6,7 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `w
 """
 
 from math import inf
+from typing import TypeVar
 
 from fast_batcher._core.messages import (
     Action,
@@ -16,10 +17,14 @@ from fast_batcher._core.messages import (
     Release,
     Replace,
     Request,
+    RetryBatch,
+    Stage,
     Stall,
 )
 from fast_batcher._core.policy import Policy
 from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.retries import Lost, Retries
+from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import BatcherClosedError, BatcherError, QueueFullError
 from fast_batcher.stats import Tally
 
@@ -28,6 +33,7 @@ from fast_batcher.stats import Tally
 BATCHES_PER_WORKER = 2
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _FULL, _IDLE = Release.FULL, Release.IDLE
+_B = TypeVar("_B", bound=Batch)
 
 
 class _Slot:
@@ -53,8 +59,11 @@ class Scheduler:
         tally: Where it counts; it may have counted for another scheduler before.
         max_batch_size: Most requests in a batch.
         max_queue_size: Most requests waiting.
+        max_queue_bytes: Most bytes of them together, or None; every request must have its size.
         timeout: Seconds from arrival to deadline where the caller names none, or None for no limit.
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
+        idempotent: Whether a request may be computed twice.
+        isolate_errors: Whether a batch for which `infer` raised is divided to find the culprit.
     """
 
     def __init__(
@@ -64,33 +73,42 @@ class Scheduler:
         *,
         max_batch_size: int,
         max_queue_size: int,
+        max_queue_bytes: int | None = None,
         timeout: float | None,
         infer_timeout: float | None,
+        idempotent: bool,
+        isolate_errors: bool,
     ) -> None:
         self.tally = tally
         self._policy = policy
-        self._max_batch_size = max_batch_size
         self._max_queue_size = max_queue_size
+        self._max_queue_bytes = max_queue_bytes
         self._timeout = inf if timeout is None else timeout
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
         # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
         self.queue = RequestQueue()
-        # A batch that passes by the queue still finds room in it: `max_queue_size` says how many
-        # requests of one turn are taken, on either way.
-        self._most_at_once = min(max_batch_size, max_queue_size)
-        # Ready workers by id, and what they have by batch id.
+        self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
+        # The same of those that wait for another try.
+        self.retries = self._retries.groups
+        self._size_cap = SizeCap(max_batch_size)
+        self._limit_size()
+        # Ready workers by id: those that may be given a batch, and all of them. And what they have,
+        # by batch id.
         self._slots: dict[int, _Slot] = {}
+        self._all_slots: dict[int, _Slot] = {}
         self._batches: dict[int, Batch] = {}
         self._next_batch_id = 0
         # Nothing expires before this moment. A bound, worked out anew when it is reached: most
         # requests are answered long before their deadlines, and are not looked at for it.
         self.next_expiry = inf
         self._is_draining = False
+        # After `close`: there is nothing, and there will be nothing.
+        self.is_closed = False
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
-        return self.queue.size
+        """Requests in the queue, and those that wait for another try."""
+        return self.queue.size + sum(1 for _ in self._retries)
 
     @property
     def room(self) -> int:
@@ -124,7 +142,10 @@ class Scheduler:
         room = 0 if self._is_draining else self.room
         if len(requests) > room:
             requests, refused = requests[:room], requests[room:]
-            self.tally.rejected += len(refused)
+        if self._max_queue_bytes is not None:
+            count = self._count_fitting(requests, self._max_queue_bytes)
+            requests, refused = requests[:count], requests[count:] + refused
+        self.tally.rejected += len(refused)
         deadline = now + self._timeout
         request_id = self.tally.submitted
         own: list[Request] = []
@@ -161,6 +182,7 @@ class Scheduler:
         size = len(requests)
         if (
             self.queue.size
+            or self.retries
             or self._is_draining
             or size > self._most_at_once
             or self.next_expiry <= now
@@ -213,9 +235,26 @@ class Scheduler:
         """Why `submit` has just refused a request; a new error for one caller."""
         if self._is_draining:
             return BatcherClosedError("the batcher is draining and takes no more requests")
+        if self.room > 0:
+            return QueueFullError(
+                f"no room for its bytes: {self.queue.size} requests wait already "
+                f"(max_queue_bytes={self._max_queue_bytes})"
+            )
         return QueueFullError(
             f"{self.queue.size} requests wait already (max_queue_size={self._max_queue_size})"
         )
+
+    def _count_fitting(self, requests: list[Request], most: int) -> int:
+        """How many of these, from the first on, may wait as far as their bytes go."""
+        waiting = sum(request.size for request in self.queue if not request.is_settled)
+        count = 0
+        for request in requests:
+            # One that is larger than all room there is may wait alone, or it would never be served.
+            if waiting and waiting + request.size > most:
+                break
+            waiting += request.size
+            count += 1
+        return count
 
     def cancel(self, request: Request) -> None:
         """Forget a request whose caller has gone; if it runs, its output will be dropped."""
@@ -225,7 +264,7 @@ class Scheduler:
         self.tally.cancelled += 1
         if request.batch_id is None:
             self.queue.discard(request)
-        else:
+        elif request.batch_id in self._batches:  # else it waits for another try
             self._batches[request.batch_id].open_count -= 1
 
     def begin_drain(self) -> None:
@@ -234,19 +273,59 @@ class Scheduler:
 
     def worker_ready(self, now: float, worker: int) -> None:
         """A worker has loaded its model and can take batches."""
-        assert worker not in self._slots, "a worker is lost before it can be ready again"
-        self._slots[worker] = _Slot(worker)
+        assert worker not in self._all_slots, "a worker is lost before it can be ready again"
+        self._slots[worker] = self._all_slots[worker] = _Slot(worker)
 
-    def worker_lost(self, worker: int) -> list[Request]:
-        """A worker has died or is being ended; returns the requests on it whose callers wait."""
-        slot = self._slots.pop(worker, None)
+    def worker_retired(self, worker: int) -> None:
+        """A worker is given nothing more; it answers what it has."""
+        self._slots.pop(worker, None)
+
+    @property
+    def idle_workers(self) -> list[int]:
+        """Ready workers, retired ones included, that have nothing to do."""
+        return [slot.id for slot in self._all_slots.values() if not slot.batches]
+
+    def worker_lost(
+        self,
+        worker: int,
+        taken: int | None = None,
+        begun: int | None = None,
+        *,
+        out_of_memory: bool = False,
+    ) -> Lost:
+        """A worker has died or is being ended; what it had is tried again where that is right.
+
+        Args:
+            worker: Which one.
+            taken: The id of the batch that it read last, None if there is none.
+            begun: The id of the batch that it began to compute last, None if there is none.
+            out_of_memory: Whether that may be what it died of: batches become smaller.
+
+        Returns:
+            The requests that are not tried again; they are now the shell's to settle.
+        """
+        lost = Lost([], [])
+        self._slots.pop(worker, None)
+        slot = self._all_slots.pop(worker, None)
         if slot is None:
-            return []
-        orphans: list[Request] = []
-        for batch in slot.batches:
+            return lost
+        # The youngest first: what is put first last goes first.
+        for batch in reversed(slot.batches):
             del self._batches[batch.id]
-            orphans.extend(_settle_open(batch))
-        return orphans
+            stage = Stage.SENT
+            if batch.id == begun:
+                stage = Stage.BEGUN
+                if out_of_memory and len(batch.requests) > 1:
+                    self._size_cap.ran_out(len(batch.requests))
+                    self._limit_size()
+            elif batch.id == taken:
+                stage = Stage.TAKEN
+            given_up = self._retries.after_loss(batch, stage)
+            for requests, more in zip(lost, given_up, strict=True):
+                requests[:0] = more
+                for request in more:
+                    request.is_settled = True
+        return lost
 
     def batch_done(self, now: float, worker: int, batch_id: int) -> Batch | None:
         """A worker has answered a batch, well or badly.
@@ -259,14 +338,36 @@ class Scheduler:
         if batch is None or batch.worker != worker:
             return None
         del self._batches[batch_id]
-        slot = self._slots[worker]
+        slot = self._all_slots[worker]
         slot.batches.remove(batch)
         slot.is_stalled = False
         if slot.batches:
             self._begin_batch(slot, now)
         if self._policy.learns:
             self._policy.batch_done(now, batch)
+        if self._size_cap.is_watching:
+            self._size_cap.went_well(len(batch.requests))
+            self._limit_size()
         return batch
+
+    def batch_raised(
+        self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
+    ) -> list[Request]:
+        """`infer` raised for a batch that `batch_done` has just given back.
+
+        Args:
+            now: The moment.
+            batch: The batch.
+            out_of_memory: Whether that is why: batches become smaller.
+            is_fatal: Whether the worker cannot go on; then it is not tried again.
+
+        Returns:
+            The requests that are not tried again; they are now the shell's to settle.
+        """
+        if out_of_memory:
+            self._size_cap.ran_out(len(batch.requests))
+            self._limit_size()
+        return self._retries.after_failure(now, batch, may_divide=not is_fatal)
 
     def find_batch(self, worker: int, batch_id: int) -> Batch | None:
         """The batch of this id that the worker has, or None."""
@@ -285,7 +386,7 @@ class Scheduler:
                 request.is_settled = True
                 batch.open_count -= 1
         if not batch.requests:
-            slot = self._slots[batch.worker]
+            slot = self._all_slots[batch.worker]
             was_first = slot.batches[0] is batch
             slot.batches.remove(batch)
             del self._batches[batch.id]
@@ -295,18 +396,25 @@ class Scheduler:
 
     def close(self) -> list[Request]:
         """End: returns every request, waiting or running, whose caller still waits."""
-        self._is_draining = True
-        rest = self.queue.take(self.queue.size)
+        self._is_draining = self.is_closed = True
+        return self.give_up()
+
+    def give_up(self) -> list[Request]:
+        """There is no worker, and there will be none: returns every request that is open."""
+        rest = self.open_requests()
         for request in rest:
             request.is_settled = True
-        for worker in list(self._slots):
-            rest.extend(self.worker_lost(worker))
+        self.queue = RequestQueue()
+        self.retries.clear()
+        self._slots.clear()
+        self._all_slots.clear()
+        self._batches.clear()
         return rest
 
     def open_requests(self) -> list[Request]:
         """Every request, waiting or running, whose caller still waits."""
         running = [request for batch in self._batches.values() for request in batch.requests]
-        return [r for r in (*self.queue, *running) if not r.is_settled]
+        return [r for r in (*self.queue, *self._retries, *running) if not r.is_settled]
 
     def poll(self, now: float) -> tuple[list[Action], float | None]:
         """Decide what to do now.
@@ -321,21 +429,22 @@ class Scheduler:
             self._expire(now, actions)
             self.next_expiry = self._earliest_expiry()
         wake_at = self.next_expiry
+        if self.retries:
+            self._send_retries(now, actions)
         queue = self.queue
         while queue.size:
             is_full = queue.size >= self._max_batch_size
-            # The least loaded worker that has room: none, or one batch if the next one is full.
-            slot, load = None, BATCHES_PER_WORKER if is_full else 1
-            for candidate in self._slots.values():
-                if len(candidate.batches) < load and not candidate.is_stalled:
-                    slot, load = candidate, len(candidate.batches)
+            # One that has nothing, or one batch if the next one is full.
+            slot = self._least_loaded(BATCHES_PER_WORKER if is_full else 1)
             if slot is None:
                 break
             release = Release.FULL if is_full else self._decide(now)
             if not isinstance(release, Release):
                 wake_at = min(wake_at, release)
                 break
-            actions.append(Dispatch(self._make_batch(now, slot, release)))
+            requests = queue.take(self._max_batch_size)
+            batch = self._send(now, slot, requests, release, Batch)
+            actions.append(Dispatch(batch))
         # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
         wake_at = min(wake_at, self.next_expiry)
         return actions, None if wake_at == inf else wake_at
@@ -343,10 +452,29 @@ class Scheduler:
     def _decide(self, now: float) -> Release | float:
         return Release.DRAIN if self._is_draining else self._policy.decide(now, self.queue)
 
-    def _make_batch(self, now: float, slot: _Slot, release: Release) -> Batch:
-        requests = self.queue.take(self._max_batch_size)
+    def _least_loaded(self, load: int) -> _Slot | None:
+        """The worker that has the fewest batches, and fewer than `load`."""
+        slot = None
+        for candidate in self._slots.values():
+            if len(candidate.batches) < load and not candidate.is_stalled:
+                slot, load = candidate, len(candidate.batches)
+        return slot
+
+    def _send_retries(self, now: float, actions: list[Action]) -> None:
+        while (group := self._retries.take()) is not None:
+            slot = self._least_loaded(1)
+            if slot is None:
+                self._retries.put_back(group)
+                return
+            batch = self._send(now, slot, group.requests, Release.RETRY, RetryBatch)
+            batch.isolate_until = group.isolate_until
+            actions.append(Dispatch(batch))
+
+    def _send(
+        self, now: float, slot: _Slot, requests: list[Request], release: Release, kind: type[_B]
+    ) -> _B:
         deadline = min([request.deadline for request in requests])
-        batch = Batch(self._next_batch_id, slot.id, requests, release, now, deadline)
+        batch = kind(self._next_batch_id, slot.id, requests, release, now, deadline)
         self._next_batch_id += 1
         batch_id = batch.id
         for request in requests:
@@ -358,6 +486,12 @@ class Scheduler:
         self.count_batch(batch)
         return batch
 
+    def _limit_size(self) -> None:
+        self._max_batch_size = self._size_cap.size
+        # A batch that passes by the queue still finds room in it: `max_queue_size` says how many
+        # requests of one turn are taken, on either way.
+        self._most_at_once = min(self._max_batch_size, self._max_queue_size)
+
     def _begin_batch(self, slot: _Slot, now: float) -> None:
         """The worker begins with its first batch."""
         slot.started_at = now
@@ -366,11 +500,13 @@ class Scheduler:
 
     def _earliest_expiry(self) -> float:
         earliest = self.queue.earliest_deadline() if self.queue.size else inf
+        for request in self._retries:
+            earliest = min(earliest, request.deadline)
         for batch in self._batches.values():
             if batch.deadline < earliest and batch.open_count:
                 earliest = batch.deadline
         if self._infer_timeout != inf:
-            for slot in self._slots.values():
+            for slot in self._all_slots.values():
                 if slot.batches:
                     earliest = min(earliest, slot.started_at + self._infer_timeout)
         return earliest
@@ -379,9 +515,14 @@ class Scheduler:
         tally = self.tally
         reason = ExpiryReason.WAITING if self.workers_ready else ExpiryReason.NOT_READY
         expired = self.queue.pop_expired(now)
+        if self.retries:
+            late = [request for request in self._retries if request.deadline <= now]
+            for request in late:
+                request.is_settled = True
+            expired = late + expired
         tally.expired += len(expired)
         actions.extend(Expire(request, reason) for request in expired)
-        for slot in list(self._slots.values()):
+        for slot in self._all_slots.values():
             self._expire_running(now, slot, actions)
 
     def _expire_running(self, now: float, slot: _Slot, actions: list[Action]) -> None:

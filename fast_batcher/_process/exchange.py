@@ -22,6 +22,8 @@ from fast_batcher.errors import (
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
 _INPUTS = Kind.INPUTS
 _OUTPUTS = Kind.OUTPUTS
+# Frames that are one failure for every request of their batch.
+FAILURE_KINDS = frozenset({Kind.FAILED, Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 
 
 class Failure:
@@ -108,7 +110,7 @@ class Exchange:
         elif frame.kind is Kind.OUTPUT_ITEMS:
             items = self._parts.pop(worker, []) + loads(frame.body)
             outcomes = [_read_item(item) for item in items]
-        elif frame.kind is Kind.FAILED:
+        elif frame.kind in FAILURE_KINDS:
             outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
         else:
             raise TransportError(f"a worker answered with {frame.kind.name}")

@@ -20,9 +20,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from fast_batcher._core.backoff import Backoff
+from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
+from fast_batcher._core.restarts import MAX_DELAY, Restarts
 from fast_batcher._process.worker_handle import WorkerHandle
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
@@ -42,23 +43,46 @@ _LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 
 
 class PoolEvents(Protocol):
-    """What a pool tells its batcher, on the loop's thread."""
+    """What a pool tells its batcher, and asks it, on the loop's thread. Workers go by their id."""
 
     def worker_ready(self, worker: int) -> None:
         """A worker has loaded its model."""
 
-    def worker_lost(self, worker: int, exit_text: str) -> None:
-        """A worker that was ready is dead; `exit_text` tells how it ended."""
+    def worker_retired(self, worker: int) -> None:
+        """A worker is to get nothing more: another has taken its place."""
+
+    def worker_lost(self, worker: int, exit: "Exit") -> None:
+        """A worker that was ready is dead."""
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         """A worker died or was ended before it was ready."""
 
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        """No worker is left, and none is started for so many seconds."""
+
     def frame_arrived(self, worker: int, frame: Frame) -> None:
         """A ready worker has answered; an exception means that it talks nonsense."""
+
+    def idle_workers(self) -> list[int]:
+        """The ready workers that have nothing to do."""
+
+
+class Exit(NamedTuple):
+    """How a worker ended, and what it had in hand."""
+
+    # "exit code 3", "signal 9 (SIGKILL)".
+    text: str
+    # Nobody of us has killed it, and somebody has: on Linux that is what memory's end looks like.
+    may_be_out_of_memory: bool
+    # Ids of the batches that it had read and begun last, None if there is none.
+    taken: int | None
+    begun: int | None
 
 
 class Pool:
     """`num_workers` worker processes and the thread that starts them.
+
+    A process has an id of its own; `id % num_workers` is its place among the workers.
 
     Args:
         model: What the workers load.
@@ -76,8 +100,12 @@ class Pool:
         # The process whose children the workers are; a forked copy of it leaves them alone.
         self.owner_pid = 0
         self._starter = _Starter(f"fast_batcher-starter-{name}")
-        # The live handle of each worker; absent while it waits for its replacement.
+        # The live handle at each place; absent while it waits for its replacement.
         self._handles: dict[int, WorkerHandle] = {}
+        # One that loads its model to take the place of a worker that still serves.
+        self._successor: WorkerHandle | None = None
+        # Those whose place has been taken: they finish what they have, and end.
+        self._retired: set[WorkerHandle] = set()
         # Handles whose process has been ended by us and is not dead yet.
         self._leaving: set[WorkerHandle] = set()
         # Handles that the starter thread has or will get to.
@@ -85,11 +113,25 @@ class Pool:
         # Outcomes of starts that the loop has not looked at yet. Kept here, so that one that comes
         # while a loop is being closed is there for the next.
         self._spawned: deque[tuple[WorkerHandle, BaseException | None]] = deque()
-        self._ready: set[int] = set()
-        # How to send a frame (kind, batch id, body) to each ready worker without waiting.
+        # Ready handles by id, and how to send a frame (kind, batch id, body) to each without
+        # waiting.
+        self._serving: dict[int, WorkerHandle] = {}
         self.senders: dict[int, Callable[[Kind, int, bytes], None]] = {}
-        self._backoffs = [Backoff() for _ in range(settings.num_workers)]
-        self._timers: dict[int, asyncio.TimerHandle] = {}
+        # Processes started at each place.
+        self._generations = [0] * settings.num_workers
+        self._restarts = [
+            Restarts(settings.max_restarts, settings.restart_window, settings.restart_backoff)
+            for _ in range(settings.num_workers)
+        ]
+        self._restart_timers: dict[int, asyncio.TimerHandle] = {}
+        # Places whose restart budget is spent, until they have a ready worker again.
+        self._given_up: set[int] = set()
+        # Whether `batch_answered` is to be called.
+        self.recycles = (settings.max_batches_per_worker, settings.max_rss_bytes) != (None, None)
+        # No worker is recycled before this moment: the last try has failed.
+        self._recycle_at = 0.0
+        self._heartbeat = Heartbeat()
+        self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._all_dead: asyncio.Future[None] | None = None
@@ -101,36 +143,65 @@ class Pool:
         _open_pools.add(self)
         for index in range(self._settings.num_workers):
             self._start(index)
+        self._heartbeat_timer = loop.call_later(INTERVAL, self._beat)
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Go on with another loop; the one before is closed, and its timers with it."""
+        self._cancel_timers()
         self._loop = loop
-        self._timers.clear()
         for handle in self.remaining():
             if handle.is_attached:
                 handle.attach(loop)
-            if handle.is_ending:
+            if handle.is_ending or handle in self._retired:
                 handle.kill()
         self._take_spawned()
         for index in range(self._settings.num_workers):
             if index not in self._handles:
                 self._restart(index)
-            elif index not in self._ready:
+            elif not self._handles[index].is_ready:
                 self._limit_start(self._handles[index])
+        if self._successor is not None:
+            self._limit_start(self._successor)
+        self._heartbeat_timer = loop.call_later(INTERVAL, self._beat)
 
     def replace(self, worker: int) -> None:
         """End a worker whose batch takes too long: SIGTERM, then SIGKILL, then another worker."""
-        handle = self._handles[worker]
+        handle = self._serving[worker]
         handle.ignore()
         handle.signal(signal.SIGTERM)
         assert self._loop is not None, "a worker is ready only on a loop"
-        self._timers[worker] = self._loop.call_later(self._settings.stop_timeout, handle.kill)
+        handle.set_timer(self._loop.call_later(self._settings.stop_timeout, handle.kill))
+
+    def kill(self, worker: int) -> None:
+        """End a worker that is of no use at once; another takes its place."""
+        self._serving[worker].kill()
+
+    def batch_answered(self, worker: int) -> None:
+        """Count a batch; if the worker is due, begin to replace it."""
+        handle = self._serving.get(worker)
+        if handle is None:
+            return
+        handle.batches += 1
+        most_batches = self._settings.max_batches_per_worker
+        most_bytes = self._settings.max_rss_bytes
+        is_due = most_batches is not None and handle.batches >= most_batches
+        is_due = is_due or (most_bytes is not None and handle.rss_bytes >= most_bytes)
+        # One at a time: two copies of each model may be more than the machine has room for.
+        is_free = self._successor is None and not self._retired and not self._is_closing
+        is_current = self._handles.get(handle.index) is handle
+        if is_due and is_free and is_current and time.monotonic() >= self._recycle_at:
+            self._successor = self._make(handle.index)
+            self._load(self._successor)
+
+    def answered_ping(self, worker: int) -> None:
+        """A worker has said PONG."""
+        self._heartbeat.answered(worker)
 
     def abandon(self) -> None:
         """Kill every worker without waiting, and start no other."""
         self._is_closing = True
         self._cancel_timers()
-        for handle in self._handles.values():
+        for handle in self.remaining():
             handle.kill()
 
     async def aclose(self) -> None:
@@ -138,8 +209,8 @@ class Pool:
         self._is_closing = True
         self._cancel_timers()
         try:
-            for handle in self._handles.values():
-                if handle.index in self._ready:
+            for handle in self.remaining():
+                if handle.is_ready:
                     handle.ask_to_end()
                 else:
                     handle.kill()  # it is loading: there is nothing to finish
@@ -162,13 +233,7 @@ class Pool:
     def frame_arrived(self, handle: WorkerHandle, frame: Frame) -> None:
         """Learn from a worker that is not ready yet how the start went."""
         if frame.kind is Kind.READY:
-            self._cancel_timer(handle.index)
-            self._ready.add(handle.index)
-            self.senders[handle.index] = handle.send
-            handle.deliver_to(functools.partial(self._events.frame_arrived, handle.index))
-            self._backoffs[handle.index].ready(time.monotonic())
-            logger.info("%s: worker %d (pid %s) is ready", self._name, handle.index, handle.pid)
-            self._events.worker_ready(handle.index)
+            self._serve_with(handle)
         elif frame.kind is Kind.STARTUP_FAILED:
             failure = RemoteFailure(*codec.loads(frame.body))
             error = WorkerStartupError(
@@ -182,30 +247,39 @@ class Pool:
     def worker_exited(self, handle: WorkerHandle) -> None:
         """A process is dead: tell what that means, and see to its replacement."""
         self._leaving.discard(handle)
-        index = handle.index
-        if self._handles.get(index) is handle:
-            del self._handles[index]
-            self._cancel_timer(index)
-            if index in self._ready:
+        handle.set_timer(None)
+        if handle is self._successor or self._handles.get(handle.index) is handle:
+            if handle.is_ready:
+                del self._handles[handle.index]
                 self._lose(handle)
+                self._restart_later(handle.index)
             else:
-                self._start_failed(index, self._died_loading(handle))
+                self._give_up_start(handle, self._died_loading(handle))
+        elif handle in self._retired:
+            self._retired.discard(handle)
+            self._lose(handle)
         self._notice_all_dead()
 
     # Starting and replacing.
 
     def _start(self, index: int) -> None:
-        handle = WorkerHandle(index, self._model, self._settings, self)
-        self._handles[index] = handle
+        self._handles[index] = self._make(index)
+        self._load(self._handles[index])
+
+    def _make(self, index: int) -> WorkerHandle:
+        worker = self._generations[index] * self._settings.num_workers + index
+        self._generations[index] += 1
+        return WorkerHandle(worker, index, self._model, self._settings, self)
+
+    def _load(self, handle: WorkerHandle) -> None:
         self._limit_start(handle)
         self._starting.add(handle)
         self._starter.run(handle.spawn, functools.partial(self._spawned_in_thread, handle))
 
     def _limit_start(self, handle: WorkerHandle) -> None:
         assert self._loop is not None, "set by open"
-        self._timers[handle.index] = self._loop.call_later(
-            self._settings.start_timeout, self._start_timed_out, handle
-        )
+        timeout = self._settings.start_timeout
+        handle.set_timer(self._loop.call_later(timeout, self._start_timed_out, handle))
 
     def _spawned_in_thread(self, handle: WorkerHandle, error: BaseException | None) -> None:
         """On the starter thread: pass the word to whichever loop there is now."""
@@ -230,9 +304,49 @@ class Pool:
             self._notice_all_dead()
         elif handle.is_alive:  # else stop() has been here
             handle.attach(self._loop)
-            if self._is_closing or self._handles.get(handle.index) is not handle:
+            if self._is_closing or not self._is_wanted(handle):
                 self._leaving.add(handle)
                 handle.kill()
+
+    def _is_wanted(self, handle: WorkerHandle) -> bool:
+        return handle is self._successor or self._handles.get(handle.index) is handle
+
+    def _serve_with(self, handle: WorkerHandle) -> None:
+        index = handle.index
+        handle.is_ready = True
+        handle.set_timer(None)
+        self._serving[handle.id] = handle
+        self.senders[handle.id] = handle.send
+        handle.deliver_to(functools.partial(self._events.frame_arrived, handle.id))
+        self._restarts[index].ready(time.monotonic())
+        self._given_up.discard(index)
+        logger.info("%s: worker %d (pid %s) is ready", self._name, index, handle.pid)
+        if handle is self._successor:
+            self._successor = None
+            before = self._handles[index]
+            self._handles[index] = handle
+            # Ready first, so that at no moment there is nobody.
+            self._events.worker_ready(handle.id)
+            self._retire(before)
+        else:
+            self._events.worker_ready(handle.id)
+
+    def _retire(self, handle: WorkerHandle) -> None:
+        logger.info("%s: worker %d (pid %s) is recycled", self._name, handle.index, handle.pid)
+        self._retired.add(handle)
+        self._events.worker_retired(handle.id)
+        # It reads this behind the batches that it has been given.
+        handle.ask_to_end()
+        self._watch_retired(handle)
+
+    def _watch_retired(self, handle: WorkerHandle) -> None:
+        """It may take its time for what it has, but not for its end."""
+        assert self._loop is not None, "a worker is ready only on a loop"
+        if handle.id in self._events.idle_workers():
+            then = functools.partial(self.replace, handle.id)
+        else:
+            then = functools.partial(self._watch_retired, handle)
+        handle.set_timer(self._loop.call_later(self._settings.stop_timeout, then))
 
     def _start_timed_out(self, handle: WorkerHandle) -> None:
         self._give_up_start(
@@ -245,14 +359,21 @@ class Pool:
         )
 
     def _give_up_start(self, handle: WorkerHandle, error: WorkerStartupError) -> None:
-        if self._handles.get(handle.index) is not handle:
+        if not self._is_wanted(handle):
             return
-        del self._handles[handle.index]
-        self._cancel_timer(handle.index)
+        handle.set_timer(None)
         if handle.is_alive:
             self._leaving.add(handle)
             handle.kill()
-        self._start_failed(handle.index, error)
+        if handle is self._successor:
+            self._successor = None
+            self._recycle_at = time.monotonic() + MAX_DELAY
+            logger.warning("%s: %s; the worker before it goes on", self._name, error)
+            return
+        del self._handles[handle.index]
+        if not self._is_closing:
+            self._events.worker_failed_to_start(handle.id, error)
+            self._restart_later(handle.index)
 
     def _died_loading(self, handle: WorkerHandle) -> WorkerStartupError:
         return WorkerStartupError(
@@ -261,15 +382,12 @@ class Pool:
             "`if __name__ == '__main__':` around what it does, because the worker imports it"
         )
 
-    def _start_failed(self, index: int, error: WorkerStartupError) -> None:
-        if not self._is_closing:
-            self._events.worker_failed_to_start(index, error)
-            self._restart_later(index)
-
     def _lose(self, handle: WorkerHandle) -> None:
-        self._ready.discard(handle.index)
-        del self.senders[handle.index]
-        if not self._is_closing:
+        del self._serving[handle.id]
+        del self.senders[handle.id]
+        self._heartbeat.answered(handle.id)
+        is_expected = self._is_closing or (handle.exit_code == 0 and handle.was_asked_to_end)
+        if not is_expected:
             logger.warning(
                 "%s: worker %d (pid %s) ended with %s",
                 self._name,
@@ -277,28 +395,65 @@ class Pool:
                 handle.pid,
                 handle.exit_text,
             )
-        self._events.worker_lost(handle.index, handle.exit_text)
-        self._restart_later(handle.index)
+        is_killed = handle.exit_code == -signal.SIGKILL and not handle.is_ending
+        exit = Exit(handle.exit_text, is_killed, handle.taken, handle.begun)
+        self._events.worker_lost(handle.id, exit)
 
     def _restart_later(self, index: int) -> None:
         # The batcher may have answered the event by ending the pool.
         if self._is_closing:
             return
+        if self._successor is not None and self._successor.index == index:
+            self._handles[index], self._successor = self._successor, None
+            return
         assert self._loop is not None, "set by open"
-        delay = self._backoffs[index].lost(time.monotonic())
-        self._timers[index] = self._loop.call_later(delay, self._restart, index)
+        delay, is_given_up = self._restarts[index].lost(time.monotonic())
+        self._restart_timers[index] = self._loop.call_later(delay, self._restart, index)
+        if not is_given_up:
+            return
+        reason = (
+            f"worker {index} was restarted max_restarts={self._settings.max_restarts} times within "
+            f"restart_window={self._settings.restart_window} seconds"
+        )
+        logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
+        self._given_up.add(index)
+        if len(self._given_up) == self._settings.num_workers:
+            self._events.workers_given_up(reason, delay)
 
     def _restart(self, index: int) -> None:
-        self._timers.pop(index, None)
+        self._restart_timers.pop(index, None)
         if not self._is_closing:
             self._start(index)
+
+    def _beat(self) -> None:
+        """Ping the idle workers, and replace those that have not answered the last ping."""
+        assert self._loop is not None, "set by open"
+        to_ping, silent = self._heartbeat.tick(time.monotonic(), self._events.idle_workers())
+        for worker in silent:
+            handle = self._serving.get(worker)
+            if handle is not None and not handle.is_ending:
+                logger.warning(
+                    "%s: worker %d (pid %s) is replaced: it was idle and has not answered for "
+                    "%g seconds",
+                    self._name,
+                    handle.index,
+                    handle.pid,
+                    INTERVAL,
+                )
+                handle.kill()
+        for worker in to_ping:
+            self.senders[worker](Kind.PING, 0, b"")
+        self._heartbeat_timer = self._loop.call_later(INTERVAL, self._beat)
 
     # Ending.
 
     def remaining(self) -> list[WorkerHandle]:
         """The workers that live."""
-        handles = {*self._handles.values(), *self._leaving, *self._starting}
-        return [handle for handle in handles if handle.is_alive]
+        return [handle for handle in self._everybody() if handle.is_alive]
+
+    def _everybody(self) -> set[WorkerHandle]:
+        handles = {*self._handles.values(), *self._retired, *self._leaving, *self._starting}
+        return handles if self._successor is None else {*handles, self._successor}
 
     async def _wait_until_dead(self, seconds: float) -> None:
         if self.remaining() or self._starting:
@@ -311,14 +466,14 @@ class Pool:
             assert self._all_dead is not None
             self._all_dead.set_result(None)
 
-    def _cancel_timer(self, index: int) -> None:
-        timer = self._timers.pop(index, None)
-        if timer is not None:
-            timer.cancel()
-
     def _cancel_timers(self) -> None:
-        for index in list(self._timers):
-            self._cancel_timer(index)
+        for timer in self._restart_timers.values():
+            timer.cancel()
+        self._restart_timers.clear()
+        if self._heartbeat_timer is not None:
+            self._heartbeat_timer.cancel()
+        for handle in self._everybody():
+            handle.set_timer(None)
 
     # The steps of `_end`, which ends several pools at once.
 
@@ -333,9 +488,11 @@ class Pool:
     def finish_end(self) -> None:
         """Forget the workers, which are dead, and end the thread that started them."""
         self._handles.clear()
+        self._successor = None
+        self._retired.clear()
         self._leaving.clear()
         self._starting.clear()
-        self._ready.clear()
+        self._serving.clear()
         self.senders.clear()
         self._starter.stop()
         _open_pools.discard(self)

@@ -19,13 +19,15 @@ from fast_batcher._process.environment import limited_threads
 from fast_batcher._process.worker_main import worker_main
 from fast_batcher._transport.channel import LoopChannel, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.mark import Mark
 from fast_batcher.config import ModelSpec, Settings
 
 if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
+    from asyncio import AbstractEventLoop, TimerHandle
 
 logger = logging.getLogger("fast_batcher")
 
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 # Stands in for an exit code that another part of the program has taken. The shell's convention for
 # "out of range"; nobody is shown it.
 UNKNOWN_EXIT = 255
@@ -49,6 +51,7 @@ class WorkerHandle:
     """One worker process.
 
     Args:
+        id: Of this process among all that the pool starts.
         index: Which of the batcher's workers this is, from 0.
         model: What it loads.
         settings: The batcher's settings.
@@ -56,8 +59,9 @@ class WorkerHandle:
     """
 
     def __init__(
-        self, index: int, model: ModelSpec, settings: Settings, events: HandleEvents
+        self, id: int, index: int, model: ModelSpec, settings: Settings, events: HandleEvents
     ) -> None:
+        self.id = id
         self.index = index
         self._model = model
         self._settings = settings
@@ -66,15 +70,30 @@ class WorkerHandle:
         # The process id, None before `spawn`.
         self.pid: int | None = None
         self._channel: LoopChannel | None = None
+        # What the worker is doing; read once it is dead.
+        self._mark: Mark | None = None
+        # Ids of the batches that it had read and begun last, None before its death or without any.
+        self.taken: int | None = None
+        self.begun: int | None = None
         # Becomes readable when the process dies: a pidfd, or where there is none the sentinel,
         # which also waits for the grandchildren that inherited it. -1 after the death.
         self._death_fd = -1
         self._owns_death_fd = False
         self._loop: AbstractEventLoop | None = None
+        # It has loaded its model.
+        self.is_ready = False
+        # Batches that it has answered; counted only for `max_batches_per_worker`.
+        self.batches = 0
+        # What the pool will do about it unless something comes before.
+        self._timer: TimerHandle | None = None
+        # It finishes what it has, and ends.
+        self.was_asked_to_end = False
         # It is being ended by us.
         self.is_ending = False
         # How the process ended: "exit code 3", "signal 9 (SIGKILL)"; empty while it lives.
         self.exit_text = ""
+        # The same as a number, negative for a signal; None while it lives, or if nobody knows.
+        self.exit_code: int | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -94,12 +113,13 @@ class WorkerHandle:
         """
         ours, theirs = open_pipes(_context)
         try:
+            self._mark = Mark()
             self._channel = LoopChannel(
                 ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
             )
             process = _context.Process(
                 target=worker_main,
-                args=(theirs, self._settings.max_frame_bytes, os.getpid()),
+                args=(theirs, self._mark, self._settings.max_frame_bytes, os.getpid()),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).
                 daemon=False,
@@ -109,11 +129,14 @@ class WorkerHandle:
         except BaseException:
             if self._channel is not None:
                 self._channel.close()
+            if self._mark is not None:
+                self._mark.close()
             raise
         finally:
             # The child has its own copies; while ours are open there is never an end of file.
             for end in theirs:
                 end.close()
+        self._mark.close_fd()
         self._process = process
         self.pid = process.pid
         self._death_fd, self._owns_death_fd = _open_death_fd(process)
@@ -134,8 +157,24 @@ class WorkerHandle:
         assert self._channel is not None, "sent after spawn"
         return self._channel.send
 
+    def set_timer(self, timer: "TimerHandle | None") -> None:
+        """What is to be done about it later; what was to be done before is not."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory of the process, 0 if it cannot be read. Linux."""
+        try:
+            with open(f"/proc/{self.pid}/statm", "rb") as file:
+                return int(file.read().split()[1]) * PAGE_SIZE
+        except (OSError, IndexError):  # it has just died
+            return 0
+
     def ask_to_end(self) -> None:
         """Let it finish what it has and end by itself. Its answers still count."""
+        self.was_asked_to_end = True
         self.send(Kind.STOP, 0, b"")
 
     def deliver_to(self, on_frame: Callable[[Frame], None]) -> None:
@@ -173,12 +212,16 @@ class WorkerHandle:
         assert self._process is not None
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._death_fd)
-        self.exit_text = describe_exit(_exit_code(self._process, self._death_fd))
+        self.exit_code = _exit_code(self._process, self._death_fd)
+        self.exit_text = describe_exit(self.exit_code)
         if self._owns_death_fd:
             os.close(self._death_fd)
         self._death_fd = -1
         if self._channel is not None:
             self._channel.close()
+        if self._mark is not None:
+            self.taken, self.begun = self._mark.taken, self._mark.begun
+            self._mark.close()
         self._process.close()
 
     @property

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header
+from fast_batcher._transport.mark import Mark
 from fast_batcher.config import find_model_fault
 from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
 
@@ -34,11 +36,12 @@ _kept_open: list[Any] = []
 MOST_HARMLESS = 100
 
 
-def worker_main(ends: Any, max_frame_bytes: int, parent_pid: int) -> None:
+def worker_main(ends: Any, mark: Mark, max_frame_bytes: int, parent_pid: int) -> None:
     """The target of the worker process; which model to load is the first frame.
 
     Args:
         ends: The worker's ends of its two pipes.
+        mark: Where it says what it is doing.
         max_frame_bytes: Longest frame body either way.
         parent_pid: The process to end with.
     """
@@ -51,13 +54,13 @@ def worker_main(ends: Any, max_frame_bytes: int, parent_pid: int) -> None:
     # exit hooks.
     _kept_open.append(ends)
     try:
-        exit_code = _load_and_serve(channel)
+        exit_code = _load_and_serve(channel, mark.numbers)
     except OSError:  # the parent has closed its end: there is nobody left to answer
         exit_code = 0
     sys.exit(exit_code)
 
 
-def _load_and_serve(channel: BlockingChannel) -> int:
+def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]") -> int:
     """The life of a worker; returns its exit code."""
     first = channel.receive()
     if first is None:  # the parent has thought better of it
@@ -70,7 +73,7 @@ def _load_and_serve(channel: BlockingChannel) -> int:
         return 1
     try:
         channel.send(Kind.READY)
-        serve(channel, model)
+        serve(channel, model, mark)
     finally:
         _close_model(model)
     return 0
@@ -102,8 +105,13 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
         raise
 
 
-def serve(channel: BlockingChannel, model: Any) -> None:  # noqa: C901  flat on purpose
+def serve(  # noqa: C901, PLR0912  flat on purpose
+    channel: BlockingChannel, model: Any, mark: "memoryview[int]"
+) -> None:
     """Answer batches until the parent says STOP or closes its end.
+
+    `mark` is where the parent reads, after the death of this process, what it had in hand: the ids,
+    plus one, of the batch that was read last and of the one whose computation began last.
 
     The usual batch is handled in this one function: after a pause every Python call costs about
     five microseconds, and it is a lone request that waits for them (`benchmarks/idle_latency.py`).
@@ -126,21 +134,25 @@ def serve(channel: BlockingChannel, model: Any) -> None:  # noqa: C901  flat on 
         if frame.kind is not inputs_kind:
             if frame.kind is Kind.STOP:
                 return
-            _answer_items(channel, model, frame, parts)
+            if frame.kind is Kind.PING:
+                send(Kind.PONG)
+            else:
+                _answer_items(channel, model, frame, parts, mark)
             continue
         batch_id = frame.batch_id
+        mark[0] = batch_id + 1
         try:
             inputs = loads(frame.body)
         except BaseException:  # noqa: BLE001  unpickling is the user's code too
             send(Kind.UNREADABLE, batch_id)
             continue
         count = len(inputs)  # `infer` may change the list that it is given
+        mark[1] = batch_id + 1
         started = monotonic()
         try:
             outputs = infer(inputs)
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-            failure = codec.dumps(codec.describe(error))
-            send(Kind.FAILED, batch_id, failure, monotonic() - started)
+            send(*_tell_raised(error, batch_id), monotonic() - started)
             continue
         seconds = monotonic() - started
         if (
@@ -211,34 +223,89 @@ def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
     return codec.describe(OutputMismatchError(checked)) if isinstance(checked, str) else checked
 
 
-def _answer_items(channel: BlockingChannel, model: Any, frame: Frame, parts: _Parts) -> None:
+# The process cannot use its device any more. Source: CUDA's own messages, as PyTorch passes them.
+_FATAL_SIGNS = (
+    "device-side assert",
+    "illegal memory access",
+    "unspecified launch failure",
+    "CUDA error",
+)
+
+
+def _tell_raised(error: BaseException, batch_id: int) -> tuple[Kind, int, bytes]:
+    """A frame (kind, batch id, body) that says that `infer` raised, and how bad that is."""
+    failure = codec.describe(error)
+    kind = Kind.RAISED
+    if _is_out_of_memory(error, failure.text):
+        kind = Kind.OUT_OF_MEMORY
+        # Its frames hold the tensors of the batch that was too large.
+        traceback.clear_frames(error.__traceback__)
+        _empty_cuda_cache()
+    elif any(sign in failure.text for sign in _FATAL_SIGNS):
+        kind = Kind.FATAL
+    return kind, batch_id, codec.dumps(failure)
+
+
+def _is_out_of_memory(error: BaseException, text: str) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    # By name, so that torch need not be here: torch.OutOfMemoryError. And by what CUDA says where
+    # a library raises a class of its own.
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "OutOfMemoryError" in names or ("CUDA" in text and "out of memory" in text)
+
+
+def _empty_cuda_cache() -> None:
+    """Give back what PyTorch keeps for reuse: in other sizes it may be of use to the next batch."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.empty_cache()
+    except Exception:
+        logger.exception("torch.cuda.empty_cache() raised")
+
+
+def _answer_items(
+    channel: BlockingChannel, model: Any, frame: Frame, parts: _Parts, mark: "memoryview[int]"
+) -> None:
     """Compute a batch whose items were pickled apart; those that cannot be read fail alone."""
     if frame.kind is Kind.INPUT_ITEMS_PART:
         parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
         return
     inputs: list[Any] = []
     outcomes: list[bytes | RemoteFailure | None] = []
+    mark[0] = frame.batch_id + 1
     for item in (*parts.pop(frame.batch_id, ()), *codec.loads(frame.body)):
         try:
             inputs.append(codec.loads(item))
             outcomes.append(None)
         except BaseException as error:  # noqa: BLE001  unpickling is the user's code too
             outcomes.append(codec.describe(error))
+    mark[1] = frame.batch_id + 1
     started = monotonic()
     if inputs:
-        computed = _compute_items(channel, model, inputs)
-        outcomes = [next(computed) if known is None else known for known in outcomes]
+        count = len(inputs)
+        try:
+            outputs = model.infer(inputs)
+        except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
+            told = _tell_raised(error, frame.batch_id)
+            if count == len(outcomes):
+                channel.send(*told, monotonic() - started)
+                return
+            # Those that could not be read are not the model's fault, and keep their own.
+            failure = codec.describe(error)
+            outcomes = [failure if known is None else known for known in outcomes]
+        else:
+            computed = _pack_outputs(channel, outputs, count)
+            outcomes = [next(computed) if known is None else known for known in outcomes]
     _send_items(channel, frame.batch_id, outcomes, monotonic() - started)
 
 
-def _compute_items(
-    channel: BlockingChannel, model: Any, inputs: list[Any]
+def _pack_outputs(
+    channel: BlockingChannel, outputs: Any, count: int
 ) -> "Iterator[bytes | RemoteFailure]":
-    count = len(inputs)
-    try:
-        checked = _check(model.infer(inputs), count)
-    except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-        checked = codec.describe(error)
+    checked = _check(outputs, count)
     if isinstance(checked, RemoteFailure):
         return repeat(checked)
     return iter([_pack(channel, output) for output in checked])

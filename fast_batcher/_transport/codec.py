@@ -71,6 +71,20 @@ def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) ->
     yield dumps(part)
 
 
+def size_of(value: Any) -> int:
+    """About how many bytes a value takes when it is sent; 0 if it cannot be.
+
+    That of a buffer is known. Anything else is pickled to find out.
+    """
+    if isinstance(value, bytes | bytearray | str):
+        return len(value)
+    try:
+        # Arrays and tensors.
+        return int(value.nbytes) if hasattr(value, "nbytes") else len(dumps(value))
+    except BaseException:  # noqa: BLE001  the user's code; sending it will tell
+        return 0
+
+
 def fits(item: bytes, max_frame_bytes: int) -> bool:
     """Whether this pickled item can travel in a frame by itself."""
     return _size(item) + _ITEM_OVERHEAD <= max_frame_bytes

@@ -36,14 +36,20 @@ class Kind(IntEnum):
     INPUT_ITEMS = 3  # a batch, or the last part of one: a list of separately pickled inputs
     INPUT_ITEMS_PART = 4  # a part of a batch that is larger than one frame; more follow
     STOP = 5  # finish what has arrived, then end
+    PING = 6  # say PONG
     # worker to parent
     READY = 16  # the model is loaded and warm
     STARTUP_FAILED = 17  # one pickled RemoteFailure
     OUTPUTS = 18  # one pickle of the list of outputs
     OUTPUT_ITEMS = 19  # the list of outcomes, or its last part
     OUTPUT_ITEMS_PART = 20  # a part of outcomes that are larger than one frame; more follow
-    FAILED = 21  # one pickled RemoteFailure, for every request of the batch
-    UNREADABLE = 22  # INPUTS could not be unpickled: send the batch as INPUT_ITEMS
+    UNREADABLE = 21  # INPUTS could not be unpickled: send the batch as INPUT_ITEMS
+    PONG = 22
+    # One pickled RemoteFailure, for every request of the batch.
+    FAILED = 23  # another try is of no use
+    RAISED = 24  # `infer` raised
+    OUT_OF_MEMORY = 25  # `infer` raised that
+    FATAL = 26  # `infer` raised something after which this process is of no use
 
 
 _find_kind: Final = {int(kind): kind for kind in Kind}.get

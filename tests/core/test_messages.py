@@ -64,7 +64,14 @@ def test_they_have_no_room_for_anything_else(value: object) -> None:
 
 
 def test_reasons_are_the_words_that_users_see() -> None:
-    assert [str(release) for release in Release] == ["full", "idle", "window", "deadline", "drain"]
+    assert [str(release) for release in Release] == [
+        "full",
+        "idle",
+        "window",
+        "deadline",
+        "drain",
+        "retry",
+    ]
     assert [str(reason) for reason in ExpiryReason] == [
         "waiting",
         "not ready",

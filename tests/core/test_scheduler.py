@@ -5,7 +5,9 @@ import weakref
 from collections.abc import Sequence
 from math import inf
 
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given
 
 from fast_batcher._core.messages import (
     Action,
@@ -16,12 +18,17 @@ from fast_batcher._core.messages import (
     Release,
     Replace,
     Request,
+    Stage,
     Stall,
 )
 from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy
+from fast_batcher._core.retries import ISOLATION_SECONDS, Lost
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, QueueFullError
 from fast_batcher.stats import Tally
+
+# What a lost worker gives back when all of it is tried again.
+NOTHING = Lost([], [])
 
 
 def make(
@@ -31,6 +38,8 @@ def make(
     max_queue_size: int = 100,
     timeout: float | None = None,
     infer_timeout: float | None = None,
+    idempotent: bool = True,
+    isolate_errors: bool = True,
     workers: int = 1,
 ) -> Scheduler:
     """A scheduler whose workers are ready since moment 0."""
@@ -41,6 +50,8 @@ def make(
         max_queue_size=max_queue_size,
         timeout=timeout,
         infer_timeout=infer_timeout,
+        idempotent=idempotent,
+        isolate_errors=isolate_errors,
     )
     for worker in range(workers):
         scheduler.worker_ready(0.0, worker)
@@ -654,7 +665,7 @@ def test_a_worker_that_is_being_replaced_gets_nothing() -> None:
     scheduler.poll(4.0)
     waiting = submit(scheduler, 5.0, 2)
     assert scheduler.poll(5.0) == ([], None)
-    assert scheduler.worker_lost(0) == []
+    assert scheduler.worker_lost(0) == NOTHING
     scheduler.worker_ready(6.0, 0)
     (batch,) = poll_batches(scheduler, 6.0)
     assert batch.requests == waiting
@@ -718,13 +729,17 @@ def test_deadline_and_infer_timeout_at_one_moment_expire_a_request_once() -> Non
     assert scheduler.tally.expired == 1
 
 
-def test_what_waits_behind_a_batch_that_hangs_is_lost_with_its_worker() -> None:
+def test_what_waits_behind_a_batch_that_hangs_is_tried_again() -> None:
     scheduler = make(max_batch_size=1, infer_timeout=4.0)
-    run(scheduler, 0.0)
+    hanging = run(scheduler, 0.0)
     behind = run(scheduler, 0.0)
     scheduler.poll(4.0)
     assert scheduler.running == 1
-    assert scheduler.worker_lost(0) == behind.requests
+    assert scheduler.worker_lost(0, hanging.id, hanging.id) == NOTHING
+    assert scheduler.waiting == 1
+    scheduler.worker_ready(5.0, 1)
+    (batch,) = poll_batches(scheduler, 5.0)
+    assert (batch.requests, batch.release) == (behind.requests, Release.RETRY)
 
 
 def test_a_late_answer_before_the_worker_dies_settles_nothing_twice() -> None:
@@ -732,7 +747,7 @@ def test_a_late_answer_before_the_worker_dies_settles_nothing_twice() -> None:
     batch = run(scheduler, 0.0)
     scheduler.poll(4.0)
     assert settle(scheduler, 4.1, batch) == []
-    assert scheduler.worker_lost(0) == []
+    assert scheduler.worker_lost(0) == NOTHING
     assert (scheduler.tally.expired, scheduler.tally.completed) == (1, 0)
 
 
@@ -778,58 +793,303 @@ def test_cancelling_what_has_left_does_nothing() -> None:
 # Losing workers.
 
 
-def test_a_lost_worker_gives_back_its_requests() -> None:
-    scheduler = make(max_batch_size=2)
+def test_what_must_not_be_computed_twice_is_given_back() -> None:
+    scheduler = make(max_batch_size=2, idempotent=False)
     submit(scheduler, 0.0, 5)
     first, second = poll_batches(scheduler, 0.0)
-    assert scheduler.worker_lost(0) == [*first.requests, *second.requests]
-    assert all(request.is_settled for request in (*first.requests, *second.requests))
-    assert (scheduler.running, scheduler.waiting, scheduler.workers_ready) == (0, 1, 0)
+    assert scheduler.worker_lost(0, first.id, first.id) == Lost(first.requests, [])
+    assert all(request.is_settled for request in first.requests)
+    # The worker had not begun with the second.
+    assert not any(request.is_settled for request in second.requests)
+    assert (scheduler.running, scheduler.waiting, scheduler.workers_ready) == (0, 3, 0)
     assert scheduler.batch_done(1.0, 0, first.id) is None
 
 
 def test_a_lost_worker_gives_back_nothing_that_has_left() -> None:
-    scheduler = make(max_batch_size=3)
+    scheduler = make(max_batch_size=3, idempotent=False)
     (hurried,) = submit(scheduler, 0.0, deadline=2.0)
     gone, patient = submit(scheduler, 0.0, 2)
-    scheduler.poll(0.0)
+    (batch,) = poll_batches(scheduler, 0.0)
     scheduler.cancel(gone)
     scheduler.poll(2.0)
     assert hurried.is_settled
-    assert scheduler.worker_lost(0) == [patient]
+    assert scheduler.worker_lost(0, batch.id, batch.id) == Lost([patient], [])
 
 
 def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
     scheduler = make(workers=1)
-    assert scheduler.worker_lost(7) == []
+    assert scheduler.worker_lost(7) == NOTHING
     assert scheduler.workers_ready == 1
 
 
 def test_a_lost_idle_worker_gives_back_nothing() -> None:
     scheduler = make(workers=2)
-    assert scheduler.worker_lost(0) == []
+    assert scheduler.worker_lost(0) == NOTHING
     assert run(scheduler, 0.0).worker == 1
 
 
 def test_waiting_requests_survive_the_loss_and_go_to_the_replacement() -> None:
-    scheduler = make(max_batch_size=1)
-    run(scheduler, 0.0)
-    run(scheduler, 0.0)
+    scheduler = make(max_batch_size=1, idempotent=False)
+    first, _ = run(scheduler, 0.0), run(scheduler, 0.0)
     waiting = submit(scheduler, 0.0)
-    scheduler.worker_lost(0)
+    scheduler.worker_lost(0, first.id, first.id)
     assert scheduler.poll(1.0) == ([], None)
     scheduler.worker_ready(2.0, 0)
-    (batch,) = poll_batches(scheduler, 2.0)
-    assert batch.requests == waiting
-    assert batch.id == 2
+    second, third = poll_batches(scheduler, 2.0)
+    assert second.release is Release.RETRY
+    assert third.requests == waiting
 
 
 def test_only_the_lost_worker_is_forgotten() -> None:
-    scheduler = make(workers=2)
+    scheduler = make(workers=2, idempotent=False)
     lost = run(scheduler, 0.0)
     kept = run(scheduler, 0.0)
-    assert scheduler.worker_lost(lost.worker) == lost.requests
+    assert scheduler.worker_lost(lost.worker, lost.id, lost.id) == Lost(lost.requests, [])
     assert settle(scheduler, 1.0, kept) == kept.requests
+
+
+# Trying again.
+
+
+def lose(scheduler: Scheduler, batch: Batch, stage: Stage = Stage.BEGUN) -> Lost:
+    taken = batch.id if stage is not Stage.SENT else None
+    return scheduler.worker_lost(batch.worker, taken, batch.id if stage is Stage.BEGUN else None)
+
+
+def test_a_batch_that_was_begun_is_tried_again_one_by_one() -> None:
+    scheduler = make(max_batch_size=3, workers=2)
+    batch = run(scheduler, 0.0, 3)
+    assert lose(scheduler, batch) == NOTHING
+    submit(scheduler, 1.0)
+    (first,) = poll_batches(scheduler, 1.0)
+    assert (first.worker, first.requests) == (1, batch.requests[:1])
+    settle(scheduler, 2.0, first)
+    (second,) = poll_batches(scheduler, 2.0)
+    assert second.requests == batch.requests[1:2]
+    assert second.release is Release.RETRY
+
+
+@pytest.mark.parametrize("stage", [Stage.TAKEN, Stage.BEGUN])
+def test_each_of_a_batch_that_was_in_hand_goes_alone(stage: Stage) -> None:
+    scheduler = make(max_batch_size=3, workers=4)
+    batch = run(scheduler, 0.0, 3)
+    lose(scheduler, batch, stage)
+    batches = poll_batches(scheduler, 1.0)
+    assert [batch.requests for batch in batches] == [[one] for one in batch.requests]
+
+
+def test_a_batch_that_was_not_taken_goes_as_it_was() -> None:
+    scheduler = make(max_batch_size=3, workers=2)
+    batch = run(scheduler, 0.0, 3)
+    lose(scheduler, batch, Stage.SENT)
+    (again,) = poll_batches(scheduler, 1.0)
+    assert again.requests == batch.requests
+
+
+def lose_again(scheduler: Scheduler, now: float, stage: Stage) -> Lost:
+    """A new worker gets what waits, and is lost."""
+    scheduler.worker_ready(now, int(now))
+    (batch,) = poll_batches(scheduler, now)
+    return lose(scheduler, batch, stage)
+
+
+def test_a_request_is_poisonous_at_its_second_death() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0)
+    assert lose(scheduler, batch) == NOTHING
+    assert lose_again(scheduler, 1.0, Stage.BEGUN) == Lost([], batch.requests)
+    assert batch.requests[0].is_settled
+    assert scheduler.waiting == 0
+
+
+def test_a_request_that_is_never_begun_is_poisonous_at_the_third_loss() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0)
+    assert lose(scheduler, batch, Stage.TAKEN) == NOTHING
+    assert lose_again(scheduler, 1.0, Stage.BEGUN) == NOTHING
+    assert lose_again(scheduler, 2.0, Stage.TAKEN) == Lost([], batch.requests)
+
+
+def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
+    scheduler = make(idempotent=False)
+    batch = run(scheduler, 0.0)
+    lose(scheduler, batch, Stage.SENT)
+    for number in range(1, 50):
+        assert lose_again(scheduler, float(number), Stage.SENT) == NOTHING
+
+
+def test_those_that_wait_for_another_try_expire_at_their_deadline() -> None:
+    scheduler = make(timeout=5.0)
+    batch = run(scheduler, 0.0)
+    lose(scheduler, batch)
+    actions, wake_at = scheduler.poll(1.0)
+    assert (actions, wake_at) == ([], 5.0)
+    actions, _ = scheduler.poll(5.0)
+    assert told(actions) == [(ExpiryReason.NOT_READY, batch.requests[0])]
+    assert scheduler.poll(6.0) == ([], None)
+
+
+def test_those_that_wait_for_another_try_can_be_cancelled() -> None:
+    scheduler = make(max_batch_size=2)
+    batch = run(scheduler, 0.0, 2)
+    lose(scheduler, batch)
+    scheduler.cancel(batch.requests[0])
+    assert scheduler.waiting == 1
+    scheduler.worker_ready(1.0, 1)
+    (again,) = poll_batches(scheduler, 1.0)
+    assert again.requests == batch.requests[1:]
+    assert scheduler.tally.cancelled == 1
+
+
+def test_those_that_wait_for_another_try_are_given_back_at_the_end() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0)
+    lose(scheduler, batch)
+    assert scheduler.close() == batch.requests
+    assert scheduler.is_closed
+
+
+def test_giving_up_is_no_end() -> None:
+    scheduler = make(workers=0)
+    waiting = submit(scheduler, 0.0, 2)
+    assert scheduler.give_up() == waiting
+    scheduler.worker_ready(1.0, 0)
+    assert run(scheduler, 1.0).worker == 0
+
+
+# A model that raises.
+
+
+def fail(scheduler: Scheduler, now: float, batch: Batch, **how: bool) -> list[Request]:
+    assert scheduler.batch_done(now, batch.worker, batch.id) is batch
+    failed = scheduler.batch_raised(
+        now, batch, **{"out_of_memory": False, "is_fatal": False, **how}
+    )
+    for request in failed:
+        request.is_settled = True
+    return failed
+
+
+def find_culprits(scheduler: Scheduler, batch: Batch, guilty: set[int]) -> tuple[set[int], int]:
+    """Answer until nothing is left: the positions that failed, and how many batches it took."""
+    failed, batches, waiting = set(), 0, [batch]
+    while waiting:
+        current = waiting.pop(0)
+        batches += 1
+        if guilty & {request.id for request in current.requests}:
+            failed |= {request.id for request in fail(scheduler, 1.0, current)}
+        else:
+            settle(scheduler, 1.0, current)
+        waiting += poll_batches(scheduler, 1.0)
+    return failed, batches
+
+
+@given(size=st.integers(1, 40), data=st.data())
+def test_only_the_guilty_fail(size: int, data: st.DataObject) -> None:
+    scheduler = make(max_batch_size=size)
+    guilty = data.draw(st.sets(st.integers(0, size - 1)))
+    failed, batches = find_culprits(scheduler, run(scheduler, 0.0, size), guilty)
+    assert failed == guilty
+    assert batches <= max(1, 2 * size - 1)
+
+
+@pytest.mark.parametrize("culprit", range(32))
+def test_one_culprit_of_thirty_two_costs_ten_more_batches(culprit: int) -> None:
+    scheduler = make(max_batch_size=32)
+    batch = run(scheduler, 0.0, 32)
+    assert find_culprits(scheduler, batch, {culprit}) == ({culprit}, 11)
+
+
+@pytest.mark.parametrize(
+    ("idempotent", "isolate_errors"), [(False, True), (True, False), (False, False)]
+)
+def test_a_batch_is_divided_only_if_both_settings_say_so(
+    idempotent: bool, isolate_errors: bool
+) -> None:
+    scheduler = make(idempotent=idempotent, isolate_errors=isolate_errors)
+    batch = run(scheduler, 0.0, 2)
+    assert fail(scheduler, 1.0, batch) == batch.requests
+
+
+def test_a_fatal_failure_is_not_tried_again() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0, 2)
+    assert fail(scheduler, 1.0, batch, is_fatal=True) == batch.requests
+
+
+def test_those_who_have_gone_are_not_tried_again() -> None:
+    scheduler = make(max_batch_size=4)
+    batch = run(scheduler, 0.0, 4)
+    for request in batch.requests[1:]:
+        scheduler.cancel(request)
+    assert fail(scheduler, 1.0, batch) == []
+    (again,) = poll_batches(scheduler, 1.0)
+    assert again.requests == batch.requests[:1]
+
+
+def test_the_search_for_culprits_has_an_end() -> None:
+    scheduler = make(max_batch_size=4)
+    batch = run(scheduler, 0.0, 4)
+    assert fail(scheduler, 1.0, batch) == []
+    (half,) = poll_batches(scheduler, 1.0)
+    end = 1.0 + ISOLATION_SECONDS
+    assert fail(scheduler, end, half) == half.requests
+    (other,) = poll_batches(scheduler, end)
+    settle(scheduler, end, other)
+    # A batch that fails later has a time of its own.
+    assert fail(scheduler, end, run(scheduler, end, 2)) == []
+
+
+def test_out_of_memory_makes_batches_smaller() -> None:
+    scheduler = make(max_batch_size=8)
+    batch = run(scheduler, 0.0, 8)
+    submit(scheduler, 0.5, 8)
+    assert fail(scheduler, 1.0, batch, out_of_memory=True) == []
+    sizes = []
+    waiting = poll_batches(scheduler, 1.0)
+    while waiting:
+        batch = waiting.pop(0)
+        sizes.append((len(batch.requests), batch.release))
+        settle(scheduler, 1.0, batch)
+        waiting += poll_batches(scheduler, 1.0)
+    assert sorted(sizes) == [(4, Release.FULL)] * 2 + [(4, Release.RETRY)] * 2
+
+
+def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
+    scheduler = make(max_batch_size=8, workers=2)
+    batch = run(scheduler, 0.0, 8)
+    scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
+    for _ in range(8):
+        (retry,) = poll_batches(scheduler, 1.0)
+        settle(scheduler, 1.0, retry)
+    submit(scheduler, 2.0, 8)
+    assert [len(batch.requests) for batch in poll_batches(scheduler, 2.0)] == [4, 4]
+
+
+def test_a_lone_request_that_memory_may_have_killed_says_nothing_about_sizes() -> None:
+    scheduler = make(max_batch_size=8, workers=2)
+    batch = run(scheduler, 0.0)
+    scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
+    (retry,) = poll_batches(scheduler, 1.0)
+    settle(scheduler, 1.0, retry)
+    assert len(run(scheduler, 2.0, 8).requests) == 8
+
+
+# Retiring.
+
+
+def test_a_retired_worker_gets_nothing_and_answers_what_it_has() -> None:
+    scheduler = make(workers=2)
+    batch = run(scheduler, 0.0)
+    scheduler.worker_retired(batch.worker)
+    assert scheduler.workers_ready == 1
+    other = run(scheduler, 0.0)
+    assert other.worker != batch.worker
+    waiting = submit(scheduler, 0.0)
+    assert settle(scheduler, 1.0, batch) == batch.requests
+    assert scheduler.poll(1.0) == ([], None)
+    assert scheduler.idle_workers == [batch.worker]
+    assert not waiting[0].is_settled
 
 
 # Withdrawing.
@@ -1008,7 +1268,14 @@ def test_it_goes_on_counting_where_another_has_stopped() -> None:
     """A batcher that is opened again has a new scheduler and keeps its counts."""
     tally = Tally(submitted=40, completed=40)
     scheduler = Scheduler(
-        GreedyPolicy(), tally, max_batch_size=2, max_queue_size=9, timeout=None, infer_timeout=None
+        GreedyPolicy(),
+        tally,
+        max_batch_size=2,
+        max_queue_size=9,
+        timeout=None,
+        infer_timeout=None,
+        idempotent=True,
+        isolate_errors=True,
     )
     scheduler.worker_ready(0.0, 0)
     (request,) = submit(scheduler, 0.0)

@@ -5,6 +5,8 @@ checks that each decision was allowed, and that none was missing. A second sched
 same events and must decide the same.
 """
 
+import itertools
+from collections import Counter
 from dataclasses import dataclass, field
 from math import floor, inf
 from typing import Any
@@ -29,10 +31,13 @@ from fast_batcher._core.messages import (
     Release,
     Replace,
     Request,
+    Stage,
     Stall,
 )
 from fast_batcher._core.policy import make_policy
+from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import BatcherClosedError, QueueFullError
 from fast_batcher.stats import Tally
 
@@ -68,6 +73,8 @@ class Options:
     num_workers: int
     timeout: float | None
     infer_timeout: float | None
+    idempotent: bool
+    isolate_errors: bool
     # Requests after which the batcher may be drained: too early, and nothing happens any more.
     drain_after: int
     workers_at_first: int
@@ -82,6 +89,8 @@ options_strategy = st.builds(
     num_workers=st.integers(1, 3),
     timeout=st.sampled_from([None, 2.0, 6.0, 30.0]),
     infer_timeout=st.sampled_from([None, None, 3.0, 7.0]),
+    idempotent=st.sampled_from([True, True, False]),
+    isolate_errors=st.sampled_from([True, True, False]),
     drain_after=st.sampled_from([5, 20, 60]),
     workers_at_first=st.integers(0, 3),
 )
@@ -95,6 +104,8 @@ def make_scheduler(options: Options) -> Scheduler:
         max_queue_size=options.max_queue_size,
         timeout=options.timeout,
         infer_timeout=options.infer_timeout,
+        idempotent=options.idempotent,
+        isolate_errors=options.isolate_errors,
     )
 
 
@@ -104,6 +115,8 @@ class Running:
 
     batch: Batch
     open_ids: list[int]
+    # Until when it is divided if it fails; infinite before the first failure.
+    isolate_until: float = inf
 
 
 @dataclass
@@ -114,6 +127,11 @@ class Worker:
     started_at: float = 0.0
     is_stalled: bool = False
     is_replaced: bool = False
+    is_retired: bool = False
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.is_stalled and not self.is_retired
 
 
 @dataclass
@@ -157,6 +175,14 @@ class Schedule(RuleBasedStateMachine):
         self.arrivals: dict[int, float] = {}
         self.waiting: list[int] = []
         self.workers: dict[int, Worker] = {}
+        # Groups that wait for another try, next first, each with the end of its isolation.
+        self.groups: list[tuple[list[int], float]] = []
+        self.losses: Counter[int] = Counter()
+        self.deaths: Counter[int] = Counter()
+        self.cap = SizeCap(options.max_batch_size)
+        # Then batches were smaller for a while, and the queue took more turns.
+        self.cap_was_used = False
+        self.retries_sent = 0
         self.turns: dict[int, Turn] = {}
         self.left: dict[int, str] = {}
         self.batches_sent = 0
@@ -196,7 +222,7 @@ class Schedule(RuleBasedStateMachine):
             assert request.deadline == (default if twin.value is None else request.deadline)
             own = deadlines[request.value]
             assert request.deadline == (default if own is None else own)
-            self.turns[number] = Turn(len(self.waiting), self.batches_sent)
+            self.turns[number] = Turn(len(self.waiting), self.batches_sent - self.retries_sent)
             self.waiting.append(number)
         self.most_waiting = max(self.most_waiting, len(self.waiting))
         self.end_turn(is_polled)
@@ -233,15 +259,95 @@ class Schedule(RuleBasedStateMachine):
         self.end_turn(is_polled)
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data(), is_polled=usually)
-    def worker_lost(self, data: st.DataObject, is_polled: bool) -> None:
+    @rule(data=st.data(), stage=st.sampled_from(Stage), memory=st.booleans(), is_polled=usually)
+    def worker_lost(self, data: st.DataObject, stage: Stage, memory: bool, is_polled: bool) -> None:
         index = data.draw(st.sampled_from(sorted(self.workers)), label="worker")
-        orphans = self.scheduler.worker_lost(index)
-        assert [r.id for r in self.twin.worker_lost(index)] == [r.id for r in orphans]
         worker = self.workers.pop(index)
-        assert [r.id for r in orphans] == [i for one in worker.batches for i in one.open_ids]
-        for request in orphans:
-            self.leave(request.id, "failed")
+        first = worker.batches[0].batch if worker.batches else None
+        taken = first.id if first is not None and stage is not Stage.SENT else None
+        begun = taken if stage is Stage.BEGUN else None
+        both = [
+            scheduler.worker_lost(index, taken, begun, out_of_memory=memory)
+            for scheduler in (self.scheduler, self.twin)
+        ]
+        if first is not None and begun is not None and memory and len(first.requests) > 1:
+            self.cap.ran_out(len(first.requests))
+            self.cap_was_used = True
+        given_up: list[list[int]] = [[], []]
+        groups: list[tuple[list[int], float]] = []
+        for position, one in enumerate(worker.batches):
+            again = self.count_loss(one, stage if position == 0 else Stage.SENT, given_up)
+            is_in_hand = position == 0 and stage is not Stage.SENT
+            groups += [([i], inf) for i in again] if is_in_hand else [(again, inf)]
+        self.groups = [group for group in groups if group[0]] + self.groups
+        for lost in both:
+            assert [[r.id for r in requests] for requests in lost] == given_up
+        for number in itertools.chain(*given_up):
+            self.leave(number, "failed")
+        self.end_turn(is_polled)
+
+    def count_loss(self, one: Running, stage: Stage, given_up: list[list[int]]) -> list[int]:
+        """Those of a batch that are tried again; the others are added to the failed, poisonous."""
+        again = []
+        for number in one.open_ids:
+            self.losses[number] += stage is not Stage.SENT
+            self.deaths[number] += stage is Stage.BEGUN
+            if stage is Stage.BEGUN and not self.options.idempotent:
+                given_up[0].append(number)
+            elif self.deaths[number] == MOST_DEATHS or self.losses[number] == MOST_LOSSES:
+                given_up[1].append(number)
+            else:
+                again.append(number)
+        return again
+
+    @precondition(lambda self: any(worker.batches for worker in self.workers.values()))
+    @rule(data=st.data(), pause=pauses, memory=st.booleans(), is_fatal=st.booleans())
+    def infer_raised(self, data: st.DataObject, pause: float, memory: bool, is_fatal: bool) -> None:
+        self.now += pause
+        busy = sorted(index for index, worker in self.workers.items() if worker.batches)
+        index = data.draw(st.sampled_from(busy), label="worker")
+        worker = self.workers[index]
+        one = worker.batches.pop(0)
+        failed = []
+        for scheduler in (self.scheduler, self.twin):
+            batch = scheduler.batch_done(self.now, index, one.batch.id)
+            assert batch is not None
+            failed.append(
+                scheduler.batch_raised(self.now, batch, out_of_memory=memory, is_fatal=is_fatal)
+            )
+        size = len(one.batch.requests)
+        if self.cap.is_watching:
+            self.cap.went_well(size)
+        if memory:
+            self.cap.ran_out(size)
+            self.cap_was_used = True
+        worker.started_at = self.now
+        worker.is_stalled = worker.is_replaced = False
+        until = one.isolate_until
+        if until == inf:
+            until = self.now + ISOLATION_SECONDS
+        may_divide = self.options.idempotent and self.options.isolate_errors and not is_fatal
+        if may_divide and size > 1 and self.now < until:
+            half = (len(one.open_ids) + 1) // 2
+            halves = [one.open_ids[:half], one.open_ids[half:]]
+            self.groups = [(half, until) for half in halves if half] + self.groups
+            assert failed == [[], []]
+        else:
+            for requests in failed:
+                assert [r.id for r in requests] == one.open_ids
+            for number in list(one.open_ids):
+                for request in self.requests[number]:
+                    request.is_settled = True
+                self.leave(number, "failed")
+        self.poll()
+
+    @precondition(lambda self: any(worker.is_ready for worker in self.workers.values()))
+    @rule(data=st.data(), is_polled=usually)
+    def worker_retired(self, data: st.DataObject, is_polled: bool) -> None:
+        index = data.draw(st.sampled_from(sorted(self.workers)), label="worker")
+        self.scheduler.worker_retired(index)
+        self.twin.worker_retired(index)
+        self.workers[index].is_retired = True
         self.end_turn(is_polled)
 
     @precondition(lambda self: any(worker.batches for worker in self.workers.values()))
@@ -271,6 +377,8 @@ class Schedule(RuleBasedStateMachine):
             assert scheduler.batch_done(self.now, index + 1, running.batch.id) is None
         batch = self.scheduler.batch_done(self.now, index, running.batch.id)
         assert batch is running.batch
+        if self.cap.is_watching:
+            self.cap.went_well(len(batch.requests))
         assert self.twin.batch_done(self.now, index, running.batch.id) is not None
         worker.started_at = self.now
         worker.is_stalled = worker.is_replaced = False
@@ -350,6 +458,9 @@ class Schedule(RuleBasedStateMachine):
         self.left[number] = how
         if number in self.waiting:
             self.waiting.remove(number)
+        for group, _ in self.groups:
+            if number in group:
+                group.remove(number)
         for worker in self.workers.values():
             for one in worker.batches:
                 if number in one.open_ids:
@@ -362,7 +473,7 @@ class Schedule(RuleBasedStateMachine):
                 setattr(tally, how, getattr(tally, how) + 1)
 
     def apply(self, actions: list[Action]) -> None:
-        ready = [worker for worker in self.workers.values() if not worker.is_stalled]
+        ready = [worker for worker in self.workers.values() if worker.is_ready]
         waiting_reason = ExpiryReason.WAITING if ready else ExpiryReason.NOT_READY
         has_dispatched = False
         for action in actions:
@@ -383,7 +494,7 @@ class Schedule(RuleBasedStateMachine):
         number = action.request.id
         assert action.request is self.requests[number][0]
         deadline = self.deadlines[number]
-        if number in self.waiting:
+        if number in self.waiting or number in self.retrying():
             assert (action.reason, deadline <= self.now) == (waiting_reason, True)
         else:
             worker, one = next(
@@ -414,8 +525,27 @@ class Schedule(RuleBasedStateMachine):
         limit = self.options.infer_timeout
         return limit is not None and bool(worker.batches) and worker.started_at + limit <= self.now
 
+    def retrying(self) -> list[int]:
+        return [number for group, _ in self.groups for number in group]
+
+    def retry(self, batch: Batch) -> None:
+        self.groups = [group for group in self.groups if group[0]]
+        numbers, until = self.groups.pop(0)
+        assert [request.id for request in batch.requests] == numbers
+        assert all(self.deadlines[number] > self.now for number in numbers)
+        worker = self.workers[batch.worker]
+        assert worker.is_ready
+        assert not worker.batches
+        worker.started_at = self.now
+        worker.batches.append(Running(batch, list(numbers), until))
+        self.batches_sent += 1
+        self.retries_sent += 1
+
     def dispatch(self, batch: Batch) -> None:
-        most = self.options.max_batch_size
+        if batch.release is Release.RETRY:
+            self.retry(batch)
+            return
+        most = self.cap.size
         size = len(batch.requests)
         assert 1 <= size <= most
         numbers = [request.id for request in batch.requests]
@@ -423,8 +553,9 @@ class Schedule(RuleBasedStateMachine):
         assert all(self.deadlines[number] > self.now for number in numbers)
         assert all(request is self.requests[request.id][0] for request in batch.requests)
         worker = self.workers[batch.worker]
-        assert not worker.is_stalled
-        loads = [len(one.batches) for one in self.workers.values() if not one.is_stalled]
+        assert worker.is_ready
+        assert worker.batches or not self.retrying(), "another try comes before the queue"
+        loads = [len(one.batches) for one in self.workers.values() if one.is_ready]
         assert len(worker.batches) == min(loads), "the least loaded comes first"
         assert len(worker.batches) < MOST_BATCHES_PER_WORKER
         assert not worker.batches or size == most, "late binding: a second batch is full"
@@ -432,8 +563,9 @@ class Schedule(RuleBasedStateMachine):
         self.batches_sent += 1
         for number in numbers:
             turn = self.turns[number]
-            turns_waited = self.batches_sent - turn.batches_before
-            assert turns_waited <= floor(turn.older / most) + 1, "first come, first served"
+            turns_waited = self.batches_sent - self.retries_sent - turn.batches_before
+            if not self.cap_was_used:
+                assert turns_waited <= floor(turn.older / most) + 1, "first come, first served"
         if not worker.batches:
             worker.started_at = self.now
         worker.batches.append(Running(batch, numbers))
@@ -457,7 +589,7 @@ class Schedule(RuleBasedStateMachine):
 
     def check_nothing_is_missing(self) -> None:
         """After a poll: nobody waits for a decision that should have been made."""
-        alive = [*self.waiting]
+        alive = [*self.waiting, *self.retrying()]
         for worker in self.workers.values():
             alive += [number for one in worker.batches for number in one.open_ids]
             assert worker.is_replaced or not self.has_run_too_long(worker)
@@ -470,9 +602,10 @@ class Schedule(RuleBasedStateMachine):
         self.check_no_needless_wait()
 
     def check_no_needless_wait(self) -> None:
-        ready = [worker for worker in self.workers.values() if not worker.is_stalled]
+        ready = [worker for worker in self.workers.values() if worker.is_ready]
         free = [worker for worker in ready if not worker.batches]
-        if len(self.waiting) >= self.options.max_batch_size:
+        assert not self.retrying() or not free
+        if len(self.waiting) >= self.cap.size:
             assert all(len(worker.batches) == MOST_BATCHES_PER_WORKER for worker in ready)
         elif self.waiting and free:
             assert self.options.policy == "fixed"
@@ -499,6 +632,7 @@ class Schedule(RuleBasedStateMachine):
         assert {r.id for r in self.twin.close()} == {r.id for r in rest}
         assert sorted(r.id for r in rest) == sorted(alive)
         self.waiting.clear()
+        self.groups.clear()
         self.workers.clear()
         for number in alive:
             self.leave(number, "failed")
@@ -513,11 +647,15 @@ class Schedule(RuleBasedStateMachine):
         scheduler, tally = self.scheduler, self.scheduler.tally
         running = [i for w in self.workers.values() for one in w.batches for i in one.open_ids]
         counts = {how: list(self.left.values()).count(how) for how in set(self.left.values())}
-        assert scheduler.waiting == len(self.waiting)
+        retrying = self.retrying()
+        assert scheduler.waiting == len(self.waiting) + len(retrying)
         assert scheduler.running == len(running)
         assert scheduler.room == self.options.max_queue_size - len(self.waiting)
-        assert scheduler.workers_ready == sum(not w.is_stalled for w in self.workers.values())
-        assert sorted(r.id for r in scheduler.open_requests()) == sorted(self.waiting + running)
+        assert scheduler.workers_ready == sum(w.is_ready for w in self.workers.values())
+        idle = [index for index, worker in self.workers.items() if not worker.batches]
+        assert sorted(scheduler.idle_workers) == sorted(idle)
+        open_ids = sorted(self.waiting + retrying + running)
+        assert sorted(r.id for r in scheduler.open_requests()) == open_ids
         assert tally.submitted == len(self.requests)
         assert tally.rejected == self.refused
         for how in ("completed", "failed", "expired", "cancelled"):

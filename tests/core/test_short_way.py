@@ -39,6 +39,8 @@ def scheduler_of(world: dict[str, object]) -> tuple[Scheduler, Tally]:
         tally,
         timeout=world["timeout"],  # type: ignore[arg-type]
         infer_timeout=world["infer_timeout"],  # type: ignore[arg-type]
+        idempotent=True,
+        isolate_errors=True,
         **settings,  # type: ignore[arg-type]
     )
     workers = world["workers"]

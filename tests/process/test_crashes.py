@@ -6,13 +6,23 @@ The callers of the batch are told how it ended, those that wait are served by it
 import asyncio
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 from packing import pack
-from sample_models import CRASHES, Crashes, Holds, TalksNonsense
-from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, turns, within
+from sample_models import (
+    CRASHES,
+    Crashes,
+    CrashesOnArrival,
+    Echo,
+    Holds,
+    NeedsFile,
+    TalksNonsense,
+)
+from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, turns, until, within
 
-from fast_batcher import DynBatcher, WorkerLostError
+from fast_batcher import DynBatcher, NotReadyError, PoisonRequestError, WorkerLostError
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 
@@ -33,10 +43,10 @@ def test_every_crash_of_the_sample_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("way", ENDS)
-async def test_the_callers_are_told_how_their_worker_ended_and_the_others_are_served(
+async def test_f06_f07_f08_the_callers_are_told_how_their_worker_ended_and_the_others_are_served(
     way: str,
 ) -> None:
-    async with DynBatcher(Crashes, 4) as batcher:
+    async with DynBatcher(Crashes, 4, idempotent=False) as batcher:
         # One turn, so they share a batch; those behind do not fill one, so they wait.
         lost = [call(batcher, text) for text in ("a", way, "b", "c")]
         waiting = [call(batcher, text) for text in ("d", "e")]
@@ -49,10 +59,8 @@ async def test_the_callers_are_told_how_their_worker_ended_and_the_others_are_se
         assert (stats.failed, stats.completed, stats.restarts) == (4, 2, 1)
 
 
-async def test_the_batch_behind_a_fatal_one_is_lost_with_the_worker_and_the_queue_is_kept(
-    gate: Gate,
-) -> None:
-    async with DynBatcher(Holds, 2, model_args=(gate.path,)) as batcher:
+async def test_the_batch_behind_a_fatal_one_and_the_queue_are_kept(gate: Gate) -> None:
+    async with DynBatcher(Holds, 2, model_args=(gate.path,), idempotent=False) as batcher:
         running = [call(batcher, "hold"), call(batcher, 0)]
         visit = await gate.visit()
         # A full batch is sent to the busy worker; one more request waits.
@@ -61,13 +69,15 @@ async def test_the_batch_behind_a_fatal_one_is_lost_with_the_worker_and_the_queu
         await turns()
         assert assert_balance(batcher).running == 4
         os.kill(visit.pid, signal.SIGKILL)
-        for task in (*running, *behind):
+        for task in running:
             assert isinstance(await outcome(task), WorkerLostError)
+        # Nobody had begun with these, so they are not computed twice.
+        assert [await outcome(task) for task in behind] == [1, 2]
         assert await outcome(waiting) == "waiting"
 
 
 async def test_a_cancelled_caller_of_a_fatal_batch_is_counted_once(gate: Gate) -> None:
-    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
         stays, leaves = call(batcher, "hold"), call(batcher, 0)
         visit = await gate.visit()
         leaves.cancel()
@@ -92,10 +102,84 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
         assert assert_balance(batcher).failed == 0
 
 
+# --- trying again ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["killed", "abort"])
+async def test_f15_a_poisonous_request_fails_after_two_deaths_and_its_mates_are_answered(
+    way: str,
+) -> None:
+    async with DynBatcher(Crashes, 8) as batcher:
+        calls = [call(batcher, text) for text in ("a", "b", "c", way, "d", "e", "f", "g")]
+        outcomes = [await outcome(task) for task in calls]
+        poison = outcomes.pop(3)
+        assert outcomes == ["a", "b", "c", "d", "e", "f", "g"]
+        assert isinstance(poison, PoisonRequestError)
+        assert str(poison) == (
+            f"worker 0 ended with {ENDS[way]} while it had this request, as another had before; "
+            "it is not tried again"
+        )
+        assert await batcher.process_batched("next") == "next"
+        assert (batcher.stats.restarts, assert_balance(batcher).failed) == (2, 1)
+
+
+async def test_f15_a_request_that_kills_whoever_unpickles_it_fails_alone() -> None:
+    async with DynBatcher(Echo, 3) as batcher:
+        calls = [call(batcher, value) for value in (1, CrashesOnArrival(), 3)]
+        first, poison, third = [await outcome(task) for task in calls]
+        assert (first, third) == (1, 3)
+        assert isinstance(poison, PoisonRequestError)
+        assert batcher.stats.restarts == 3
+
+
+async def test_f02_the_requests_of_a_killed_worker_are_answered_by_another_at_once(
+    gate: Gate,
+) -> None:
+    """The other worker need not wait for the replacement, which never loads."""
+    settings: dict[str, Any] = {"num_workers": 2, "restart_backoff": 1000.0}
+    async with DynBatcher(Holds, 4, model_args=(gate.path,), **settings) as batcher:
+        calls = [call(batcher, value) for value in ("hold", 1, 2)]
+        first = await gate.visit()
+        os.kill(first.pid, signal.SIGKILL)
+        second = await gate.visit()
+        assert second.pid != first.pid
+        second.let_on()
+        assert [await outcome(task) for task in calls] == ["hold", 1, 2]
+        assert batcher.stats.releases["retry"] == 3
+
+
+async def test_f02_a_request_waits_for_the_replacement_until_its_deadline(gate: Gate) -> None:
+    settings: dict[str, Any] = {"restart_backoff": 1000.0}
+    async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
+        held = call(batcher, "hold", timeout=1.0)
+        visit = await gate.visit()
+        os.kill(visit.pid, signal.SIGKILL)
+        with within(1.0, "a request of a dead worker fails at its deadline of 1 s"):
+            error = await outcome(held)
+        assert isinstance(error, NotReadyError)
+
+
+async def test_nothing_is_answered_twice_when_a_retry_is_cancelled(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, value) for value in ("hold", 1)]
+        visit = await gate.visit()
+        os.kill(visit.pid, signal.SIGKILL)
+        await until(lambda: batcher.stats.waiting == 2)
+        calls[0].cancel()
+        assert await outcome(calls[1]) == 1
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled) == (1, 1)
+
+
 @pytest.mark.slow
-async def test_workers_that_are_killed_all_the_time_lose_no_request_silently() -> None:
-    """Each call ends once, with its own answer or the loss of its worker."""
-    async with DynBatcher(Crashes, 4, num_workers=2, max_queue_size=2000) as batcher:
+async def test_f15_many_poisonous_requests_lose_nobody_else() -> None:
+    settings: dict[str, Any] = {
+        "num_workers": 2,
+        "max_queue_size": 2000,
+        "max_restarts": None,
+        "restart_backoff": 0.01,
+    }
+    async with DynBatcher(Crashes, 4, **settings) as batcher:
         calls = [
             call(batcher, "killed" if number % 100 == 50 else str(number), timeout=LIMIT)
             for number in range(500)
@@ -103,7 +187,92 @@ async def test_workers_that_are_killed_all_the_time_lose_no_request_silently() -
         with within(5.0, "500 calls end although 5 of them kill their workers"):
             results = [await outcome(task) for task in calls]
         for number, result in enumerate(results):
-            assert result == str(number) or isinstance(result, WorkerLostError)
-        assert sum(isinstance(result, WorkerLostError) for result in results) <= 5 * 2 * 4
+            if number % 100 == 50:
+                assert isinstance(result, PoisonRequestError)
+            else:
+                assert result == str(number)
         stats = assert_balance(batcher)
         assert (stats.waiting, stats.running) == (0, 0)
+
+
+# --- the budget of restarts -----------------------------------------------------------------------
+
+
+async def test_f11_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
+    settings: dict[str, Any] = {"max_restarts": 2, "restart_backoff": 0.01, "idempotent": False}
+    async with DynBatcher(Crashes, **settings) as batcher:
+        for _ in range(2):
+            assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
+        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
+        await until(lambda: batcher.state == "broken")
+        assert not batcher.is_ready
+        with within(0.01, "a call to a broken batcher fails") as limit:
+            async with asyncio.timeout(limit):
+                error = await outcome(call(batcher, "fine"))
+        assert isinstance(error, NotReadyError)
+        assert "restarted max_restarts=2 times within restart_window=60.0 seconds" in str(error)
+        assert error.retry_after is not None
+        assert 50 < error.retry_after <= 60
+        assert_balance(batcher)
+
+
+async def test_f11_what_waits_when_the_budget_is_spent_fails(gate: Gate) -> None:
+    settings: dict[str, Any] = {"max_restarts": 0, "idempotent": False}
+    async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
+        held, waiting = call(batcher, "hold"), None
+        visit = await gate.visit()
+        waiting = call(batcher, "waiting")
+        await turns()
+        os.kill(visit.pid, signal.SIGKILL)
+        assert isinstance(await outcome(held), WorkerLostError)
+        assert isinstance(await outcome(waiting), NotReadyError)
+        assert assert_balance(batcher).failed == 2
+
+
+async def test_f11_a_broken_batcher_comes_back_by_itself_after_the_window() -> None:
+    settings: dict[str, Any] = {"max_restarts": 0, "restart_window": 0.2, "idempotent": False}
+    async with DynBatcher(Crashes, **settings) as batcher:
+        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
+        await until(lambda: batcher.state == "broken")
+        await until(lambda: batcher.is_ready)
+        assert await batcher.process_batched("fine") == "fine"
+        assert batcher.state == "open"
+
+
+async def test_f11_a_broken_batcher_can_be_opened_again_at_once() -> None:
+    async with DynBatcher(Crashes, max_restarts=0, idempotent=False) as batcher:
+        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
+        await until(lambda: batcher.state == "broken")
+        await asyncio.gather(batcher.open(), batcher.open())
+        assert await batcher.process_batched("fine") == "fine"
+
+
+async def test_f14_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) -> None:
+    needed = tmp_path / "weights"
+    needed.touch()
+    settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 1, "restart_backoff": 0.01}
+    async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
+        needed.unlink()
+        first, second = [handle.pid for handle in batcher._pool.remaining()]
+        assert first is not None
+        assert second is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: bool(batcher._pool._given_up))
+        assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
+        assert await batcher.process_batched("fine") == "fine"
+        os.kill(second, signal.SIGKILL)
+        await until(lambda: batcher.state == "broken")
+        assert isinstance(await outcome(call(batcher, "fine")), NotReadyError)
+
+
+async def test_a_batcher_that_breaks_while_it_drains_lets_nobody_wait(gate: Gate) -> None:
+    batcher = DynBatcher(Holds, model_args=(gate.path,), max_restarts=0)
+    await batcher.open()
+    held = call(batcher, "hold")
+    visit = await gate.visit()
+    closing = asyncio.create_task(batcher.aclose())
+    await turns()
+    os.kill(visit.pid, signal.SIGKILL)
+    assert isinstance(await outcome(held), NotReadyError)
+    assert await outcome(closing) is None
+    assert batcher.state == "closed"

@@ -23,7 +23,7 @@ from sample_models import (
 )
 from waits import LIMIT, SOON, Gate, Watch
 
-from fast_batcher._process.pool import Pool
+from fast_batcher._process.pool import Exit, Pool
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import Settings, check_model
@@ -37,7 +37,8 @@ class Told:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
-        self.answers: list[Any] = []
+        self.exits: list[Exit] = []
+        self.idle: list[int] = []
         self._changed = asyncio.Event()
         self._pools: list[Pool] = []
 
@@ -63,11 +64,21 @@ class Told:
     def worker_ready(self, worker: int) -> None:
         self._tell("ready", worker)
 
-    def worker_lost(self, worker: int, exit_text: str) -> None:
-        self._tell("lost", (worker, exit_text))
+    def worker_retired(self, worker: int) -> None:
+        self._tell("retired", worker)
+
+    def worker_lost(self, worker: int, exit: Exit) -> None:
+        self.exits.append(exit)
+        self._tell("lost", (worker, exit.text))
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         self._tell("failed", error)
+
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        self._tell("given up", reason)
+
+    def idle_workers(self) -> list[int]:
+        return self.idle
 
     def frame_arrived(self, worker: int, frame: Frame) -> None:
         self._tell("answer", codec.loads(frame.body))
@@ -122,7 +133,8 @@ async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
     assert exit_text == "signal 9 (SIGKILL, possibly out of memory)"
     assert worker not in pool.senders
     await told.until(lambda: told.count("ready") == 3)
-    assert told.events[-1] == ("ready", worker)
+    # Another process, at the same place.
+    assert told.events[-1] == ("ready", worker + 2)
     assert second in pids_of(pool)
     assert first not in pids_of(pool)
 
@@ -173,7 +185,7 @@ async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
     await gate.visit()
     pool.replace(0)
     await told.until(lambda: told.count("ready") == 2)
-    assert told.events == [("ready", 0), ("lost", (0, "signal 15 (SIGTERM)")), ("ready", 0)]
+    assert told.events == [("ready", 0), ("lost", (0, "signal 15 (SIGTERM)")), ("ready", 1)]
 
 
 async def test_a_replaced_worker_that_ignores_sigterm_is_killed(told: Told, gate: Gate) -> None:
@@ -253,7 +265,7 @@ async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
     await told.until(lambda: told.count("lost") == 1)
     pool.stop(SOON)
     # The replacement would have been started by a timer; there is none, and no thread for it.
-    assert pool._timers == {}
+    assert pool._restart_timers == {}
     assert psutil.Process().children() == before
     assert "fast_batcher-starter-tested" not in {one.name for one in threading.enumerate()}
 
@@ -264,7 +276,7 @@ async def test_an_abandoned_pool_is_dead_without_waiting(told: Told) -> None:
         pool.abandon()
         await told.until(lambda: told.count("lost") == 2)
         assert workers.survivors(0.0) == []
-    assert pool._timers == {}
+    assert pool._restart_timers == {}
 
 
 async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told: Told) -> None:

@@ -15,6 +15,7 @@ from sample_models import (
     EXCEPTIONS,
     UNPICKLABLE,
     Alarmed,
+    BrokenAndRaises,
     BrokenOnArrival,
     ChangesInputs,
     Echo,
@@ -26,6 +27,7 @@ from sample_models import (
     RaisesOnLoad,
     RaisesOnWarmUp,
     Returns,
+    Says,
     Slow,
     UnpicklableOutputs,
     Warm,
@@ -39,6 +41,7 @@ from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel, open_pipes
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.mark import Mark
 from fast_batcher.errors import (
     InferenceError,
     OutputMismatchError,
@@ -55,7 +58,8 @@ class Served:
         ours, theirs = open_pipes(multiprocessing.get_context())
         self.channel = BlockingChannel(ours, 2**30)
         self._theirs = BlockingChannel(theirs, max_frame_bytes)
-        self.thread = threading.Thread(target=serve, args=(self._theirs, model))
+        self.mark = Mark()
+        self.thread = threading.Thread(target=serve, args=(self._theirs, model, self.mark.numbers))
         self.thread.start()
 
     def answer(self) -> Frame:
@@ -78,6 +82,7 @@ class Served:
         self.thread.join(LIMIT)
         assert not self.thread.is_alive()
         self._theirs.close()
+        self.mark.close()
 
 
 @pytest.fixture
@@ -92,8 +97,8 @@ def serves(model: Any) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("served", [model], indirect=True, ids=[""])
 
 
-def failure_in(frame: Frame) -> Any:
-    assert frame.kind is Kind.FAILED
+def failure_in(frame: Frame, kind: Kind = Kind.FAILED) -> Any:
+    assert frame.kind is kind
     return RemoteFailure(*codec.loads(frame.body)).to_error()
 
 
@@ -155,7 +160,9 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     ours, theirs = open_pipes(context)
     # One page, so that the worker waits in the middle of its answer until somebody reads.
     fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
-    process = context.Process(target=worker_main.worker_main, args=(theirs, MEBI, os.getpid()))
+    mark = Mark()
+    arguments = (theirs, mark, MEBI, os.getpid())
+    process = context.Process(target=worker_main.worker_main, args=arguments)
     process.start()
     for end in theirs:
         end.close()
@@ -171,6 +178,8 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     answer = channel.receive()
     assert answer is not None
     assert codec.loads(answer.body) == inputs
+    assert (mark.taken, mark.begun) == (1, 1)
+    mark.close()
     channel.close()
     process.join(LIMIT)
     assert process.exitcode == 0
@@ -180,10 +189,56 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
 @serves(Raises)
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_whatever_the_model_raises_is_told_and_it_serves_on(served: Served, name: str) -> None:
-    assert isinstance(failure_in(served.ask("fine", name)), InferenceError)
-    (error,) = outcomes_in(served.ask_items(name))
-    assert isinstance(error, InferenceError)
+    for frame in (served.ask("fine", name), served.ask_items(name)):
+        assert isinstance(failure_in(frame, Kind.RAISED), InferenceError)
     assert codec.loads(served.ask("fine").body) == ["fine"]
+
+
+@serves(Says)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Kind.FATAL, "CUDA error: device-side assert triggered"),
+        (Kind.FATAL, "CUDA error: an illegal memory access was encountered"),
+        (Kind.FATAL, "cuDNN: unspecified launch failure"),
+        (Kind.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 20.00 MiB"),
+        (Kind.OUT_OF_MEMORY, "CUDA error: out of memory"),
+        (Kind.RAISED, "the file system is out of memory cards"),
+        (Kind.RAISED, "cuda is nice"),
+    ],
+)
+def test_what_the_model_raises_tells_what_can_be_done(
+    served: Served, kind: Kind, text: str
+) -> None:
+    assert text in str(failure_in(served.ask(text), kind))
+
+
+@serves(BrokenAndRaises)
+def test_an_input_that_cannot_be_read_keeps_its_own_error_when_the_model_raises(
+    served: Served,
+) -> None:
+    bad = BrokenOnArrival("parent", KeyError("its own"))
+    first, second = outcomes_in(served.ask_items("a", bad))
+    assert isinstance(first, ValueError)
+    assert isinstance(second, KeyError)
+
+
+@serves(Echo)
+def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> None:
+    assert (served.mark.taken, served.mark.begun) == (None, None)
+    served.ask("a")
+    assert (served.mark.taken, served.mark.begun) == (5, 5)
+    served.channel.send(Kind.INPUTS, 7, codec.dumps([BrokenOnArrival("parent", KeyError())]))
+    assert served.answer().kind is Kind.UNREADABLE
+    assert (served.mark.taken, served.mark.begun) == (7, 5)
+    served.ask_items("a")
+    assert (served.mark.taken, served.mark.begun) == (6, 6)
+
+
+@serves(Echo)
+def test_a_ping_is_answered(served: Served) -> None:
+    served.channel.send(Kind.PING)
+    assert served.answer().kind is Kind.PONG
 
 
 @serves(Returns)

@@ -1,0 +1,59 @@
+"""How many requests a batch may have after the model has run out of memory. Pure.
+
+Additive increase after a multiplicative decrease, as congestion control does it and for the same
+reason: the limit is unknown, moves, and is only told by failures.
+"""
+
+from typing import Final
+
+# Full batches that must go well before a larger one is tried. A try that fails costs its requests
+# one more batch, so it should be rare among those that go well.
+FIRST_WAIT: Final = 32
+# It doubles with each failure, up to where a try costs less than a thousandth of the work.
+MAX_WAIT: Final = 4096
+# What is added is an eighth of the size, at least one: from half the size back to all of it takes
+# six steps.
+STEP_SHARE: Final = 8
+
+
+class SizeCap:
+    """The largest batch that is made.
+
+    Args:
+        most: `max_batch_size`.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.size = most
+        # Whether it has to hear of batches that go well: from the first failure until a while after
+        # there is no limit any more.
+        self.is_watching = False
+        # The largest batch that went well since.
+        self._good = 0
+        self._wait = FIRST_WAIT
+        self._seen = 0
+
+    def ran_out(self, size: int) -> None:
+        """A batch of this size has run out of memory: halve, or go back to what went well."""
+        known = self._good if self._good < size else 0
+        self.size = max(1, min(self.size, max(known, size // 2)))
+        self._good = min(self._good, self.size)
+        if self.is_watching:
+            self._wait = min(2 * self._wait, MAX_WAIT)
+        self._seen = 0
+        self.is_watching = True
+
+    def went_well(self, size: int) -> None:
+        """A batch of this size was computed."""
+        self._good = max(self._good, size)
+        if size < self.size:  # says nothing about a larger one
+            return
+        self._seen += 1
+        if self._seen < self._wait:
+            return
+        self._seen = 0
+        if self.size == self._most:
+            self.is_watching = False
+            self._wait, self._good = FIRST_WAIT, 0
+        self.size = min(self._most, self.size + max(1, self.size // STEP_SHARE))

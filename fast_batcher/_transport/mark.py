@@ -1,0 +1,69 @@
+"""What a worker is doing, in memory that it shares with the parent: two batch ids.
+
+When a worker has died, nobody can be asked what it had in hand, and a message that says so before
+every batch would cost a system call. The worker writes; the parent reads once the worker is dead.
+"""
+
+import mmap
+import os
+import sys
+import tempfile
+from multiprocessing import reduction
+from typing import Any
+
+_SIZE = 16  # two unsigned numbers of 8 bytes
+
+
+class Mark:
+    """Two numbers that outlive the worker: ids of batches plus one, 0 for none.
+
+    Made in the parent; pickled while a process is being started it becomes the same memory there.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self._fd = _make_memory() if fd is None else fd
+        self._memory = mmap.mmap(self._fd, _SIZE)
+        # The worker writes these itself: `numbers[0]` when it has read a batch, `numbers[1]` when
+        # it begins to compute it.
+        self.numbers = memoryview(self._memory).cast("Q")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (reduction.DupFd(self._fd),)
+
+    @property
+    def taken(self) -> int | None:
+        """The id of the batch that was read last."""
+        return self.numbers[0] - 1 if self.numbers[0] else None
+
+    @property
+    def begun(self) -> int | None:
+        """The id of the batch whose computation began last."""
+        return self.numbers[1] - 1 if self.numbers[1] else None
+
+    def close_fd(self) -> None:
+        """The memory stays mapped, and nobody else is to get it; may be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        """Give the memory back; may be called again."""
+        self.close_fd()
+        self.numbers.release()
+        self._memory.close()
+
+
+def _make_memory() -> int:
+    if sys.platform == "linux":
+        fd = os.memfd_create("fast_batcher")
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.ftruncate(fd, _SIZE)
+    return fd
+
+
+def _open(duplicate: Any) -> Mark:
+    mark = Mark(duplicate.detach())
+    mark.close_fd()
+    return mark

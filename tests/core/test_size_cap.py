@@ -1,0 +1,107 @@
+"""The batch size that memory allows, learned from failures."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fast_batcher._core.size_cap import FIRST_WAIT, MAX_WAIT, STEP_SHARE, SizeCap
+
+
+def go_well(cap: SizeCap, times: int) -> None:
+    for _ in range(times):
+        cap.went_well(cap.size)
+
+
+def test_it_limits_nothing_at_first() -> None:
+    cap = SizeCap(32)
+    assert (cap.size, cap.is_watching) == (32, False)
+
+
+def test_it_halves() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(32)
+    assert (cap.size, cap.is_watching) == (16, True)
+    cap.ran_out(16)
+    cap.ran_out(8)
+    assert cap.size == 4
+
+
+def test_it_never_goes_below_one() -> None:
+    cap = SizeCap(4)
+    for _ in range(5):
+        cap.ran_out(1)
+    assert cap.size == 1
+
+
+def test_a_failure_of_a_small_batch_counts_when_a_larger_one_comes_after() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(8)
+    cap.ran_out(32)  # sent before
+    assert cap.size == 4
+
+
+def test_it_grows_after_full_batches_that_went_well() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(32)
+    go_well(cap, FIRST_WAIT - 1)
+    assert cap.size == 16
+    go_well(cap, 1)
+    assert cap.size == 18
+
+
+def test_smaller_batches_say_nothing_about_larger_ones() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(32)
+    for _ in range(10 * FIRST_WAIT):
+        cap.went_well(15)
+    assert cap.size == 16
+
+
+def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(32)
+    go_well(cap, FIRST_WAIT)
+    cap.ran_out(18)
+    assert cap.size == 16
+    go_well(cap, 2 * FIRST_WAIT - 1)
+    assert cap.size == 16
+    go_well(cap, 1)
+    assert cap.size == 18
+
+
+def test_what_went_well_once_is_forgotten_when_it_fails() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(32)
+    go_well(cap, 1)
+    cap.ran_out(16)
+    assert cap.size == 8
+
+
+def test_it_comes_to_an_end_and_starts_again_as_if_nothing_had_been() -> None:
+    cap = SizeCap(3)
+    cap.ran_out(3)
+    cap.ran_out(3)
+    # Twice as long after the second failure: from one to two, to three, and until it is believed.
+    go_well(cap, 3 * 2 * FIRST_WAIT - 1)
+    assert (cap.size, cap.is_watching) == (3, True)
+    go_well(cap, 1)
+    assert (cap.size, cap.is_watching) == (3, False)
+    cap.ran_out(3)
+    go_well(cap, 2 * FIRST_WAIT)
+    assert cap.size == 3
+
+
+@given(st.integers(2, 300), st.integers(1, 300))
+def test_it_finds_any_limit_and_rarely_tries_beyond_it(most: int, limit: int) -> None:
+    cap = SizeCap(most)
+    failures = 0
+    for _ in range(20_000):
+        if cap.size > limit:
+            cap.ran_out(cap.size)
+            failures += 1
+        else:
+            cap.went_well(cap.size)
+    reachable = min(most, limit)
+    # A step may be too large to get nearer.
+    assert cap.size >= reachable - max(1, reachable // STEP_SHARE)
+    # Halving down, and then tries that become rare.
+    assert failures <= most.bit_length() + 20_000 // MAX_WAIT + MAX_WAIT.bit_length()

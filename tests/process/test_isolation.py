@@ -1,0 +1,221 @@
+"""Models that fail for some inputs, run out of memory, break their device or leak."""
+
+import asyncio
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_models import (
+    BrokenAndRaises,
+    FailsTogether,
+    Holds,
+    Leaks,
+    NeedsFile,
+    OutOfMemory,
+    Says,
+    Whereabouts,
+)
+from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, until, within
+
+from fast_batcher import DynBatcher, InferenceError
+from fast_batcher._core import heartbeat
+from fast_batcher._process import pool
+
+pytestmark = pytest.mark.anyio
+
+MEBI = 2**20
+
+
+# --- failing batches ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", [0, 5, 31])
+async def test_f25_only_the_guilty_request_of_a_failing_batch_fails(position: int) -> None:
+    async with DynBatcher(FailsTogether, 32) as batcher:
+        values = ["good"] * 32
+        values[position] = "bad"
+        outcomes = [await outcome(task) for task in [call(batcher, value) for value in values]]
+        bad = outcomes.pop(position)
+        assert isinstance(bad, ValueError)
+        assert isinstance(bad, InferenceError)
+        # One call for all of them, and ten more to find one of thirty-two.
+        assert max(outcomes) <= 11
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.completed, stats.restarts) == (1, 31, 0)
+
+
+@pytest.mark.parametrize("setting", ["isolate_errors", "idempotent"])
+async def test_f25_a_failing_batch_fails_whole_where_the_settings_say_so(setting: str) -> None:
+    off: dict[str, Any] = {setting: False}
+    async with DynBatcher(FailsTogether, 4, **off) as batcher:
+        calls = [call(batcher, value) for value in ("good", "bad", "good")]
+        assert all([isinstance(await outcome(task), ValueError) for task in calls])
+        assert await batcher.process_batched("good") == 2
+
+
+async def test_f25_a_model_that_always_fails_is_asked_a_bounded_number_of_times() -> None:
+    async with DynBatcher(BrokenAndRaises, 16) as batcher:
+        calls = [call(batcher, number) for number in range(16)]
+        assert all([isinstance(await outcome(task), ValueError) for task in calls])
+        assert assert_balance(batcher).batches == 2 * 16 - 1
+
+
+async def test_f33_out_of_memory_halves_the_batch_and_learns_a_cap() -> None:
+    async with DynBatcher(OutOfMemory, 32, model_args=(5,)) as batcher:
+        calls = [call(batcher, number) for number in range(96)]
+        sizes = [await outcome(task) for task in calls]
+        assert all(1 <= size <= 5 for size in sizes)
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.restarts) == (0, 0)
+        # The first batch found the cap; the others had it.
+        assert stats.batch_sizes[32] <= 2
+        assert await batcher.process_many(range(40)) == [4] * 40
+
+
+async def test_f33_an_input_that_is_too_large_alone_fails() -> None:
+    async with DynBatcher(OutOfMemory, 4, model_args=(0,)) as batcher:
+        error = await outcome(call(batcher, "large"))
+        assert isinstance(error, MemoryError)
+        assert isinstance(error, InferenceError)
+        assert batcher.stats.restarts == 0
+
+
+async def test_f32_a_fatal_device_error_replaces_the_worker_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with DynBatcher(Says, 4) as batcher:
+        text = "CUDA error: device-side assert triggered"
+        with within(1.0, "a request after a fatal device error is answered by a new worker"):
+            calls = [call(batcher, text), call(batcher, "mate")]
+            for task in calls:
+                error = await outcome(task)
+                assert isinstance(error, InferenceError)
+                assert text in str(error)
+            assert await batcher.process_batched("fine") == "fine"
+        stats = assert_balance(batcher)
+        assert (stats.restarts, stats.failed, stats.batches) == (1, 2, 2)
+    assert "its device is of no use any more" in caplog.text
+
+
+# --- recycling ------------------------------------------------------------------------------------
+
+
+async def test_a_worker_is_recycled_after_its_batches_and_nobody_waits_for_it() -> None:
+    async with DynBatcher(Whereabouts, max_batches_per_worker=10) as batcher:
+        pids: list[int] = []
+        while len(set(pids)) < 4:
+            pids.append(await batcher.process_batched(None))
+            assert batcher.stats.workers_ready >= 1
+        # Each has done its ten before another was begun.
+        first = pids[0]
+        assert pids[:10] == [first] * 10
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.releases.get("retry", 0)) == (0, 0)
+
+
+async def test_f34_a_worker_that_leaks_is_recycled_and_no_request_fails() -> None:
+    settings: dict[str, Any] = {"max_rss_bytes": 200 * MEBI}
+    async with DynBatcher(Leaks, 4, model_args=(10 * MEBI,), **settings) as batcher:
+        pids: set[int] = set()
+        async with asyncio.timeout(LIMIT):
+            while len(pids) < 3:
+                pids |= set(await asyncio.gather(*(call(batcher, None) for _ in range(8))))
+        stats = assert_balance(batcher)
+        assert (stats.failed, stats.expired) == (0, 0)
+
+
+async def test_a_recycled_worker_answers_what_it_has(gate: Gate) -> None:
+    settings: dict[str, Any] = {"max_batches_per_worker": 1}
+    async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
+        assert await batcher.process_batched(0) == 0
+        held = call(batcher, "hold")
+        old = await gate.visit()
+        await until(lambda: bool(batcher._pool._retired))
+        # The successor serves while the worker before it still computes.
+        assert await batcher.process_batched(1) == 1
+        assert not held.done()
+        with Watch([old.pid]) as watch:
+            old.let_on()
+            assert await outcome(held) == "hold"
+            await watch.until_dead()
+
+
+async def test_a_worker_whose_successor_does_not_load_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    needed = tmp_path / "weights"
+    needed.touch()
+    settings: dict[str, Any] = {"max_batches_per_worker": 2}
+    async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
+        needed.unlink()
+        number = 0
+        while "the worker before it goes on" not in caplog.text:
+            assert await batcher.process_batched(number) == number
+            number += 1
+        assert await batcher.process_batched("on") == "on"
+        assert (batcher.stats.workers_ready, batcher.stats.restarts) == (1, 0)
+
+
+async def test_a_worker_that_dies_while_its_successor_loads_is_replaced_by_it(gate: Gate) -> None:
+    settings: dict[str, Any] = {"max_batches_per_worker": 1, "max_restarts": 0}
+    async with DynBatcher(Whereabouts, **settings) as batcher:
+        first = await batcher.process_batched(None)
+        assert batcher._pool._successor is not None
+        os.kill(first, signal.SIGKILL)
+        second = await batcher.process_batched(None)
+        assert second != first
+        assert batcher.state == "open"
+
+
+# --- idle workers ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> float:
+    """A heart that beats often, so that a test need not wait ten seconds for it."""
+    interval = 0.5
+    monkeypatch.setattr(heartbeat, "INTERVAL", interval)
+    monkeypatch.setattr(pool, "INTERVAL", interval)
+    return interval
+
+
+async def test_f22_an_idle_worker_that_is_stopped_is_replaced(
+    fast_heartbeat: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(Whereabouts) as batcher:
+        first = await batcher.process_batched(None)
+        os.kill(first, signal.SIGSTOP)
+        with within(2 * fast_heartbeat + 1.0, "an idle worker that is stopped is replaced"):
+            await until(lambda: batcher.stats.restarts == 1)
+        assert await batcher.process_batched(None) != first
+    assert "it was idle and has not answered for 0.5 seconds" in caplog.text
+
+
+async def test_f22_what_a_stopped_worker_was_given_is_answered_by_its_replacement(
+    fast_heartbeat: float,
+) -> None:
+    async with DynBatcher(Whereabouts) as batcher:
+        first = await batcher.process_batched(None)
+        os.kill(first, signal.SIGSTOP)
+        await until(lambda: bool(batcher._pool._heartbeat._pending))
+        assert await batcher.process_batched(None) != first
+
+
+async def test_f22_a_worker_that_answers_pings_lives_on(
+    fast_heartbeat: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    async with DynBatcher(Whereabouts) as batcher:
+        first = await batcher.process_batched(None)
+        beats = {batcher._pool._heartbeat_timer}
+
+        def has_beaten() -> bool:
+            beats.add(batcher._pool._heartbeat_timer)
+            return len(beats) > 5
+
+        await until(has_beaten)
+        assert await batcher.process_batched(None) == first
+    assert caplog.text == ""
