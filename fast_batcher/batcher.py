@@ -650,14 +650,15 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._go_on(worker, frame)
             return
         scheduler = self._scheduler
-        batch = scheduler.batch_done(monotonic(), worker, frame.batch_id)
+        has_raised = frame.kind is not _OUTPUTS and frame.kind in RAISED_KINDS
+        batch = scheduler.batch_done(monotonic(), worker, frame.batch_id, has_raised)
         if batch is None:
             self._refuse_answer(frame)
             return
         self._tally.infer_times.append((frame.seconds, 1))
         if self._pool.recycles:
             self._pool.batch_answered(worker)
-        if frame.kind is not _OUTPUTS and frame.kind in RAISED_KINDS:
+        if has_raised:
             self._retry_or_fail(worker, frame, batch)
             return
         # Give the worker its next batch before anything is done about this one.

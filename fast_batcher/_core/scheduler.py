@@ -327,8 +327,17 @@ class Scheduler:
                     request.is_settled = True
         return lost
 
-    def batch_done(self, now: float, worker: int, batch_id: int) -> Batch | None:
-        """A worker has answered a batch, well or badly.
+    def batch_done(
+        self, now: float, worker: int, batch_id: int, has_raised: bool = False
+    ) -> Batch | None:
+        """A worker has answered a batch.
+
+        Args:
+            now: The moment.
+            worker: Which one.
+            batch_id: Of which batch it says so.
+            has_raised: Whether `infer` raised: nothing is learned from how long that took, and
+                `batch_raised` has to follow.
 
         Returns:
             The batch, whose requests that are not settled yet are now the shell's to settle, or
@@ -343,6 +352,8 @@ class Scheduler:
         slot.is_stalled = False
         if slot.batches:
             self._begin_batch(slot, now)
+        if has_raised:
+            return batch
         if self._policy.learns:
             self._policy.batch_done(now, batch)
         if self._size_cap.is_watching:

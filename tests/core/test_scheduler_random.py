@@ -310,24 +310,18 @@ class Schedule(RuleBasedStateMachine):
         one = worker.batches.pop(0)
         failed = []
         for scheduler in (self.scheduler, self.twin):
-            batch = scheduler.batch_done(self.now, index, one.batch.id)
+            batch = scheduler.batch_done(self.now, index, one.batch.id, has_raised=True)
             assert batch is not None
             failed.append(
                 scheduler.batch_raised(self.now, batch, out_of_memory=memory, is_fatal=is_fatal)
             )
-        size = len(one.batch.requests)
-        if self.cap.is_watching:
-            self.cap.went_well(size)
         if memory:
-            self.cap.ran_out(size)
+            self.cap.ran_out(len(one.batch.requests))
             self.cap_was_used = True
         worker.started_at = self.now
         worker.is_stalled = worker.is_replaced = False
-        until = one.isolate_until
-        if until == inf:
-            until = self.now + ISOLATION_SECONDS
-        may_divide = self.options.idempotent and self.options.isolate_errors and not is_fatal
-        if may_divide and size > 1 and self.now < until:
+        until = one.isolate_until if one.isolate_until != inf else self.now + ISOLATION_SECONDS
+        if not is_fatal and self.may_divide(one, until):
             half = (len(one.open_ids) + 1) // 2
             halves = [one.open_ids[:half], one.open_ids[half:]]
             self.groups = [(half, until) for half in halves if half] + self.groups
@@ -340,6 +334,10 @@ class Schedule(RuleBasedStateMachine):
                     request.is_settled = True
                 self.leave(number, "failed")
         self.poll()
+
+    def may_divide(self, one: Running, until: float) -> bool:
+        settings = self.options.idempotent and self.options.isolate_errors
+        return settings and len(one.batch.requests) > 1 and self.now < until
 
     @precondition(lambda self: any(worker.is_ready for worker in self.workers.values()))
     @rule(data=st.data(), is_polled=usually)
@@ -456,15 +454,10 @@ class Schedule(RuleBasedStateMachine):
     def leave(self, number: int, how: str) -> None:
         assert number not in self.left, "it leaves exactly once"
         self.left[number] = how
-        if number in self.waiting:
-            self.waiting.remove(number)
-        for group, _ in self.groups:
-            if number in group:
-                group.remove(number)
-        for worker in self.workers.values():
-            for one in worker.batches:
-                if number in one.open_ids:
-                    one.open_ids.remove(number)
+        running = [one.open_ids for worker in self.workers.values() for one in worker.batches]
+        for numbers in (self.waiting, *(group for group, _ in self.groups), *running):
+            if number in numbers:
+                numbers.remove(number)
         for request in self.requests[number]:
             assert request.is_settled
         # Those two are the shell's to count.
