@@ -42,8 +42,9 @@ from fast_batcher._core.messages import (
 )
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._process.exchange import Exchange, Failure
+from fast_batcher._process.exchange import Exchange, Failure, UnreadableOutputsError
 from fast_batcher._process.pool import Exit, Pool
+from fast_batcher._signals import call_on_sigterm
 from fast_batcher._transport.codec import loads, size_of
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import (
@@ -511,27 +512,36 @@ class DynBatcher(Generic[InputT, OutputT]):
     def lifespan(self, app: Any, /) -> AbstractAsyncContextManager[None]: ...
     @overload
     def lifespan(
-        self, /, *, wait_ready: bool = True
+        self, /, *, wait_ready: bool = True, drain_on_sigterm: bool = False
     ) -> Callable[[Any], AbstractAsyncContextManager[None]]: ...
-    def lifespan(self, app: Any = None, /, *, wait_ready: bool = True) -> Any:
+    def lifespan(
+        self, app: Any = None, /, *, wait_ready: bool = True, drain_on_sigterm: bool = False
+    ) -> Any:
         """The batcher's life as an app's lifespan: `FastAPI(lifespan=batcher.lifespan)`.
 
         Args:
             app: What the framework passes. Without it, the call returns a lifespan made with the
                 other arguments: `FastAPI(lifespan=batcher.lifespan(wait_ready=False))`.
             wait_ready: Whether the app starts to answer only when every worker is ready.
+            drain_on_sigterm: Whether SIGTERM begins to drain at once, so that `/readyz` says so
+                while the server still finishes its requests. The server's own handler follows.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
+            ConfigurationError: `drain_on_sigterm` in another thread than the main one.
         """
 
         @asynccontextmanager
         async def run(app: Any) -> AsyncIterator[None]:
-            await self._open_or_stop(wait_ready=wait_ready)
-            try:
-                yield
-            finally:
-                await self.aclose()
+            with contextlib.ExitStack() as stack:
+                if drain_on_sigterm:
+                    draining = call_on_sigterm(get_running_loop(), self.begin_drain)
+                    stack.enter_context(draining)
+                await self._open_or_stop(wait_ready=wait_ready)
+                try:
+                    yield
+                finally:
+                    await self.aclose()
 
         return run if app is None else run(app)
 
@@ -670,7 +680,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             try:
                 (output,) = loads(frame.body)
             except BaseException:  # noqa: BLE001  whatever it is, `_settle` finds it again
-                self._settle(worker, frame, batch.requests)
+                self._settle_batch(worker, frame, batch)
             else:
                 request.is_settled = True
                 try:
@@ -679,7 +689,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 except asyncio.InvalidStateError:  # cancelled, and has not come round to saying so
                     self._tally.cancelled += 1
         else:
-            self._settle(worker, frame, batch.requests)
+            self._settle_batch(worker, frame, batch)
         if self._drained is not None:
             self._notice_drained()
 
@@ -703,10 +713,23 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._pool.kill(worker)
         self._pump()
 
+    def _settle_batch(self, worker: int, frame: Frame, batch: Batch) -> None:
+        try:
+            self._settle(worker, frame, batch.requests)
+        except UnreadableOutputsError as error:
+            # As if `infer` had raised: the guilty one is found by computing the others apart.
+            failed = self._scheduler.batch_raised(
+                monotonic(), batch, out_of_memory=False, is_fatal=False
+            )
+            settle(self._tally, failed, [error.failure] * len(failed))
+            self._pump()
+
     def _settle(self, worker: int, frame: Frame, requests: list[Request]) -> None:
         """Give each request of an answered batch its outcome."""
         try:
             outcomes = self._exchange.read(worker, frame, len(requests))
+        except UnreadableOutputsError:
+            raise
         except Exception as error:
             # The worker will be replaced; these are no longer on it, and must not be forgotten.
             failure = Failure(functools.partial(TransportError, str(error)))

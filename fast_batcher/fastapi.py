@@ -7,6 +7,7 @@ nothing inside the library imports it.
 
 import asyncio
 import inspect
+import json
 import logging
 import math
 import secrets
@@ -16,13 +17,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI
-from fastapi.exception_handlers import http_exception_handler
+from fastapi.exception_handlers import (
+    http_exception_handler,
+    request_validation_exception_handler,
+)
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Lifespan, StatefulLifespan
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send, StatefulLifespan
 from starlette.websockets import WebSocket, WebSocketState
 
 from fast_batcher import errors
@@ -46,6 +52,13 @@ CLOSE_CODE = 1011
 # The status of a request whose client has gone, for logs and metrics: nobody is there to read it.
 # Source: nginx, which logs the same.
 CLIENT_CLOSED_REQUEST = 499
+
+
+# A body larger than this is refused: room for a dozen photographs. Source: the limits of the fault
+# catalogue.
+MAX_BODY_BYTES = 16 * 2**20
+# A body that takes longer to arrive than this is refused: 16 MiB over a line of 5 Mbit/s.
+BODY_TIMEOUT = 30.0
 
 
 class _Answer(NamedTuple):
@@ -178,7 +191,8 @@ def install_exception_handlers(
     An `HTTPException` that the model raised keeps its status, detail and headers. The app's own
     handler is used where it has one for what the model raised or for an error of the library.
     A WebSocket that is not accepted yet gets the same answer; an open one is closed with 1013 (try
-    again), 1009 (too big) or 1011, and the error's code and id as the reason.
+    again), 1009 (too big) or 1011, and the error's code and id as the reason. Inputs that JSON
+    cannot carry back (NaN, half a surrogate pair) are a 422 like others, and not FastAPI's 500.
 
     Args:
         app: The app, before it has started.
@@ -206,6 +220,76 @@ def install_exception_handlers(
         return response
 
     app.add_exception_handler(errors.BatcherError, answer)
+    if app.exception_handlers.get(RequestValidationError) is request_validation_exception_handler:
+        app.add_exception_handler(RequestValidationError, _answer_invalid)
+
+
+class LimitBody:
+    """Refuses bodies that are too large or too slow: `app.add_middleware(LimitBody)`.
+
+    A body whose announced length is too large is refused before any of it is read; one without an
+    announced length as soon as it is too large; one that does not arrive in time with 408. Nothing
+    is buffered here.
+
+    Args:
+        app: What Starlette passes.
+        max_bytes: Longest body, else 413.
+        timeout: Seconds from the first look at a body to its end, else 408.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES, timeout: float = BODY_TIMEOUT
+    ) -> None:
+        if max_bytes < 1:
+            raise errors.ConfigurationError(f"LimitBody: max_bytes={max_bytes!r}: 1 or more")
+        if not timeout > 0:
+            raise errors.ConfigurationError(f"LimitBody: timeout={timeout!r}: more than 0 seconds")
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            await self._too_large(scope, receive, send)
+            return
+        deadline: float | None = None
+        size = 0
+        is_whole = False
+
+        async def receive_limited() -> Message:
+            nonlocal deadline, size, is_whole
+            if is_whole:  # what follows is the disconnect, for which there is no limit
+                return await receive()
+            loop = asyncio.get_running_loop()
+            deadline = deadline or loop.time() + self._timeout
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body did not arrive within {self._timeout:g} seconds"
+                raise HTTPException(408, text, {"Connection": "close"}) from None
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if size > self._max_bytes:
+                raise HTTPException(413, self._too_large_text, {"Connection": "close"})
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+    @property
+    def _too_large_text(self) -> str:
+        return f"the body is larger than {self._max_bytes} bytes"
+
+    async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # The server would read the rest of the body to find the next request.
+        headers = {"Connection": "close"}
+        response = JSONResponse({"detail": self._too_large_text}, 413, headers)
+        await response(scope, receive, send)
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -252,6 +336,17 @@ def health_router(
         return JSONResponse(content, 200 if ready else 503, headers)
 
     return router
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """FastAPI's own answer, without the inputs where they cannot be shown."""
+    assert isinstance(error, RequestValidationError)  # it is installed for this class alone
+    try:
+        return await request_validation_exception_handler(request, error)
+    except ValueError:
+        shown = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
+        body = json.dumps({"detail": shown})  # escapes what UTF-8 has no bytes for
+        return Response(body, 422, media_type="application/json")
 
 
 def _find_own_handler(app: FastAPI, error: errors.BatcherError) -> Any:

@@ -574,6 +574,69 @@ class Leaks(InferenceModel[Any, int]):
         return [os.getpid() for _ in inputs]
 
 
+# Every place and every way.
+
+
+def _boom() -> NoReturn:
+    raise ValueError("boom")
+
+
+def _big_boom() -> NoReturn:
+    raise NotAnExceptionError("boom")
+
+
+HOWS: dict[str, Callable[[], object]] = {
+    "raise": _boom,
+    "BaseException": _big_boom,
+    "crash": os.abort,
+    "exit": lambda: os._exit(3),
+    "hang": lambda: time.sleep(FOR_EVER),
+}
+
+
+class Bomb:
+    """Goes wrong in this way when it comes to this place."""
+
+    def __init__(self, where: str, how: str) -> None:
+        self.where = where
+        self.how = how
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        is_worker = multiprocessing.parent_process() is not None
+        if self.where == ("dump result" if is_worker else "dump task"):
+            HOWS[self.how]()
+        return _unpack_bomb, (self.where, self.how)
+
+
+def _unpack_bomb(where: str, how: str) -> Bomb:
+    is_worker = multiprocessing.parent_process() is not None
+    if where == ("load task" if is_worker else "load result"):
+        faulthandler.disable()
+        HOWS[how]()
+    return Bomb(where, how)
+
+
+class Minefield(InferenceModel[Any, Any]):
+    """Echoes, and goes wrong where it is told to."""
+
+    def __init__(self, where: str = "", how: str = "") -> None:
+        self._where = where
+        self._how = how
+        faulthandler.disable()
+        if where == "load":
+            HOWS[how]()
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        for one in inputs:
+            if isinstance(one, Bomb) and one.where == "infer":
+                HOWS[one.how]()
+        return inputs
+
+    def close(self) -> None:
+        if self._where == "close":
+            HOWS[self._how]()
+
+
 # Loading.
 
 

@@ -29,6 +29,7 @@ FLOORS: dict[str, int] = {
     "_transport": 2,
     "_process": 3,
     "_callers": 4,
+    "_signals": 4,
     "batcher": 4,
     "fastapi": 5,
     # Other names for things inside, for users alone.
@@ -46,6 +47,7 @@ NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
     "batcher",
     "_callers",
+    "_signals",
     "fastapi",
     "_process.pool",
     "_process.worker_handle",

@@ -201,7 +201,7 @@ async def test_f03_a_worker_is_killed_behind_an_unread_batch(gate: Gate) -> None
 @pytest.mark.parametrize("somebody", ["waitpid", "subprocess"])
 async def test_somebody_else_has_waited_for_the_worker(gate: Gate, somebody: str) -> None:
     """A program may wait for any child; how the worker ended is unknown then."""
-    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
         held = call(batcher, "hold")
         visit = await gate.visit()
         with Watch([visit.pid]) as worker:
@@ -225,17 +225,17 @@ async def test_somebody_else_has_waited_for_the_worker(gate: Gate, somebody: str
     [b"nonsense" * 10, b"fbt1" + b"\x12\0\0\0" + b"\0\0\0\0\0\0\0\x80" + bytes(16)],
     ids=["not a frame", "a frame of 2**63 bytes"],
 )
-async def test_a_worker_that_talks_nonsense_is_replaced(
+async def test_f38_a_worker_that_talks_nonsense_is_replaced(
     nonsense: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with DynBatcher(TalksNonsense) as batcher:
+    async with DynBatcher(TalksNonsense, idempotent=False) as batcher:
         assert isinstance(await outcome(call(batcher, nonsense)), WorkerLostError)
         assert await batcher.process_batched(b"") == b""
         assert assert_balance(batcher).restarts == 1
     assert "is replaced" in caplog.text
 
 
-async def test_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
+async def test_f37_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from packing import pack
@@ -244,7 +244,7 @@ async def test_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
     from fast_batcher._transport.frames import Kind
 
     forged = pack(Kind.OUTPUTS, 12345, codec.dumps(["forged"]))
-    async with DynBatcher(TalksNonsense) as batcher:
+    async with DynBatcher(TalksNonsense, idempotent=False) as batcher:
         assert isinstance(await outcome(call(batcher, forged)), WorkerLostError)
         assert await batcher.process_batched(b"") == b""
     assert "an answer to batch 12345, which it does not have" in caplog.text
@@ -284,7 +284,7 @@ def test_every_exception_of_the_sample_has_its_row() -> None:
 @pytest.fixture(scope="module")
 async def raising() -> Any:
     """One worker for all of them: that it serves on after each is the point."""
-    async with DynBatcher(Raises, max_queue_size=10_000) as batcher:
+    async with DynBatcher(Raises, max_queue_size=10_000, idempotent=False) as batcher:
         yield batcher
 
 
@@ -297,7 +297,7 @@ def text_of(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("name", RAISED)
-async def test_what_the_model_raises_reaches_the_callers_of_the_batch(
+async def test_f26_what_the_model_raises_reaches_the_callers_of_the_batch(
     raising: DynBatcher[Any, Any], name: str
 ) -> None:
     kinds, text = RAISED[name]
@@ -372,6 +372,7 @@ async def test_an_output_that_cannot_be_unpickled_is_an_error_and_the_loop_runs_
     async with DynBatcher(BreaksInParent) as batcher:
         calls = [call(batcher, text) for text in ("one", name)]
         results = [await outcome(task) for task in calls]
+        assert results[0] == "one"
         assert isinstance(results[1], InferenceError)
         assert "cannot be unpickled" in str(results[1])
         assert await batcher.process_batched("next") == "next"
@@ -448,8 +449,8 @@ async def test_a_model_may_empty_the_list_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("way", ["exit 0", "exit 3"])
-async def test_a_model_that_exits_is_a_dead_worker(way: str) -> None:
-    async with DynBatcher(Crashes) as batcher:
+async def test_f07_a_model_that_exits_is_a_dead_worker(way: str) -> None:
+    async with DynBatcher(Crashes, idempotent=False) as batcher:
         error = await outcome(call(batcher, way))
         assert isinstance(error, WorkerLostError)
         assert f"exit code {way[-1]}" in str(error)
@@ -966,7 +967,11 @@ def test_the_loop_is_closed_while_a_stuck_worker_is_being_replaced(
     new_loop: NewLoop, gate: Gate
 ) -> None:
     batcher = DynBatcher(
-        Stuck, model_args=(gate.path, "ignoring SIGTERM"), infer_timeout=SOON, stop_timeout=LIMIT
+        Stuck,
+        model_args=(gate.path, "ignoring SIGTERM"),
+        infer_timeout=SOON,
+        stop_timeout=LIMIT,
+        idempotent=False,
     )
     first = new_loop()
 

@@ -22,6 +22,7 @@ from examples.embeddings import demo
 from examples.embeddings.app import MAX_CHARACTERS
 from examples.embeddings.model import DIMENSIONS
 
+JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SENTENCES = (EXAMPLES / "embeddings" / "sentences.txt").read_text().splitlines()
@@ -200,18 +201,37 @@ def test_no_five_words_in_a_row_occur_twice() -> None:
         {"text": "a" * (MAX_CHARACTERS + 1)},
         {"text": 7},
         {"text": None},
+        {"text": "half a pair \ud800"},
         {},
         [],
     ],
-    ids=["empty", "blank", "too long", "number", "null", "no text", "no object"],
+    ids=["empty", "blank", "too long", "number", "null", "surrogate", "no text", "no object"],
 )
 def test_bad_input_is_422_and_never_reaches_the_model(
     embeddings: httpx2.Client, path: str, body: object
 ) -> None:
     name = {"/embed": "batched", "/embed-unbatched": "unbatched"}[path]
     before = embeddings.get("/stats").json()[name]["submitted"]
-    assert embeddings.post(path, json=body).status_code == 422
+    # Escaped: half a pair has no bytes in UTF-8.
+    sent = embeddings.post(path, content=json.dumps(body), headers=JSON)
+    assert sent.status_code == 422
     assert embeddings.get("/stats").json()[name]["submitted"] == before
+
+
+@pytest.mark.slow
+def test_whatever_is_sent_the_app_never_fails(embeddings_server: str) -> None:
+    """Requests made from the app's own OpenAPI description, valid and not."""
+    command = ["run", f"{embeddings_server}/openapi.json", "--max-examples", "40", "--seed", "20"]
+    checks = "not_a_server_error,content_type_conformance,response_schema_conformance"
+    program = str(Path(sys.executable).with_name("schemathesis"))
+    done = subprocess.run(
+        [program, *command, "--checks", checks, "--no-color"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,14 +72,29 @@ def gate() -> Iterator[Gate]:
 
 
 class Server:
-    """A uvicorn in a process of its own; both its streams can be read line by line."""
+    """A uvicorn in a process of its own; both its streams can be read line by line.
 
-    def __init__(self, app: str, *options: str) -> None:
+    Args:
+        app: What it serves, as "module:name" below these tests.
+        options: More of its command line.
+        folder: Where the module is, if not here.
+        command: Another server, with its whole command line.
+    """
+
+    def __init__(
+        self, app: str, *options: str, folder: Path | None = None, command: Sequence[str] = ()
+    ) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        if folder is not None:
+            options = (*options, "--app-dir", str(folder))
         self.process = subprocess.Popen(
-            uvicorn_command(app, *options),
+            [sys.executable, "-m", *command] if command else uvicorn_command(app, *options),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=environment,
+            # A group of its own, that a signal can be sent to.
+            start_new_session=True,
         )
         # Ends the wait for a line that never comes.
         self._watchdog = threading.Timer(LIMIT, self.process.kill)

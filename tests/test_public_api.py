@@ -127,6 +127,14 @@ def test_the_constructor() -> None:
         ("max_frame_bytes", 256 * 2**20),
         ("auto_open", True),
         ("name", None),
+        ("max_queue_bytes", None),
+        ("idempotent", True),
+        ("isolate_errors", True),
+        ("max_restarts", 5),
+        ("restart_window", 60.0),
+        ("restart_backoff", 0.1),
+        ("max_batches_per_worker", None),
+        ("max_rss_bytes", None),
     ]
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert by_position == ["model", "max_batch_size", "max_delay"]
@@ -143,7 +151,7 @@ def test_the_constructor() -> None:
         ("aclose", "(self)"),
         ("begin_drain", "(self)"),
         ("stop", "(self)"),
-        ("lifespan", "(self, app=None, /, *, wait_ready=True)"),
+        ("lifespan", "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False)"),
     ],
 )
 def test_the_methods(method: str, signature: str) -> None:

@@ -9,11 +9,12 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 
 from examples.embeddings.model import DIMENSIONS, MiniLM
 from fast_batcher import DynBatcher
 from fast_batcher.fastapi import (
+    LimitBody,
     combine_lifespans,
     dependency,
     error_responses,
@@ -24,6 +25,9 @@ from fast_batcher.fastapi import (
 # The model reads 256 tokens and ignores the rest without a word. A text of this length is read to
 # its end: 1000 characters of the sentences beside this file are 223 tokens at most.
 MAX_CHARACTERS = 1000
+
+# A text of so many characters of four bytes each, every one escaped, and room for the rest.
+MAX_BODY_BYTES = 16_384
 
 # Most sentences in a batch; from outside, so that a load test can try several.
 MAX_BATCH_SIZE = int(os.environ.get("MAX_BATCH_SIZE", "32"))
@@ -38,11 +42,19 @@ Batched = Annotated[Embedder, Depends(dependency(batched))]
 Unbatched = Annotated[Embedder, Depends(dependency(unbatched))]
 
 
+def check_unicode(text: str) -> str:
+    """JSON can carry half a surrogate pair, which is no text to a tokenizer."""
+    text.encode()  # raises a ValueError, which becomes a 422
+    return text
+
+
 class Text(BaseModel):
     """What a client sends."""
 
     text: Annotated[
-        str, StringConstraints(strip_whitespace=True, min_length=1, max_length=MAX_CHARACTERS)
+        str,
+        StringConstraints(strip_whitespace=True, min_length=1, max_length=MAX_CHARACTERS),
+        AfterValidator(check_unicode),
     ]
 
 
@@ -60,6 +72,7 @@ app = FastAPI(
     title="Sentence embeddings", lifespan=combine_lifespans(*(b.lifespan for b in batchers))
 )
 install_exception_handlers(app)
+app.add_middleware(LimitBody, max_bytes=MAX_BODY_BYTES)
 app.include_router(health_router(*batchers))
 
 

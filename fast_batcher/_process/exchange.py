@@ -35,6 +35,18 @@ class Failure:
         self.to_error = to_error
 
 
+class UnreadableOutputsError(Exception):
+    """The outputs of a batch cannot be unpickled; nobody knows which of them is at fault.
+
+    Args:
+        failure: The outcome of those that are not tried again.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self.failure = failure
+
+
 class Exchange:
     """Sends batches and reads answers.
 
@@ -100,13 +112,14 @@ class Exchange:
         """The outcomes of a batch by position: outputs, and a `Failure` where there is none.
 
         Raises:
+            UnreadableOutputsError: They cannot be unpickled.
             TransportError: The frame answers no batch of `count` requests.
         """
         if frame.kind is _OUTPUTS:
             try:
                 outcomes: list[Any] = loads(frame.body)
             except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-                outcomes = [_unreadable(error)] * count
+                raise UnreadableOutputsError(_unreadable(error)) from None
         elif frame.kind is Kind.OUTPUT_ITEMS:
             items = self._parts.pop(worker, []) + loads(frame.body)
             outcomes = [_read_item(item) for item in items]

@@ -22,7 +22,12 @@ class Mark:
 
     def __init__(self, fd: int | None = None) -> None:
         self._fd = _make_memory() if fd is None else fd
-        self._memory = mmap.mmap(self._fd, _SIZE)
+        try:
+            # It keeps a descriptor of its own.
+            self._memory = mmap.mmap(self._fd, _SIZE)
+        except OSError:
+            self.close_fd()
+            raise
         # The worker writes these itself: `numbers[0]` when it has read a batch, `numbers[1]` when
         # it begins to compute it.
         self.numbers = memoryview(self._memory).cast("Q")
@@ -59,7 +64,11 @@ def _make_memory() -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.ftruncate(fd, _SIZE)
+    try:
+        os.ftruncate(fd, _SIZE)
+    except OSError:
+        os.close(fd)
+        raise
     return fd
 
 

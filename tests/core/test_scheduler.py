@@ -5,112 +5,23 @@ import weakref
 from collections.abc import Sequence
 from math import inf
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from schedules import NOTHING, dispatched, make, poll_batches, run, settle, submit, told
 
 from fast_batcher._core.messages import (
-    Action,
     Batch,
-    Dispatch,
     Expire,
     ExpiryReason,
     Release,
     Replace,
     Request,
-    Stage,
     Stall,
 )
-from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy
-from fast_batcher._core.retries import ISOLATION_SECONDS, Lost
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy
+from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, QueueFullError
 from fast_batcher.stats import Tally
-
-# What a lost worker gives back when all of it is tried again.
-NOTHING = Lost([], [])
-
-
-def make(
-    policy: Policy | None = None,
-    *,
-    max_batch_size: int = 2,
-    max_queue_size: int = 100,
-    timeout: float | None = None,
-    infer_timeout: float | None = None,
-    idempotent: bool = True,
-    isolate_errors: bool = True,
-    workers: int = 1,
-) -> Scheduler:
-    """A scheduler whose workers are ready since moment 0."""
-    scheduler = Scheduler(
-        policy or GreedyPolicy(),
-        Tally(),
-        max_batch_size=max_batch_size,
-        max_queue_size=max_queue_size,
-        timeout=timeout,
-        infer_timeout=infer_timeout,
-        idempotent=idempotent,
-        isolate_errors=isolate_errors,
-    )
-    for worker in range(workers):
-        scheduler.worker_ready(0.0, worker)
-    return scheduler
-
-
-def submit(
-    scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
-) -> list[Request]:
-    """Requests that arrive together and are all accepted."""
-    requests = [Request(f"input {number}", None, deadline) for number in range(count)]
-    assert scheduler.submit(now, requests) == []
-    return requests
-
-
-def dispatched(actions: Sequence[Action]) -> list[Batch]:
-    """The batches that leave, where nothing else happens."""
-    batches = []
-    for action in actions:
-        assert isinstance(action, Dispatch)
-        batches.append(action.batch)
-    return batches
-
-
-def poll_batches(scheduler: Scheduler, now: float) -> list[Batch]:
-    actions, _ = scheduler.poll(now)
-    return dispatched(actions)
-
-
-def run(scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None) -> Batch:
-    """Requests that arrive together and leave at once as one batch."""
-    requests = submit(scheduler, now, count, deadline)
-    (batch,) = poll_batches(scheduler, now)
-    assert batch.requests == requests
-    return batch
-
-
-def told(actions: Sequence[Action]) -> list[object]:
-    """Actions in a form that can be compared."""
-    plain: list[object] = []
-    for action in actions:
-        if isinstance(action, Dispatch):
-            plain.append(action.batch.requests)
-        elif isinstance(action, Expire):
-            plain.append((action.reason, action.request))
-        else:
-            plain.append((type(action), action.worker))
-    return plain
-
-
-def settle(scheduler: Scheduler, now: float, batch: Batch) -> list[Request]:
-    """What a shell does with an answered batch; those that have their outcome from it."""
-    assert scheduler.batch_done(now, batch.worker, batch.id) is batch
-    answered = [request for request in batch.requests if not request.is_settled]
-    for request in answered:
-        request.is_settled = True
-    scheduler.tally.completed += len(answered)
-    return answered
-
 
 # Nothing to do.
 
@@ -848,254 +759,40 @@ def test_only_the_lost_worker_is_forgotten() -> None:
     assert settle(scheduler, 1.0, kept) == kept.requests
 
 
-# Trying again.
+# Bytes.
 
 
-def lose(scheduler: Scheduler, batch: Batch, stage: Stage = Stage.BEGUN) -> Lost:
-    taken = batch.id if stage is not Stage.SENT else None
-    return scheduler.worker_lost(batch.worker, taken, batch.id if stage is Stage.BEGUN else None)
+def sized(*sizes: int) -> list[Request]:
+    requests = []
+    for size in sizes:
+        requests.append(Request(None, None))
+        requests[-1].size = size
+    return requests
 
 
-def test_a_batch_that_was_begun_is_tried_again_one_by_one() -> None:
-    scheduler = make(max_batch_size=3, workers=2)
-    batch = run(scheduler, 0.0, 3)
-    assert lose(scheduler, batch) == NOTHING
-    submit(scheduler, 1.0)
-    (first,) = poll_batches(scheduler, 1.0)
-    assert (first.worker, first.requests) == (1, batch.requests[:1])
-    settle(scheduler, 2.0, first)
-    (second,) = poll_batches(scheduler, 2.0)
-    assert second.requests == batch.requests[1:2]
-    assert second.release is Release.RETRY
-
-
-@pytest.mark.parametrize("stage", [Stage.TAKEN, Stage.BEGUN])
-def test_each_of_a_batch_that_was_in_hand_goes_alone(stage: Stage) -> None:
-    scheduler = make(max_batch_size=3, workers=4)
-    batch = run(scheduler, 0.0, 3)
-    lose(scheduler, batch, stage)
-    batches = poll_batches(scheduler, 1.0)
-    assert [batch.requests for batch in batches] == [[one] for one in batch.requests]
-
-
-def test_a_batch_that_was_not_taken_goes_as_it_was() -> None:
-    scheduler = make(max_batch_size=3, workers=2)
-    batch = run(scheduler, 0.0, 3)
-    lose(scheduler, batch, Stage.SENT)
-    (again,) = poll_batches(scheduler, 1.0)
-    assert again.requests == batch.requests
-
-
-def lose_again(scheduler: Scheduler, now: float, stage: Stage) -> Lost:
-    """A new worker gets what waits, and is lost."""
-    scheduler.worker_ready(now, int(now))
-    (batch,) = poll_batches(scheduler, now)
-    return lose(scheduler, batch, stage)
-
-
-def test_a_request_is_poisonous_at_its_second_death() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0)
-    assert lose(scheduler, batch) == NOTHING
-    assert lose_again(scheduler, 1.0, Stage.BEGUN) == Lost([], batch.requests)
-    assert batch.requests[0].is_settled
-    assert scheduler.waiting == 0
-
-
-def test_a_request_that_is_never_begun_is_poisonous_at_the_third_loss() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0)
-    assert lose(scheduler, batch, Stage.TAKEN) == NOTHING
-    assert lose_again(scheduler, 1.0, Stage.BEGUN) == NOTHING
-    assert lose_again(scheduler, 2.0, Stage.TAKEN) == Lost([], batch.requests)
-
-
-def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
-    scheduler = make(idempotent=False)
-    batch = run(scheduler, 0.0)
-    lose(scheduler, batch, Stage.SENT)
-    for number in range(1, 50):
-        assert lose_again(scheduler, float(number), Stage.SENT) == NOTHING
-
-
-def test_those_that_wait_for_another_try_expire_at_their_deadline() -> None:
-    scheduler = make(timeout=5.0)
-    batch = run(scheduler, 0.0)
-    lose(scheduler, batch)
-    actions, wake_at = scheduler.poll(1.0)
-    assert (actions, wake_at) == ([], 5.0)
-    actions, _ = scheduler.poll(5.0)
-    assert told(actions) == [(ExpiryReason.NOT_READY, batch.requests[0])]
-    assert scheduler.poll(6.0) == ([], None)
-
-
-def test_those_that_wait_for_another_try_can_be_cancelled() -> None:
-    scheduler = make(max_batch_size=2)
-    batch = run(scheduler, 0.0, 2)
-    lose(scheduler, batch)
-    scheduler.cancel(batch.requests[0])
-    assert scheduler.waiting == 1
-    scheduler.worker_ready(1.0, 1)
-    (again,) = poll_batches(scheduler, 1.0)
-    assert again.requests == batch.requests[1:]
-    assert scheduler.tally.cancelled == 1
-
-
-def test_those_that_wait_for_another_try_are_given_back_at_the_end() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0)
-    lose(scheduler, batch)
-    assert scheduler.close() == batch.requests
-    assert scheduler.is_closed
-
-
-def test_giving_up_is_no_end() -> None:
-    scheduler = make(workers=0)
-    waiting = submit(scheduler, 0.0, 2)
-    assert scheduler.give_up() == waiting
-    scheduler.worker_ready(1.0, 0)
-    assert run(scheduler, 1.0).worker == 0
-
-
-# A model that raises.
-
-
-def fail(scheduler: Scheduler, now: float, batch: Batch, **how: bool) -> list[Request]:
-    assert scheduler.batch_done(now, batch.worker, batch.id, has_raised=True) is batch
-    failed = scheduler.batch_raised(
-        now, batch, **{"out_of_memory": False, "is_fatal": False, **how}
+def test_the_queue_is_bounded_in_bytes() -> None:
+    scheduler = make(workers=0, max_queue_bytes=100)
+    requests = sized(60, 40, 1, 1)
+    assert scheduler.submit(0.0, requests) == requests[2:]
+    assert scheduler.tally.rejected == 2
+    assert str(scheduler.refusal()) == (
+        "no room for its bytes: 2 requests wait already (max_queue_bytes=100)"
     )
-    for request in failed:
-        request.is_settled = True
-    return failed
+    scheduler.cancel(requests[0])
+    assert scheduler.submit(1.0, sized(60)) == []
 
 
-def find_culprits(scheduler: Scheduler, batch: Batch, guilty: set[int]) -> tuple[set[int], int]:
-    """Answer until nothing is left: the positions that failed, and how many batches it took."""
-    failed, batches, waiting = set(), 0, [batch]
-    while waiting:
-        current = waiting.pop(0)
-        batches += 1
-        if guilty & {request.id for request in current.requests}:
-            failed |= {request.id for request in fail(scheduler, 1.0, current)}
-        else:
-            settle(scheduler, 1.0, current)
-        waiting += poll_batches(scheduler, 1.0)
-    return failed, batches
+def test_one_that_is_larger_than_all_room_may_wait_alone() -> None:
+    scheduler = make(workers=0, max_queue_bytes=100)
+    assert scheduler.submit(0.0, sized(1000)) == []
+    assert len(scheduler.submit(0.0, sized(0, 1))) == 2
 
 
-@given(size=st.integers(1, 40), data=st.data())
-def test_only_the_guilty_fail(size: int, data: st.DataObject) -> None:
-    scheduler = make(max_batch_size=size)
-    guilty = data.draw(st.sets(st.integers(0, size - 1)))
-    failed, batches = find_culprits(scheduler, run(scheduler, 0.0, size), guilty)
-    assert failed == guilty
-    assert batches <= max(1, 2 * size - 1)
-
-
-@pytest.mark.parametrize("culprit", range(32))
-def test_one_culprit_of_thirty_two_costs_ten_more_batches(culprit: int) -> None:
-    scheduler = make(max_batch_size=32)
-    batch = run(scheduler, 0.0, 32)
-    assert find_culprits(scheduler, batch, {culprit}) == ({culprit}, 11)
-
-
-@pytest.mark.parametrize(
-    ("idempotent", "isolate_errors"), [(False, True), (True, False), (False, False)]
-)
-def test_a_batch_is_divided_only_if_both_settings_say_so(
-    idempotent: bool, isolate_errors: bool
-) -> None:
-    scheduler = make(idempotent=idempotent, isolate_errors=isolate_errors)
-    batch = run(scheduler, 0.0, 2)
-    assert fail(scheduler, 1.0, batch) == batch.requests
-
-
-def test_a_fatal_failure_is_not_tried_again() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0, 2)
-    assert fail(scheduler, 1.0, batch, is_fatal=True) == batch.requests
-
-
-def test_those_who_have_gone_are_not_tried_again() -> None:
-    scheduler = make(max_batch_size=4)
-    batch = run(scheduler, 0.0, 4)
-    for request in batch.requests[1:]:
-        scheduler.cancel(request)
-    assert fail(scheduler, 1.0, batch) == []
-    (again,) = poll_batches(scheduler, 1.0)
-    assert again.requests == batch.requests[:1]
-
-
-def test_the_search_for_culprits_has_an_end() -> None:
-    scheduler = make(max_batch_size=4)
-    batch = run(scheduler, 0.0, 4)
-    assert fail(scheduler, 1.0, batch) == []
-    (half,) = poll_batches(scheduler, 1.0)
-    end = 1.0 + ISOLATION_SECONDS
-    assert fail(scheduler, end, half) == half.requests
-    (other,) = poll_batches(scheduler, end)
-    settle(scheduler, end, other)
-    # A batch that fails later has a time of its own.
-    assert fail(scheduler, end, run(scheduler, end, 2)) == []
-
-
-def test_out_of_memory_makes_batches_smaller() -> None:
-    scheduler = make(max_batch_size=8)
-    batch = run(scheduler, 0.0, 8)
-    submit(scheduler, 0.5, 8)
-    assert fail(scheduler, 1.0, batch, out_of_memory=True) == []
-    sizes = []
-    waiting = poll_batches(scheduler, 1.0)
-    while waiting:
-        batch = waiting.pop(0)
-        sizes.append((len(batch.requests), batch.release))
-        settle(scheduler, 1.0, batch)
-        waiting += poll_batches(scheduler, 1.0)
-    assert sorted(sizes) == [(4, Release.FULL)] * 2 + [(4, Release.RETRY)] * 2
-
-
-def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
-    scheduler = make(max_batch_size=8, workers=2)
-    batch = run(scheduler, 0.0, 8)
-    scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
-    for _ in range(8):
-        (retry,) = poll_batches(scheduler, 1.0)
-        settle(scheduler, 1.0, retry)
-    submit(scheduler, 2.0, 8)
-    assert [len(batch.requests) for batch in poll_batches(scheduler, 2.0)] == [4, 4]
-
-
-def test_a_try_of_a_larger_batch_that_fails_goes_back_to_what_went_well() -> None:
-    scheduler = make(max_batch_size=32)
-    fail(scheduler, 0.0, run(scheduler, 0.0, 32), out_of_memory=True)
-    for now in (1.0, 1.0):
-        (batch,) = poll_batches(scheduler, now)
-        settle(scheduler, now, batch)
-    # Sixteen go well, until eighteen are tried.
-    now = 2.0
-    while True:
-        submit(scheduler, now, 18 - scheduler.waiting)
-        (batch,) = poll_batches(scheduler, now)
-        if len(batch.requests) == 18:
-            break
-        settle(scheduler, now, batch)
-        now += 1.0
-    fail(scheduler, now, batch, out_of_memory=True)
-    for _ in range(3):
-        for batch in poll_batches(scheduler, now):
-            settle(scheduler, now, batch)
-    submit(scheduler, now, 40)
-    assert len(poll_batches(scheduler, now)[0].requests) == 16
-
-
-def test_a_lone_request_that_memory_may_have_killed_says_nothing_about_sizes() -> None:
-    scheduler = make(max_batch_size=8, workers=2)
-    batch = run(scheduler, 0.0)
-    scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
-    (retry,) = poll_batches(scheduler, 1.0)
-    settle(scheduler, 1.0, retry)
-    assert len(run(scheduler, 2.0, 8).requests) == 8
+def test_first_come_first_served_for_bytes_too() -> None:
+    """A small one does not slip in behind a large one that was refused."""
+    scheduler = make(workers=0, max_queue_bytes=100)
+    requests = sized(80, 30, 10)
+    assert scheduler.submit(0.0, requests) == requests[1:]
 
 
 # Retiring.

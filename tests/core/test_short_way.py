@@ -4,6 +4,7 @@ from math import inf
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import make, poll_batches, run, submit
 
 from fast_batcher._core.messages import Batch, Dispatch, Request
 from fast_batcher._core.policy import make_policy
@@ -113,3 +114,15 @@ def test_a_free_worker_gets_what_comes_at_once() -> None:
     assert batch is not None
     assert (batch.worker, batch.requests) == (1, requests)
     assert scheduler.submit_at_once(ARRIVAL, [Request("three", None)]) is None
+
+
+def test_what_waits_for_another_try_comes_first() -> None:
+    """The replacement is ready and requests arrive before anybody has polled."""
+    scheduler = make(max_batch_size=2)
+    batch = run(scheduler, 0.0)
+    scheduler.worker_lost(0, batch.id, batch.id)
+    scheduler.worker_ready(1.0, 1)
+    assert scheduler.submit_at_once(1.0, [Request("new", None)]) is None
+    submit(scheduler, 1.0)
+    (first,) = poll_batches(scheduler, 1.0)
+    assert first.requests == batch.requests

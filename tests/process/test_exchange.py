@@ -6,7 +6,7 @@ import pytest
 from sample_models import BrokenOnArrival, RefusesPickling
 
 from fast_batcher._core.messages import Batch, Release, Request
-from fast_batcher._process.exchange import Exchange, Failure
+from fast_batcher._process.exchange import Exchange, Failure, UnreadableOutputsError
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
@@ -180,10 +180,10 @@ def test_a_failure_is_everybodys_and_each_gets_an_error_of_its_own(wire: Wire) -
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)], ids=repr)
 def test_an_output_that_cannot_be_unpickled_is_an_error(wire: Wire, error: BaseException) -> None:
     broken = BrokenOnArrival("parent", error)
-    whole = wire.exchange.read(WORKER, frame(Kind.OUTPUTS, ["a", broken]), 2)
-    for outcome in whole:
-        assert isinstance(error_of(outcome), InferenceError)
-        assert "cannot be unpickled" in str(error_of(outcome))
+    with pytest.raises(UnreadableOutputsError) as caught:
+        wire.exchange.read(WORKER, frame(Kind.OUTPUTS, ["a", broken]), 2)
+    assert isinstance(error_of(caught.value.failure), InferenceError)
+    assert "cannot be unpickled" in str(error_of(caught.value.failure))
     items = [codec.dumps("a"), codec.dumps(broken)]
     one, two = wire.exchange.read(WORKER, frame(Kind.OUTPUT_ITEMS, items), 2)
     assert one == "a"

@@ -2,6 +2,7 @@
 
 import array
 import pickle
+import threading
 from collections import UserList, deque
 from collections.abc import Iterator
 from typing import Any
@@ -246,3 +247,26 @@ def test_a_row_of_a_tensor_is_pickled_without_the_others() -> None:
     assert len(pickle.dumps(rows[0])) < 1000
     assert isinstance(codec.check_outputs(tensor, 99), str)
     assert "without axes" in str(codec.check_outputs(torch.tensor(1.0), 1))
+
+
+@pytest.mark.parametrize(
+    ("value", "size"),
+    [(b"x" * 7, 7), (bytearray(5), 5), ("text", 4), (array.array("d", [1.0] * 10), None)],
+)
+def test_the_size_of_a_buffer_is_its_length(value: Any, size: int | None) -> None:
+    expected = len(codec.dumps(value)) if size is None else size
+    assert codec.size_of(value) == expected
+
+
+def test_the_size_of_an_array_is_not_measured_by_pickling_it() -> None:
+    class Array:
+        nbytes = 602_112
+
+        def __reduce__(self) -> Any:
+            raise AssertionError("pickled")
+
+    assert codec.size_of(Array()) == 602_112
+
+
+def test_what_cannot_be_pickled_has_no_size() -> None:
+    assert codec.size_of(threading.Lock()) == 0

@@ -1,0 +1,240 @@
+"""S1 and S2: callers that check every answer, while workers are killed, stopped or made to fail."""
+
+import asyncio
+import os
+import random
+import signal
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+from benchmarks.soak.models import Item, Journal, read_journal, right_answer
+from benchmarks.soak.report import Findings
+from benchmarks.soak.watch import probing, worker_pids
+from fast_batcher import (
+    BatcherError,
+    DynBatcher,
+    InferenceError,
+    OutputMismatchError,
+    PoisonRequestError,
+)
+
+CALLERS = 64
+WORKERS = 2
+# Every call's, in seconds: many times what a restart takes.
+DEADLINE = 20.0
+# A call that has not ended so long after its deadline is late.
+LATE = 1.0
+# Between two kills, seconds.
+KILL_PAUSES = (0.05, 0.5)
+# One item in so many has a payload, of up to a megabyte.
+PAYLOAD_EVERY = 500
+MOST_PAYLOAD = 1_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done to the workers and by the callers."""
+
+    requests: int
+    max_batch_size: int = 16
+    callers: int = CALLERS
+    # Shares of batches that raise, and of calls that are cancelled.
+    fault_rate: float = 0.0
+    cancel_rate: float = 0.0
+    # Whether workers are stopped for a while besides being killed.
+    stops: bool = False
+
+
+@dataclass
+class Run:
+    """One soak while it runs."""
+
+    plan: Plan
+    seed: int
+    folder: str
+    batcher: DynBatcher[Item, Any]
+    ended: int = 0
+    answered: int = 0
+    wrong: int = 0
+    latest: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+    poisoned: list[int] = field(default_factory=list)
+    cancelled: set[int] = field(default_factory=set)
+    killed: list[int] = field(default_factory=list)
+
+    async def call(self, rng: random.Random, item: Item) -> None:
+        """Call once, and look at what comes of it."""
+        started = monotonic()
+        task = asyncio.ensure_future(self.batcher.process_batched(item, timeout=DEADLINE))
+        if self.plan.cancel_rate and rng.random() < self.plan.cancel_rate:
+            loop = asyncio.get_running_loop()
+            loop.call_later(rng.uniform(0.0, 0.005), task.cancel)
+        try:
+            answer = await task
+        except asyncio.CancelledError:
+            self.cancelled.add(item.nonce)
+        except BatcherError as error:
+            self.note_error(item, error)
+        else:
+            self.answered += 1
+            self.wrong += answer != right_answer(item)
+        self.ended += 1
+        self.latest = max(self.latest, monotonic() - started - DEADLINE)
+
+    def note_error(self, item: Item, error: BatcherError) -> None:
+        """Count it; those that a fault on purpose explains apart."""
+        if isinstance(error, PoisonRequestError):
+            self.poisoned.append(item.nonce)
+        elif self.plan.fault_rate and isinstance(error, InferenceError):
+            name = "mismatch" if isinstance(error, OutputMismatchError) else "raised"
+            self.errors[f"on purpose: {name}"] += 1
+        else:
+            self.errors[type(error).__name__] += 1
+
+    async def be_caller(self, number: int) -> None:
+        """One call after the other."""
+        rng = random.Random(f"{self.seed} {number}")
+        for sequence in range(self.plan.requests // self.plan.callers):
+            payload = b""
+            if rng.random() < 1 / PAYLOAD_EVERY:
+                # Log-uniform: most are small.
+                payload = bytes(int(MOST_PAYLOAD ** rng.random()))
+            nonce = sequence * self.plan.callers + number
+            await self.call(rng, Item(number, sequence, nonce, payload))
+
+    async def kill(self) -> None:
+        """Kill a random worker now and then, or stop it for a while."""
+        rng = random.Random(self.seed)
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(rng.uniform(*KILL_PAUSES))
+            pids = await loop.run_in_executor(None, worker_pids)
+            if not pids:
+                continue
+            pid = rng.choice(sorted(pids))
+            if self.plan.stops and rng.random() < 0.5:
+                _signal(pid, signal.SIGSTOP)
+                loop.call_later(rng.uniform(0.0, 0.3), _signal, pid, signal.SIGCONT)
+            else:
+                self.killed.append(pid)
+                _signal(pid, signal.SIGKILL)
+
+    async def show_progress(self, name: str) -> None:
+        """A line every ten seconds."""
+        while True:
+            print(f"{name}: {self.ended} of {self.plan.requests} calls", flush=True)
+            await asyncio.sleep(10.0)
+
+    async def work(self, name: str) -> int:
+        """Run; how many callers never came to an end."""
+        callers = [asyncio.create_task(self.be_caller(one)) for one in range(self.plan.callers)]
+        others = [
+            asyncio.create_task(self.kill()),
+            asyncio.create_task(self.show_progress(name)),
+        ]
+        waiting: set[asyncio.Task[None]] = set(callers)
+        ended = -1
+        while waiting and ended != self.ended:
+            ended = self.ended
+            # No single call may take longer; if none has ended since, none will.
+            _, waiting = await asyncio.wait(waiting, timeout=DEADLINE + LATE + 5.0)
+        for task in (*others, *waiting):
+            task.cancel()
+        await asyncio.wait([*others, *callers])
+        for task in callers:
+            if not task.cancelled():
+                task.result()
+        return len(waiting)
+
+    def count_unexcused(self) -> int:
+        """Requests that were given up although not two killed workers had begun with them."""
+        poisoned = set(self.poisoned)
+        seen: Counter[int] = Counter()
+        for pid in self.killed:
+            seen.update(poisoned & set(read_journal(self.folder, pid)))
+        return sum(seen[nonce] < 2 for nonce in poisoned)
+
+    def share_computed(self) -> float:
+        """Of the calls that were cancelled, how many were computed nevertheless."""
+        computed: set[int] = set()
+        for name in os.listdir(self.folder):
+            computed |= self.cancelled & set(read_journal(self.folder, int(name)))
+        return len(computed) / max(1, len(self.cancelled))
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+async def soak(name: str, plan: Plan, seed: int) -> Findings:
+    """Run this plan."""
+    findings = Findings(name)
+    with tempfile.TemporaryDirectory() as folder:
+        batcher = DynBatcher(
+            Journal,
+            plan.max_batch_size,
+            model_args=(folder, plan.fault_rate),
+            num_workers=WORKERS,
+            max_restarts=None,
+            # One that has lived so long starts again after a tenth of a second.
+            restart_window=0.05,
+        )
+        run = Run(plan, seed, folder, batcher)
+        started = monotonic()
+        async with batcher, probing() as probe:
+            unended = await run.work(name)
+            seconds = monotonic() - started
+            stats = batcher.stats
+        findings.tell("calls", run.ended)
+        findings.tell("calls/s", run.ended / seconds)
+        findings.tell("kills", len(run.killed))
+        findings.tell("restarts", stats.restarts)
+        findings.none("lost: calls without an end", unended)
+        findings.none("misrouted or wrong answers", run.wrong)
+        if not plan.cancel_rate:  # a caller may go away in the moment in which it is answered
+            difference = abs(stats.completed - run.answered)
+            findings.none("answers counted and not received, or received twice", difference)
+        findings.check(
+            "longest beyond the deadline, s", run.latest, "below 1", holds=run.latest < LATE
+        )
+        findings.tell("given up after two deaths", len(run.poisoned))
+        findings.none("given up without two deaths", run.count_unexcused())
+        on_purpose = {key: count for key, count in run.errors.items() if "purpose" in key}
+        findings.none("other failures", run.errors.total() - sum(on_purpose.values()))
+        findings.none("requests left inside", stats.waiting + stats.running)
+        for key, count in on_purpose.items():
+            findings.tell(key, count)
+        if plan.cancel_rate:
+            in_flight = 2 * plan.max_batch_size * WORKERS / plan.callers
+            computed = run.share_computed()
+            findings.tell("cancelled", len(run.cancelled))
+            findings.check(
+                "share of the cancelled that was computed",
+                computed,
+                f"at most {in_flight:.2f}, the share in flight",
+                holds=computed <= in_flight,
+            )
+        probe.tell(findings)
+    return findings
+
+
+async def s1(short: bool, seed: int) -> Findings:
+    """Callers check every answer while workers are killed."""
+    return await soak("S1 kills", Plan(100_000 if short else 3_000_000), seed)
+
+
+async def s2(short: bool, seed: int) -> Findings:
+    """The same, and workers are stopped, batches fail and callers go away."""
+    plan = Plan(
+        50_000 if short else 1_000_000,
+        max_batch_size=8,
+        fault_rate=0.002,
+        cancel_rate=0.3,
+        stops=True,
+    )
+    return await soak("S2 storms", plan, seed)

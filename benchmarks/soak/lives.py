@@ -1,0 +1,200 @@
+"""S3, S5 and S7: the ends of whole programs, and opening and closing again and again."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx2
+
+from benchmarks.soak.models import Works
+from benchmarks.soak.report import Findings
+from benchmarks.soak.watch import descriptors, probing, shared_names, worker_pids
+from fast_batcher import BatcherError, DynBatcher
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# A worker whose parent is gone is gone so soon, seconds.
+ORPHAN_TIME = 1.0
+# A program that has not started, or has not ended, by then hangs, seconds.
+LIMIT = 60.0
+CLIENTS = 20
+
+
+async def s3(short: bool, seed: int) -> Findings:
+    """A program under load is killed: its workers go with it."""
+    findings = Findings("S3 parent killed")
+    rng = random.Random(seed)
+    times = 5 if short else 200
+    before = shared_names()
+    survivors, longest = 0, 0.0
+    for number in range(times):
+        if number % 20 == 0:
+            print(f"S3 parent killed: {number} of {times}", flush=True)
+        program = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "benchmarks.soak.victim", cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert program.stdout is not None
+        async with asyncio.timeout(LIMIT):
+            workers = json.loads(await program.stdout.readline())
+        watches = [os.pidfd_open(pid) for pid in workers]
+        await asyncio.sleep(rng.uniform(0.0, 0.3))
+        program.kill()
+        started = monotonic()
+        for watch in watches:
+            survivors += not await _is_dead(watch, ORPHAN_TIME)
+            os.close(watch)
+        longest = max(longest, monotonic() - started)
+        await program.wait()
+    findings.tell("programs killed under load", times)
+    findings.none("workers alive after 1 s", survivors)
+    findings.tell("longest life of a worker after its parent, ms", 1000 * longest)
+    findings.none("new entries in /dev/shm and /tmp", len(shared_names() - before))
+    return findings
+
+
+async def _is_dead(pidfd: int, seconds: float) -> bool:
+    loop = asyncio.get_running_loop()
+    dead = loop.create_future()
+
+    def notice() -> None:
+        loop.remove_reader(pidfd)
+        dead.set_result(None)
+
+    loop.add_reader(pidfd, notice)
+    try:
+        await asyncio.wait([dead], timeout=seconds)
+    finally:
+        loop.remove_reader(pidfd)
+    return dead.done()
+
+
+async def s5(short: bool, seed: int) -> Findings:
+    """Open, call and close in one process, so often."""
+    findings = Findings("S5 open and close")
+    times = 10 if short else 500
+    held: list[tuple[int, int, int]] = []
+    async with probing() as probe:
+        for number in range(times + 1):
+            if number % 50 == 0:
+                print(f"S5 open and close: {number} of {times}", flush=True)
+            async with DynBatcher(Works, num_workers=1 + number % 2) as batcher:
+                assert await batcher.process_batched(number) == number
+            held.append((descriptors(), threading.active_count(), len(worker_pids())))
+    # The first has started what lives as long as the interpreter.
+    findings.tell("times", times)
+    for index, what in enumerate(("descriptors", "threads", "worker processes")):
+        more = max(entry[index] for entry in held[1:]) - held[0][index]
+        findings.none(f"{what} beyond those after the first time", max(0, more))
+    probe.tell(findings)
+    return findings
+
+
+@dataclass
+class Clients:
+    """HTTP clients that ask one after the other until the server is gone."""
+
+    url: str
+    received: set[str] = field(default_factory=set)
+    statuses: Counter[int] = field(default_factory=Counter)
+
+    async def ask(self, number: int, run: int) -> None:
+        """One client."""
+        sequence = 0
+        async with httpx2.AsyncClient(base_url=self.url, trust_env=False, timeout=LIMIT) as client:
+            while True:
+                name = f"{run}-{number}-{sequence}"
+                sequence += 1
+                try:
+                    response = await client.post("/", json={"name": name})
+                except httpx2.TransportError:  # the server is gone, or going
+                    return
+                self.statuses[response.status_code] += 1
+                self.received.add(name)
+
+
+async def s7(short: bool, seed: int) -> Findings:
+    """SIGTERM to uvicorn under load: whatever the app had begun with is answered."""
+    findings = Findings("S7 SIGTERM")
+    rng = random.Random(seed)
+    times = 3 if short else 50
+    accepted, lost, slow, wrong_exit = 0, 0, 0.0, 0
+    statuses: Counter[int] = Counter()
+    for run in range(times):
+        if run % 10 == 0:
+            print(f"S7 SIGTERM: {run} of {times}", flush=True)
+        with tempfile.NamedTemporaryFile() as journal:
+            port = _free_port()
+            environment = {**os.environ, "SOAK_JOURNAL": journal.name}
+            command = ["-m", "uvicorn", "benchmarks.soak.app:app", "--port", str(port)]
+            server = await asyncio.create_subprocess_exec(
+                sys.executable, *command, "--log-level", "error", cwd=ROOT, env=environment
+            )
+            clients = Clients(f"http://127.0.0.1:{port}")
+            await _until_ready(clients.url)
+            tasks = [asyncio.create_task(clients.ask(one, run)) for one in range(CLIENTS)]
+            await asyncio.sleep(rng.uniform(0.2, 0.6))
+            started = monotonic()
+            server.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(LIMIT):
+                await asyncio.gather(*tasks)
+                code = await server.wait()
+            slow = max(slow, monotonic() - started)
+            # uvicorn's own status after this signal.
+            wrong_exit += code not in (0, -signal.SIGTERM)
+            begun = set(journal.read().decode().split())
+        accepted += len(begun)
+        lost += len(begun - clients.received)
+        statuses += clients.statuses
+    findings.tell("times", times)
+    findings.tell("requests that the app had begun with", accepted)
+    findings.none("of those, not answered", lost)
+    findings.tell("answers by status", json.dumps(statuses, sort_keys=True))
+    findings.none("exits with another status than uvicorn's own", wrong_exit)
+    findings.tell("longest from the signal to the end, s", slow)
+    return findings
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _until_ready(url: str) -> None:
+    async with asyncio.timeout(LIMIT), httpx2.AsyncClient(base_url=url, trust_env=False) as client:
+        while True:
+            try:
+                if (await client.get("/readyz")).status_code == 200:
+                    return
+            except httpx2.TransportError:
+                pass
+            await asyncio.sleep(0.02)
+
+
+async def be_victim() -> None:
+    """A program with a batcher under load, until it is killed."""
+    async with DynBatcher(Works, num_workers=2) as batcher:
+
+        async def ask() -> None:
+            while True:
+                try:
+                    await batcher.process_batched(b"x" * 1000)
+                except BatcherError:
+                    return
+
+        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(ask()) for _ in range(64)]
+        await asyncio.sleep(0)
+        print(json.dumps(worker_pids()), flush=True)
+        await asyncio.wait(tasks)

@@ -1,0 +1,77 @@
+"""What a soak finds out, and its table."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.report import table
+
+
+@dataclass
+class Findings:
+    """Rows of the table of one scenario."""
+
+    scenario: str
+    rows: list[tuple[str, str, str, bool | None]] = field(default_factory=list)
+
+    def check(self, what: str, measured: object, wanted: str, *, holds: bool) -> None:
+        """Note a figure that has a bar."""
+        self.rows.append((what, _text(measured), wanted, holds))
+
+    def none(self, what: str, count: int) -> None:
+        """Note a count that has to be zero."""
+        self.check(what, count, "0", holds=count == 0)
+
+    def tell(self, what: str, measured: object) -> None:
+        """Note a figure without a bar."""
+        self.rows.append((what, _text(measured), "", None))
+
+    @property
+    def holds(self) -> bool:
+        """Whether every bar is met."""
+        return all(row[3] is not False for row in self.rows)
+
+
+def make_table(all_findings: Sequence[Findings]) -> str:
+    """One line per figure."""
+    verdicts = {True: "holds", False: "MISSED", None: ""}
+    rows = [
+        [findings.scenario, what, measured, wanted, verdicts[holds]]
+        for findings in all_findings
+        for what, measured, wanted, holds in findings.rows
+    ]
+    return table(("scenario", "what", "measured", "wanted", ""), rows)
+
+
+def as_data(findings: Findings) -> dict[str, Any]:
+    """For the stored file."""
+    keys = ("what", "measured", "wanted", "holds")
+    return {
+        "scenario": findings.scenario,
+        "rows": [dict(zip(keys, row, strict=True)) for row in findings.rows],
+    }
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that is not below this share of the values."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
+    """Least-squares slope per second, and half the width of its 95 % confidence interval.
+
+    Source: the usual formula for simple regression; 1.96 for the t quantile, as there are hundreds
+    of samples.
+    """
+    mean_time, mean_value = statistics.fmean(times), statistics.fmean(values)
+    spread = sum((time - mean_time) ** 2 for time in times)
+    pairs = list(zip(times, values, strict=True))
+    rise = sum((time - mean_time) * (value - mean_value) for time, value in pairs) / spread
+    start = mean_value - rise * mean_time
+    errors = sum((value - start - rise * time) ** 2 for time, value in pairs)
+    return rise, 1.96 * (errors / max(1, len(pairs) - 2) / spread) ** 0.5
+
+
+def _text(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

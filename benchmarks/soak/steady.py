@@ -1,0 +1,116 @@
+"""S4: a long run at part load, in which workers are recycled: does anything grow?"""
+
+import asyncio
+import random
+import threading
+from dataclasses import dataclass, field
+from time import monotonic
+
+from benchmarks.soak.models import Works
+from benchmarks.soak.report import Findings, quantile, slope
+from benchmarks.soak.watch import descriptors, probing, rss_bytes
+from fast_batcher import BatcherError, DynBatcher
+
+MAX_BATCH_SIZE = 32
+# What the model can do in batches of 32, requests/s, and the share of it that is asked for.
+CAPACITY = 32 / (0.002 + 32 * 0.0001)
+LOAD = 0.7
+# Between looks, seconds.
+LOOK_INTERVAL = 1.0
+# The promise: bytes per hour that the parent may grow by, as far as anybody can tell.
+MOST_GROWTH = 2 * 2**20
+# Batches after which a worker is recycled: every ten seconds or so.
+RECYCLE_AFTER = 2000
+MOST_DRIFT = 0.10
+# Two floats in a tuple in a list.
+BYTES_PER_TIMING = 112
+
+
+@dataclass
+class Run:
+    """One soak while it runs."""
+
+    seconds: float
+    batcher: DynBatcher[float, float]
+    started: float = 0.0
+    failures: int = 0
+    # Moment, resident bytes, descriptors and threads.
+    looks: list[tuple[float, int, int, int]] = field(default_factory=list)
+    # Moment of arrival and seconds until the answer.
+    latencies: list[tuple[float, float]] = field(default_factory=list)
+
+    async def ask(self, due: float) -> None:
+        """One request."""
+        try:
+            await self.batcher.process_batched(due)
+        except BatcherError:
+            self.failures += 1
+        self.latencies.append((due - self.started, monotonic() - due))
+
+    async def look(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            # Without the timings, which grow by design.
+            held = rss_bytes() - BYTES_PER_TIMING * len(self.latencies)
+            moment = monotonic() - self.started
+            self.looks.append((moment, held, descriptors(), threading.active_count()))
+            await asyncio.sleep(LOOK_INTERVAL)
+
+    async def load(self, rng: random.Random) -> None:
+        """Poisson arrivals, until the time is over and all are answered."""
+        tasks: set[asyncio.Task[None]] = set()
+        due, shown = self.started, 0.0
+        while due < self.started + self.seconds:
+            due += rng.expovariate(LOAD * CAPACITY)
+            if due > monotonic():
+                await asyncio.sleep(due - monotonic())
+            task = asyncio.create_task(self.ask(due))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+            if due - self.started > shown:
+                print(f"S4 steady: {shown:.0f} of {self.seconds:.0f} seconds", flush=True)
+                shown += 30.0
+        if tasks:
+            await asyncio.wait(tasks)
+
+    def p99(self, begin: float, end: float) -> float:
+        """Of the requests that arrived in this part of the time, seconds."""
+        begin, end = begin * self.seconds, end * self.seconds
+        return quantile([late for due, late in self.latencies if begin <= due < end], 0.99)
+
+
+async def s4(short: bool, seed: int) -> Findings:
+    """The second half of the run is looked at for growth."""
+    findings = Findings("S4 steady")
+    seconds = 20.0 if short else 1200.0
+    batcher: DynBatcher[float, float] = DynBatcher(
+        Works, MAX_BATCH_SIZE, max_batches_per_worker=300 if short else RECYCLE_AFTER
+    )
+    async with batcher, probing() as probe:
+        run = Run(seconds, batcher, monotonic())
+        looking = asyncio.create_task(run.look())
+        await run.load(random.Random(seed))
+        looking.cancel()
+        await asyncio.wait([looking])
+        restarts = batcher.stats.restarts
+    findings.tell("seconds", seconds)
+    findings.tell("requests", len(run.latencies))
+    findings.none("failed requests", run.failures)
+    findings.check("workers recycled", restarts, "some", holds=restarts > 0)
+    half = [look for look in run.looks if look[0] > seconds / 2]
+    rise, doubt = slope([look[0] for look in half], [float(look[1]) for look in half])
+    growth = f"{3600 * rise / 2**20:.2f} +- {3600 * doubt / 2**20:.2f}"
+    drift = run.p99(2 / 3, 1.0) / run.p99(0.0, 1 / 3) - 1
+    if short:
+        findings.tell("growth of the parent, MB/h (too short to tell)", growth)
+        findings.tell("p99, last third against first (too short to tell)", drift)
+    else:
+        holds = 3600 * (rise + doubt) < MOST_GROWTH
+        findings.check("growth of the parent, MB/h", growth, "upper end below 2", holds=holds)
+        what = "p99, last third against first"
+        findings.check(what, drift, "below 0.1", holds=drift < MOST_DRIFT)
+    for index, what in ((2, "descriptors"), (3, "threads")):
+        counts = [look[index] for look in half]
+        findings.tell(f"{what}, fewest and most", f"{min(counts)} {max(counts)}")
+    probe.tell(findings)
+    return findings

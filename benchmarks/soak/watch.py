@@ -1,0 +1,80 @@
+"""What a soak looks at while it runs: how late the event loop is, and what the process holds."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from time import monotonic
+
+from benchmarks.soak.report import Findings, quantile
+
+# Between questions, seconds.
+PROBE_INTERVAL = 0.005
+# The promise: the loop is never blocked for longer, and hardly ever for as long; seconds.
+MOST_LAG = 0.050
+MOST_LAG_P99 = 0.005
+
+
+class LagProbe:
+    """Asks the loop for a turn at fixed times; how late it comes is how long others had it."""
+
+    def __init__(self) -> None:
+        self.lags: list[float] = []
+
+    def tell(self, findings: Findings) -> None:
+        """Add the figures."""
+        p99, most = quantile(self.lags, 0.99), max(self.lags)
+        findings.check("event loop lag p99, ms", 1000 * p99, "below 5", holds=p99 < MOST_LAG_P99)
+        findings.check(
+            "event loop lag, longest, ms", 1000 * most, "below 50", holds=most < MOST_LAG
+        )
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            due = monotonic() + PROBE_INTERVAL
+            await asyncio.sleep(PROBE_INTERVAL)
+            self.lags.append(max(0.0, monotonic() - due))
+
+
+@asynccontextmanager
+async def probing() -> AsyncIterator[LagProbe]:
+    """A probe that runs during the block."""
+    probe = LagProbe()
+    task = asyncio.create_task(probe.run())
+    try:
+        yield probe
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+def worker_pids(pid: int | None = None) -> list[int]:
+    """Processes that this one, or the one named, has spawned with `multiprocessing`."""
+    found = []
+    for path in Path(f"/proc/{pid or os.getpid()}/task").glob("*/children"):
+        for child in path.read_text().split():
+            try:
+                command = Path(f"/proc/{child}/cmdline").read_bytes()
+            except OSError:  # it has just ended
+                continue
+            if b"spawn_main" in command:
+                found.append(int(child))
+    return found
+
+
+def descriptors() -> int:
+    """Open files of this process."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def shared_names() -> set[str]:
+    """What lies in /dev/shm and /tmp."""
+    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).iterdir()}

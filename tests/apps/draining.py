@@ -1,0 +1,31 @@
+"""An app whose readiness ends with SIGTERM; tells in the log when it does."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from apps.models import Gated
+from fast_batcher import DynBatcher
+from fast_batcher.fastapi import combine_lifespans, health_router, install_exception_handlers
+
+batcher = DynBatcher(Gated)
+
+
+@asynccontextmanager
+async def show_moves(_: FastAPI) -> AsyncIterator[None]:
+    moves = logging.getLogger("fast_batcher")
+    moves.addHandler(logging.StreamHandler())
+    moves.setLevel(logging.INFO)
+    yield
+
+
+app = FastAPI(lifespan=combine_lifespans(show_moves, batcher.lifespan(drain_on_sigterm=True)))
+install_exception_handlers(app)
+app.include_router(health_router(batcher))
+
+
+@app.get("/pass/{gate}")
+async def pass_gate(gate: int) -> int:
+    return await batcher.process_batched(gate)

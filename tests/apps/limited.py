@@ -1,0 +1,24 @@
+"""An app that limits the bodies it reads."""
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from apps.models import Echo
+from fast_batcher import DynBatcher
+from fast_batcher.fastapi import LimitBody, install_exception_handlers
+
+batcher = DynBatcher(Echo)
+app = FastAPI(lifespan=batcher.lifespan)
+app.add_middleware(LimitBody, max_bytes=100_000, timeout=1.0)
+install_exception_handlers(app)
+
+
+class Body(BaseModel):
+    """A text to be measured."""
+
+    text: str
+
+
+@app.post("/length")
+async def length(body: Body) -> int:
+    return len(await batcher.process_batched(body.text))

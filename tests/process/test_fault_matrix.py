@@ -1,0 +1,120 @@
+"""Every place where the user's code runs, and every way in which it can go wrong there (S8).
+
+Each call ends within ten seconds with the error that is meant for it, the others of its batch are
+answered, and the next call works.
+"""
+
+import asyncio
+from typing import Any
+
+import psutil
+import pytest
+from sample_models import HOWS, Bomb, Minefield
+from waits import assert_balance, call, outcome, until, within
+
+from fast_batcher import (
+    BatcherError,
+    DeadlineExceededError,
+    DynBatcher,
+    InferenceError,
+    PoisonRequestError,
+    UnsendableValueError,
+    WorkerStartupError,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+# In the worker its process may end or hang; in this process that is the program's own affair.
+IN_WORKER = list(HOWS)
+HERE = ["raise", "BaseException"]
+CASES = [
+    *(("dump task", how) for how in HERE),
+    *(("load task", how) for how in IN_WORKER),
+    *(("infer", how) for how in IN_WORKER),
+    *(("dump result", how) for how in IN_WORKER),
+    *(("load result", how) for how in HERE),
+]
+# Of a batch; a worker that hangs is replaced after it.
+INFER_TIMEOUT = 0.5
+
+
+def expected(where: str, how: str) -> type[BatcherError]:
+    if how in ("crash", "exit"):
+        return PoisonRequestError
+    if how == "hang":
+        return DeadlineExceededError
+    return UnsendableValueError if where == "dump task" else InferenceError
+
+
+@pytest.mark.parametrize(("where", "how"), CASES)
+async def test_s8_a_call_ends_with_its_error_and_harms_nobody(where: str, how: str) -> None:
+    settings: dict[str, Any] = {"infer_timeout": INFER_TIMEOUT, "stop_timeout": 0.2}
+    async with DynBatcher(Minefield, 4, **settings) as batcher:
+        with within(10.0, f"{where} x {how}") as limit:
+            calls = [call(batcher, value) for value in ("first", Bomb(where, how), "last")]
+            async with asyncio.timeout(limit):
+                first, bomb, last = [await outcome(task) for task in calls]
+            assert type(bomb) is expected(where, how) or isinstance(bomb, expected(where, how))
+            if how == "hang":  # nobody can say whose fault it is
+                assert isinstance(first, DeadlineExceededError)
+                assert isinstance(last, DeadlineExceededError)
+            else:
+                assert (first, last) == ("first", "last")
+            assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.running) == (0, 0)
+
+
+@pytest.mark.parametrize("how", HERE)
+async def test_s8_submitting(how: str) -> None:
+    """The caller's own iterable goes wrong while `process_many` takes from it."""
+    async with DynBatcher(Minefield, 4) as batcher:
+
+        def values() -> Any:
+            yield "first"
+            HOWS[how]()
+
+        error = await outcome(asyncio.create_task(batcher.process_many(values())))
+        assert "boom" in str(error)
+        assert await batcher.process_batched("next") == "next"
+        await until(lambda: batcher.stats.running == 0)
+        assert_balance(batcher)
+
+
+@pytest.mark.parametrize("how", HERE)
+async def test_s8_delivering(how: str) -> None:
+    """What the caller does with its answer goes wrong."""
+    caught: list[str] = []
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: caught.append(str(context.get("exception"))))
+    async with DynBatcher(Minefield, 4) as batcher:
+
+        async def use() -> None:
+            await batcher.process_batched("first")
+            HOWS[how]()
+
+        calls = [asyncio.create_task(use()), call(batcher, "mate")]
+        assert "boom" in str(await outcome(calls[0]))
+        assert await outcome(calls[1]) == "mate"
+        assert await batcher.process_batched("next") == "next"
+
+
+@pytest.mark.parametrize("how", IN_WORKER)
+async def test_s8_loading(how: str) -> None:
+    batcher = DynBatcher(Minefield, model_args=("load", how), start_timeout=1.0)
+    with within(10.0, f"load x {how}") as limit:
+        async with asyncio.timeout(limit):
+            with pytest.raises(WorkerStartupError):
+                await batcher.open()
+    await batcher.aclose()
+
+
+@pytest.mark.parametrize("how", IN_WORKER)
+async def test_s8_closing(how: str) -> None:
+    with within(10.0, f"close x {how}") as limit:
+        async with asyncio.timeout(limit):
+            settings: dict[str, Any] = {"stop_timeout": 0.2}
+            async with DynBatcher(Minefield, model_args=("close", how), **settings) as batcher:
+                assert await batcher.process_batched("first") == "first"
+                pids = [handle.pid for handle in batcher._pool.remaining()]
+    assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]

@@ -1,0 +1,147 @@
+"""Whole servers: Ctrl-C, reloading, several of them, gunicorn; real processes and signals."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx2
+import psutil
+import pytest
+from test_fastapi import LIMIT, Gate, Server, gate, serve, thread
+from waits import within
+
+__all__ = ["gate", "serve", "thread"]
+
+TESTS = Path(__file__).parent
+URL = r"(?:running on|Listening at:) (http://[\d.:]+)"
+SAID = r"server (\d+) has worker (\d+) of (\d+)"
+
+pytestmark = pytest.mark.slow
+
+
+def workers_below(pid: int) -> list[psutil.Process]:
+    """Processes of ours, however deep below this one."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if "from multiprocessing.spawn import spawn_main" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def test_f41_readiness_ends_with_the_signal_and_what_runs_is_answered(
+    serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
+) -> None:
+    server = serve("apps.draining:app")
+    url = server.wait_for(URL)[1]
+    with httpx2.Client(base_url=url, timeout=LIMIT) as client:
+        assert client.get("/readyz").status_code == 200
+        running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
+        gate.wait_for_visitor()
+        workers = workers_below(server.process.pid)
+        # A connection with half a request on it: uvicorn closes those that are idle.
+        address = urlsplit(url)
+        assert address.port is not None
+        with socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT) as probe:
+            probe.sendall(b"GET /readyz HTTP/1.1\r\n")
+            server.process.send_signal(signal.SIGTERM)
+            server.wait_for("draining")
+            probe.sendall(b"Host: test\r\n\r\n")
+            assert probe.recv(1000).startswith(b"HTTP/1.1 503")
+        gate.let_on()
+        assert running.result(LIMIT).status_code == 200
+    server.wait_for_exit()
+    assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
+
+
+def test_f42_the_first_ctrl_c_drains_and_the_second_ends(
+    serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
+) -> None:
+    server = serve("apps.whole:app")
+    url = server.wait_for(URL)[1]
+    running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
+    gate.wait_for_visitor()
+    workers = workers_below(server.process.pid)
+    # To the whole group, as a terminal does.
+    os.killpg(server.process.pid, signal.SIGINT)
+    server.wait_for("Waiting for connections to close|Shutting down")
+    assert all(worker.is_running() for worker in workers)
+    with within(3.0, "a second Ctrl-C ends the server and its workers"):
+        os.killpg(server.process.pid, signal.SIGINT)
+        server.wait_for_exit()
+        assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
+    assert isinstance(running.exception(LIMIT), httpx2.TransportError)
+    assert "fast_batcher" not in server.output.rpartition("Traceback")[2]
+
+
+@pytest.fixture
+def reloaded(tmp_path: Path) -> Iterator[Server]:
+    app = tmp_path / "reloaded.py"
+    shutil.copy(TESTS / "apps" / "whole.py", app)
+    server = Server("reloaded:app", "--reload", "--reload-dir", str(tmp_path), folder=tmp_path)
+    yield server
+    server.close()
+
+
+def test_f57_reloading_leaves_as_many_workers_as_there_were(
+    reloaded: Server, tmp_path: Path
+) -> None:
+    url = reloaded.wait_for(URL)[1]
+    seen: set[str] = set()
+    for number in range(6):
+        seen.add(reloaded.wait_for(SAID)[2])
+        reloaded.wait_for("Application startup complete")
+        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+        # Two batchers with a worker each, and the server itself, which uvicorn spawns as well.
+        assert len(workers_below(reloaded.process.pid)) == 3
+        if number < 5:
+            with (tmp_path / "reloaded.py").open("a") as file:
+                file.write(f"# {number}\n")
+    assert len(seen) == 6
+    everyone = psutil.Process(reloaded.process.pid).children(recursive=True)
+    reloaded.process.send_signal(signal.SIGTERM)
+    reloaded.wait_for_exit()
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+
+
+def test_f57_four_uvicorn_workers_have_four_times_the_processes(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("apps.whole:app", "--workers", "4")
+    url = server.wait_for(URL)[1]
+    said = [server.wait_for(SAID).groups() for _ in range(4)]
+    assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == 4
+    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+    everyone = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_exit()
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+
+
+def test_f49_gunicorn_with_preload_has_a_batcher_per_process() -> None:
+    """The app is imported, and the batcher made, before the fork; it is opened after it."""
+    command = ["gunicorn", "--preload", "--workers", "2", "--bind", "127.0.0.1:0"]
+    worker_class = ["--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", str(TESTS)]
+    server = Server("", command=[*command, *worker_class, "apps.whole:app"])
+    try:
+        url = server.wait_for(URL)[1]
+        said = [server.wait_for(SAID).groups() for _ in range(2)]
+        assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == 2
+        assert all(parent == one for one, _, parent in said)
+        server.wait_for("Application startup complete")
+        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+        everyone = psutil.Process(server.process.pid).children(recursive=True)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_for_exit() == 0
+        assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+        assert not re.search("Traceback|leaked", server.output)
+    finally:
+        server.close()
