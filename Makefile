@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help install fix check test test-fast cov demo bench-setup bench bench-all publish clean
+.PHONY: help install fix check test test-fast cov demo bench-setup bench bench-all soak publish clean
 
 help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched, one table'
@@ -16,6 +16,7 @@ help:
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
 	@echo 'make bench        a short form of the benchmarks, in less than 10 minutes'
 	@echo 'make bench-all    all of them in full, two hours; their results are what is published'
+	@echo 'make soak         long runs with faults on purpose, about an hour'
 	@echo 'make publish      pictures and README tables from the stored results'
 	@echo 'make clean        remove what these commands have made'
 
@@ -70,6 +71,9 @@ bench-all: bench-setup
 	$(BIN)/python -m benchmarks.reference_experiment
 	$(BIN)/python -m benchmarks.load_test --batch-sizes 1 8 32
 	$(MAKE) publish
+
+soak: install
+	$(BIN)/python -m benchmarks.soak
 
 publish: install
 	$(BIN)/python -m benchmarks.publish

@@ -549,6 +549,30 @@ class OutOfMemory(InferenceModel[Any, int]):
         return [len(inputs) for _ in inputs]
 
 
+class CrashesAbove(InferenceModel[Any, int]):
+    """Is killed by batches of more inputs, as by a system without memory; answers their size."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def infer(self, inputs: list[Any]) -> list[int]:
+        if len(inputs) > self._room:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [len(inputs) for _ in inputs]
+
+
+class Reuses(InferenceModel[int, bytearray]):
+    """Answers all with one buffer, and writes over it and its inputs afterwards."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray(8)
+
+    def infer(self, inputs: list[int]) -> list[bytearray]:
+        self._buffer[:] = bytes([inputs[0]]) * 8
+        inputs[0] = 0
+        return [self._buffer for _ in inputs]
+
+
 class CrashesOnArrival:
     """Ends the worker process when it is unpickled there."""
 

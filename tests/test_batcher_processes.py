@@ -6,6 +6,7 @@ Everything here is about a real worker process, or about a real program that has
 import asyncio
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -335,7 +336,7 @@ async def returning() -> Any:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-async def test_the_model_must_return_one_output_per_input(
+async def test_f23_f24_the_model_must_return_one_output_per_input(
     returning: DynBatcher[Any, Any], name: str
 ) -> None:
     results = [await outcome(task) for task in [call(returning, name) for _ in range(3)]]
@@ -354,7 +355,7 @@ async def test_the_model_must_return_one_output_per_input(
 
 
 @pytest.mark.parametrize("name", UNPICKLABLE)
-async def test_an_output_that_cannot_be_pickled_fails_alone(name: str) -> None:
+async def test_f27_an_output_that_cannot_be_pickled_fails_alone(name: str) -> None:
     async with DynBatcher(UnpicklableOutputs) as batcher:
         calls = [call(batcher, text) for text in ("one", name, "two")]
         one, bad, two = [await outcome(task) for task in calls]
@@ -537,7 +538,7 @@ async def test_large_outputs_come_back_whole() -> None:
 
 
 @pytest.mark.slow
-async def test_a_model_that_prints_a_lot_is_not_held_up() -> None:
+async def test_f30_a_model_that_prints_a_lot_is_not_held_up() -> None:
     async with DynBatcher(Noisy) as batcher:
         assert await batcher.process_batched(2000) == 2000
 
@@ -555,7 +556,7 @@ async def start_error_of(batcher: DynBatcher[Any, Any]) -> WorkerStartupError:
     return caught.value
 
 
-async def test_an_init_that_raises() -> None:
+async def test_f12_an_init_that_raises() -> None:
     error = await start_error_of(DynBatcher(RaisesOnLoad))
     assert str(error) == (
         "worker 0 could not load RaisesOnLoad: FileNotFoundError: no weights at /models/tiny.bin"
@@ -577,14 +578,14 @@ async def test_an_init_that_calls_sys_exit() -> None:
         ("segfault", "signal 11 (SIGSEGV)"),
     ],
 )
-async def test_a_worker_that_dies_while_it_loads(way: str, text: str) -> None:
+async def test_f12_a_worker_that_dies_while_it_loads(way: str, text: str) -> None:
     error = await start_error_of(DynBatcher(ExitsOnLoad, model_args=(way,)))
     assert text in str(error)
     assert "before it had loaded ExitsOnLoad" in str(error)
 
 
 @pytest.mark.slow
-async def test_an_init_that_never_returns(gate: Gate) -> None:
+async def test_f13_an_init_that_never_returns(gate: Gate) -> None:
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
     early = call(batcher, "early")
     with within(1.1, "a start that never ends (start_timeout=1)") as limit:
@@ -731,7 +732,7 @@ def new_loop(request: pytest.FixtureRequest) -> Iterator[NewLoop]:
         loop.close()
 
 
-def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(new_loop: NewLoop) -> None:
+def test_f47_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(new_loop: NewLoop) -> None:
     batcher = DynBatcher(Whereabouts)
     pids = set()
     for _ in range(3):
@@ -814,7 +815,7 @@ def abandon(tasks: "list[asyncio.Task[Any]]") -> None:
         task.get_coro().close()
 
 
-def test_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> None:
+def test_f48_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> None:
     batcher = DynBatcher(Echo)
     first, second = new_loop(), new_loop()
     assert first.run_until_complete(batcher.process_batched(1)) == 1
@@ -830,7 +831,7 @@ def test_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> None:
     first.run_until_complete(batcher.aclose())
 
 
-def test_a_loop_in_another_thread_is_told_to_use_submit(new_loop: NewLoop) -> None:
+def test_f48_a_loop_in_another_thread_is_told_to_use_submit(new_loop: NewLoop) -> None:
     batcher = DynBatcher(Echo)
     first = new_loop()
 
@@ -1132,7 +1133,7 @@ Start = Callable[..., Program]
 
 
 @pytest.mark.slow
-def test_an_idle_worker_does_not_outlive_its_parent(program: Start) -> None:
+def test_f40_an_idle_worker_does_not_outlive_its_parent(program: Start) -> None:
     running = program(
         """
         async def main():
@@ -1152,7 +1153,9 @@ def test_an_idle_worker_does_not_outlive_its_parent(program: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
-def test_a_busy_worker_does_not_outlive_its_parent(program: Start, gate: Gate, how: str) -> None:
+def test_f40_a_busy_worker_does_not_outlive_its_parent(
+    program: Start, gate: Gate, how: str
+) -> None:
     running = program(
         f"""
         async def main():
@@ -1166,7 +1169,7 @@ def test_a_busy_worker_does_not_outlive_its_parent(program: Start, gate: Gate, h
 
 
 @pytest.mark.slow
-def test_a_loading_worker_does_not_outlive_its_parent(program: Start, gate: Gate) -> None:
+def test_f40_a_loading_worker_does_not_outlive_its_parent(program: Start, gate: Gate) -> None:
     running = program(
         f"""
         async def main():
@@ -1318,7 +1321,7 @@ def test_a_model_class_of_the_program_itself_works(program: Start) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
+def test_f42_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
     """The terminal sends SIGINT to the whole group; the program decides what follows from it."""
     running = program(
         f"""
@@ -1368,7 +1371,7 @@ def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["process_batched", "process_many", "submit", "open"])
-def test_a_forked_copy_is_refused_and_harms_nobody(program: Start, use: str) -> None:
+def test_f49_a_forked_copy_is_refused_and_harms_nobody(program: Start, use: str) -> None:
     running = program(
         f"""
         batcher = DynBatcher(sample_models.Whereabouts)
@@ -1458,7 +1461,7 @@ def test_a_batcher_made_before_the_fork_is_opened_after_it(program: Start) -> No
 
 
 @pytest.mark.slow
-def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
+def test_f52_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
     """With one more file descriptor each time, the start fails at the next step."""
     running = program(
         """
@@ -1513,3 +1516,47 @@ def test_importing_the_library_and_making_a_batcher_starts_no_process(program: S
     )
     assert running.tells() == ["", 1]
     assert running.finish() == (0, "")
+
+
+@pytest.mark.slow
+def test_f55_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) -> None:
+    """Its requests have expired meanwhile, and nobody takes its silence for death."""
+    running = program(
+        """
+        from fast_batcher._core import heartbeat
+        from fast_batcher._process import pool
+
+        heartbeat.INTERVAL = pool.INTERVAL = 0.3
+
+        async def main():
+            async with DynBatcher(sample_models.Whereabouts) as batcher:
+                tell(await batcher.process_batched(None))
+                slow = DynBatcher(sample_models.Slow, model_args=(1.0,))
+                async with slow:
+                    late = asyncio.create_task(slow.process_batched(None, timeout=0.5))
+                    await asyncio.sleep(0.1)
+                    tell("stop me")
+                    try:
+                        tell(await late)
+                    except Exception as error:
+                        tell(type(error).__name__)
+                    # Several beats later.
+                    await asyncio.sleep(1.0)
+                    tell(await slow.process_batched("fine"))
+                tell(await batcher.process_batched(None))
+                tell(batcher.stats.restarts)
+
+        asyncio.run(main())
+        """
+    )
+    pid = running.tells()
+    assert running.tells() == "stop me"
+    os.killpg(running.pid, signal.SIGSTOP)
+    # Longer than the interval of the heart and the lateness that it takes for usual.
+    select.select([], [], [], 2.0)
+    os.killpg(running.pid, signal.SIGCONT)
+    assert running.tells() == "DeadlineExceededError"
+    assert running.tells() == "fine"
+    assert running.tells() == pid
+    assert running.tells() == 0
+    assert running.finish()[0] == 0

@@ -546,7 +546,7 @@ def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
     assert (first.state, second.state) == ("closed", "closed")
 
 
-def test_a_batcher_is_closed_when_a_later_lifespan_fails() -> None:
+def test_f56_a_batcher_is_closed_when_a_later_lifespan_fails() -> None:
     batcher = DynBatcher(Echo)
     failing = Diary().lifespan("disk", failure=OSError("no such disk"))
     app = FastAPI(lifespan=combine_lifespans(batcher.lifespan, failing))
@@ -809,7 +809,7 @@ def test_uvicorn_stops_with_a_readable_message(app: str, error: str, cause: str)
 
 
 @pytest.mark.slow
-def test_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
+def test_f41_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
     server = serve("apps.whole:app")
@@ -830,7 +830,7 @@ def test_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
 
 
 @pytest.mark.slow
-def test_each_of_two_uvicorn_workers_has_processes_of_its_own(
+def test_f57_each_of_two_uvicorn_workers_has_processes_of_its_own(
     serve: Callable[..., Server],
 ) -> None:
     server = serve("apps.whole:app", "--workers", "2")
@@ -871,7 +871,7 @@ def ask_until(url: str, **wanted: int) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("app", ["app", "wrapped"])
-def test_clients_that_go_away_are_forgotten_queued_or_running(
+def test_f43_f44_clients_that_go_away_are_forgotten_queued_or_running(
     serve: Callable[..., Server], gate: Gate, app: str
 ) -> None:
     """Rows F43 and F44 of the fault catalogue."""

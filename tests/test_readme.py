@@ -90,6 +90,13 @@ def test_every_program_is_formatted_as_ours_are(number: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_every_test_that_is_named_is_there() -> None:
+    named = re.findall(r"\]\((tests/[^)]+)\)`::(\w+)`", README)
+    assert len(named) > 5
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
+
+
 def test_every_file_that_is_linked_is_there() -> None:
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", README)
     inside = [link for link in links if "://" not in link and not link.startswith("mailto:")]

@@ -395,7 +395,8 @@ class Pool:
                 handle.pid,
                 handle.exit_text,
             )
-        is_killed = handle.exit_code == -signal.SIGKILL and not handle.is_ending
+        is_ours = handle.is_ending and not handle.has_hung_up
+        is_killed = handle.exit_code == -signal.SIGKILL and not is_ours
         exit = Exit(handle.exit_text, is_killed, handle.taken, handle.begun)
         self._events.worker_lost(handle.id, exit)
 

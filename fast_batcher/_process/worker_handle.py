@@ -88,6 +88,8 @@ class WorkerHandle:
         self._timer: TimerHandle | None = None
         # It finishes what it has, and ends.
         self.was_asked_to_end = False
+        # It has closed its end of a pipe, which is what a dying one does first.
+        self.has_hung_up = False
         # It is being ended by us.
         self.is_ending = False
         # How the process ended: "exit code 3", "signal 9 (SIGKILL)"; empty while it lives.
@@ -238,6 +240,7 @@ class WorkerHandle:
             logger.error(
                 "worker %d (pid %s) is replaced: %s", self.index, self.pid, error, exc_info=error
             )
+        self.has_hung_up = error is None and not self.is_ending
         self.kill()
 
     def _on_death(self) -> None:

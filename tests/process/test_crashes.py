@@ -14,8 +14,10 @@ from packing import pack
 from sample_models import (
     CRASHES,
     Crashes,
+    CrashesAbove,
     CrashesOnArrival,
     Echo,
+    Grows,
     Holds,
     NeedsFile,
     TalksNonsense,
@@ -100,6 +102,30 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
             assert worker.survivors(LIMIT) == []
         assert [await outcome(task) for task in calls] == ["one", "two"]
         assert assert_balance(batcher).failed == 0
+
+
+async def test_f04_a_worker_is_killed_in_the_middle_of_a_large_answer() -> None:
+    async with DynBatcher(Grows, idempotent=False) as batcher:
+        large = call(batcher, 50 * 2**20)
+        (handle,) = batcher._pool.remaining()
+        assert handle._channel is not None
+        assert handle.pid is not None
+        reader = handle._channel._reader
+        # The first part of it has come, and the worker waits for us to take the rest.
+        await until(lambda: reader._large is not None)
+        os.kill(handle.pid, signal.SIGKILL)
+        assert isinstance(await outcome(large), WorkerLostError)
+        assert await batcher.process_batched(3) == b"xxx"
+        assert_balance(batcher)
+
+
+async def test_f09_a_worker_that_memory_may_have_killed_is_followed_by_smaller_batches() -> None:
+    async with DynBatcher(CrashesAbove, 8, model_args=(4,)) as batcher:
+        calls = [call(batcher, number) for number in range(8)]
+        # One by one after the death, and then in halves.
+        assert [await outcome(task) for task in calls] == [1] * 8
+        assert await batcher.process_many(range(16)) == [4] * 16
+        assert batcher.stats.restarts == 1
 
 
 # --- trying again ---------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from sample_models import (
     Leaks,
     NeedsFile,
     OutOfMemory,
+    Reuses,
     Says,
     Whereabouts,
 )
@@ -98,6 +99,12 @@ async def test_f32_a_fatal_device_error_replaces_the_worker_at_once(
         stats = assert_balance(batcher)
         assert (stats.restarts, stats.failed, stats.batches) == (1, 2, 2)
     assert "its device is of no use any more" in caplog.text
+
+
+async def test_f29_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> None:
+    async with DynBatcher(Reuses, 1) as batcher:
+        answers = [await batcher.process_batched(number) for number in (1, 2, 3)]
+        assert answers == [bytes([number]) * 8 for number in (1, 2, 3)]
 
 
 # --- recycling ------------------------------------------------------------------------------------

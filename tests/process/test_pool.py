@@ -165,7 +165,7 @@ async def test_a_worker_that_does_not_load_in_time_is_ended(told: Told, gate: Ga
     with Watch([visit.pid]) as worker:
         await told.until(lambda: told.count("failed") == 1)
         await worker.until_dead()
-    ((_, error),) = told.events
+    _, error = told.events[0]
     assert "within start_timeout=0.5 seconds and was ended" in str(error)
 
 

@@ -1,0 +1,57 @@
+"""The short form of every soak, and the figures that they are judged by."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.soak.report import Findings, make_table, quantile, slope
+
+ROOT = Path(__file__).parent.parent
+# Of the longest, in seconds: several times what it takes.
+LIMIT = 110.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["S1", "S2", "S3", "S4", "S5", "S7"])
+def test_the_short_form(scenario: str, tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "benchmarks.soak", scenario, "--short", "--json", str(path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert path.exists(), done.stdout + done.stderr
+    ((rows,),) = [[one["rows"] for one in json.loads(path.read_text())["scenarios"]]]
+    # How late the loop is depends on what else the machine does; `make soak` is for that.
+    missed = [row for row in rows if row["holds"] is False and "lag" not in row["what"]]
+    assert not missed, done.stdout
+
+
+def test_a_missed_bar_is_seen() -> None:
+    findings = Findings("S0")
+    findings.none("nothing wrong", 0)
+    findings.tell("told", 1.23456)
+    before = findings.holds
+    findings.none("something wrong", 2)
+    assert (before, findings.holds) == (True, False)
+    table = make_table([findings])
+    assert "MISSED" in table
+    assert "1.23" in table
+
+
+def test_the_slope_of_a_line_is_certain() -> None:
+    rise, doubt = slope([0.0, 1.0, 2.0, 3.0], [1.0, 3.0, 5.0, 7.0])
+    assert (round(rise, 9), round(doubt, 9)) == (2.0, 0.0)
+
+
+def test_the_slope_of_noise_is_not() -> None:
+    times = [float(one) for one in range(100)]
+    rise, doubt = slope(times, [(-1.0) ** one for one in range(100)])
+    assert abs(rise) < doubt
+
+
+@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 3), (0.99, 4), (1.0, 4)])
+def test_quantiles(share: float, value: float) -> None:
+    assert quantile([4, 1, 3, 2], share) == value
