@@ -520,8 +520,11 @@ async def test_f62_a_full_queue_refuses_at_once_and_has_room_again_later(gate: G
 async def test_f62_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None:
     settings: dict[str, Any] = {"max_queue_bytes": 1000}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
-        running = [call(batcher, "x" * 900) for _ in range(2)]
+        running = [call(batcher, "x" * 900)]
         visit = await gate.visit()
+        # One that runs, one that is sent behind it, and one that waits.
+        running.append(call(batcher, "x" * 900))
+        await turns()
         waiting = call(batcher, "x" * 900)
         error = await outcome(call(batcher, "x" * 101))
         assert isinstance(error, QueueFullError)
