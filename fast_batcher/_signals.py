@@ -4,7 +4,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from fast_batcher.errors import ConfigurationError
@@ -27,7 +27,8 @@ def call_on_sigterm(
     before = signal.getsignal(signal.SIGTERM)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        loop.call_soon_threadsafe(function)
+        with suppress(RuntimeError):  # the loop is closed: there is nothing left to be told
+            loop.call_soon_threadsafe(function)
         if callable(before):
             before(number, frame)
         elif before is signal.SIG_DFL:
@@ -40,5 +41,6 @@ def call_on_sigterm(
         yield
     finally:
         # Somebody may have set another meanwhile, who is not to lose it.
-        if signal.getsignal(signal.SIGTERM) is handle:
+        # Nor can a handler be put back that was not set from Python.
+        if signal.getsignal(signal.SIGTERM) is handle and before is not None:
             signal.signal(signal.SIGTERM, before)

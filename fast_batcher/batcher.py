@@ -223,6 +223,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._exchange = Exchange(self._pool.senders, settings.max_frame_bytes)
         # Why it is broken.
         self._start_error: WorkerStartupError | None = None
+        # SIGTERM has come: calls are answered, and no new clients are wanted.
+        self._is_leaving = False
         self._given_up: _GivenUp | None = None
         # Places of workers that have been ready once: when that is all of them, the batcher is
         # open.
@@ -332,13 +334,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         in_flight: deque[Request] = deque()
         try:
             for value in values:
+                request = Request(value, get_running_loop().create_future(), deadline)
                 # With requests of its own under way it waits for room; else it is refused.
-                while in_flight and (
-                    len(in_flight) >= window or self._scheduler.room <= len(self._arrivals)
-                ):
+                while in_flight and (len(in_flight) >= window or not self._has_room(request)):
                     outputs.append(await in_flight[0].caller)
                     in_flight.popleft()
-                request = Request(value, get_running_loop().create_future(), deadline)
                 self._enqueue(request)
                 in_flight.append(request)
             while in_flight:
@@ -411,11 +411,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._state is State.BROKEN:
             await self._pool.aclose()
         # It may have waited for that, and another call of this have come first.
-        if self._state in (State.CLOSED, State.BROKEN):
-            self._make_parts()
-            self._begin_open()
-        elif self._state is State.NEW:
-            self._begin_open()
+        self._begin_open()
         if loop is not self._serving_loop and self._start_error is None:
             self._serve_on(loop)
         if wait_ready and self._state is State.OPENING:
@@ -442,6 +438,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             if self._loop is not None and not self._loop.is_closed():
                 self._wake_ready_waiters()
                 self._pump_soon(self._loop)
+
+    def _leave(self) -> None:
+        """Report not ready, and answer calls as before: those of accepted requests are to come."""
+        logger.info("%s: not ready any more (SIGTERM)", self.name)
+        self._is_leaving = True
 
     async def aclose(self) -> None:
         """Finish what has been accepted, then end the workers. May be called again, in any state.
@@ -523,8 +524,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             app: What the framework passes. Without it, the call returns a lifespan made with the
                 other arguments: `FastAPI(lifespan=batcher.lifespan(wait_ready=False))`.
             wait_ready: Whether the app starts to answer only when every worker is ready.
-            drain_on_sigterm: Whether SIGTERM begins to drain at once, so that `/readyz` says so
-                while the server still finishes its requests. The server's own handler follows.
+            drain_on_sigterm: Whether SIGTERM ends `is_ready`, and with it `/readyz`, at once, while
+                the server still finishes its requests. The server's own handler follows.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
@@ -535,7 +536,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         async def run(app: Any) -> AsyncIterator[None]:
             with contextlib.ExitStack() as stack:
                 if drain_on_sigterm:
-                    draining = call_on_sigterm(get_running_loop(), self.begin_drain)
+                    draining = call_on_sigterm(get_running_loop(), self._leave)
                     stack.enter_context(draining)
                 await self._open_or_stop(wait_ready=wait_ready)
                 try:
@@ -555,12 +556,13 @@ class DynBatcher(Generic[InputT, OutputT]):
     @property
     def is_ready(self) -> bool:
         """Whether calls are taken and at least one worker can compute them."""
-        return self._state is State.OPEN and self._scheduler.workers_ready > 0
+        is_open = self._state is State.OPEN and not self._is_leaving
+        return is_open and self._scheduler.workers_ready > 0
 
     @property
-    def start_error(self) -> WorkerStartupError | None:
+    def start_error(self) -> BatcherError | None:
         """Why the batcher is broken, None if it is not."""
-        return self._start_error
+        return self._broken_error()
 
     @property
     def stats(self) -> BatcherStats:
@@ -638,6 +640,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._given_up = _GivenUp(reason, monotonic() + seconds)
         if self._state in (State.OPENING, State.OPEN):
             self._serving_loop = None
+            # Calls of this very turn are refused too.
+            self._pump_is_due = False
             self._move(Event.GIVEN_UP)
         self._take_arrivals(monotonic())
         for request in self._scheduler.give_up():
@@ -773,6 +777,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._state not in (State.NEW, State.CLOSED, State.BROKEN):
             return
         _check_platform()
+        if self._state is State.BROKEN:
+            self._fail_open_requests()
+        if self._state is not State.NEW:
+            self._make_parts()
         loop = get_running_loop()
         self._pid = os.getpid()
         self._bind(loop)
@@ -799,6 +807,10 @@ class DynBatcher(Generic[InputT, OutputT]):
                 self._refuse("it has not been opened")
             self._begin_open()
         if self._state not in (State.OPENING, State.OPEN):
+            if self._given_up is not None and self._loop is not None and self._loop.is_closed():
+                # The timer of the next try has gone with that loop.
+                self._rebind(loop)
+                self._serving_loop = None
             self._refuse("it takes no calls")
         if self._loop is not loop:
             self._require_closed_loop("this call")
@@ -932,10 +944,19 @@ class DynBatcher(Generic[InputT, OutputT]):
         arrivals, self._arrivals = self._arrivals, []
         self._submit(now, arrivals)
 
+    def _has_room(self, request: Request) -> bool:
+        """Whether it would be taken into the queue behind those that have just arrived."""
+        if self._scheduler.room <= len(self._arrivals):
+            return False
+        if self._settings.max_queue_bytes is None:
+            return True
+        arriving = [*self._arrivals, request]
+        _weigh(arriving)
+        return self._scheduler.count_fitting(arriving) == len(arriving)
+
     def _submit(self, now: float, arrivals: list[Request]) -> None:
         if self._settings.max_queue_bytes is not None:
-            for request in arrivals:
-                request.size = size_of(request.value)
+            _weigh(arrivals)
         for request in self._scheduler.submit(now, arrivals):
             request.is_settled = True
             tell(request, self._broken_error() or self._scheduler.refusal())
@@ -1051,6 +1072,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._move(Event.CLOSE)
         self._pid = 0
         self._serving_loop = None
+        self._given_up = None
         # Calls of this very turn are refused too, and not left to a pump that never comes.
         self._pump_is_due = False
         self._fail_open_requests()
@@ -1072,6 +1094,12 @@ def _call_in_loop(
     except RuntimeError:
         return False
     return True
+
+
+def _weigh(requests: list[Request]) -> None:
+    for request in requests:
+        if not hasattr(request, "size"):
+            request.size = size_of(request.value)
 
 
 def _checked(timeout: Any) -> float:

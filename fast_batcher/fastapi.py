@@ -147,12 +147,16 @@ async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
     endpoint = asyncio.current_task()
     assert endpoint is not None, "FastAPI runs it in the task of the request"
     has_gone = False
+    refusal: HTTPException | None = None
 
     async def watch() -> None:
-        nonlocal has_gone
-        # `request.is_disconnected()` would never say so behind a BaseHTTPMiddleware.
-        while (await request.receive())["type"] != "http.disconnect":
-            pass  # the rest of a body that nobody has read
+        nonlocal has_gone, refusal
+        try:
+            # `request.is_disconnected()` would never say so behind a BaseHTTPMiddleware.
+            while (await request.receive())["type"] != "http.disconnect":
+                pass  # the rest of a body that nobody has read
+        except HTTPException as error:  # of a middleware: a body that is too large, for one
+            refusal = error
         has_gone = True
         endpoint.cancel()
 
@@ -170,6 +174,8 @@ async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
         if not has_gone:
             raise
         endpoint.uncancel()
+        if refusal is not None:
+            raise refusal from None
         raise HTTPException(CLIENT_CLOSED_REQUEST, "the client has disconnected") from None
 
 
@@ -343,7 +349,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)  # it is installed for this class alone
     try:
         return await request_validation_exception_handler(request, error)
-    except ValueError:
+    except (ValueError, RecursionError):
         shown = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
         body = json.dumps({"detail": shown})  # escapes what UTF-8 has no bytes for
         return Response(body, 422, media_type="application/json")

@@ -35,7 +35,7 @@ class BatcherStats:
     batches: int
     batch_sizes: dict[int, int]
     releases: dict[str, int]
-    # Workers that were replaced after their death.
+    # Workers that were replaced, after their death or because they were due.
     restarts: int
     # Seconds from arrival to dispatch per request, and in `infer` per batch; None before the first.
     queue_wait_p50: float | None

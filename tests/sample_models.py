@@ -517,6 +517,31 @@ class Says(InferenceModel[str, str]):
         return inputs
 
 
+class HangsIfTold(InferenceModel[str, str]):
+    """Ignores SIGTERM, and hangs at "hang"; all but the first wait at the gate while they load."""
+
+    def __init__(self, gate: str, path: str) -> None:
+        self._gate = gate
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            pass_gate(gate, "loading")
+
+    def infer(self, inputs: list[str]) -> list[str]:
+        if "hang" in inputs:
+            call_at_gate(self._gate, "hanging").close()
+            time.sleep(FOR_EVER)
+        return inputs
+
+
+class Numbers(InferenceModel[str, int]):
+    """Raises a ValueError that shows the input, as Python does."""
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        return [int(text) for text in inputs]
+
+
 class BrokenAndRaises(InferenceModel[Any, Any]):
     """Always raises."""
 

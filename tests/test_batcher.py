@@ -24,6 +24,7 @@ from sample_models import (
     Gated,
     GatedOnLoad,
     Holds,
+    Lengths,
     NeedsFile,
     NeverLoads,
     Raises,
@@ -537,6 +538,13 @@ async def test_f62_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> 
         gate.close()
         for task in (*running, waiting, fitting):
             assert isinstance(await outcome(task), str)
+
+
+async def test_many_wait_for_room_in_bytes_as_well() -> None:
+    settings: dict[str, Any] = {"max_queue_bytes": 10_000}
+    async with DynBatcher(Lengths, 8, **settings) as batcher:
+        assert await batcher.process_many([b"x" * 3000] * 50) == [3000] * 50
+        assert batcher.stats.rejected == 0
 
 
 async def test_of_the_calls_of_one_turn_those_are_taken_that_came_first(gate: Gate) -> None:

@@ -60,6 +60,7 @@ from fast_batcher import (
     DeadlineExceededError,
     DynBatcher,
     InferenceError,
+    NotReadyError,
     OutputMismatchError,
     RequestTooLargeError,
     UnsendableValueError,
@@ -155,9 +156,11 @@ async def test_f10_all_workers_are_killed_at_once_and_all_are_replaced() -> None
         pids: set[int] = set()
         while len(pids) < 2:
             pids |= set(await batcher.process_many([None] * 64))
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        await until_not_ready(batcher)
+        with within(0.2, "not ready after all workers were killed") as limit:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(limit):
+                await until_not_ready(batcher)
         assert await batcher.process_batched(None) not in pids
         await until(lambda: batcher.stats.workers_ready == 2)
         assert batcher.stats.restarts == 2
@@ -995,6 +998,28 @@ def test_the_loop_is_closed_while_a_stuck_worker_is_being_replaced(
         assert isinstance(await outcome(following), WorkerLostError | DeadlineExceededError)
 
     new_loop().run_until_complete(go_on())
+    batcher.stop()
+
+
+def test_a_broken_batcher_comes_back_on_another_loop_too(new_loop: NewLoop) -> None:
+    settings: dict[str, Any] = {"max_restarts": 0, "restart_window": 0.2, "idempotent": False}
+    batcher = DynBatcher(Crashes, **settings)
+    first = new_loop()
+
+    async def break_it() -> None:
+        await batcher.open()
+        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
+        await until(lambda: batcher.state == "broken")
+
+    first.run_until_complete(break_it())
+    first.close()
+
+    async def go_on() -> Any:
+        assert isinstance(await outcome(call(batcher, "too early")), NotReadyError)
+        await until(lambda: batcher.is_ready)
+        return await batcher.process_batched("fine")
+
+    assert new_loop().run_until_complete(go_on()) == "fine"
     batcher.stop()
 
 

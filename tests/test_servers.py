@@ -53,9 +53,11 @@ def test_f41_readiness_ends_with_the_signal_and_what_runs_is_answered(
         with socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT) as probe:
             probe.sendall(b"GET /readyz HTTP/1.1\r\n")
             server.process.send_signal(signal.SIGTERM)
-            server.wait_for("draining")
+            server.wait_for("not ready any more")
             probe.sendall(b"Host: test\r\n\r\n")
             assert probe.recv(1000).startswith(b"HTTP/1.1 503")
+            # What the server has accepted is still answered.
+            probe.sendall(b"GET /pass/0 HTTP/1.1\r\nHost: test\r\n\r\n")
         gate.let_on()
         assert running.result(LIMIT).status_code == 200
     server.wait_for_exit()

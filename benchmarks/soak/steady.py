@@ -15,6 +15,9 @@ MAX_BATCH_SIZE = 32
 # What the model can do in batches of 32, requests/s, and the share of it that is asked for.
 CAPACITY = 32 / (0.002 + 32 * 0.0001)
 LOAD = 0.7
+# Of the run, where the command line says nothing else.
+SECONDS = 1200.0
+SHORT_SECONDS = 10.0
 # Between looks, seconds.
 LOOK_INTERVAL = 1.0
 # The promise: bytes per hour that the parent may grow by, as far as anybody can tell.
@@ -79,12 +82,12 @@ class Run:
         return quantile([late for due, late in self.latencies if begin <= due < end], 0.99)
 
 
-async def s4(short: bool, seed: int) -> Findings:
+async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
     """The second half of the run is looked at for growth."""
     findings = Findings("S4 steady")
-    seconds = 20.0 if short else 1200.0
+    seconds = seconds or (SHORT_SECONDS if short else SECONDS)
     batcher: DynBatcher[float, float] = DynBatcher(
-        Works, MAX_BATCH_SIZE, max_batches_per_worker=300 if short else RECYCLE_AFTER
+        Works, MAX_BATCH_SIZE, max_batches_per_worker=150 if short else RECYCLE_AFTER
     )
     async with batcher, probing() as probe:
         run = Run(seconds, batcher, monotonic())

@@ -40,8 +40,9 @@ class Restarts:
         self._restarts: deque[float] = deque()
 
     def ready(self, now: float) -> None:
-        """The worker has become ready."""
-        self._ready_at = now
+        """The worker has become ready, or another in its place before it was lost."""
+        if self._ready_at is None:
+            self._ready_at = now
 
     def lost(self, now: float) -> NextTry:
         """The worker has died, or could not start."""

@@ -1,8 +1,9 @@
 """The scheduler: events in, decisions out. Pure; runs on the one thread of its shell.
 
 A shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
-next event. Every accepted request leaves exactly once: through `batch_done`, `worker_lost`,
-`withdraw`, `cancel`, `close` or an `Expire` action; from then on its `is_settled` is True.
+next event. Every accepted request leaves exactly once: through `batch_done`, `batch_raised`,
+`worker_lost`, `withdraw`, `cancel`, `give_up`, `close` or an `Expire` action; from then on its
+`is_settled` is True.
 """
 
 from math import inf
@@ -143,7 +144,7 @@ class Scheduler:
         if len(requests) > room:
             requests, refused = requests[:room], requests[room:]
         if self._max_queue_bytes is not None:
-            count = self._count_fitting(requests, self._max_queue_bytes)
+            count = self.count_fitting(requests)
             requests, refused = requests[:count], requests[count:] + refused
         self.tally.rejected += len(refused)
         deadline = now + self._timeout
@@ -244,8 +245,9 @@ class Scheduler:
             f"{self.queue.size} requests wait already (max_queue_size={self._max_queue_size})"
         )
 
-    def _count_fitting(self, requests: list[Request], most: int) -> int:
+    def count_fitting(self, requests: list[Request]) -> int:
         """How many of these, from the first on, may wait as far as their bytes go."""
+        most = inf if self._max_queue_bytes is None else self._max_queue_bytes
         waiting = sum(request.size for request in self.queue if not request.is_settled)
         count = 0
         for request in requests:
@@ -316,8 +318,7 @@ class Scheduler:
             if batch.id == begun:
                 stage = Stage.BEGUN
                 if out_of_memory and len(batch.requests) > 1:
-                    self._size_cap.ran_out(len(batch.requests))
-                    self._limit_size()
+                    self._run_out(batch)
             elif batch.id == taken:
                 stage = Stage.TAKEN
             given_up = self._retries.after_loss(batch, stage)
@@ -376,9 +377,15 @@ class Scheduler:
             The requests that are not tried again; they are now the shell's to settle.
         """
         if out_of_memory:
-            self._size_cap.ran_out(len(batch.requests))
-            self._limit_size()
-        return self._retries.after_failure(now, batch, may_divide=not is_fatal)
+            self._run_out(batch)
+        failed = self._retries.after_failure(now, batch, may_divide=not is_fatal)
+        if not failed and batch.deadline < self.next_expiry:
+            self.next_expiry = batch.deadline
+        return failed
+
+    def _run_out(self, batch: Batch) -> None:
+        self._size_cap.ran_out(len(batch.requests), is_retry=isinstance(batch, RetryBatch))
+        self._limit_size()
 
     def find_batch(self, worker: int, batch_id: int) -> Batch | None:
         """The batch of this id that the worker has, or None."""
@@ -408,18 +415,21 @@ class Scheduler:
     def close(self) -> list[Request]:
         """End: returns every request, waiting or running, whose caller still waits."""
         self._is_draining = self.is_closed = True
-        return self.give_up()
+        rest = self.give_up()
+        for batch in self._batches.values():
+            rest.extend(_settle_open(batch))
+        self._slots.clear()
+        self._all_slots.clear()
+        self._batches.clear()
+        return rest
 
     def give_up(self) -> list[Request]:
-        """There is no worker, and there will be none: returns every request that is open."""
-        rest = self.open_requests()
+        """There will be no worker for a while: returns every request that waits for one."""
+        rest = [request for request in (*self.queue, *self._retries) if not request.is_settled]
         for request in rest:
             request.is_settled = True
         self.queue = RequestQueue()
         self.retries.clear()
-        self._slots.clear()
-        self._all_slots.clear()
-        self._batches.clear()
         return rest
 
     def open_requests(self) -> list[Request]:
@@ -445,8 +455,10 @@ class Scheduler:
         queue = self.queue
         while queue.size:
             is_full = queue.size >= self._max_batch_size
-            # One that has nothing, or one batch if the next one is full.
-            slot = self._least_loaded(BATCHES_PER_WORKER if is_full else 1)
+            # One that has nothing, or one batch if the next one is full. What is to be tried again
+            # needs one that has nothing, so that workers must get free first.
+            load = BATCHES_PER_WORKER if is_full and not self.retries else 1
+            slot = self._least_loaded(load)
             if slot is None:
                 break
             release = Release.FULL if is_full else self._decide(now)
@@ -477,7 +489,12 @@ class Scheduler:
             if slot is None:
                 self._retries.put_back(group)
                 return
-            batch = self._send(now, slot, group.requests, Release.RETRY, RetryBatch)
+            # Batches may have become smaller since it was made.
+            requests = group.requests[: self._max_batch_size]
+            if len(requests) < len(group.requests):
+                rest = group.requests[self._max_batch_size :]
+                self._retries.put_back(group._replace(requests=rest))
+            batch = self._send(now, slot, requests, Release.RETRY, RetryBatch)
             batch.isolate_until = group.isolate_until
             actions.append(Dispatch(batch))
 

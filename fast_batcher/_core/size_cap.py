@@ -33,9 +33,24 @@ class SizeCap:
         self._good = 0
         self._wait = FIRST_WAIT
         self._seen = 0
+        # How it was before the batch that is being divided.
+        self._before = (most, False, 0, FIRST_WAIT)
 
-    def ran_out(self, size: int) -> None:
-        """A batch of this size has run out of memory: halve, or go back to what went well."""
+    def ran_out(self, size: int, *, is_retry: bool = False) -> None:
+        """A batch of this size has run out of memory: halve, or go back to what went well.
+
+        A request that runs out of memory alone is too large by itself, and says nothing about
+        batches of others.
+
+        Args:
+            size: Of the batch.
+            is_retry: Whether it is a part of one that has failed.
+        """
+        if not is_retry:
+            self._before = (self.size, self.is_watching, self._good, self._wait)
+        if size == 1:
+            self.size, self.is_watching, self._good, self._wait = self._before
+            return
         known = self._good if self._good < size else 0
         self.size = max(1, min(self.size, max(known, size // 2)))
         self._good = min(self._good, self.size)

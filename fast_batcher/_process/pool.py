@@ -20,6 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from math import inf
 from typing import NamedTuple, Protocol
 
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
@@ -156,12 +157,12 @@ class Pool:
                 handle.kill()
         self._take_spawned()
         for index in range(self._settings.num_workers):
-            if index not in self._handles:
+            # A place with a timer has just been found empty.
+            if index not in self._handles and index not in self._restart_timers:
                 self._restart(index)
-            elif not self._handles[index].is_ready:
-                self._limit_start(self._handles[index])
-        if self._successor is not None:
-            self._limit_start(self._successor)
+        for handle in self._everybody():
+            if self._is_wanted(handle) and not handle.is_ready:
+                self._limit_start(handle)
         self._heartbeat_timer = loop.call_later(INTERVAL, self._beat)
 
     def replace(self, worker: int) -> None:
@@ -185,13 +186,30 @@ class Pool:
         most_batches = self._settings.max_batches_per_worker
         most_bytes = self._settings.max_rss_bytes
         is_due = most_batches is not None and handle.batches >= most_batches
-        is_due = is_due or (most_bytes is not None and handle.rss_bytes >= most_bytes)
+        if most_bytes is not None and handle.rss_bytes >= most_bytes:
+            is_due = True
+            if handle.batches == 1:
+                self._warn_of_small_limit(handle)
+                return
         # One at a time: two copies of each model may be more than the machine has room for.
         is_free = self._successor is None and not self._retired and not self._is_closing
         is_current = self._handles.get(handle.index) is handle
         if is_due and is_free and is_current and time.monotonic() >= self._recycle_at:
             self._successor = self._make(handle.index)
             self._load(self._successor)
+
+    def _warn_of_small_limit(self, handle: WorkerHandle) -> None:
+        """Another would be as large: to replace it after each batch would help nobody."""
+        logger.warning(
+            "%s: worker %d (pid %s) has %d bytes after its first batch: max_rss_bytes=%s is below "
+            "what the model needs, so it is not replaced for it",
+            self._name,
+            handle.index,
+            handle.pid,
+            handle.rss_bytes,
+            self._settings.max_rss_bytes,
+        )
+        self._recycle_at = inf
 
     def answered_ping(self, worker: int) -> None:
         """A worker has said PONG."""
@@ -335,6 +353,8 @@ class Pool:
         logger.info("%s: worker %d (pid %s) is recycled", self._name, handle.index, handle.pid)
         self._retired.add(handle)
         self._events.worker_retired(handle.id)
+        if handle.is_ending:  # it hangs, and is being ended already
+            return
         # It reads this behind the batches that it has been given.
         handle.ask_to_end()
         self._watch_retired(handle)
@@ -404,22 +424,22 @@ class Pool:
         # The batcher may have answered the event by ending the pool.
         if self._is_closing:
             return
+        assert self._loop is not None, "set by open"
+        delay, is_given_up = self._restarts[index].lost(time.monotonic())
         if self._successor is not None and self._successor.index == index:
             self._handles[index], self._successor = self._successor, None
             return
-        assert self._loop is not None, "set by open"
-        delay, is_given_up = self._restarts[index].lost(time.monotonic())
         self._restart_timers[index] = self._loop.call_later(delay, self._restart, index)
-        if not is_given_up:
-            return
         reason = (
             f"worker {index} was restarted max_restarts={self._settings.max_restarts} times within "
             f"restart_window={self._settings.restart_window} seconds"
         )
-        logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
-        self._given_up.add(index)
+        if is_given_up:
+            logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
+            self._given_up.add(index)
         if len(self._given_up) == self._settings.num_workers:
-            self._events.workers_given_up(reason, delay)
+            next_try = min(timer.when() for timer in self._restart_timers.values())
+            self._events.workers_given_up(reason, max(0.0, next_try - self._loop.time()))
 
     def _restart(self, index: int) -> None:
         self._restart_timers.pop(index, None)
@@ -429,7 +449,13 @@ class Pool:
     def _beat(self) -> None:
         """Ping the idle workers, and replace those that have not answered the last ping."""
         assert self._loop is not None, "set by open"
-        to_ping, silent = self._heartbeat.tick(time.monotonic(), self._events.idle_workers())
+        # Those that have been asked to end read nothing more.
+        idle = [
+            worker
+            for worker in self._events.idle_workers()
+            if worker in self._serving and not self._serving[worker].was_asked_to_end
+        ]
+        to_ping, silent = self._heartbeat.tick(time.monotonic(), idle)
         for worker in silent:
             handle = self._serving.get(worker)
             if handle is not None and not handle.is_ending:
@@ -458,7 +484,8 @@ class Pool:
 
     async def _wait_until_dead(self, seconds: float) -> None:
         if self.remaining() or self._starting:
-            self._all_dead = asyncio.get_running_loop().create_future()
+            if self._all_dead is None or self._all_dead.done():
+                self._all_dead = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._all_dead], timeout=seconds)
 
     def _notice_all_dead(self) -> None:

@@ -136,8 +136,8 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
                 return
             if frame.kind is Kind.PING:
                 send(Kind.PONG)
-            else:
-                _answer_items(channel, model, frame, parts, mark)
+            elif _answer_items(channel, model, frame, parts, mark) is Kind.FATAL:
+                return
             continue
         batch_id = frame.batch_id
         mark[0] = batch_id + 1
@@ -152,7 +152,10 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
         try:
             outputs = infer(inputs)
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-            send(*_tell_raised(error, batch_id), monotonic() - started)
+            kind, failure = _judge(error)
+            send(kind, batch_id, failure, monotonic() - started)
+            if kind is Kind.FATAL:  # nothing that waits behind it can be computed here
+                return
             continue
         seconds = monotonic() - started
         if (
@@ -223,7 +226,10 @@ def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
     return codec.describe(OutputMismatchError(checked)) if isinstance(checked, str) else checked
 
 
-# The process cannot use its device any more. Source: CUDA's own messages, as PyTorch passes them.
+# What a message of CUDA's begins with, as PyTorch, Triton and CuPy pass it on. Only what it begins
+# with: behind that, and in errors of other types, stand inputs, which may say anything.
+_FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
+# The process cannot use its device any more.
 _FATAL_SIGNS = (
     "device-side assert",
     "illegal memory access",
@@ -232,27 +238,39 @@ _FATAL_SIGNS = (
 )
 
 
-def _tell_raised(error: BaseException, batch_id: int) -> tuple[Kind, int, bytes]:
-    """A frame (kind, batch id, body) that says that `infer` raised, and how bad that is."""
+def _judge(error: BaseException) -> tuple[Kind, bytes]:
+    """How bad it is that `infer` raised this, as the kind of a frame, and the frame's body."""
     failure = codec.describe(error)
     kind = Kind.RAISED
-    if _is_out_of_memory(error, failure.text):
+    if _is_out_of_memory(error):
         kind = Kind.OUT_OF_MEMORY
         # Its frames hold the tensors of the batch that was too large.
         traceback.clear_frames(error.__traceback__)
         _empty_cuda_cache()
-    elif any(sign in failure.text for sign in _FATAL_SIGNS):
+    elif any(sign in _cuda_message(error) for sign in _FATAL_SIGNS):
         kind = Kind.FATAL
-    return kind, batch_id, codec.dumps(failure)
+    return kind, codec.dumps(failure)
 
 
-def _is_out_of_memory(error: BaseException, text: str) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    # By name, so that torch need not be here: torch.OutOfMemoryError. And by what CUDA says where
-    # a library raises a class of its own.
+def _is_out_of_memory(error: BaseException) -> bool:
+    # By name, so that torch need not be here: torch.OutOfMemoryError.
     names = {kind.__name__ for kind in type(error).__mro__}
-    return "OutOfMemoryError" in names or ("CUDA" in text and "out of memory" in text)
+    return (
+        isinstance(error, MemoryError)
+        or "OutOfMemoryError" in names
+        or "out of memory" in _cuda_message(error)
+    )
+
+
+def _cuda_message(error: BaseException) -> str:
+    """What CUDA said, empty if it was not CUDA."""
+    if not isinstance(error, RuntimeError):
+        return ""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001  __str__ is the user's code
+        return ""
+    return text if text.startswith(_FROM_CUDA) else ""
 
 
 def _empty_cuda_cache() -> None:
@@ -268,11 +286,15 @@ def _empty_cuda_cache() -> None:
 
 def _answer_items(
     channel: BlockingChannel, model: Any, frame: Frame, parts: _Parts, mark: "memoryview[int]"
-) -> None:
-    """Compute a batch whose items were pickled apart; those that cannot be read fail alone."""
+) -> Kind | None:
+    """Compute a batch whose items were pickled apart; those that cannot be read fail alone.
+
+    Returns:
+        How bad it is if `infer` raised, None if it did not.
+    """
     if frame.kind is Kind.INPUT_ITEMS_PART:
         parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
-        return
+        return None
     inputs: list[Any] = []
     outcomes: list[bytes | RemoteFailure | None] = []
     mark[0] = frame.batch_id + 1
@@ -289,17 +311,18 @@ def _answer_items(
         try:
             outputs = model.infer(inputs)
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-            told = _tell_raised(error, frame.batch_id)
-            if count == len(outcomes):
-                channel.send(*told, monotonic() - started)
-                return
+            kind, failure = _judge(error)
+            if count == len(outcomes) or kind is Kind.FATAL:
+                channel.send(kind, frame.batch_id, failure, monotonic() - started)
+                return kind
             # Those that could not be read are not the model's fault, and keep their own.
-            failure = codec.describe(error)
-            outcomes = [failure if known is None else known for known in outcomes]
+            described = codec.describe(error)
+            outcomes = [described if known is None else known for known in outcomes]
         else:
             computed = _pack_outputs(channel, outputs, count)
             outcomes = [next(computed) if known is None else known for known in outcomes]
     _send_items(channel, frame.batch_id, outcomes, monotonic() - started)
+    return None
 
 
 def _pack_outputs(

@@ -28,6 +28,14 @@ def test_a_stable_worker_starts_again_with_the_first_delay() -> None:
     assert restarts.lost(160.0).delay == 0.1
 
 
+def test_a_worker_that_was_recycled_meanwhile_is_as_stable_as_one_that_was_not() -> None:
+    restarts = Restarts(None, 60.0, 0.1)
+    restarts.lost(0.0)
+    for now in (1.0, 31.0, 60.5):
+        restarts.ready(now)
+    assert restarts.lost(61.0).delay == 0.1
+
+
 def test_a_worker_that_never_got_ready_was_not_stable() -> None:
     restarts = Restarts(None, 60.0, 0.1)
     restarts.ready(0.0)

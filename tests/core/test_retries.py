@@ -201,6 +201,21 @@ def test_the_search_for_culprits_has_an_end() -> None:
     assert fail(scheduler, end, run(scheduler, end, 2)) == []
 
 
+def test_one_request_that_is_too_large_does_not_make_batches_smaller() -> None:
+    scheduler = make(max_batch_size=8)
+    batch = run(scheduler, 0.0, 8)
+    waiting, failed = [batch], []
+    while waiting:
+        current = waiting.pop(0)
+        if batch.requests[3] in current.requests:
+            failed += fail(scheduler, 1.0, current, out_of_memory=True)
+        else:
+            settle(scheduler, 1.0, current)
+        waiting += poll_batches(scheduler, 1.0)
+    assert failed == [batch.requests[3]]
+    assert len(run(scheduler, 2.0, 8).requests) == 8
+
+
 def test_out_of_memory_makes_batches_smaller() -> None:
     scheduler = make(max_batch_size=8)
     batch = run(scheduler, 0.0, 8)
@@ -257,3 +272,52 @@ def test_a_lone_request_that_memory_may_have_killed_says_nothing_about_sizes() -
     (retry,) = poll_batches(scheduler, 1.0)
     settle(scheduler, 1.0, retry)
     assert len(run(scheduler, 2.0, 8).requests) == 8
+
+
+def test_what_is_tried_again_does_not_starve_behind_full_batches() -> None:
+    """The worker always has a second batch, and there are always enough for a third."""
+    scheduler = make(max_batch_size=2)
+    submit(scheduler, 0.0, 6)
+    first, second = poll_batches(scheduler, 0.0)
+    assert fail(scheduler, 1.0, first) == []
+    assert poll_batches(scheduler, 1.0) == []
+    settle(scheduler, 2.0, second)
+    (retry,) = poll_batches(scheduler, 2.0)
+    assert retry.requests == first.requests[:1]
+
+
+def test_a_batch_that_is_sent_again_is_no_larger_than_memory_allows() -> None:
+    scheduler = make(max_batch_size=8, workers=1)
+    submit(scheduler, 0.0, 16)
+    first, second = poll_batches(scheduler, 0.0)
+    scheduler.worker_lost(0, first.id, first.id, out_of_memory=True)
+    scheduler.worker_ready(1.0, 1)
+    sizes = []
+    while batches := poll_batches(scheduler, 1.0):
+        for batch in batches:
+            sizes.append(len(batch.requests))
+            settle(scheduler, 1.0, batch)
+    assert sizes == [1] * 8 + [4, 4]
+    assert second.requests[0].is_settled
+
+
+def test_the_deadlines_of_what_is_tried_again_are_kept() -> None:
+    """A poll between the answer and the news that it has failed."""
+    scheduler = make(max_batch_size=2)
+    batch = run(scheduler, 0.0, 2, deadline=5.0)
+    (waiting,) = submit(scheduler, 0.0, deadline=0.5)
+    assert scheduler.batch_done(1.0, 0, batch.id) is batch
+    actions, wake_at = scheduler.poll(1.0)
+    assert (told(actions), wake_at) == ([(ExpiryReason.WAITING, waiting)], None)
+    assert scheduler.batch_raised(1.0, batch, out_of_memory=False, is_fatal=False) == []
+    _, wake_at = scheduler.poll(1.0)
+    assert wake_at == 5.0
+
+
+def test_what_a_retired_worker_computes_is_not_given_up() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0)
+    scheduler.worker_retired(0)
+    waiting = submit(scheduler, 0.0)
+    assert scheduler.give_up() == waiting
+    assert settle(scheduler, 1.0, batch) == batch.requests

@@ -271,7 +271,7 @@ class Schedule(RuleBasedStateMachine):
             for scheduler in (self.scheduler, self.twin)
         ]
         if first is not None and begun is not None and memory and len(first.requests) > 1:
-            self.cap.ran_out(len(first.requests))
+            self.cap.ran_out(len(first.requests), is_retry=first.release is Release.RETRY)
             self.cap_was_used = True
         given_up: list[list[int]] = [[], []]
         groups: list[tuple[list[int], float]] = []
@@ -316,7 +316,8 @@ class Schedule(RuleBasedStateMachine):
                 scheduler.batch_raised(self.now, batch, out_of_memory=memory, is_fatal=is_fatal)
             )
         if memory:
-            self.cap.ran_out(len(one.batch.requests))
+            is_retry = one.batch.release is Release.RETRY
+            self.cap.ran_out(len(one.batch.requests), is_retry=is_retry)
             self.cap_was_used = True
         worker.started_at = self.now
         worker.is_stalled = worker.is_replaced = False
@@ -523,7 +524,10 @@ class Schedule(RuleBasedStateMachine):
 
     def retry(self, batch: Batch) -> None:
         self.groups = [group for group in self.groups if group[0]]
-        numbers, until = self.groups.pop(0)
+        group, until = self.groups.pop(0)
+        numbers = group[: self.cap.size]
+        if len(numbers) < len(group):
+            self.groups.insert(0, (group[self.cap.size :], until))
         assert [request.id for request in batch.requests] == numbers
         assert all(self.deadlines[number] > self.now for number in numbers)
         worker = self.workers[batch.worker]
@@ -547,7 +551,7 @@ class Schedule(RuleBasedStateMachine):
         assert all(request is self.requests[request.id][0] for request in batch.requests)
         worker = self.workers[batch.worker]
         assert worker.is_ready
-        assert worker.batches or not self.retrying(), "another try comes before the queue"
+        assert not self.retrying(), "another try comes before the queue"
         loads = [len(one.batches) for one in self.workers.values() if one.is_ready]
         assert len(worker.batches) == min(loads), "the least loaded comes first"
         assert len(worker.batches) < MOST_BATCHES_PER_WORKER
@@ -599,7 +603,9 @@ class Schedule(RuleBasedStateMachine):
         free = [worker for worker in ready if not worker.batches]
         assert not self.retrying() or not free
         if len(self.waiting) >= self.cap.size:
-            assert all(len(worker.batches) == MOST_BATCHES_PER_WORKER for worker in ready)
+            # A worker must get free for what is to be tried again.
+            most = 1 if self.retrying() else MOST_BATCHES_PER_WORKER
+            assert all(len(worker.batches) >= most for worker in ready)
         elif self.waiting and free:
             assert self.options.policy == "fixed"
             assert not self.is_draining

@@ -28,8 +28,23 @@ def test_it_halves() -> None:
 def test_it_never_goes_below_one() -> None:
     cap = SizeCap(4)
     for _ in range(5):
-        cap.ran_out(1)
+        cap.ran_out(2)
     assert cap.size == 1
+
+
+def test_a_request_that_is_too_large_alone_says_nothing_about_others() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(1)
+    assert (cap.size, cap.is_watching) == (32, False)
+    cap.ran_out(20)
+    go_well(cap, 3)
+    cap.ran_out(10)
+    size = cap.size
+    # Another batch, and the way down to its culprit.
+    for part in (size, size // 2, size // 4):
+        cap.ran_out(part, is_retry=part != size)
+    cap.ran_out(1, is_retry=True)
+    assert cap.size == size
 
 
 def test_a_failure_of_a_small_batch_counts_when_a_larger_one_comes_after() -> None:

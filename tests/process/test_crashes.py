@@ -24,7 +24,13 @@ from sample_models import (
 )
 from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, turns, until, within
 
-from fast_batcher import DynBatcher, NotReadyError, PoisonRequestError, WorkerLostError
+from fast_batcher import (
+    BatcherClosedError,
+    DynBatcher,
+    NotReadyError,
+    PoisonRequestError,
+    WorkerLostError,
+)
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 
@@ -271,6 +277,44 @@ async def test_f11_a_broken_batcher_can_be_opened_again_at_once() -> None:
         await until(lambda: batcher.state == "broken")
         await asyncio.gather(batcher.open(), batcher.open())
         assert await batcher.process_batched("fine") == "fine"
+
+
+async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
+    tmp_path: Path,
+) -> None:
+    """They come in the moment between the news and the next turn of the loop."""
+    needed = tmp_path / "weights"
+    needed.touch()
+    settings: dict[str, Any] = {"max_restarts": 0}
+    async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
+        told: list[asyncio.Task[Any]] = []
+        spent = batcher.workers_given_up
+
+        def tell(reason: str, seconds: float) -> None:
+            told.append(call(batcher, "in the same turn"))
+            batcher._pump_soon(asyncio.get_running_loop())
+            spent(reason, seconds)
+
+        batcher.workers_given_up = tell  # type: ignore[method-assign]
+        needed.unlink()
+        (handle,) = batcher._pool.remaining()
+        assert handle.pid is not None
+        os.kill(handle.pid, signal.SIGKILL)
+        await until(lambda: batcher.state == "broken")
+        (late,) = told
+        async with asyncio.timeout(LIMIT):
+            assert isinstance(await outcome(late), NotReadyError)
+        assert batcher.stats.waiting == 0
+
+
+async def test_f11_a_broken_batcher_tells_why_until_it_is_closed() -> None:
+    async with DynBatcher(Crashes, max_restarts=0, idempotent=False) as batcher:
+        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
+        await until(lambda: batcher.state == "broken")
+        assert "max_restarts=0" in str(batcher.start_error)
+    assert batcher.start_error is None
+    with pytest.raises(BatcherClosedError):
+        await batcher.process_batched("fine")
 
 
 async def test_f14_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) -> None:

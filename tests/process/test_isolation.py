@@ -11,6 +11,7 @@ import pytest
 from sample_models import (
     BrokenAndRaises,
     FailsTogether,
+    HangsIfTold,
     Holds,
     Leaks,
     NeedsFile,
@@ -21,7 +22,7 @@ from sample_models import (
 )
 from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, until, within
 
-from fast_batcher import DynBatcher, InferenceError
+from fast_batcher import DeadlineExceededError, DynBatcher, InferenceError
 from fast_batcher._core import heartbeat
 from fast_batcher._process import pool
 
@@ -148,6 +149,36 @@ async def test_a_recycled_worker_answers_what_it_has(gate: Gate) -> None:
             old.let_on()
             assert await outcome(held) == "hold"
             await watch.until_dead()
+
+
+async def test_a_worker_that_hangs_while_its_successor_loads_is_still_ended(
+    gate: Gate, tmp_path: Path
+) -> None:
+    """It ignores SIGTERM; the successor is ready between that and SIGKILL."""
+    settings: dict[str, Any] = {"max_batches_per_worker": 1, "infer_timeout": 0.3}
+    arguments = (gate.path, str(tmp_path / "first"))
+    async with DynBatcher(
+        HangsIfTold, model_args=arguments, stop_timeout=1.0, **settings
+    ) as batcher:
+        assert await batcher.process_batched("fine") == "fine"
+        hanging = call(batcher, "hang")
+        visits = {visit.note: visit for visit in [await gate.visit(), await gate.visit()]}
+        assert isinstance(await outcome(hanging), DeadlineExceededError)
+        with Watch([visits["hanging"].pid]) as watch:
+            visits["loading"].let_on()
+            await until(lambda: bool(batcher._pool._retired))
+            await watch.until_dead()
+        assert await batcher.process_batched("fine") == "fine"
+        gate.close()
+
+
+async def test_a_limit_below_what_the_model_needs_recycles_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with DynBatcher(Whereabouts, max_rss_bytes=1000) as batcher:
+        pids = {await batcher.process_batched(None) for _ in range(20)}
+        assert len(pids) == 1
+    assert "max_rss_bytes=1000 is below what the model needs" in caplog.text
 
 
 async def test_a_worker_whose_successor_does_not_load_goes_on(

@@ -23,6 +23,7 @@ from sample_models import (
     FailsPositions,
     Grows,
     NeedsArguments,
+    Numbers,
     Raises,
     RaisesOnLoad,
     RaisesOnWarmUp,
@@ -201,6 +202,9 @@ def test_whatever_the_model_raises_is_told_and_it_serves_on(served: Served, name
         (Kind.FATAL, "CUDA error: device-side assert triggered"),
         (Kind.FATAL, "CUDA error: an illegal memory access was encountered"),
         (Kind.FATAL, "cuDNN: unspecified launch failure"),
+        # Inputs may say anything.
+        (Kind.RAISED, "cannot read 'CUDA error: device-side assert triggered'"),
+        (Kind.RAISED, "cannot read 'CUDA out of memory'"),
         (Kind.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 20.00 MiB"),
         (Kind.OUT_OF_MEMORY, "CUDA error: out of memory"),
         (Kind.RAISED, "the file system is out of memory cards"),
@@ -211,6 +215,21 @@ def test_what_the_model_raises_tells_what_can_be_done(
     served: Served, kind: Kind, text: str
 ) -> None:
     assert text in str(failure_in(served.ask(text), kind))
+
+
+@serves(Numbers)
+def test_an_error_of_another_type_is_not_cudas_whatever_it_says(served: Served) -> None:
+    assert "CUDA error" in str(failure_in(served.ask("CUDA error"), Kind.RAISED))
+
+
+@serves(Says)
+def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Served) -> None:
+    served.channel.send(Kind.INPUTS, 1, codec.dumps(["CUDA error: unspecified launch failure"]))
+    served.channel.send(Kind.INPUTS, 2, codec.dumps(["fine"]))
+    assert served.answer().kind is Kind.FATAL
+    served.thread.join(LIMIT)
+    assert not served.thread.is_alive()
+    assert (served.mark.taken, served.mark.begun) == (1, 1)
 
 
 @serves(BrokenAndRaises)

@@ -22,7 +22,6 @@ from fast_batcher.errors import (
     DynamicBatchIndexError,
     OutputMismatchError,
     QueueFullError,
-    WorkerStartupError,
 )
 from fast_batcher.inference_template import InferenceModel as InferenceModelByOtherPath
 
@@ -217,7 +216,7 @@ FastAPI(lifespan=by_hand)
 assert_type(batcher.name, str)
 assert_type(batcher.state, str)
 assert_type(batcher.is_ready, bool)
-assert_type(batcher.start_error, WorkerStartupError | None)
+assert_type(batcher.start_error, BatcherError | None)
 assert_type(batcher.stats, BatcherStats)
 assert_type(batcher.stats.completed, int)
 assert_type(batcher.stats.batch_sizes, dict[int, int])
