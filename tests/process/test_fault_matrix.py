@@ -38,6 +38,12 @@ CASES = [
 INFER_TIMEOUT = 0.5
 
 
+@pytest.fixture
+def anyio_backend() -> Any:
+    """One loop: the loop has no part in what goes wrong here."""
+    return "asyncio", {"use_uvloop": True}
+
+
 def expected(where: str, how: str) -> type[BatcherError]:
     if how in ("crash", "exit"):
         return PoisonRequestError
