@@ -75,6 +75,14 @@ def rss_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+# What `multiprocessing` and this library call what they make there. The machine's other programs
+# come and go.
+OUR_NAMES = ("pymp-", "psm_", "listener-", "fast_batcher")
+
+
 def shared_names() -> set[str]:
-    """What lies in /dev/shm and /tmp."""
-    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).iterdir()}
+    """What lies in /dev/shm and /tmp and may be ours."""
+    folders = [Path("/dev/shm"), Path("/tmp")]
+    return {
+        str(path) for one in folders for path in one.iterdir() if path.name.startswith(OUR_NAMES)
+    }
