@@ -114,9 +114,9 @@ def overview(results: Results) -> str:
     ]
     lines = [
         "Against every batcher that runs inside an app's process, in one run on one machine. Each",
-        "has its defaults or is tuned as well as we could, whichever is better in that row. Ours and",
-        "the tuned make batches of 32; by default async-batcher has no limit, and BentoML takes 100.",
-        "`-` is for what was not measured or was lost on the way:",
+        "has its defaults or is tuned as well as we could, whichever is better in that row. Ours",
+        "and the tuned make batches of 32; by default async-batcher has no limit, and BentoML",
+        "takes 100. `-` is for what was not measured or was lost on the way:",
         "",
     ]
     lines += ["| | " + " | ".join(COMPARED) + " |", "|---|" + "---:|" * len(COMPARED)]
