@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.soak.report import Findings, make_table, quantile, slope
+from benchmarks.soak.report import Findings, Histogram, make_table, slope
 
 ROOT = Path(__file__).parent.parent
 # Of the longest, in seconds: several times what it takes.
@@ -52,6 +52,17 @@ def test_the_slope_of_noise_is_not() -> None:
     assert abs(rise) < doubt
 
 
-@pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 3), (0.99, 4), (1.0, 4)])
-def test_quantiles(share: float, value: float) -> None:
-    assert quantile([4, 1, 3, 2], share) == value
+@pytest.mark.parametrize(("share", "value"), [(0.01, 1), (0.5, 2), (0.75, 3), (1.0, 4)])
+def test_quantiles_of_a_histogram(share: float, value: int) -> None:
+    histogram = Histogram()
+    for milliseconds in (4, 1, 3, 2):
+        histogram.add(milliseconds / 1000)
+    assert histogram.quantile(share) == pytest.approx(value / 1000, abs=0.0002)
+    assert histogram.longest == 0.004
+
+
+def test_a_histogram_has_room_for_what_is_off_its_scale() -> None:
+    histogram = Histogram()
+    histogram.add(100.0)
+    assert (histogram.count, histogram.longest) == (1, 100.0)
+    assert histogram.quantile(1.0) == pytest.approx(2.0)

@@ -1,5 +1,7 @@
 """What a soak finds out, and its table."""
 
+import bisect
+import itertools
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,9 +55,25 @@ def as_data(findings: Findings) -> dict[str, Any]:
     }
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that is not below this share of the values."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+class Histogram:
+    """Durations in bins of 0.1 ms up to 2 s: a list of them would be the growth that is found."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * 20_000
+        self.count = 0
+        # Seconds.
+        self.longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[min(int(seconds * 10_000), len(self._counts) - 1)] += 1
+        self.count += 1
+        self.longest = max(self.longest, seconds)
+
+    def quantile(self, share: float) -> float:
+        """The upper end of the bin that this share of the durations reaches, seconds."""
+        reached = list(itertools.accumulate(self._counts))
+        return (bisect.bisect_left(reached, share * self.count) + 1) / 10_000
 
 
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:

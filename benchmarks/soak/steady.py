@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from benchmarks.soak.models import Works
-from benchmarks.soak.report import Findings, quantile, slope
+from benchmarks.soak.report import Findings, Histogram, slope
 from benchmarks.soak.watch import descriptors, probing, rss_bytes
 from fast_batcher import BatcherError, DynBatcher
 
@@ -25,8 +25,6 @@ MOST_GROWTH = 2 * 2**20
 # Batches after which a worker is recycled: every ten seconds or so.
 RECYCLE_AFTER = 2000
 MOST_DRIFT = 0.10
-# Two floats in a tuple in a list.
-BYTES_PER_TIMING = 112
 
 
 @dataclass
@@ -39,8 +37,8 @@ class Run:
     failures: int = 0
     # Moment, resident bytes, descriptors and threads.
     looks: list[tuple[float, int, int, int]] = field(default_factory=list)
-    # Moment of arrival and seconds until the answer.
-    latencies: list[tuple[float, float]] = field(default_factory=list)
+    # Seconds from arrival to answer, by the third of the run in which they arrived.
+    latencies: list[Histogram] = field(default_factory=lambda: [Histogram() for _ in range(3)])
 
     async def ask(self, due: float) -> None:
         """One request."""
@@ -48,15 +46,14 @@ class Run:
             await self.batcher.process_batched(due)
         except BatcherError:
             self.failures += 1
-        self.latencies.append((due - self.started, monotonic() - due))
+        third = min(2, int(3 * (due - self.started) / self.seconds))
+        self.latencies[third].add(monotonic() - due)
 
     async def look(self) -> None:
         """Until it is cancelled."""
         while True:
-            # Without the timings, which grow by design.
-            held = rss_bytes() - BYTES_PER_TIMING * len(self.latencies)
-            moment = monotonic() - self.started
-            self.looks.append((moment, held, descriptors(), threading.active_count()))
+            held = rss_bytes(), descriptors(), threading.active_count()
+            self.looks.append((monotonic() - self.started, *held))
             await asyncio.sleep(LOOK_INTERVAL)
 
     async def load(self, rng: random.Random) -> None:
@@ -76,11 +73,6 @@ class Run:
         if tasks:
             await asyncio.wait(tasks)
 
-    def p99(self, begin: float, end: float) -> float:
-        """Of the requests that arrived in this part of the time, seconds."""
-        begin, end = begin * self.seconds, end * self.seconds
-        return quantile([late for due, late in self.latencies if begin <= due < end], 0.99)
-
 
 async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
     """The second half of the run is looked at for growth."""
@@ -97,13 +89,13 @@ async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
         await asyncio.wait([looking])
         restarts = batcher.stats.restarts
     findings.tell("seconds", seconds)
-    findings.tell("requests", len(run.latencies))
+    findings.tell("requests", sum(third.count for third in run.latencies))
     findings.none("failed requests", run.failures)
     findings.check("workers recycled", restarts, "some", holds=restarts > 0)
     half = [look for look in run.looks if look[0] > seconds / 2]
     rise, doubt = slope([look[0] for look in half], [float(look[1]) for look in half])
     growth = f"{3600 * rise / 2**20:.2f} +- {3600 * doubt / 2**20:.2f}"
-    drift = run.p99(2 / 3, 1.0) / run.p99(0.0, 1 / 3) - 1
+    drift = run.latencies[2].quantile(0.99) / run.latencies[0].quantile(0.99) - 1
     if short:
         findings.tell("growth of the parent, MB/h (too short to tell)", growth)
         findings.tell("p99, last third against first (too short to tell)", drift)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 
-from benchmarks.soak.report import Findings, quantile
+from benchmarks.soak.report import Findings, Histogram
 
 # Between questions, seconds.
 PROBE_INTERVAL = 0.005
@@ -20,11 +20,11 @@ class LagProbe:
     """Asks the loop for a turn at fixed times; how late it comes is how long others had it."""
 
     def __init__(self) -> None:
-        self.lags: list[float] = []
+        self._lags = Histogram()
 
     def tell(self, findings: Findings) -> None:
         """Add the figures."""
-        p99, most = quantile(self.lags, 0.99), max(self.lags)
+        p99, most = self._lags.quantile(0.99), self._lags.longest
         findings.check("event loop lag p99, ms", 1000 * p99, "below 5", holds=p99 < MOST_LAG_P99)
         findings.check(
             "event loop lag, longest, ms", 1000 * most, "below 50", holds=most < MOST_LAG
@@ -35,7 +35,7 @@ class LagProbe:
         while True:
             due = monotonic() + PROBE_INTERVAL
             await asyncio.sleep(PROBE_INTERVAL)
-            self.lags.append(max(0.0, monotonic() - due))
+            self._lags.add(max(0.0, monotonic() - due))
 
 
 @asynccontextmanager
