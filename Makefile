@@ -16,7 +16,7 @@ help:
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
 	@echo 'make bench        a short form of the benchmarks, in less than 10 minutes'
 	@echo 'make bench-all    all of them in full, two hours; their results are what is published'
-	@echo 'make soak         long runs with faults on purpose, about an hour'
+	@echo 'make soak         long runs with faults on purpose, half an hour'
 	@echo 'make publish      pictures and README tables from the stored results'
 	@echo 'make clean        remove what these commands have made'
 

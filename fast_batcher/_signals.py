@@ -1,4 +1,4 @@
-"""SIGTERM that drains before it does what it did before. API process, main thread."""
+"""SIGTERM that tells us before it does what it did before. API process, main thread."""
 
 import asyncio
 import signal

@@ -93,7 +93,10 @@ class WorkerLostError(WorkerError):
 
 
 class PoisonRequestError(WorkerError):
-    """This request was on two workers that died; it is not tried a third time."""
+    """Two workers died while they computed this request, or three before they could.
+
+    It is not tried again.
+    """
 
 
 class TransportError(WorkerError):

@@ -1560,14 +1560,17 @@ def test_f55_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start
                 slow = DynBatcher(sample_models.Slow, model_args=(1000.0,), stop_timeout=0.1)
                 async with slow:
                     late = asyncio.create_task(slow.process_batched(None, timeout=0.5))
-                    await asyncio.sleep(0.1)
+                    while not slow.stats.running:
+                        await asyncio.sleep(0)
                     tell("stop me")
                     try:
                         tell(await late)
                     except Exception as error:
                         tell(type(error).__name__)
-                    # Several beats later.
-                    await asyncio.sleep(1.0)
+                    beats = set()
+                    while len(beats) < 4:
+                        beats.add(batcher._pool._heartbeat_timer)
+                        await asyncio.sleep(0)
                 tell(await batcher.process_batched(None))
                 tell(batcher.stats.restarts)
 
@@ -1577,7 +1580,7 @@ def test_f55_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start
     pid = running.tells()
     assert running.tells() == "stop me"
     os.killpg(running.pid, signal.SIGSTOP)
-    # Longer than the interval of the heart and the lateness that it takes for usual.
+    # The fault itself: it lasts longer than the interval of the heart and the usual lateness.
     select.select([], [], [], 2.0)
     os.killpg(running.pid, signal.SIGCONT)
     assert running.tells() == "DeadlineExceededError"

@@ -22,6 +22,7 @@ from fast_batcher import (
     PoisonRequestError,
 )
 
+# Source: the fault catalogue, S1; with two workers one may be killed while the other serves.
 CALLERS = 64
 WORKERS = 2
 # Every call's, in seconds: many times what a restart takes.

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 ORPHAN_TIME = 1.0
 # A program that has not started, or has not ended, by then hangs, seconds.
 LIMIT = 60.0
+# Enough that a batch runs and another waits at any moment.
 CLIENTS = 20
 
 

@@ -24,6 +24,7 @@ LOOK_INTERVAL = 1.0
 MOST_GROWTH = 2 * 2**20
 # Batches after which a worker is recycled: every ten seconds or so.
 RECYCLE_AFTER = 2000
+# Share by which p99 may rise. Source: the fault catalogue, S4.
 MOST_DRIFT = 0.10
 
 

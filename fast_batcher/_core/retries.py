@@ -1,7 +1,7 @@
 """Requests that a worker has had and that are computed once more. Pure; part of the scheduler.
 
 They wait in groups, and each group goes as a batch of its own, before the queue: they are older
-than what waits there.
+than what waits there. One that memory has no room for any more goes in several.
 
 - A worker died while it had a batch in hand: each request of it goes alone, so that a second death
   has one culprit and its mates are answered. See docs/decisions/0010.
