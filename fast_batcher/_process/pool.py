@@ -20,10 +20,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from math import inf
 from typing import NamedTuple, Protocol
 
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
+from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY, Restarts
 from fast_batcher._process.worker_handle import WorkerHandle
 from fast_batcher._transport import codec
@@ -128,7 +128,8 @@ class Pool:
         # Places whose restart budget is spent, until they have a ready worker again.
         self._given_up: set[int] = set()
         # Whether `batch_answered` is to be called.
-        self.recycles = (settings.max_batches_per_worker, settings.max_rss_bytes) != (None, None)
+        self._recycling = Recycling(settings.max_batches_per_worker, settings.max_rss_bytes)
+        self.recycles = self._recycling.is_wanted
         # No worker is recycled before this moment: the last try has failed.
         self._recycle_at = 0.0
         self._heartbeat = Heartbeat()
@@ -183,33 +184,25 @@ class Pool:
         if handle is None:
             return
         handle.batches += 1
-        most_batches = self._settings.max_batches_per_worker
-        most_bytes = self._settings.max_rss_bytes
-        is_due = most_batches is not None and handle.batches >= most_batches
-        if most_bytes is not None and handle.rss_bytes >= most_bytes:
-            is_due = True
-            if handle.batches == 1:
-                self._warn_of_small_limit(handle)
-                return
+        rss_bytes = 0 if self._settings.max_rss_bytes is None else handle.rss_bytes
+        was_known = self._recycling.is_limit_too_low
+        is_due = self._recycling.is_due(handle.batches, rss_bytes)
+        if self._recycling.is_limit_too_low and not was_known:
+            logger.warning(
+                "%s: worker %d (pid %s) has %d bytes after its first batch: max_rss_bytes=%s is "
+                "below what the model needs, and replaces nobody",
+                self._name,
+                handle.index,
+                handle.pid,
+                rss_bytes,
+                self._settings.max_rss_bytes,
+            )
         # One at a time: two copies of each model may be more than the machine has room for.
         is_free = self._successor is None and not self._retired and not self._is_closing
         is_current = self._handles.get(handle.index) is handle
         if is_due and is_free and is_current and time.monotonic() >= self._recycle_at:
             self._successor = self._make(handle.index)
             self._load(self._successor)
-
-    def _warn_of_small_limit(self, handle: WorkerHandle) -> None:
-        """Another would be as large: to replace it after each batch would help nobody."""
-        logger.warning(
-            "%s: worker %d (pid %s) has %d bytes after its first batch: max_rss_bytes=%s is below "
-            "what the model needs, so it is not replaced for it",
-            self._name,
-            handle.index,
-            handle.pid,
-            handle.rss_bytes,
-            self._settings.max_rss_bytes,
-        )
-        self._recycle_at = inf
 
     def answered_ping(self, worker: int) -> None:
         """A worker has said PONG."""

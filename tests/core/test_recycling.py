@@ -1,0 +1,38 @@
+"""When a worker that is well is replaced."""
+
+import pytest
+
+from fast_batcher._core.recycling import Recycling
+
+
+def test_without_limits_nobody_is_due() -> None:
+    recycling = Recycling(None, None)
+    assert not recycling.is_wanted
+    assert not recycling.is_due(10**9, 2**50)
+
+
+@pytest.mark.parametrize(("batches", "is_due"), [(1, False), (9, False), (10, True), (11, True)])
+def test_after_so_many_batches(batches: int, is_due: bool) -> None:
+    recycling = Recycling(10, None)
+    assert recycling.is_wanted
+    assert recycling.is_due(batches, 2**50) is is_due
+
+
+@pytest.mark.parametrize(("rss_bytes", "is_due"), [(0, False), (99, False), (100, True)])
+def test_from_so_much_memory_on(rss_bytes: int, is_due: bool) -> None:
+    recycling = Recycling(None, 100)
+    assert recycling.is_wanted
+    assert recycling.is_due(2, rss_bytes) is is_due
+
+
+def test_a_limit_below_what_the_model_needs_makes_nobody_due() -> None:
+    recycling = Recycling(None, 100)
+    assert not recycling.is_due(1, 100)
+    assert recycling.is_limit_too_low
+    assert not recycling.is_due(2, 1000)
+
+
+def test_batches_count_although_the_limit_of_memory_is_too_low() -> None:
+    recycling = Recycling(5, 100)
+    assert not recycling.is_due(1, 100)
+    assert recycling.is_due(5, 100)
