@@ -88,10 +88,16 @@ def parse_arguments(
     return arguments
 
 
-def measure_all(jobs: Sequence[Job], repetitions: int) -> list[Measurement]:
-    """Do all jobs so often, taking turns, with progress on stderr."""
+def measure_all(jobs: Sequence[Job], repetitions: int, first: int = 0) -> list[Measurement]:
+    """Do all jobs so often, taking turns, with progress on stderr.
+
+    Args:
+        jobs: What to measure.
+        repetitions: How often.
+        first: The number of the first repetition.
+    """
     measurements: list[Measurement] = []
-    for repetition in range(repetitions):
+    for repetition in range(first, first + repetitions):
         for job in reversed(jobs) if repetition % 2 else jobs:
             done = f"[{len(measurements) + 1}/{len(jobs) * repetitions}]"
             what = f"{job.label or job.scenario}, {job.loop}: {job.system}"

@@ -190,6 +190,7 @@ async def open_loop(process: Process, load: Load) -> Figures:
     # The lost ones took for ever; a percentile that falls on one of them is left out.
     latencies = answered + [math.inf] * lost
     figures = {
+        "arrivals_per_second": load.rate,
         "p50_ms": latencies[len(latencies) // 2] * 1e3,
         "p99_ms": latencies[len(latencies) * 99 // 100] * 1e3,
         "lost": lost / requests.count,

@@ -1,7 +1,10 @@
 """Counts and the snapshot made of them. Runs in the API process, on the thread of its caller."""
 
+from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 # Quantiles look back over this many batches: enough for a stable 95 % quantile (51 samples above
 # it), few enough that sorting them takes well under a millisecond.
@@ -75,6 +78,8 @@ class Tally:
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
     ) -> BatcherStats:
         """The counts as they are now, with what their owner knows besides."""
+        queue_wait_p50, queue_wait_p95 = weighted_quantiles(self.queue_waits, (0.50, 0.95))
+        infer_p50, infer_p95 = weighted_quantiles(self.infer_times, (0.50, 0.95))
         return BatcherStats(
             state=state,
             workers_ready=workers_ready,
@@ -91,27 +96,25 @@ class Tally:
             batch_sizes=dict(sorted(self.batch_sizes.items())),
             releases={str(release): count for release, count in self.releases.items()},
             restarts=self.restarts,
-            queue_wait_p50=weighted_quantile(self.queue_waits, 0.50),
-            queue_wait_p95=weighted_quantile(self.queue_waits, 0.95),
-            infer_p50=weighted_quantile(self.infer_times, 0.50),
-            infer_p95=weighted_quantile(self.infer_times, 0.95),
+            queue_wait_p50=queue_wait_p50,
+            queue_wait_p95=queue_wait_p95,
+            infer_p50=infer_p50,
+            infer_p95=infer_p95,
         )
 
 
-def weighted_quantile(samples: "deque[tuple[float, int]]", q: float) -> float | None:
-    """The smallest value at which a share `q` of the total weight is reached, None without samples.
+def weighted_quantiles(
+    samples: Collection[tuple[float, int]], shares: Sequence[float]
+) -> list[float | None]:
+    """For each share the smallest value at which it is reached, None without samples.
 
     Args:
         samples: Pairs of value and positive weight, in any order.
-        q: A share, 0 to 1.
+        shares: Of the total weight, 0 to 1.
     """
     if not samples:
-        return None
+        return [None] * len(shares)
     ordered = sorted(samples)
-    target = q * sum(weight for _, weight in ordered)
-    reached = 0
-    for value, weight in ordered:
-        reached += weight
-        if reached >= target:
-            return value
-    return ordered[-1][0]
+    reached = list(accumulate(weight for _, weight in ordered))
+    last = len(ordered) - 1
+    return [ordered[min(last, bisect_left(reached, q * reached[-1]))][0] for q in shares]

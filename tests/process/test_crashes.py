@@ -337,6 +337,29 @@ async def test_f14_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path
         assert isinstance(await outcome(call(batcher, "fine")), NotReadyError)
 
 
+async def test_f14_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
+    """Given up, back after the window: when its neighbour is given up next, it serves on."""
+    needed = tmp_path / "weights"
+    needed.touch()
+    settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": 0.2}
+    async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
+        pool = batcher._pool
+
+        def kill(index: int) -> None:
+            (pid,) = [handle.pid for handle in pool.remaining() if handle.index == index]
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+        kill(0)
+        await until(lambda: pool._given_up == {0})
+        await until(lambda: batcher.stats.workers_ready == 2)
+        needed.unlink()
+        kill(1)
+        await until(lambda: 1 in pool._given_up)
+        assert batcher.state == "open"
+        assert await batcher.process_batched("fine") == "fine"
+
+
 async def test_a_batcher_that_breaks_while_it_drains_lets_nobody_wait(gate: Gate) -> None:
     batcher = DynBatcher(Holds, model_args=(gate.path,), max_restarts=0)
     await batcher.open()
