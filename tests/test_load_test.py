@@ -1,7 +1,6 @@
 """The load test: its client against servers that behave and that do not, its arithmetic, its end.
 
-Also the reference experiment, which shares its parts. The app of the last tests is in this file:
-uvicorn imports it from here.
+Also the reference experiment, which shares its parts.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from fastapi import FastAPI, Response
+from apps.doubling import SLOWNESS
 from waits import LIMIT, Watch
 
 from benchmarks import load_test, resnet_systems
@@ -45,13 +44,12 @@ from benchmarks.load.measurement import (
 from benchmarks.load.report import make_remarks, make_table
 from benchmarks.load.server import serve
 from benchmarks.resnet_model import NO_NETWORK, Job, Model
-from fast_batcher import DynBatcher, InferenceModel
 
 ROOT = Path(__file__).resolve().parents[1]
-# So that servers and workers find this file.
+# An app of its own file, and not of this one: every server and worker would load torch.
+APP = "apps.doubling:app"
+# So that they find it.
 PATHS = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-# Seconds that the slow endpoint takes.
-SLOWNESS = 0.05
 BODIES = [b'{"number": 1}', b'{"number": 2}', b'{"number": 3}']
 SETTINGS = Settings(
     bodies=BODIES,
@@ -64,43 +62,9 @@ SETTINGS = Settings(
 )
 
 
-class Doubler(InferenceModel[int, int]):
-    def infer(self, inputs: list[int]) -> list[int]:
-        return [2 * value for value in inputs]
-
-
-batcher: DynBatcher[int, int] = DynBatcher(
-    "test_load_test:Doubler", max_batch_size=int(os.environ.get("MAX_BATCH_SIZE", "8"))
-)
-app = FastAPI(lifespan=batcher.lifespan)
-asked = 0
-
-
-@app.post("/double")
-async def double(body: dict[str, int]) -> int:
-    return await batcher.process_batched(body["number"])
-
-
-@app.post("/slow")
-async def slow() -> None:
-    await asyncio.sleep(SLOWNESS)
-
-
-@app.post("/every-third-fails")
-async def every_third_fails() -> Response:
-    global asked
-    asked += 1
-    return Response(status_code=200 if asked % 3 else 500)
-
-
-@app.get("/stats")
-async def stats() -> dict[str, dict[str, Any]]:
-    return {batcher.name: asdict(batcher.stats)}
-
-
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
-    with serve("test_load_test:app", PATHS) as server:
+    with serve(APP, PATHS) as server:
         yield Target("127.0.0.1", server.port, server)
 
 
@@ -360,7 +324,7 @@ def test_a_server_that_does_not_start_is_an_error_with_its_log() -> None:
 
 @pytest.mark.slow
 def test_an_error_while_the_server_runs_ends_it_and_its_workers() -> None:
-    manager = serve("test_load_test:app", PATHS)
+    manager = serve(APP, PATHS)
     process = psutil.Process(manager.__enter__().process.pid)
     family = [process.pid, *(child.pid for child in process.children(recursive=True))]
     assert len(family) >= 2
@@ -385,7 +349,7 @@ def test_however_the_load_test_ends_its_server_and_workers_end_too(
     how: signal.Signals, tmp_path: Path
 ) -> None:
     (tmp_path / "body").write_bytes(BODIES[0])
-    command = [sys.executable, "-m", "benchmarks.load_test", "--app", "test_load_test:app"]
+    command = [sys.executable, "-m", "benchmarks.load_test", "--app", APP]
     command += ["--path", "/double", "--body-file", str(tmp_path / "body"), "--seconds", "60"]
     process = subprocess.Popen(
         command,
@@ -432,7 +396,7 @@ def test_the_load_test_runs_from_the_command_line_and_stores_what_it_measured(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "body").write_bytes(BODIES[0])
-    command = [sys.executable, "-m", "benchmarks.load_test", "--app", "test_load_test:app"]
+    command = [sys.executable, "-m", "benchmarks.load_test", "--app", APP]
     command += ["--path", "/double", "--unbatched-path", "/slow", "--seconds", "0.3"]
     command += ["--body-file", str(tmp_path / "body"), "--clients", "4", "--shares", "0.5"]
     command += ["--batch-sizes", "1", "--repetitions", "1"]

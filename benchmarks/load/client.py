@@ -171,6 +171,13 @@ class Client:
 
     async def run(self) -> Record:
         """Measure."""
+        try:
+            return await self._run()
+        finally:
+            # Of a failure too: what its end closes is not opened again.
+            self._close()
+
+    async def _run(self) -> Record:
         plan, record = self._plan, self.record
         start, cpu = time.perf_counter(), time.process_time()
         self._measured_from = start + plan.warm_up
@@ -191,7 +198,6 @@ class Client:
         record.elapsed = time.perf_counter() - start
         record.cpu = time.process_time() - cpu
         record.rate = self._measure_rate()
-        self._close()
         return record
 
     # What connections tell.
