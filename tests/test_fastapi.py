@@ -141,7 +141,7 @@ def serve() -> Iterator[Callable[..., Server]]:
 
 @pytest.fixture
 def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(2) as executor:
         yield executor
 
 

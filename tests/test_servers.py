@@ -4,11 +4,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx2
 import psutil
@@ -47,17 +45,12 @@ def test_f41_readiness_ends_with_the_signal_and_what_runs_is_answered(
         running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
         gate.wait_for_visitor()
         workers = workers_below(server.process.pid)
-        # A connection with half a request on it: uvicorn closes those that are idle.
-        address = urlsplit(url)
-        assert address.port is not None
-        with socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT) as probe:
-            probe.sendall(b"GET /readyz HTTP/1.1\r\n")
-            server.process.send_signal(signal.SIGTERM)
-            server.wait_for("not ready any more")
-            probe.sendall(b"Host: test\r\n\r\n")
-            assert probe.recv(1000).startswith(b"HTTP/1.1 503")
-            # What the server has accepted is still answered.
-            probe.sendall(b"GET /pass/0 HTTP/1.1\r\nHost: test\r\n\r\n")
+        asking = thread.submit(httpx2.get, f"{url}/readiness-after", timeout=LIMIT)
+        server.wait_for("asked")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("not ready any more")
+        # What the server has accepted is still answered.
+        assert asking.result(LIMIT).json() == 503
         gate.let_on()
         assert running.result(LIMIT).status_code == 200
     server.wait_for_exit()

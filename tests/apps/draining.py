@@ -1,9 +1,11 @@
 """An app whose readiness ends with SIGTERM; tells in the log when it does."""
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx2
 from fastapi import FastAPI
 
 from apps.models import Gated
@@ -29,3 +31,17 @@ app.include_router(health_router(batcher))
 @app.get("/pass/{gate}")
 async def pass_gate(gate: int) -> int:
     return await batcher.process_batched(gate)
+
+
+@app.get("/readiness-after")
+async def readiness_after() -> int:
+    """The status of `/readyz` once it is not ready, for one who came before.
+
+    Uvicorn closes the connections that have no request under way a moment after the signal.
+    """
+    logging.getLogger("fast_batcher").info("asked")
+    while batcher.is_ready:
+        await asyncio.sleep(0)
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
+        return (await client.get("/readyz")).status_code
