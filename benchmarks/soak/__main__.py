@@ -5,7 +5,9 @@ import asyncio
 import functools
 import json
 import sys
+import traceback
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -28,6 +30,25 @@ SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
 }
 
 
+def store(arguments: argparse.Namespace, all_findings: list[Findings], seconds: float) -> None:
+    """Write what has been found so far: JSON, and the table beside it."""
+    path = arguments.json or RESULTS / f"soak{'-short' * arguments.short}.json"
+    date, machine = datetime.now(UTC).isoformat(timespec="seconds"), hardware()
+    data = {
+        "date": date,
+        "machine": machine,
+        "seed": arguments.seed,
+        "loop": arguments.loop,
+        "short": arguments.short,
+        "seconds": round(seconds),
+        "scenarios": [as_data(findings) for findings in all_findings],
+    }
+    path.write_text(json.dumps(data, indent=1) + "\n")
+    described = ", ".join(f"{key} {value}" for key, value in machine.items())
+    head = f"seed {arguments.seed}, {arguments.loop}, {date}, {seconds:.0f} s\n{described}"
+    path.with_suffix(".txt").write_text(f"{head}\n\n{make_table(all_findings)}\n")
+
+
 def main() -> int:
     """0 if every bar is met."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
@@ -46,19 +67,15 @@ def main() -> int:
         scenario = SCENARIOS[name]
         if scenario is s4:
             scenario = functools.partial(s4, seconds=arguments.seconds)
-        all_findings.append(run(scenario(arguments.short, arguments.seed)))
-    text = f"{make_table(all_findings)}\n{monotonic() - started:.0f} seconds\n"
-    print(text)
-    path = arguments.json or RESULTS / f"soak{'-short' * arguments.short}.json"
-    data = {
-        "machine": hardware(),
-        "seed": arguments.seed,
-        "loop": arguments.loop,
-        "short": arguments.short,
-        "scenarios": [as_data(findings) for findings in all_findings],
-    }
-    path.write_text(json.dumps(data, indent=1) + "\n")
-    path.with_suffix(".txt").write_text(text)
+        try:
+            findings = run(scenario(arguments.short, arguments.seed))
+        except Exception as error:  # noqa: BLE001  what the others have found is not lost for it
+            traceback.print_exc()
+            findings = Findings(name)
+            findings.check("ended", repr(error), "without an error", holds=False)
+        all_findings.append(findings)
+        store(arguments, all_findings, monotonic() - started)
+    print(make_table(all_findings))
     return 0 if all(findings.holds for findings in all_findings) else 1
 
 
