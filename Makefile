@@ -73,6 +73,7 @@ bench-all: bench-setup
 	$(MAKE) publish
 
 soak: install
+	$(PYTEST) tests/process/test_fault_matrix.py
 	$(BIN)/python -m benchmarks.soak
 
 publish: install
