@@ -22,11 +22,12 @@ help:
 
 install: .venv/installed
 
-# torch first, so that nothing else chooses its version.
+# torch first, so that nothing else chooses its version. What is imported is compiled when it is: that
+# is a small part of what torch and transformers bring, and compiling all of it takes a minute.
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --disable-pip-version-check '$(TORCH)'
-	$(BIN)/pip install --disable-pip-version-check -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check --no-compile '$(TORCH)'
+	$(BIN)/pip install --disable-pip-version-check --no-compile -e '.[dev]'
 	touch $@
 
 fix: install

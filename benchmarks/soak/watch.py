@@ -63,16 +63,21 @@ async def probing() -> AsyncIterator[LagProbe]:
 
 def worker_pids(pid: int | None = None) -> list[int]:
     """Processes that this one, or the one named, has spawned with `multiprocessing`."""
-    found = []
-    for path in Path(f"/proc/{pid or os.getpid()}/task").glob("*/children"):
-        for child in path.read_text().split():
-            try:
-                command = Path(f"/proc/{child}/cmdline").read_bytes()
-            except OSError:  # it has just ended
-                continue
-            if b"spawn_main" in command:
-                found.append(int(child))
-    return found
+    children = [
+        child.decode()
+        for path in Path(f"/proc/{pid or os.getpid()}/task").glob("*/children")
+        for child in _read(path).split()
+    ]
+    return [
+        int(child) for child in children if b"spawn_main" in _read(Path(f"/proc/{child}/cmdline"))
+    ]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # the thread or process has just ended
+        return b""
 
 
 def descriptors() -> int:
