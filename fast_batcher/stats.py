@@ -116,5 +116,4 @@ def weighted_quantiles(
         return [None] * len(shares)
     ordered = sorted(samples)
     reached = list(accumulate(weight for _, weight in ordered))
-    last = len(ordered) - 1
-    return [ordered[min(last, bisect_left(reached, q * reached[-1]))][0] for q in shares]
+    return [ordered[bisect_left(reached, q * reached[-1])][0] for q in shares]

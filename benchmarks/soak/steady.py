@@ -105,8 +105,21 @@ async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
         findings.check("growth of the parent, MB/h", growth, "upper end below 2", holds=holds)
         what = "p99, last third against first"
         findings.check(what, drift, "below 0.1", holds=drift < MOST_DRIFT)
+    # Recycling opens and closes some: what is held at least, and at most, must not rise.
+    third, last = (
+        [look for look in half if (look[0] > 0.75 * seconds) is is_last]
+        for is_last in (False, True)
+    )
     for index, what in ((2, "descriptors"), (3, "threads")):
-        counts = [look[index] for look in half]
-        findings.tell(f"{what}, fewest and most", f"{min(counts)} {max(counts)}")
+        before, after = (
+            (min(counts), max(counts))
+            for counts in ([look[index] for look in quarter] for quarter in (third, last))
+        )
+        findings.check(
+            f"{what}, fewest and most, last quarter",
+            f"{after[0]} {after[1]}",
+            f"at most {before[0]} {before[1]}, as in the third",
+            holds=after[0] <= before[0] and after[1] <= before[1],
+        )
     probe.tell(findings)
     return findings
