@@ -33,6 +33,7 @@ HEADER = (
     "requests/s",
     "p50 ms",
     "API CPU / floor",
+    "waking a process us",
 )
 
 
@@ -68,7 +69,8 @@ def row(measurements: list[Measurement], system: str, loop: str, callers: int) -
     floor = Series.of(measurements, "floor", "full_speed", loop, callers)
     figures = ("api_cpu_us", "workers_cpu_us", "all_cpu_us", "requests_per_second", "p50_ms")
     spreads: list[Spread | None] = [series.spread(figure) for figure in figures]
-    return [system, loop, callers, *spreads, series.ratio("api_cpu_us", floor)]
+    ratio = series.ratio("api_cpu_us", floor)
+    return [system, loop, callers, *spreads, ratio, series.spread("wake_us")]
 
 
 def main() -> int:

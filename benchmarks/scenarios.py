@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.arrivals import RECORD
 from benchmarks.cpu import TreeCpu, process_cpu
 from benchmarks.models import MODELS
+from benchmarks.wake import wake_us
 
 Process = Callable[[Any], Awaitable[object]]
 Figures = dict[str, float]
@@ -109,6 +110,7 @@ async def full_speed(process: Process, load: Load) -> Figures:
         "requests_per_second": times * load.callers / elapsed,
         **_cpu_per_request(used, times * load.callers),
         **_percentiles(latencies),
+        "wake_us": wake_us(),
     }
 
 
