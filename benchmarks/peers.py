@@ -8,9 +8,10 @@ that come when they come, at shares of the model's capacity), `arrays` (602 KB f
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from benchmarks.harness import Job, finish, hardware, measure_all, parse_arguments
+from benchmarks.harness import SEED, Job, finish, hardware, measure_all, parse_arguments
+from benchmarks.limit import LIMIT, open_loop_limit
 from benchmarks.report import Measurement, Series, Spread, Verdict, table
 from benchmarks.scenarios import Load
 from benchmarks.systems import PEERS, PEERS_WITH_A_PROCESS, SYSTEMS
@@ -128,7 +129,7 @@ def plan(systems: Iterable[str], parts: Iterable[str]) -> dict[str, list[Table]]
                 f"The same model, Poisson arrivals at {share:.0%} of its capacity",
                 load_label(share),
                 0,
-                batching,
+                (*batching, LIMIT),
                 OPEN_COLUMNS,
             )
             for share in LOADS
@@ -273,8 +274,15 @@ def main() -> int:
                 Job(system, scenario, loop, load, measured.label)
                 for loop in arguments.loops
                 for system in measured.systems
+                if system != LIMIT
             ]
             measurements += measure_all(jobs, 1, first=repetition)
+            if LIMIT in measured.systems:
+                figures = open_loop_limit(replace(load, seed=SEED + repetition), capacity)
+                measurements += [
+                    Measurement(LIMIT, measured.label, loop, 0, repetition, figures, {})
+                    for loop in arguments.loops
+                ]
     text = text_of(measurements, tables, arguments.loops)
     found = [v for loop in arguments.loops for v in verdicts(measurements, parts, loop)]
     return finish(arguments, machine, measurements, text, found)

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import RESULTS, ROOT
+from benchmarks.limit import LIMIT
 from benchmarks.peers import CALLERS, LOADS, SATURATION_CALLERS, load_label, name_callers
 from benchmarks.report import Measurement, Series, Spread, number
 
@@ -53,7 +54,7 @@ MORE_IS_BETTER = {"requests_per_second", "within_50_ms"}
 # One hue for us, so that we are found at once; the peers' families are told apart by name.
 OURS_COLOUR = "#d1495b"
 PEER_COLOUR = "#8d99ae"
-# Of the peers' lines in the open loop: Okabe and Ito's palette, safe for colour-blind readers.
+# Of the other lines in the open loop: Okabe and Ito's palette, safe for colour-blind readers.
 FAMILY_COLOURS = {
     "batched.aio": "#0072b2",
     "batched thread": "#56b4e9",
@@ -61,6 +62,7 @@ FAMILY_COLOURS = {
     "async-batcher": "#009e73",
     "BentoML dispatcher": "#cc79a7",
     "Ray Serve batch": "#000000",
+    LIMIT: "#bbbbbb",
 }
 
 

@@ -16,6 +16,7 @@ from benchmarks import peers
 from benchmarks.arrivals import due_times
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
 from benchmarks.harness import Job, measure
+from benchmarks.limit import open_loop_limit
 from benchmarks.models import MODELS
 from benchmarks.report import Measurement, Series, Spread, Verdict, failures, number, table
 from benchmarks.scenarios import SCENARIOS, Load, open_loop
@@ -210,6 +211,21 @@ def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     assert "p99_ms" not in figures
     assert figures["api_cpu_us"] > 0
     assert figures["workers_cpu_us"] == pytest.approx(0, abs=5)
+
+
+def test_what_nothing_can_beat_is_the_models_time_and_the_wait_for_it() -> None:
+    # Its timer is late by 0.2 ms: a full batch of 32 takes 8.4 ms.
+    capacity = 32 / 0.0084
+    alone = open_loop_limit(Load("Linear5ms", 32, 0, 100.0, rate=2.0, seed=1), capacity)
+    assert alone["p50_ms"] == pytest.approx(5.3)
+    # Where the model is always busy, a request waits for half a batch and then for its own.
+    busy = open_loop_limit(Load("Linear5ms", 32, 0, 100.0, rate=500.0, seed=1), capacity)
+    batch = 5.2 / (1 - 0.0001 * 500)
+    assert busy["p50_ms"] == pytest.approx(1.5 * batch, rel=0.05)
+    # Twice the capacity: what comes t seconds after the start is answered t seconds later. Those of
+    # seconds 1 to 11 count.
+    late = open_loop_limit(Load("Linear5ms", 32, 0, 10.0, rate=2 * capacity, seed=1), capacity)
+    assert late["p50_ms"] == pytest.approx(6000, rel=0.1)
 
 
 def test_the_plan_of_all_peers_measures_each_system_where_it_can_be() -> None:
