@@ -1,18 +1,15 @@
 """What an open loop would look like behind a batcher that costs nothing. No process, no clock.
 
-A free model takes what waits, up to a full batch, in no time; then it computes. Under Poisson
-arrivals no rule has a mean latency that is lower by more than 1 % (exact optimum by policy
-iteration), so systems near to this one are near to what the model's own time permits.
+A free model takes what waits, up to a full batch, in no time; then it computes. Who makes batches
+of the same size by the same rule can be no better; other rules and larger batches may be.
 """
 
 from bisect import bisect_right
 
 from benchmarks.arrivals import due_times
+from benchmarks.models import linear_seconds
 from benchmarks.scenarios import WARM_UP_SECONDS, Figures, Load
 
-# Seconds of `models.Linear5ms`.
-FIXED_SECONDS = 0.005
-SECONDS_EACH = 0.0001
 # What the results call it.
 LIMIT = "no cost (reckoned)"
 
@@ -27,14 +24,14 @@ def open_loop_limit(load: Load, capacity: float) -> Figures:
     """
     due = due_times(load.rate, WARM_UP_SECONDS + load.seconds, load.seed)
     most = load.max_batch_size
-    late = most / capacity - FIXED_SECONDS - SECONDS_EACH * most
+    late = most / capacity - linear_seconds(most)
     latencies: list[float] = []
     free_at = 0.0
     begin = 0
     while begin < len(due):
         start = max(free_at, due[begin])
         end = min(bisect_right(due, start), begin + most)
-        free_at = start + FIXED_SECONDS + SECONDS_EACH * (end - begin) + late
+        free_at = start + linear_seconds(end - begin) + late
         latencies += [free_at - moment for moment in due[begin:end]]
         begin = end
     counted = sorted(latencies[bisect_right(due, WARM_UP_SECONDS) :])

@@ -25,12 +25,17 @@ class Flat5ms:
         return inputs
 
 
+def linear_seconds(size: int) -> float:
+    """What `Linear5ms` takes for a batch of this size."""
+    return 0.005 + 0.0001 * size
+
+
 class Linear5ms:
     """5 ms and 0.1 ms for each input: gains from batching, yet never for free."""
 
     def infer(self, inputs: list[str]) -> list[str]:
         """Answer each input with itself, after the model's time."""
-        time.sleep(0.005 + 0.0001 * len(inputs))
+        time.sleep(linear_seconds(len(inputs)))
         return inputs
 
 

@@ -1,8 +1,8 @@
 """What it takes to wake another process, by a write into its pipe. Runs in the measured process.
 
 A process that waits lets its core go to sleep, and to wake that is a call to the kernel, and on a
-virtual machine to the hypervisor: from 2 us to hundreds, on one machine from one minute to the
-next. Whoever hands work to another process pays it once per batch, so it stands beside figures.
+virtual machine to the hypervisor, so it differs from machine to machine and from hour to hour.
+Whoever hands work to another process pays it once per batch, so it stands beside figures.
 """
 
 import statistics

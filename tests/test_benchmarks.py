@@ -213,7 +213,7 @@ def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     assert figures["workers_cpu_us"] == pytest.approx(0, abs=5)
 
 
-def test_what_nothing_can_beat_is_the_models_time_and_the_wait_for_it() -> None:
+def test_without_any_cost_there_is_the_models_time_and_the_wait_for_it() -> None:
     # Its timer is late by 0.2 ms: a full batch of 32 takes 8.4 ms.
     capacity = 32 / 0.0084
     alone = open_loop_limit(Load("Linear5ms", 32, 0, 100.0, rate=2.0, seed=1), capacity)

@@ -15,8 +15,11 @@ PROBE_INTERVAL = 0.005
 # The promise: the loop is never blocked for longer, and hardly ever for as long; seconds.
 MOST_LAG = 0.050
 MOST_LAG_P99 = 0.005
+
 CORES = os.cpu_count() or 1
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+# More than a line of /proc/stat has about a core: ten numbers of 64 bits.
+LINE_SIZE = 220
 
 
 class LagProbe:
@@ -67,7 +70,8 @@ class LagProbe:
         await asyncio.sleep(PROBE_INTERVAL)
         lag = max(0.0, monotonic() - due)
         if lag > self._lags.longest:
-            # It cannot have been stolen more than the core that was stolen most.
+            # On whatever core the loop was, no more was taken from it than from the one that lost
+            # most.
             now = _stolen(statistics)
             most = max(after - before for after, before in zip(now, stolen, strict=True))
             self._causes = most, self._collected - collected
@@ -84,7 +88,7 @@ class LagProbe:
 
 def _stolen(statistics: int) -> list[float]:
     """Seconds that the host has taken from each core so far; proc(5), the eighth figure."""
-    _, *lines = os.pread(statistics, 100 * (1 + CORES), 0).split(b"\n", 1 + CORES)
+    _, *lines = os.pread(statistics, LINE_SIZE * (1 + CORES), 0).split(b"\n", 1 + CORES)
     return [int(line.split()[8]) / CLOCK_TICKS for line in lines[:CORES]]
 
 
