@@ -1,33 +1,16 @@
-"""Runs soaks one after the other, prints one table and stores it."""
+"""Runs soaks one after the other, each in a fresh process, prints one table and stores it."""
 
 import argparse
-import asyncio
-import functools
 import json
 import sys
 import traceback
-from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from typing import Any
-
-import uvloop
 
 from benchmarks.harness import RESULTS, hardware
-from benchmarks.soak.kills import s1, s2
-from benchmarks.soak.lives import s3, s5, s7
 from benchmarks.soak.report import Findings, as_data, make_table
-from benchmarks.soak.steady import s4
-
-SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
-    "S1": s1,
-    "S2": s2,
-    "S3": s3,
-    "S4": s4,
-    "S5": s5,
-    "S7": s7,
-}
+from benchmarks.soak.scenarios import SCENARIOS, run_afresh
 
 
 def store(arguments: argparse.Namespace, all_findings: list[Findings], seconds: float) -> None:
@@ -59,16 +42,14 @@ def main() -> int:
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="uvloop")
     parser.add_argument("--json", type=Path, help="where the results go, with a .txt beside it")
     arguments = parser.parse_args()
-    run = uvloop.run if arguments.loop == "uvloop" else asyncio.run
     all_findings = []
     started = monotonic()
     print(f"seed {arguments.seed}, {arguments.loop}", flush=True)
     for name in arguments.scenarios or SCENARIOS:
-        scenario = SCENARIOS[name]
-        if scenario is s4:
-            scenario = functools.partial(s4, seconds=arguments.seconds)
         try:
-            findings = run(scenario(arguments.short, arguments.seed))
+            findings = run_afresh(
+                name, arguments.short, arguments.seed, arguments.loop, arguments.seconds
+            )
         except Exception as error:  # noqa: BLE001  what the others have found is not lost for it
             traceback.print_exc()
             findings = Findings(name)

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import sys
 import threading
+from array import array
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -38,8 +40,11 @@ class Run:
     batcher: DynBatcher[float, float]
     started: float = 0.0
     failures: int = 0
-    # Moment, resident bytes, descriptors and threads.
-    looks: list[tuple[float, int, int, int]] = field(default_factory=list)
+    # Of each look the moment, resident bytes, descriptors, threads, and blocks that Python's
+    # allocator has given out; flat arrays, as a list of tuples would be the growth that is found.
+    looks: tuple["array[float]", ...] = field(
+        default_factory=lambda: tuple(array("d") for _ in range(5))
+    )
     # Seconds from arrival to answer, by the third of the run in which they arrived.
     latencies: list[Histogram] = field(default_factory=lambda: [Histogram() for _ in range(3)])
 
@@ -55,8 +60,11 @@ class Run:
     async def look(self, interval: float) -> None:
         """Until it is cancelled."""
         while True:
-            held = rss_bytes(), descriptors(), threading.active_count()
-            self.looks.append((monotonic() - self.started, *held))
+            held = rss_bytes(), descriptors(), threading.active_count(), sys.getallocatedblocks()
+            for figures, figure in zip(
+                self.looks, (monotonic() - self.started, *held), strict=True
+            ):
+                figures.append(figure)
             await asyncio.sleep(interval)
 
     async def load(self, rng: random.Random) -> None:
@@ -95,9 +103,10 @@ async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
     findings.tell("requests", sum(third.count for third in run.latencies))
     findings.none("failed requests", run.failures)
     findings.check("workers recycled", restarts, "some", holds=restarts > 0)
-    half = [look for look in run.looks if look[0] > seconds / 2]
-    rise, doubt = slope([look[0] for look in half], [float(look[1]) for look in half])
+    half = [look for look in zip(*run.looks, strict=True) if look[0] > seconds / 2]
+    rise, doubt = slope([look[0] for look in half], [look[1] for look in half])
     growth = f"{3600 * rise / 2**20:.2f} +- {3600 * doubt / 2**20:.2f}"
+    blocks, blocks_doubt = slope([look[0] for look in half], [look[4] for look in half])
     drift = run.latencies[2].quantile(0.99) / run.latencies[0].quantile(0.99) - 1
     if short:
         findings.tell("growth of the parent, MB/h (too short to tell)", growth)
@@ -105,6 +114,9 @@ async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
     else:
         holds = 3600 * (rise + doubt) < MOST_GROWTH
         findings.check("growth of the parent, MB/h", growth, "upper end below 2", holds=holds)
+        # Not so much memory as objects: tells a leak from a heap that is full of holes.
+        more = f"{3600 * blocks:.0f} +- {3600 * blocks_doubt:.0f}"
+        findings.tell("of that, blocks of Python's allocator per hour", more)
         what = "p99, last third against first"
         findings.check(what, drift, "below 0.1", holds=drift < MOST_DRIFT)
     # A recycling opens some and closes them again, and a look may fall on it: what never comes down
@@ -117,10 +129,10 @@ async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
         before, after = ([look[index] for look in quarter] for quarter in (third, last))
         findings.check(
             f"{what}, fewest in the last quarter",
-            min(after),
-            f"at most {min(before)}, as in the third",
+            round(min(after)),
+            f"at most {min(before):.0f}, as in the third",
             holds=min(after) <= min(before),
         )
-        findings.tell(f"{what}, most in the last quarter", max(after))
+        findings.tell(f"{what}, most in the last quarter", round(max(after)))
     probe.tell(findings)
     return findings
