@@ -121,6 +121,9 @@ class LoopChannel:
         self._backlog.clear()
         for end in self._ends:
             end.close()
+        # They belong to who has this channel: a cycle, which would keep the buffer until the
+        # garbage collector has looked at everything, and that is once in many minutes.
+        self.on_frame = self._on_end = _tell_nobody
 
     def _read(self) -> bool:
         """Read and hand on what one call gives; False if there was nothing or it was the end."""
@@ -172,6 +175,10 @@ class LoopChannel:
             self._loop.remove_reader(self._source)
             self._loop.remove_writer(self._sink)
         self._loop = None
+
+
+def _tell_nobody(_: object) -> None:
+    """Of a channel that is closed."""
 
 
 class BlockingChannel:

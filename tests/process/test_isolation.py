@@ -1,9 +1,11 @@
 """Models that fail for some inputs, run out of memory, break their device or leak."""
 
 import asyncio
+import gc
 import logging
 import os
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,26 @@ async def test_f34_a_worker_that_leaks_is_recycled_and_no_request_fails() -> Non
                 pids |= set(await asyncio.gather(*(call(batcher, None) for _ in range(8))))
         stats = assert_balance(batcher)
         assert (stats.failed, stats.expired) == (0, 0)
+
+
+@pytest.mark.parametrize("way", ["recycled", "killed", "closed"])
+async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> None:
+    """Its channel has a buffer of 256 KiB, and it may be minutes until the collector comes."""
+    settings: dict[str, Any] = {"max_batches_per_worker": 1} if way == "recycled" else {}
+    gc.collect()
+    gc.disable()
+    try:
+        async with DynBatcher(Whereabouts, **settings) as batcher:
+            worker = weakref.ref(next(iter(batcher._pool._handles.values())))
+            assert worker() is not None
+            pid = await batcher.process_batched(None)
+            if way == "killed":
+                os.kill(pid, signal.SIGKILL)
+            if way != "closed":
+                await until(lambda: worker() is None)
+        await until(lambda: worker() is None)
+    finally:
+        gc.enable()
 
 
 async def test_a_recycled_worker_answers_what_it_has(gate: Gate) -> None:
