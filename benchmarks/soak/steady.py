@@ -7,6 +7,7 @@ import threading
 from array import array
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import NamedTuple
 
 from benchmarks.soak.models import Works
 from benchmarks.soak.report import Findings, Histogram, slope
@@ -32,6 +33,18 @@ RECYCLE_AFTER = 2000
 MOST_DRIFT = 0.10
 
 
+class Look(NamedTuple):
+    """What the parent held at one moment."""
+
+    # Seconds since the start.
+    moment: float
+    rss_bytes: float
+    descriptors: float
+    threads: float
+    # Of Python's allocator.
+    blocks: float
+
+
 @dataclass
 class Run:
     """One soak while it runs."""
@@ -40,10 +53,9 @@ class Run:
     batcher: DynBatcher[float, float]
     started: float = 0.0
     failures: int = 0
-    # Of each look the moment, resident bytes, descriptors, threads, and blocks that Python's
-    # allocator has given out; flat arrays, as a list of tuples would be the growth that is found.
+    # Field by field, in flat arrays: a list of looks would be the growth that is found.
     looks: tuple["array[float]", ...] = field(
-        default_factory=lambda: tuple(array("d") for _ in range(5))
+        default_factory=lambda: tuple(array("d") for _ in Look._fields)
     )
     # Seconds from arrival to answer, by the third of the run in which they arrived.
     latencies: list[Histogram] = field(default_factory=lambda: [Histogram() for _ in range(3)])
@@ -60,10 +72,14 @@ class Run:
     async def look(self, interval: float) -> None:
         """Until it is cancelled."""
         while True:
-            held = rss_bytes(), descriptors(), threading.active_count(), sys.getallocatedblocks()
-            for figures, figure in zip(
-                self.looks, (monotonic() - self.started, *held), strict=True
-            ):
+            look = Look(
+                monotonic() - self.started,
+                rss_bytes(),
+                descriptors(),
+                threading.active_count(),
+                sys.getallocatedblocks(),
+            )
+            for figures, figure in zip(self.looks, look, strict=True):
                 figures.append(figure)
             await asyncio.sleep(interval)
 
@@ -103,10 +119,12 @@ async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
     findings.tell("requests", sum(third.count for third in run.latencies))
     findings.none("failed requests", run.failures)
     findings.check("workers recycled", restarts, "some", holds=restarts > 0)
-    half = [look for look in zip(*run.looks, strict=True) if look[0] > seconds / 2]
-    rise, doubt = slope([look[0] for look in half], [look[1] for look in half])
+    looks = (Look(*figures) for figures in zip(*run.looks, strict=True))
+    half = [look for look in looks if look.moment > seconds / 2]
+    moments = [look.moment for look in half]
+    rise, doubt = slope(moments, [look.rss_bytes for look in half])
     growth = f"{3600 * rise / 2**20:.2f} +- {3600 * doubt / 2**20:.2f}"
-    blocks, blocks_doubt = slope([look[0] for look in half], [look[4] for look in half])
+    blocks, blocks_doubt = slope(moments, [look.blocks for look in half])
     drift = run.latencies[2].quantile(0.99) / run.latencies[0].quantile(0.99) - 1
     if short:
         findings.tell("growth of the parent, MB/h (too short to tell)", growth)
@@ -114,19 +132,19 @@ async def s4(short: bool, seed: int, seconds: float | None = None) -> Findings:
     else:
         holds = 3600 * (rise + doubt) < MOST_GROWTH
         findings.check("growth of the parent, MB/h", growth, "upper end below 2", holds=holds)
-        # Not so much memory as objects: tells a leak from a heap that is full of holes.
+        # A count, not bytes: many small things that stay show in it, a few large ones do not.
         more = f"{3600 * blocks:.0f} +- {3600 * blocks_doubt:.0f}"
-        findings.tell("of that, blocks of Python's allocator per hour", more)
+        findings.tell("more blocks of Python's allocator, per hour", more)
         what = "p99, last third against first"
         findings.check(what, drift, "below 0.1", holds=drift < MOST_DRIFT)
     # A recycling opens some and closes them again, and a look may fall on it: what never comes down
     # again is what leaks, and that raises the fewest.
     third, last = (
-        [look for look in half if (look[0] > 0.75 * seconds) is is_last]
+        [look for look in half if (look.moment > 0.75 * seconds) is is_last]
         for is_last in (False, True)
     )
-    for index, what in ((2, "descriptors"), (3, "threads")):
-        before, after = ([look[index] for look in quarter] for quarter in (third, last))
+    for what in ("descriptors", "threads"):
+        before, after = ([getattr(look, what) for look in quarter] for quarter in (third, last))
         findings.check(
             f"{what}, fewest in the last quarter",
             round(min(after)),

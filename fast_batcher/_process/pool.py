@@ -558,18 +558,26 @@ class _Starter:
         # Workers inherit this mask and ignore SIGINT as soon as they can: a Ctrl-C while one is
         # still importing must not end it with a traceback.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        while (job := self._jobs.get()) is not None:
-            spawn, done = job
-            error: BaseException | None = None
-            with self._lock:
-                if self._is_held:
-                    continue
-                try:
-                    spawn()
-                except BaseException as caught:  # noqa: BLE001  the loop's thread must hear of it
-                    # Its frames hold the pipes of the start that failed.
-                    error = caught.with_traceback(None)
-            done(error)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """Wait for a job and do it; a method of its own, so that nothing of it is kept after it."""
+        job = self._jobs.get()
+        if job is None:
+            return False
+        spawn, done = job
+        error: BaseException | None = None
+        with self._lock:
+            if self._is_held:
+                return True
+            try:
+                spawn()
+            except BaseException as caught:  # noqa: BLE001  the loop's thread must hear of it
+                # Its frames hold the pipes of the start that failed.
+                error = caught.with_traceback(None)
+        done(error)
+        return True
 
 
 _Job = tuple[Callable[[], None], Callable[[BaseException | None], None]]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from fast_batcher._process.environment import limited_threads
 from fast_batcher._process.worker_main import worker_main
-from fast_batcher._transport.channel import LoopChannel, open_pipes
+from fast_batcher._transport.channel import LoopChannel, drop, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.mark import Mark
 from fast_batcher.config import ModelSpec, Settings
@@ -188,7 +188,7 @@ class WorkerHandle:
         """It is being ended by us: nothing that it says counts any more."""
         self.is_ending = True
         if self._channel is not None:
-            self._channel.on_frame = _drop
+            self._channel.on_frame = drop
 
     def disconnect(self) -> None:
         """Close the pipes: the worker ends after the batch it computes; nothing is heard of it."""
@@ -249,10 +249,6 @@ class WorkerHandle:
             self._channel.drain()
         self.reap()
         self._events.worker_exited(self)
-
-
-def _drop(frame: Frame) -> None:
-    """What a worker says that is being ended."""
 
 
 def _open_death_fd(process: SpawnProcess) -> tuple[int, bool]:

@@ -121,9 +121,9 @@ class LoopChannel:
         self._backlog.clear()
         for end in self._ends:
             end.close()
-        # They belong to who has this channel: a cycle, which would keep the buffer until the
+        # It is a method of who has this channel: a cycle, which would keep the buffer until the
         # garbage collector has looked at everything, and that is once in many minutes.
-        self.on_frame = self._on_end = _tell_nobody
+        self._on_end = drop
 
     def _read(self) -> bool:
         """Read and hand on what one call gives; False if there was nothing or it was the end."""
@@ -177,8 +177,8 @@ class LoopChannel:
         self._loop = None
 
 
-def _tell_nobody(_: object) -> None:
-    """Of a channel that is closed."""
+def drop(_: object) -> None:
+    """In place of who would be told: nobody wants to know any more."""
 
 
 class BlockingChannel:

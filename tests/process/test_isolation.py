@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from sample_models import (
     BrokenAndRaises,
+    EchoWithArguments,
     FailsTogether,
     HangsIfTold,
     Holds,
@@ -135,6 +136,19 @@ async def test_f34_a_worker_that_leaks_is_recycled_and_no_request_fails() -> Non
                 pids |= set(await asyncio.gather(*(call(batcher, None) for _ in range(8))))
         stats = assert_balance(batcher)
         assert (stats.failed, stats.expired) == (0, 0)
+
+
+async def test_nothing_of_a_worker_that_was_never_ready_waits_for_it_either() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        batcher = DynBatcher(EchoWithArguments)  # whose arguments are missing
+        await batcher.open(wait_ready=False)
+        worker = weakref.ref(next(iter(batcher._pool._handles.values())))
+        await until(lambda: worker() is None)
+        await batcher.aclose()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("way", ["recycled", "killed", "closed"])
