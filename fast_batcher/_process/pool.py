@@ -17,7 +17,6 @@ import select
 import signal
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -582,8 +581,9 @@ class _Starter:
 
 _Job = tuple[Callable[[], None], Callable[[BaseException | None], None]]
 
-# Pools that have not been ended, for the end of the interpreter.
-_open_pools: "weakref.WeakSet[Pool]" = weakref.WeakSet()
+# Pools that have not been ended, for the end of the interpreter. They are held here: a pool whose
+# batcher was dropped has workers all the same, and one that computes for ever would never end.
+_open_pools: set[Pool] = set()
 
 
 def _end(pools: list[Pool], grace: float) -> None:
