@@ -582,7 +582,7 @@ class _Starter:
 _Job = tuple[Callable[[], None], Callable[[BaseException | None], None]]
 
 # Pools that have not been ended, for the end of the interpreter. They are held here: a pool whose
-# batcher was dropped has workers all the same, and one that computes for ever would never end.
+# batcher was dropped has workers all the same, and the program would wait for one that computes.
 _open_pools: set[Pool] = set()
 
 

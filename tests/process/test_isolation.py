@@ -139,16 +139,16 @@ async def test_f34_a_worker_that_leaks_is_recycled_and_no_request_fails() -> Non
 
 
 async def test_nothing_of_a_worker_that_was_never_ready_waits_for_it_either() -> None:
+    batcher = DynBatcher(EchoWithArguments)  # whose arguments are missing
     gc.collect()
     gc.disable()
     try:
-        batcher = DynBatcher(EchoWithArguments)  # whose arguments are missing
         await batcher.open(wait_ready=False)
         worker = weakref.ref(next(iter(batcher._pool._handles.values())))
         await until(lambda: worker() is None)
-        await batcher.aclose()
     finally:
         gc.enable()
+        await batcher.aclose()
 
 
 @pytest.mark.parametrize("way", ["recycled", "killed", "closed"])
