@@ -571,6 +571,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         return is_open and self._scheduler.workers_ready > 0
 
     @property
+    def timeout(self) -> float | None:
+        """Seconds until a call gives up where it names no timeout; None for no limit."""
+        return self._settings.timeout
+
+    @property
     def start_error(self) -> BatcherError | None:
         """Why the batcher is broken, None if it is not."""
         return self._broken_error()
