@@ -6,10 +6,12 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 `is_settled` is True.
 """
 
+from collections.abc import Callable
 from math import inf
 from typing import TypeVar
 
 from fast_batcher._core.admission import Admission, Outlook
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -25,6 +27,7 @@ from fast_batcher._core.messages import (
     Stall,
 )
 from fast_batcher._core.policy import Policy
+from fast_batcher._core.ranked_queue import RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
 from fast_batcher._core.service_model import ServiceModel
@@ -35,6 +38,9 @@ from fast_batcher.stats import Tally
 # A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
 # costs no latency below it. Source: LIMITS "second batch in flight", eager +60 % p50, this none.
 BATCHES_PER_WORKER = 2
+# One that has waited for as many batches takes all that are behind it in their order, whatever they
+# cost. Source: POLICY 5.6.
+PATIENT_BATCHES = 4
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _FULL, _IDLE = Release.FULL, Release.IDLE
 _B = TypeVar("_B", bound=Batch)
@@ -71,6 +77,8 @@ class Scheduler:
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
         idempotent: Whether a request may be computed twice.
         isolate_errors: Whether a batch for which `infer` raised is divided to find the culprit.
+        former: Fills batches by cost, or None; every request must have its cost then.
+        is_grouped: Whether only requests of one group share a batch.
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class Scheduler:
         infer_timeout: float | None,
         idempotent: bool,
         isolate_errors: bool,
+        former: BatchFormer | None = None,
+        is_grouped: bool = False,
     ) -> None:
         self.tally = tally
         self._policy = policy
@@ -96,16 +106,23 @@ class Scheduler:
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
         # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
         self.queue = RequestQueue()
+        # The same, where requests are not equals.
+        self._ranked: RankedQueue | None = None
+        self._former = former
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
         self.retries = self._retries.groups
         self._service = ServiceModel()
         # Whether somebody wants to know how long batches take. It costs each batch some
         # microseconds, so it begins when the first one does.
-        self._is_measuring = max_latency is not None
-        self._admission = Admission(self._service, max_batch_size)
+        self._is_measuring = max_latency is not None or former is not None
+        # The largest batch that it has measured.
+        self._largest_seen = 1.0
+        self._admission = Admission(self._service, max_batch_size, former)
         self._size_cap = SizeCap(max_batch_size)
         self._limit_size()
+        if former is not None or is_grouped:
+            self.rank_requests()
         # Ready workers by id: those that may be given a batch, and all of them. And what they have,
         # by batch id.
         self._slots: dict[int, _Slot] = {}
@@ -153,7 +170,11 @@ class Scheduler:
             Those that were refused, and whose `refusal` tells the reason.
         """
         requests, refused = self._refuse_without_room(now, requests)
-        own = [request for request in requests if request.deadline is not None]
+        own = [
+            request
+            for request in requests
+            if request.deadline is not None  # type: ignore[redundant-expr]  # see Request
+        ]
         if requests and (own or self._max_latency != inf):
             late = self._turn_away(now, requests, own)
             if late:
@@ -243,6 +264,20 @@ class Scheduler:
         arrival = batch.requests[batch.id % size].arrival
         tally.queue_waits.append((batch.sent_at - arrival, size))
 
+    def rank_requests(self) -> None:
+        """From now on requests are not equals: priorities, groups and costs count.
+
+        What waits goes over to the other queue. Not before the first use, for it costs every
+        request some microseconds.
+        """
+        if self._ranked is not None:
+            return
+        waiting = [request for request in self.queue if not request.is_settled]
+        waiting.sort(key=lambda request: request.id)
+        self.queue = self._ranked = RankedQueue(self._former)
+        self._ranked.extend(waiting, waiting)
+        self._limit_size()
+
     def _refuse_without_room(
         self, now: float, requests: list[Request]
     ) -> tuple[list[Request], list[Request]]:
@@ -289,9 +324,25 @@ class Scheduler:
         for request in own:
             request.target = min(request.deadline, target)
         outlook = self._outlook(now)
+        if self._ranked is not None:
+            predict = self._predictor(self._ranked, outlook, requests)
+            return self._admission.find_late(now, outlook, requests, predict)
         if own:
             return self._admission.find_late(now, outlook, requests)
         return self._admission.find_late_equals(now, outlook, requests)
+
+    def _predictor(
+        self, queue: RankedQueue, outlook: Outlook, requests: list[Request]
+    ) -> Callable[[Request, int], float]:
+        """What `find_late` asks where requests are not equals: one is behind its betters alone."""
+        cost = 1.0 if self._former is None else sum(r.cost for r in requests) / len(requests)
+
+        def predict(request: Request, taken: int) -> float:
+            ahead = queue.ahead_of(getattr(request, "priority", 0))
+            ahead = ahead._replace(requests=ahead.requests + taken, cost=ahead.cost + taken * cost)
+            return self._admission.seconds_behind(outlook, ahead, getattr(request, "cost", 1.0))
+
+        return predict
 
     def _outlook(self, now: float) -> Outlook:
         """What a request that comes now has to wait for."""
@@ -308,7 +359,8 @@ class Scheduler:
         """Until a worker has answered all that it has; 0.0 while nothing is known."""
         if not slot.batches or not self._service.is_known:
             return 0.0
-        first, *others = [self._service.median(len(batch.requests)) for batch in slot.batches]
+        size_of = self._admission.size_of
+        first, *others = [self._service.median(size_of(b.requests)) for b in slot.batches]
         return max(0.0, first - (now - slot.started_at)) + sum(others)
 
     def count_fitting(self, requests: list[Request]) -> int:
@@ -423,7 +475,9 @@ class Scheduler:
         if has_raised:
             return batch
         if self._is_measuring and slot.has_answered and batch.release is not Release.RETRY:
-            self._service.observe(len(batch.requests), now - started_at)
+            size = self._admission.size_of(batch.requests)
+            self._largest_seen = max(self._largest_seen, size)
+            self._service.observe(size, now - started_at)
         slot.has_answered = True
         if self._policy.learns:
             self._policy.batch_done(now, batch)
@@ -499,6 +553,9 @@ class Scheduler:
         for request in rest:
             request.is_settled = True
         self.queue = RequestQueue()
+        if self._ranked is not None:
+            self._ranked = None
+            self.rank_requests()
         self.retries.clear()
         return rest
 
@@ -524,7 +581,7 @@ class Scheduler:
             self._send_retries(now, actions)
         queue = self.queue
         while queue.size:
-            is_full = queue.size >= self._max_batch_size
+            is_full = self._has_full_batch()
             # One that has nothing, or one batch if the next one is full. What is to be tried again
             # needs one that has nothing, so that workers must get free first.
             load = BATCHES_PER_WORKER if is_full and not self.retries else 1
@@ -535,17 +592,19 @@ class Scheduler:
             if not isinstance(release, Release):
                 wake_at = min(wake_at, release)
                 break
-            if self._max_latency == inf and not queue.has_own:
-                requests = queue.take(self._max_batch_size)
-            else:
-                requests, release = self._choose(now, slot, release, actions)
-                if not requests:
-                    break
+            requests, release = self._choose(now, slot, release, actions)
+            if not requests:
+                break
             batch = self._send(now, slot, requests, release, Batch)
             actions.append(Dispatch(batch))
         # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
         wake_at = min(wake_at, self.next_expiry)
         return actions, None if wake_at == inf else wake_at
+
+    def _has_full_batch(self) -> bool:
+        if self._ranked is not None:
+            return self._ranked.is_full(self._max_batch_size)
+        return self.queue.size >= self._max_batch_size
 
     def _decide(self, now: float) -> Release | float:
         return Release.DRAIN if self._is_draining else self._policy.decide(now, self.queue)
@@ -554,13 +613,17 @@ class Scheduler:
         self, now: float, slot: _Slot, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
         """Take the next batch, without those that would be late; nothing if it is to wait."""
+        if self._ranked is None and self._max_latency == inf and not self.queue.has_own:
+            return self.queue.take(self._max_batch_size), release
         start = now + self._seconds_until_free(now, slot)
+        if self._ranked is not None and self._former is not None and self._service.is_known:
+            # As long as this many of its largest batches, one accepts that others go before it.
+            patience = PATIENT_BATCHES * self._service.median(self._largest_seen)
+            self._ranked.patient_since = now - patience
         requests, late, is_smaller = self._admission.take(start, self.queue)
         if late:
             refusal = self._admission.refusal_of_late(self._outlook(now))
-            for request in late:
-                request.is_settled = True
-                actions.append(Expire(request, ExpiryReason.UNREACHABLE, refusal))
+            actions.extend(Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in late)
             self.tally.expired += len(late)
         if late or is_smaller:
             if slot.batches and len(requests) < self._max_batch_size:
@@ -606,6 +669,8 @@ class Scheduler:
             self._begin_batch(slot, now)
         slot.batches.append(batch)
         self._batches[batch.id] = batch
+        if self._ranked is not None:
+            self._ranked.batch_left()
         self.count_batch(batch)
         return batch
 
@@ -615,7 +680,7 @@ class Scheduler:
         # requests of one turn are taken, on either way.
         self._most_at_once = min(self._max_batch_size, self._max_queue_size)
         self._admission.max_batch_size = self._max_batch_size
-        if self._max_latency != inf:
+        if self._max_latency != inf or self._ranked is not None:
             self._most_at_once = 0
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:
