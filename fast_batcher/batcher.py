@@ -27,7 +27,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, NoReturn, Self, overload
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypedDict, Unpack, overload
 
 from fast_batcher._appraisal import Appraisal
 from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
@@ -54,7 +54,9 @@ from fast_batcher.config import (
     MAX_FRAME_BYTES,
     MAX_PRIORITY,
     MAX_SECONDS,
+    RECONFIGURABLE,
     PolicyName,
+    change_settings,
     check_costs,
     check_model,
     check_name,
@@ -87,6 +89,15 @@ RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
 # that runs, and one that waits full behind it. More would only stand in other callers' way.
 MANY_BATCHES_PER_WORKER = 2
+
+
+class Reconfiguration(TypedDict, total=False):
+    """What `DynBatcher.reconfigure` can change."""
+
+    max_batch_size: int
+    max_delay: float | None
+    max_queue_size: int | None
+    max_latency: float | None
 
 
 class _GivenUp(NamedTuple):
@@ -610,6 +621,44 @@ class DynBatcher(Generic[InputT, OutputT]):
                     await self.aclose()
 
         return run if app is None else run(app)
+
+    def reconfigure(self, **changes: Unpack[Reconfiguration]) -> None:
+        """Change settings while it runs: all that are given, or none if one of them is wrong.
+
+        What has been accepted is kept. If more waits than the new `max_queue_size` allows, new
+        requests are refused until there is room; batches that were sent stay as they are. Requests
+        keep the target that they were accepted with, and deadlines are not changed.
+
+        Args:
+            changes: `max_batch_size`, `max_delay`, `max_queue_size` and `max_latency`, each as at
+                construction; those that are left out stay as they are.
+
+        Raises:
+            ConfigurationError: A setting is wrong; nothing has been changed.
+            RuntimeError: It was called from another thread than that of the event loop.
+        """
+        unknown = sorted(set(changes) - set(RECONFIGURABLE))
+        if unknown:
+            raise ConfigurationError(
+                f"{unknown[0]}: it cannot be changed while the batcher runs; what can is "
+                f"{', '.join(RECONFIGURABLE)}"
+            )
+        if self._loop is not None and self._loop.is_running() and get_ident() != self._thread:
+            raise RuntimeError(
+                f"{self.name}: reconfigure() belongs to the thread of the event loop; from another "
+                "one use loop.call_soon_threadsafe"
+            )
+        settings = change_settings(self._settings, changes)
+        self._settings = settings
+        self._scheduler.reconfigure(
+            max_batch_size=settings.max_batch_size,
+            max_queue_size=settings.max_queue_size,
+            max_latency=settings.max_latency,
+            max_delay=settings.max_delay,
+        )
+        if self._serving_loop is not None and not self._serving_loop.is_closed():
+            # What waits may be a full batch now, or have waited long enough.
+            self._pump_soon(self._serving_loop)
 
     # What can be seen of it.
 

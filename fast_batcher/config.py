@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -35,6 +35,9 @@ QUEUED_BATCHES_PER_WORKER = 8
 MAX_FRAME_BYTES = 256 * 2**20
 # Below it an error with its text and traceback (64 Ki characters each) might not fit.
 MIN_MAX_FRAME_BYTES = 2**20
+
+# What `DynBatcher.reconfigure` changes.
+RECONFIGURABLE = ("max_batch_size", "max_delay", "max_queue_size", "max_latency")
 
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -119,17 +122,8 @@ def check_settings(
     if policy not in get_args(PolicyName):
         names = ", ".join(repr(name) for name in get_args(PolicyName))
         raise ConfigurationError(f"policy={policy!r}: choose one of {names}")
-    if max_delay is not None:
-        _check_seconds("max_delay", max_delay, zero_allowed=True)
-    elif policy == "fixed":
-        raise ConfigurationError(
-            "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
-            "number of seconds, for example max_delay=0.01"
-        )
-    if max_queue_size is None:
-        room = QUEUED_BATCHES_PER_WORKER * max_batch_size * num_workers
-        max_queue_size = max(MIN_QUEUE_SIZE, room)
-    _check_count("max_queue_size", max_queue_size, 1, None)
+    _check_delay(max_delay, policy)
+    max_queue_size = _check_queue_size(max_queue_size, max_batch_size, num_workers)
     if max_queue_bytes is not None:
         _check_count("max_queue_bytes", max_queue_bytes, 1, None)
     _check_timeouts(timeout, infer_timeout, max_latency, start_timeout, stop_timeout, drain_timeout)
@@ -167,6 +161,41 @@ def check_settings(
         max_rss_bytes=max_rss_bytes,
         max_latency=max_latency,
     )
+
+
+def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The settings with some of those changed that `DynBatcher.reconfigure` takes.
+
+    Raises:
+        ConfigurationError: One of the new values is wrong; for the first wrong one.
+    """
+    wanted = {name: getattr(settings, name) for name in RECONFIGURABLE} | changes
+    _check_count("max_batch_size", wanted["max_batch_size"], 1, MAX_BATCH_SIZE)
+    _check_delay(wanted["max_delay"], settings.policy)
+    wanted["max_queue_size"] = _check_queue_size(
+        wanted["max_queue_size"], wanted["max_batch_size"], settings.num_workers
+    )
+    if wanted["max_latency"] is not None:
+        _check_seconds("max_latency", wanted["max_latency"])
+    return replace(settings, **wanted)
+
+
+def _check_delay(max_delay: float | None, policy: str) -> None:
+    if max_delay is not None:
+        _check_seconds("max_delay", max_delay, zero_allowed=True)
+    elif policy == "fixed":
+        raise ConfigurationError(
+            "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
+            "number of seconds, for example max_delay=0.01"
+        )
+
+
+def _check_queue_size(max_queue_size: int | None, max_batch_size: int, num_workers: int) -> int:
+    if max_queue_size is None:
+        room = QUEUED_BATCHES_PER_WORKER * max_batch_size * num_workers
+        return max(MIN_QUEUE_SIZE, room)
+    _check_count("max_queue_size", max_queue_size, 1, None)
+    return max_queue_size
 
 
 def check_costs(

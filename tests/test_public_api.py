@@ -157,6 +157,7 @@ def test_the_constructor() -> None:
         ("aclose", "(self)"),
         ("begin_drain", "(self)"),
         ("stop", "(self)"),
+        ("reconfigure", "(self, **changes)"),
         ("lifespan", "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False)"),
     ],
 )

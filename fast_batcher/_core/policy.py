@@ -35,6 +35,9 @@ class Policy(Protocol):
     def batch_done(self, now: float, batch: Batch) -> None:
         """Learn from a batch that a worker has answered."""
 
+    def limit_delay(self, max_delay: float | None) -> None:
+        """Hold no batch for more than so many seconds from now on; None for no such limit."""
+
 
 class GreedyPolicy:
     """Work-conserving: a free worker takes what waits at once.
@@ -52,6 +55,9 @@ class GreedyPolicy:
 
     def batch_done(self, now: float, batch: Batch) -> None:
         """Nothing to learn."""
+
+    def limit_delay(self, max_delay: float | None) -> None:
+        """It holds none."""
 
 
 class FixedPolicy:
@@ -80,6 +86,10 @@ class FixedPolicy:
 
     def batch_done(self, now: float, batch: Batch) -> None:
         """Nothing to learn."""
+
+    def limit_delay(self, max_delay: float | None) -> None:
+        """Also for what waits already."""
+        self._max_delay = inf if max_delay is None else max_delay
 
 
 def make_policy(name: str, max_delay: float | None) -> Policy:

@@ -264,6 +264,26 @@ class Scheduler:
         arrival = batch.requests[batch.id % size].arrival
         tally.queue_waits.append((batch.sent_at - arrival, size))
 
+    def reconfigure(
+        self,
+        *,
+        max_batch_size: int,
+        max_queue_size: int,
+        max_latency: float | None,
+        max_delay: float | None,
+    ) -> None:
+        """Change these settings; all of them are valid. `poll` has to follow.
+
+        What waits keeps its place, though there may be more of it than `max_queue_size` now, and
+        the target that it was accepted with.
+        """
+        self._max_queue_size = max_queue_size
+        self._max_latency = inf if max_latency is None else max_latency
+        self._is_measuring = self._is_measuring or max_latency is not None
+        self._policy.limit_delay(max_delay)
+        self._size_cap.limit(max_batch_size)
+        self._limit_size()
+
     def rank_requests(self) -> None:
         """From now on requests are not equals: priorities, groups and costs count.
 
