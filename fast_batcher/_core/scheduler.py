@@ -9,6 +9,7 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 from math import inf
 from typing import TypeVar
 
+from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -25,6 +26,7 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.policy import Policy
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
+from fast_batcher._core.service_model import ServiceModel
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import BatcherClosedError, BatcherError, QueueFullError
 from fast_batcher.stats import Tally
@@ -33,14 +35,14 @@ from fast_batcher.stats import Tally
 # costs no latency below it. Source: LIMITS "second batch in flight", eager +60 % p50, this none.
 BATCHES_PER_WORKER = 2
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_FULL, _IDLE = Release.FULL, Release.IDLE
+_FULL, _IDLE, _RETRY = Release.FULL, Release.IDLE, Release.RETRY
 _B = TypeVar("_B", bound=Batch)
 
 
 class _Slot:
     """A worker that has been ready and has not been lost."""
 
-    __slots__ = ("batches", "id", "is_stalled", "started_at")
+    __slots__ = ("batches", "has_answered", "id", "is_stalled", "started_at")
 
     def __init__(self, worker: int) -> None:
         self.id = worker
@@ -50,6 +52,8 @@ class _Slot:
         self.started_at = 0.0
         # Every request of its first batch has expired: it gets no more until it answers.
         self.is_stalled = False
+        # The first batch of a process is slow for reasons of its own.
+        self.has_answered = False
 
 
 class Scheduler:
@@ -91,6 +95,7 @@ class Scheduler:
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
         self.retries = self._retries.groups
+        self._service = ServiceModel()
         self._size_cap = SizeCap(max_batch_size)
         self._limit_size()
         # Ready workers by id: those that may be given a batch, and all of them. And what they have,
@@ -126,7 +131,9 @@ class Scheduler:
         """Workers that have loaded their model, are alive and are not stalled."""
         return sum(not slot.is_stalled for slot in self._slots.values())
 
-    def submit(self, now: float, requests: list[Request]) -> list[Request]:
+    def submit(  # noqa: C901  flat on purpose
+        self, now: float, requests: list[Request]
+    ) -> list[Request]:
         """Take requests into the queue, those first that come first.
 
         All that arrived in one turn of the shell are taken together: it is this loop that every
@@ -166,7 +173,13 @@ class Scheduler:
             deadline = min(deadline, min([request.deadline for request in own]))
         if deadline < self.next_expiry:
             self.next_expiry = deadline
+        if self._policy.learns:
+            self._tell_arrival(now, len(requests))
         return refused
+
+    def _tell_arrival(self, now: float, count: int) -> None:
+        if count:
+            self._policy.arrived(now, count, self.queue.size == count and not self._batches)
 
     def submit_at_once(  # noqa: C901  flat on purpose
         self, now: float, requests: list[Request]
@@ -181,13 +194,14 @@ class Scheduler:
             The one batch that now has to be sent. Nothing else has to be done before `next_expiry`.
         """
         size = len(requests)
+        policy = self._policy
         if (
             self.queue.size
             or self.retries
             or self._is_draining
             or size > self._most_at_once
             or self.next_expiry <= now
-            or not self._policy.is_greedy
+            or not policy.is_greedy
         ):
             return None
         for slot in self._slots.values():
@@ -198,6 +212,8 @@ class Scheduler:
         for request in requests:
             if request.deadline is not None:
                 return None
+        if policy.learns:
+            policy.arrived(now, size, not self._batches)
         deadline = now + self._timeout
         tally = self.tally
         request_id = tally.submitted
@@ -351,16 +367,29 @@ class Scheduler:
         slot = self._all_slots[worker]
         slot.batches.remove(batch)
         slot.is_stalled = False
+        started_at = slot.started_at
         if slot.batches:
             self._begin_batch(slot, now)
         if has_raised:
             return batch
-        if self._policy.learns:
-            self._policy.batch_done(now, batch)
+        policy = self._policy
+        if policy.learns:
+            self._learn(now, slot, batch, started_at)
+        elif policy.rest:
+            policy.rest -= 1
+            if not policy.rest:
+                policy.end_rest()
+        slot.has_answered = True
         if self._size_cap.is_watching:
             self._size_cap.went_well(len(batch.requests))
             self._limit_size()
         return batch
+
+    def _learn(self, now: float, slot: _Slot, batch: Batch, started_at: float) -> None:
+        size = len(batch.requests)
+        if slot.has_answered and batch.release is not _RETRY:
+            self._service.observe(size, now - started_at)
+        self._policy.batch_done(now, size, self._load())
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
@@ -453,6 +482,7 @@ class Scheduler:
         if self.retries:
             self._send_retries(now, actions)
         queue = self.queue
+        is_held = False
         while queue.size:
             is_full = queue.size >= self._max_batch_size
             # One that has nothing, or one batch if the next one is full. What is to be tried again
@@ -464,16 +494,30 @@ class Scheduler:
             release = Release.FULL if is_full else self._decide(now)
             if not isinstance(release, Release):
                 wake_at = min(wake_at, release)
+                is_held = True
                 break
+            if self._policy.is_holding:
+                self._policy.end_hold()
             requests = queue.take(self._max_batch_size)
             batch = self._send(now, slot, requests, release, Batch)
             actions.append(Dispatch(batch))
+        if self._policy.is_holding and not is_held:
+            self._policy.end_hold()
         # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
         wake_at = min(wake_at, self.next_expiry)
         return actions, None if wake_at == inf else wake_at
 
     def _decide(self, now: float) -> Release | float:
-        return Release.DRAIN if self._is_draining else self._policy.decide(now, self.queue)
+        if self._is_draining:
+            return Release.DRAIN
+        if self._policy.is_greedy:
+            return Release.HOLD if self._policy.is_holding else _IDLE
+        return self._policy.decide(now, self.queue, self._load())
+
+    def _load(self) -> Load:
+        return Load(
+            self.queue.size, self.running, len(self._slots), self._max_batch_size, self._service
+        )
 
     def _least_loaded(self, load: int) -> _Slot | None:
         """The worker that has the fewest batches, and fewer than `load`."""

@@ -8,8 +8,8 @@ from math import inf
 import pytest
 from schedules import NOTHING, dispatched, make, poll_batches, run, settle, submit, told
 
+from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
-    Batch,
     Expire,
     ExpiryReason,
     Release,
@@ -177,16 +177,16 @@ def test_the_policy_learns_of_every_answered_batch() -> None:
         learns = True
 
         def __init__(self) -> None:
-            self.seen: list[tuple[float, Batch]] = []
+            self.seen: list[tuple[float, int, int, int]] = []
 
-        def batch_done(self, now: float, batch: Batch) -> None:
-            self.seen.append((now, batch))
+        def batch_done(self, now: float, size: int, load: Load) -> None:
+            self.seen.append((now, size, load.waiting, load.running))
 
     policy = Learns()
     scheduler = make(policy)
     batch = run(scheduler, 0.0)
     settle(scheduler, 3.0, batch)
-    assert policy.seen == [(3.0, batch)]
+    assert policy.seen == [(3.0, 1, 0, 0)]
 
 
 # The fixed window.
