@@ -586,9 +586,9 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # What the pool tells. These are public because the pool calls them; users do not.
 
-    def worker_ready(self, worker: int) -> None:
-        """A worker has loaded its model."""
-        self._scheduler.worker_ready(monotonic(), worker)
+    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+        """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
         if place in self._seen_ready:
             self._tally.restarts += 1

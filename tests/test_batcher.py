@@ -104,8 +104,9 @@ async def test_the_model_gets_its_arguments() -> None:
 
 
 async def test_warm_up_comes_before_the_first_batch() -> None:
-    async with DynBatcher(Warm, model_args=(["warm", "up"],)) as batcher:
-        assert await batcher.process_batched("first") == ["warm", "up", "first"]
+    async with DynBatcher(Warm, max_batch_size=2, model_args=(["warm", "up"],)) as batcher:
+        seen = await batcher.process_batched("first")
+        assert seen == ["warm", "warm", "warm", "up", "warm", "up", "first"]
         assert batcher.stats.batches == 1
 
 

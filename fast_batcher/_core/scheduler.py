@@ -6,6 +6,7 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 `is_settled` is True.
 """
 
+from collections.abc import Iterable
 from math import inf
 from typing import TypeVar
 
@@ -289,10 +290,20 @@ class Scheduler:
         """Take no more requests, and wait for nobody: what is queued leaves as workers get free."""
         self._is_draining = True
 
-    def worker_ready(self, now: float, worker: int) -> None:
-        """A worker has loaded its model and can take batches."""
+    def worker_ready(
+        self, now: float, worker: int, times: Iterable[tuple[float, float]] = ()
+    ) -> None:
+        """A worker has loaded its model and can take batches.
+
+        Args:
+            now: The moment.
+            worker: Which one.
+            times: Sizes and seconds of batches that it has computed to warm up.
+        """
         assert worker not in self._all_slots, "a worker is lost before it can be ready again"
         self._slots[worker] = self._all_slots[worker] = _Slot(worker)
+        for size, seconds in times:
+            self._service.observe(size, seconds)
 
     def worker_retired(self, worker: int) -> None:
         """A worker is given nothing more; it answers what it has."""
