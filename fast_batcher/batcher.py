@@ -649,12 +649,15 @@ class DynBatcher(Generic[InputT, OutputT]):
                 "one use loop.call_soon_threadsafe"
             )
         settings = change_settings(self._settings, changes)
+        policy = None
+        if settings.max_delay != self._settings.max_delay:
+            policy = make_policy(settings.policy, settings.max_delay)
         self._settings = settings
         self._scheduler.reconfigure(
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.max_queue_size,
             max_latency=settings.max_latency,
-            max_delay=settings.max_delay,
+            policy=policy,
         )
         if self._serving_loop is not None and not self._serving_loop.is_closed():
             # What waits may be a full batch now, or have waited long enough.
@@ -705,9 +708,9 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # What the pool tells. These are public because the pool calls them; users do not.
 
-    def worker_ready(self, worker: int) -> None:
-        """A worker has loaded its model."""
-        self._scheduler.worker_ready(monotonic(), worker)
+    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+        """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
         if place in self._seen_ready:
             self._tally.restarts += 1

@@ -105,6 +105,7 @@ class Release(StrEnum):
 
     FULL = "full"  # it holds `max_batch_size` requests
     IDLE = "idle"  # a worker was free
+    HOLD = "hold"  # it was held, and is worth no more waiting
     WINDOW = "window"  # `max_delay` had passed under policy="fixed"
     DEADLINE = "deadline"  # waiting longer would have been in vain for its oldest request
     DRAIN = "drain"  # no more requests are taken, so there is nothing to wait for

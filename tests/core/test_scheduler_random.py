@@ -183,6 +183,8 @@ class Schedule(RuleBasedStateMachine):
         self.now = 0.0
         self.wake_at: float | None = None
         self.is_draining = False
+        # Since when there has been a free worker and requests that it was not given.
+        self.held_since: float | None = None
         # The books.
         self.deadlines: dict[int, float] = {}
         self.arrivals: dict[int, float] = {}
@@ -633,6 +635,7 @@ class Schedule(RuleBasedStateMachine):
         assert len(worker.batches) < MOST_BATCHES_PER_WORKER
         is_full = size == most or "c" in self.options.ranks
         assert not worker.batches or is_full, "late binding: a second batch is full"
+        self.held_since = None
         self.batches_sent += 1
         for number in numbers:
             turn = self.turns[number]
@@ -671,7 +674,7 @@ class Schedule(RuleBasedStateMachine):
         if self.is_draining:
             return Release.DRAIN
         if self.options.policy != "fixed":
-            return Release.IDLE
+            return Release.IDLE if self.held_since is None else Release.HOLD
         if self.now >= self.window_end():
             return Release.WINDOW
         return Release.DEADLINE
@@ -697,6 +700,8 @@ class Schedule(RuleBasedStateMachine):
     def check_no_needless_wait(self) -> None:
         ready = [worker for worker in self.workers.values() if worker.is_ready]
         free = [worker for worker in ready if not worker.batches]
+        if not (self.waiting and free):
+            self.held_since = None
         assert not self.retrying() or not free
         if len(self.waiting) >= self.cap.size and not self.options.ranks:
             # A worker must get free for what is to be tried again.
@@ -704,12 +709,23 @@ class Schedule(RuleBasedStateMachine):
             least = 1 if self.aimed else most  # a second batch may be too small for a busy worker
             assert all(len(worker.batches) >= min(most, least) for worker in ready)
         elif self.waiting and free:
-            assert self.options.policy == "fixed"
             assert not self.is_draining
+            if self.options.policy == "adaptive":
+                self.check_hold()
+                return
+            assert self.options.policy == "fixed"
             window_end = self.window_end()
             assert self.now < window_end, "a hold is no longer than max_delay"
             assert all(self.deadlines[number] >= window_end for number in self.waiting)
             self.check_it_wakes_by(window_end)
+
+    def check_hold(self) -> None:
+        assert self.options.max_delay is not None
+        if self.held_since is None:
+            self.held_since = self.now
+        end = self.held_since + self.options.max_delay
+        assert self.now < end, "a hold is no longer than max_delay"
+        self.check_it_wakes_by(end)
 
     def check_it_wakes_by(self, moment: float) -> None:
         if moment != inf:
