@@ -105,7 +105,7 @@ def build(tree: Tree, leaves: Iterator[Any]) -> Any:
 
 
 def _build_object(kind: type, tree: Tree, values: list[Any]) -> Any:
-    built = object.__new__(kind)
+    built: Any = object.__new__(kind)
     if tree.own is None:
         for name, value in zip(tree.keys, values, strict=True):
             object.__setattr__(built, name, value)
@@ -137,7 +137,7 @@ def _walk(tree: Tree) -> Iterator[tuple[str, ...]]:
     if tree.kind is None:
         yield ()
     for key, child in zip(tree.keys, tree.children, strict=True):
-        name = key.name if isinstance(key, _Part) else str(key)
+        name = str(key.name if isinstance(key, _Part) else key)
         for rest in _walk(child):
             yield (name, *rest)
 
@@ -157,7 +157,8 @@ def _open(value: Any) -> _State | None:
         return _State(made, keys, [value[key] for key in keys], order)
     if _is_pydantic(value):
         return _open_pydantic(value)
-    if dataclasses.is_dataclass(value) and kind.__new__ is object.__new__:
+    new: Any = kind.__new__
+    if dataclasses.is_dataclass(value) and new is object.__new__:
         return _open_dataclass(value)
     return None
 

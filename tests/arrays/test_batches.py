@@ -135,7 +135,7 @@ def assert_same(one: Any, other: Any) -> None:
         elif isinstance(left, np.ndarray | np.generic):
             # A scalar of NumPy's has no byte order, and a text no room behind it.
             is_scalar = left.ndim == 0 and isinstance(right, np.generic)
-            expected = left[()].dtype if is_scalar else left.dtype
+            expected = np.asarray(left)[()].dtype if is_scalar else left.dtype
             assert right.dtype == expected
             assert left.shape == np.shape(right)
             assert np.array_equal(left, right)
