@@ -4,8 +4,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
-from fast_batcher._arrays.batches import Row, describe_difference, join_apart, split, take_apart
+from fast_batcher._arrays.batches import join_apart, split
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.rows import Row, describe_difference, take_apart
 from fast_batcher.errors import CollationError, ConfigurationError, OutputMismatchError
 
 
@@ -93,7 +94,8 @@ class CollatedModel:
                 yield positions[start : start + step]
 
     def _difference(self, rows: dict[int, Row], most: list[int], few: list[int]) -> CollationError:
-        return CollationError(describe_difference(rows[most[0]], rows[few[0]], self._collation))
+        difference = describe_difference(rows[most[0]], rows[few[0]])
+        return CollationError(f"{difference}; send inputs of one kind, or use unequal='group'")
 
     def _compute(self, rows: list[Row]) -> list[Any]:
         """The outputs of one call."""

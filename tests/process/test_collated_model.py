@@ -132,7 +132,7 @@ def test_one_unlike_the_others_fails_alone(other: Any) -> None:
 
 def test_where_no_kind_is_most_of_them_the_batch_fails() -> None:
     recorder = Recorder()
-    with pytest.raises(CollationError, match=r"unequal='group' or Collation\.pad"):
+    with pytest.raises(CollationError, match=r"see Collation\.pad; send .* use unequal='group'"):
         compute(recorder, Collation.stack(), row(3), row(4))
     with pytest.raises(CollationError):
         compute(recorder, Collation.stack(), row(3), row(3), row(4), row(5))
