@@ -286,6 +286,12 @@ def test_numbers_join_the_tensors_beside_them() -> None:
     assert type(both[2]) is np.ndarray
 
 
+@pytest.mark.parametrize("collation", [Collation.stack(), Collation.pad(value=0)])
+def test_a_batch_has_no_gradients(collation: Collation) -> None:
+    rows = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))]
+    assert not join(rows, collation).requires_grad
+
+
 def test_a_batch_is_laid_out_as_its_axes_say() -> None:
     """Compiled models and kernels ask for it."""
     for collation in (Collation.stack(batch_dim=1), Collation.pad(value=0, batch_dim=1)):

@@ -181,10 +181,11 @@ def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None
     outcomes = compute(recorder, collation, *inputs)
     assert [int(one[0]) for one in outcomes] == list(range(1, count + 1))
     assert {len(batch) for batch in recorder.batches} <= sizes
-    for batch in recorder.batches:
-        last = max(batch[:, 0])
-        assert sorted(batch[:, 0])[-1] == last
-        assert set(batch[:, 0]) <= set(range(count))
+    seen = [number for batch in recorder.batches for number in batch[:, 0].tolist()]
+    assert set(seen) == set(range(count))
+    # Only the last batch is filled up, with its last row.
+    assert seen == sorted(seen)
+    assert seen[count:] == [count - 1] * (len(seen) - count)
 
 
 # What the model returns.
