@@ -7,9 +7,11 @@ Subclass `InferenceModel`, give the class to a `DynBatcher`, open it in the app'
 import logging
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._arrays.collation import Collation
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
+    CollationError,
     ConfigurationError,
     DeadlineExceededError,
     DynamicBatchIndexError,
@@ -37,6 +39,8 @@ __all__ = [
     "BatcherClosedError",
     "BatcherError",
     "BatcherStats",
+    "Collation",
+    "CollationError",
     "ConfigurationError",
     "DeadlineExceededError",
     "DynBatcher",

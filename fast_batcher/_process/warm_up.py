@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any
 
 from fast_batcher._transport import codec
-from fast_batcher.errors import OutputMismatchError
+from fast_batcher.errors import CollationError, OutputMismatchError
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -35,6 +35,7 @@ def warm_up(
 
     Raises:
         OutputMismatchError: The model returned something other than one output per input.
+        CollationError: The inputs cannot be joined.
         Exception: What the model raises.
     """
     warmup_inputs = getattr(model, "warmup_inputs", None)
@@ -68,4 +69,8 @@ def _compute(model: Any, inputs: list[Any]) -> float:
     checked = codec.check_outputs(outputs, count)
     if isinstance(checked, str):
         raise OutputMismatchError(f"during warm-up: {checked}")
+    for output in checked:
+        # No request is to blame, so it is the declaration or the model.
+        if isinstance(output, CollationError | OutputMismatchError):
+            raise output
     return seconds

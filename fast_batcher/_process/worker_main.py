@@ -17,6 +17,7 @@ from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._process.collated_model import collate
 from fast_batcher._process.warm_up import warm_up
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
@@ -24,7 +25,11 @@ from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header, pack_times
 from fast_batcher._transport.mark import Mark
 from fast_batcher.config import find_model_fault
-from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
+from fast_batcher.errors import (
+    InferenceError,
+    OutputMismatchError,
+    WorkerStartupError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,13 +76,14 @@ def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]", max_batch
         return 0
     try:
         model = load_model(first.body)
-        times = warm_up(model, max_batch_size, _ran_out_of_memory)
+        computing = collate(model)
+        times = warm_up(computing, max_batch_size, _ran_out_of_memory)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
     try:
         channel.send(Kind.READY, body=pack_times(times))
-        serve(channel, model, mark)
+        serve(channel, computing, mark)
     finally:
         _close_model(model)
     return 0
