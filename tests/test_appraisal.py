@@ -254,7 +254,7 @@ class Tokens(InferenceModel[str, int]):
 
 class TokensOfClass(Tokens):
     @classmethod
-    def cost(cls, value: str) -> float:  # type: ignore[override]
+    def cost(cls, value: str) -> float:
         return len(value)
 
 

@@ -3,8 +3,6 @@ in `tests/core/test_admission.py`: here everybody gets an answer, and the worker
 """
 
 import asyncio
-from typing import Any
-
 import pytest
 from sample_models import BatchSize, Echo, Slow
 from waits import LIMIT, assert_balance, call, turns
@@ -60,11 +58,9 @@ async def test_f63_a_deadline_that_nobody_can_meet_never_stops_the_service() -> 
 
 
 async def test_f65_one_giant_input_goes_alone() -> None:
-    async def run(costs: list[int], batcher: DynBatcher[Any, Any]) -> list[int]:
-        return await asyncio.gather(*[call(batcher, "x" * cost) for cost in costs])
-
     async with DynBatcher(BatchSize, 32, cost=len, max_batch_cost=640) as batcher:
-        sizes = await run([*[10] * 50, 8192, *[10] * 50], batcher)
+        costs = [*[10] * 50, 8192, *[10] * 50]
+        sizes = await asyncio.gather(*[call(batcher, "x" * cost) for cost in costs])
     assert sizes[50] == 1
     assert max(sizes) <= 32
 
