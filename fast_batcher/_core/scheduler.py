@@ -187,7 +187,8 @@ class Scheduler:
     ) -> Batch | None:
         """`submit` and `poll` in one for the usual case; None, and nothing done, in any other.
 
-        The usual case: nothing waits, a worker is free, and the policy gives it what has come. It
+        The usual case: nothing waits, a worker is free, and the policy gives it what has come, or
+        it is full anyway. It
         is what a lone request goes through, and after a pause every further call costs it about
         five microseconds (`benchmarks/idle_latency.py`).
 
@@ -202,7 +203,7 @@ class Scheduler:
             or self._is_draining
             or size > self._most_at_once
             or self.next_expiry <= now
-            or not policy.is_greedy
+            or (not policy.is_greedy and size < self._max_batch_size)
         ):
             return None
         for slot in self._slots.values():
