@@ -188,9 +188,8 @@ class Scheduler:
         """`submit` and `poll` in one for the usual case; None, and nothing done, in any other.
 
         The usual case: nothing waits, a worker is free, and the policy gives it what has come, or
-        it is full anyway. It
-        is what a lone request goes through, and after a pause every further call costs it about
-        five microseconds (`benchmarks/idle_latency.py`).
+        that is a full batch. It is what a lone request goes through, and after a pause every
+        further call costs it about five microseconds (`benchmarks/idle_latency.py`).
 
         Returns:
             The one batch that now has to be sent. Nothing else has to be done before `next_expiry`.
