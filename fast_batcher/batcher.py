@@ -119,12 +119,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             only the workers import.
         max_batch_size: Most requests in a batch, 1 or more.
         max_delay: Longest deliberate wait of a batch while a worker is free, seconds. A bound, not
-            a wait: a free worker takes what is there. Only `policy="fixed"` waits for it.
+            a wait, but for `policy="fixed"`; None bounds "adaptive" by a lone request's time alone.
         model_args: Positional arguments of the model's constructor; picklable.
         model_kwargs: Keyword arguments of the model's constructor; picklable.
         num_workers: Processes, each with a copy of the model.
-        policy: "adaptive" or "greedy": a free worker takes what waits at once; "fixed": wait for a
-            full batch or `max_delay` seconds after the first request.
+        policy: "greedy": a free worker takes what waits at once; "adaptive": the same, but for
+            holds where callers have been seen to come back soon and a larger batch is worth it;
+            "fixed": wait for a full batch or `max_delay` seconds after the first request.
         max_queue_size: Most requests waiting; default the larger of 1024 and 8 batches per worker.
         timeout: Seconds until a call gives up where it names no timeout; None for no limit.
         infer_timeout: Seconds that one batch may take before its worker is replaced, or None.

@@ -170,7 +170,8 @@ def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigurationError: One of the new values is wrong; for the first wrong one.
     """
-    wanted = {name: getattr(settings, name) for name in RECONFIGURABLE} | changes
+    wanted: dict[str, Any] = {name: getattr(settings, name) for name in RECONFIGURABLE}
+    wanted.update(changes)
     _check_count("max_batch_size", wanted["max_batch_size"], 1, MAX_BATCH_SIZE)
     _check_delay(wanted["max_delay"], settings.policy)
     wanted["max_queue_size"] = _check_queue_size(

@@ -223,9 +223,10 @@ async def test_a_priority_goes_first_by_every_way_to_call(gate: Gate) -> None:
 @pytest.mark.parametrize("priority", [101, -101, 1.5, "1", True, None, math.nan], ids=repr)
 async def test_a_priority_is_a_small_whole_number(priority: Any) -> None:
     async with DynBatcher(Echo) as batcher:
-        for function in (batcher.process_batched, batcher.submit):
-            with pytest.raises(ConfigurationError, match=r"^priority=.*: give a whole number"):
-                await function("input", priority=priority)
+        with pytest.raises(ConfigurationError, match=r"^priority=.*: give a whole number"):
+            await batcher.process_batched("input", priority=priority)
+        with pytest.raises(ConfigurationError, match=r"^priority=.*: give a whole number"):
+            batcher.submit("input", priority=priority)
         with pytest.raises(ConfigurationError, match=r"^priority="):
             await batcher.process_many(["input"], priority=priority)
         assert await batcher.process_many(["a", "b"], priority=-3) == ["a", "b"]
@@ -253,7 +254,7 @@ class Tokens(InferenceModel[str, int]):
 
 class TokensOfClass(Tokens):
     @classmethod
-    def cost(cls, value: str) -> float:  # type: ignore[override]
+    def cost(cls, value: str) -> float:
         return len(value)
 
 

@@ -88,7 +88,7 @@ async def test_settings_change_while_it_runs(gate: Gate) -> None:
 async def test_one_wrong_setting_changes_none(changes: dict[str, Any]) -> None:
     async with DynBatcher(BatchSize, 4) as batcher:
         with pytest.raises(ConfigurationError):
-            batcher.reconfigure(**changes)  # type: ignore[typeddict-item]
+            batcher.reconfigure(**changes)
         calls = [call(batcher, number) for number in range(8)]
         assert await asyncio.gather(*calls) == [4] * 8
 

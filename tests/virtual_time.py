@@ -62,7 +62,7 @@ class World:
         self._random = Random(seed)
         self._pause = pause
         self._rate, self._together = rate, together
-        self._lateness = lateness
+        self.lateness = lateness
         # Moments and clients; those of no client are -1.
         self._arrivals = [(self._draw_pause(), client) for client in range(clients)]
         if rate:
@@ -165,7 +165,7 @@ class World:
             self._held = self.now, min(self._max_delay, alone)
         since, longest = self._held
         assert self._wake_at <= since + longest * (1 + 1e-9)
-        self._wake_at += self._lateness
+        self._wake_at += self.lateness
 
     def _send(self, batch: Batch) -> None:
         self._held = None

@@ -20,9 +20,9 @@ LEAST_GAIN = 0.05
 FEWEST = 0.05
 # Clients at once: the most during this many batches.
 PEAK_BATCHES = 16
-# After this many decisions in vain, no decision for so many answers: a decision costs 0.1 to 0.3 ms
-# while caches are cold, and that is time for which a request waits and a worker idles. The rest
-# doubles while nothing comes of it, up to a second or so of batches of 4 ms.
+# After this many answers without a hold none is thought of for so many more: a decision costs
+# 0.1 to 0.3 ms while caches are cold, while a request waits and a worker idles.
+# The rest doubles while nothing comes of it, up to a second or so of batches of 4 ms.
 PATIENCE = 16
 REST, LONGEST_REST = 64, 256
 # The timer's lateness is averaged over about 16 holds; what is later than 5 ms is no lateness of a
@@ -87,8 +87,9 @@ class AdaptivePolicy:
             self._after_batch.begin(now, self._alone, size)
         # Each client could have a worker of its own: there is nobody to wait for.
         self.is_greedy = max(self._peaks) <= load.workers
-        if self.is_greedy:
-            self._decide_in_vain()
+        self._in_vain += 1
+        if self._in_vain == PATIENCE:
+            self._begin_rest()
 
     def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
         """Send now, or hold until the moment at which the expected gain is largest."""
@@ -111,10 +112,7 @@ class AdaptivePolicy:
             self._next_rest = REST
             return until
         self.is_holding = False
-        if was_holding:
-            return Release.HOLD
-        self._decide_in_vain()
-        return Release.IDLE
+        return Release.HOLD if was_holding else Release.IDLE
 
     def end_hold(self) -> None:
         """What was held has left or is gone, or no worker is free any more."""
@@ -124,17 +122,18 @@ class AdaptivePolicy:
         """Learn again, and decide from the next batch on if there are enough clients."""
         self.learns = True
 
-    def _decide_in_vain(self) -> None:
-        self._in_vain += 1
-        if self._in_vain >= PATIENCE:
-            self._in_vain = 0
-            self.rest = self._next_rest
-            self._next_rest = min(2 * self._next_rest, LONGEST_REST)
-            self.learns = False
-            self.is_greedy = True
-            self._after_batch.forget_open()
-            self._after_idle.forget_open()
-            self._last_batch = self._last_idle = -inf
+    def _begin_rest(self) -> None:
+        self._in_vain = 0
+        self.rest = self._next_rest
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+        self.learns = False
+        self.is_greedy = True
+        # What was late under a load that has gone must not forbid holds for ever: without a hold
+        # nobody would notice.
+        self._lateness /= 2
+        self._after_batch.forget_open()
+        self._after_idle.forget_open()
+        self._last_batch = self._last_idle = -inf
 
     def _plan(self, now: float, load: Load) -> float:
         """The moment until which to wait for the largest gain; `now` if there is none."""

@@ -75,7 +75,7 @@ class Admission:
 
         It waits for the workers and for the full batches before its own, by the median. Its own
         batch is measured as when it leaves, by the 95 % quantile, and as a full one if it has to
-        wait for another, for then it fills: else one request in eight is let in and dropped later.
+        wait for another, for then it fills: see docs/decisions/0013.
         With several workers the last batch of a queue may end before the one before it; what comes
         later is never predicted to end earlier, so that lengths can be searched.
 

@@ -216,9 +216,9 @@ class Scheduler:
     ) -> Batch | None:
         """`submit` and `poll` in one for the usual case; None, and nothing done, in any other.
 
-        The usual case: nothing waits, a worker is free, and the policy gives it what has come. It
-        is what a lone request goes through, and after a pause every further call costs it about
-        five microseconds (`benchmarks/idle_latency.py`).
+        The usual case: nothing waits, a worker is free, and the policy gives it what has come, or
+        that is a full batch. It is what a lone request goes through, and after a pause every
+        further call costs it about five microseconds (`benchmarks/idle_latency.py`).
 
         Returns:
             The one batch that now has to be sent. Nothing else has to be done before `next_expiry`.
@@ -231,7 +231,7 @@ class Scheduler:
             or self._is_draining
             or size > self._most_at_once
             or self.next_expiry <= now
-            or not policy.is_greedy
+            or (not policy.is_greedy and size < self._max_batch_size)
         ):
             return None
         for slot in self._slots.values():

@@ -128,13 +128,17 @@ def test_decisions_in_vain_are_followed_by_a_rest() -> None:
     """Clients whose pauses are long and irregular."""
     world = World(clients=6, pause=lambda random: random.expovariate(1 / 0.05), seconds=linear)
     policy = world.policy
-    while policy.learns:
+
+    def is_resting() -> bool:
+        return not policy.learns
+
+    while not is_resting():
         world.run(0.001)
     assert policy.is_greedy
     assert len(world.log) >= PATIENCE
     batches = len(world.log)
     assert policy.rest == REST
-    while not policy.learns:
+    while is_resting():
         world.run(0.001)
     assert len(world.log) - batches >= REST - 1  # one was running
 
@@ -205,6 +209,16 @@ def test_a_timer_that_rings_late_costs_no_more_than_it_brings(
 
 def exponential(random: Random) -> float:
     return random.expovariate(1 / 0.0006)
+
+
+@pytest.mark.slow
+def test_lateness_that_is_over_is_forgotten() -> None:
+    """Timers were so late for a while that no hold was worth it."""
+    world = World(clients=8, lateness=0.0045, pause=exponential).run(3.0)
+    end = world.now
+    world.lateness = 0.0
+    world.run(4.0)
+    assert world.share(Release.HOLD, since=end + 2.0) > 0.8
 
 
 @pytest.mark.slow

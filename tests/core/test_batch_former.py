@@ -1,5 +1,7 @@
 """Batches filled by cost; what the queue makes of it is in `test_ranked_queue`."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +20,11 @@ def requests_of(*costs: float) -> list[Request]:
 
 
 def filled(
-    former: BatchFormer, chosen: list[float], window: list[float], most: int, in_order: bool = False
+    former: BatchFormer,
+    chosen: Sequence[float],
+    window: Sequence[float],
+    most: int,
+    in_order: bool = False,
 ) -> list[float]:
     batch = requests_of(*chosen)
     former.fill(batch, requests_of(*window), most, in_order=in_order)
