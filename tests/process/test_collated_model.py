@@ -400,6 +400,9 @@ async def test_features_and_outputs_have_axes_of_their_own() -> None:
         assert found["sum"].shape == (2, 3)
         assert found["sum"].tolist() == (features["x"] + features["y"]).tolist()
         assert found["word"] == ["row"] * 3
+        across = Collation.stack(batch_dim=(1, 0))
+        found = await batcher.process_rows(features, collation=across)
+        assert found["sum"].tolist() == (features["x"] + features["y"]).T.tolist()
         ragged = {"x": [row(), row()], "y": [row(), row()]}
         assert (await batcher.process_rows(ragged))["sum"].shape == (2, 3)
 
