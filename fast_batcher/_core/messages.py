@@ -19,7 +19,9 @@ class Request:
         "deaths",
         "id",
         "is_settled",
+        "length",
         "losses",
+        "rank",
         "size",
         "value",
     )
@@ -46,6 +48,10 @@ class Request:
         self.deaths: int
         # Bytes; set by the shell where `max_queue_bytes` is.
         self.size: int
+        # What a `RankedQueue` goes by: lower ranks first, and what it adds to a batch's length.
+        # Absent: 0.
+        self.rank: int
+        self.length: int
 
 
 # In place of a batch id, which is 0 or more.

@@ -6,6 +6,7 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 `is_settled` is True.
 """
 
+from collections.abc import Callable
 from math import inf
 from typing import TypeVar
 
@@ -65,6 +66,8 @@ class Scheduler:
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
         idempotent: Whether a request may be computed twice.
         isolate_errors: Whether a batch for which `infer` raised is divided to find the culprit.
+        batches_per_worker: Most batches that a worker has; above 1, one that waits full behind it.
+        make_queue: Makes the queue, which decides who goes first.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Scheduler:
         infer_timeout: float | None,
         idempotent: bool,
         isolate_errors: bool,
+        batches_per_worker: int = BATCHES_PER_WORKER,
+        make_queue: Callable[[], RequestQueue] = RequestQueue,
     ) -> None:
         self.tally = tally
         self._policy = policy
@@ -87,7 +92,9 @@ class Scheduler:
         self._timeout = inf if timeout is None else timeout
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
         # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
-        self.queue = RequestQueue()
+        self._make_queue = make_queue
+        self.queue = make_queue()
+        self._batches_per_worker = batches_per_worker
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
         self.retries = self._retries.groups
@@ -428,7 +435,7 @@ class Scheduler:
         rest = [request for request in (*self.queue, *self._retries) if not request.is_settled]
         for request in rest:
             request.is_settled = True
-        self.queue = RequestQueue()
+        self.queue = self._make_queue()
         self.retries.clear()
         return rest
 
@@ -457,7 +464,7 @@ class Scheduler:
             is_full = queue.size >= self._max_batch_size
             # One that has nothing, or one batch if the next one is full. What is to be tried again
             # needs one that has nothing, so that workers must get free first.
-            load = BATCHES_PER_WORKER if is_full and not self.retries else 1
+            load = self._batches_per_worker if is_full and not self.retries else 1
             slot = self._least_loaded(load)
             if slot is None:
                 break
