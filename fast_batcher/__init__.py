@@ -8,9 +8,11 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._arrays.collation import Collation
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
+    CollationError,
     ConfigurationError,
     DeadlineExceededError,
     DynamicBatchIndexError,
@@ -40,6 +42,8 @@ __all__ = [
     "BatcherClosedError",
     "BatcherError",
     "BatcherStats",
+    "Collation",
+    "CollationError",
     "ConfigurationError",
     "DeadlineExceededError",
     "DynBatcher",

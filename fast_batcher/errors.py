@@ -10,6 +10,7 @@
         UnsendableValueError (TypeError)       the input cannot be pickled
         InferenceError                         the model raised
             OutputMismatchError (IndexError)   the model returned the wrong number of outputs
+            CollationError (ValueError)        inputs cannot be joined to one batch
         WorkerError
             WorkerStartupError                 a worker could not load its model
             WorkerLostError                    a worker died with the batch
@@ -78,6 +79,13 @@ class InferenceError(BatcherError):
 
 class OutputMismatchError(InferenceError, IndexError):
     """The model returned something other than one output per input."""
+
+
+class CollationError(InferenceError, ValueError):
+    """Rows cannot be joined to one batch, or a batch cannot be taken apart into rows.
+
+    The message names the feature and the remedy. See `Collation`.
+    """
 
 
 class WorkerError(BatcherError):

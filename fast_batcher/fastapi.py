@@ -81,6 +81,7 @@ ANSWERS: dict[type[errors.BatcherError], _Answer] = {
     errors.UnsendableValueError: _Answer(500, "unsendable_value", "internal error"),
     errors.InferenceError: _Answer(500, "inference_failed", "the model failed"),
     errors.OutputMismatchError: _Answer(500, "output_mismatch", "the model failed"),
+    errors.CollationError: _Answer(500, "collation_failed", "the input does not fit the model"),
     errors.WorkerError: _Answer(503, "worker_failed"),
     # Its message carries the traceback of the model's constructor.
     errors.WorkerStartupError: _Answer(503, "worker_startup_failed", "the model did not load"),

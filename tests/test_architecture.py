@@ -26,6 +26,7 @@ FLOORS: dict[str, int] = {
     "stats": 0,
     "config": 0,
     "types": 0,
+    "_arrays": 0,
     "_core": 1,
     "_transport": 2,
     "_process": 3,
@@ -47,6 +48,8 @@ EDGE = 5
 
 # All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
 CORE_MAY_IMPORT = {"collections", "enum", "heapq", "itertools", "math", "typing"}
+# The same for what joins arrays: their libraries are used where they are loaded.
+ARRAYS_MAY_IMPORT = CORE_MAY_IMPORT | {"dataclasses", "functools", "importlib", "inspect", "sys"}
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
@@ -221,10 +224,29 @@ def test_the_integration_imports_nothing_else_of_the_edge() -> None:
     assert not targets & edge
 
 
-@pytest.mark.parametrize("name", [part for part, floor in FLOORS.items() if floor == LEAVES])
-def test_a_leaf_imports_at_most_errors(name: str) -> None:
-    inside = {ours(target) for target in SOURCES[name].imports()} - {None}
-    assert inside <= ({"errors"} if name == "config" else set())
+# What a leaf may import of the others; one that is not named: nothing.
+LEAF_MAY_IMPORT: dict[str, set[str]] = {
+    "config": {"errors", "_arrays.collation"},
+    "model": {"_arrays.collation"},
+    "_arrays": {"errors"},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if FLOORS[SOURCES[name].part] == LEAVES])
+def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
+    inside = {inside for target in SOURCES[name].imports() if (inside := ours(target)) is not None}
+    part = SOURCES[name].part
+    like = {one for one in inside if one.partition(".")[0] == part}
+    assert inside - like <= LEAF_MAY_IMPORT.get(part, set())
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("_arrays")])
+def test_joining_arrays_waits_for_nothing_and_loads_nothing_heavy(name: str) -> None:
+    for target in SOURCES[name].imports():
+        if ours(target) is None:
+            assert target.module.partition(".")[0] in ARRAYS_MAY_IMPORT, (
+                f"{SOURCES[name].path.name}:{target.line} imports {target.module}"
+            )
 
 
 @every_source
@@ -411,6 +433,7 @@ TESTED_ELSEWHERE = {
     "dyn_batcher": "test_public_api.py",
     "inference_template": "test_public_api.py",
     "model": "test_public_api.py",
+    "_arrays": "test_architecture.py",
     "_core": "test_architecture.py",
     "_transport": "test_architecture.py",
     "_process": "test_architecture.py",

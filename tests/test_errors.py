@@ -20,6 +20,7 @@ from fast_batcher import errors
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
+    CollationError,
     ConfigurationError,
     DeadlineExceededError,
     InferenceError,
@@ -50,6 +51,7 @@ TREE: dict[type[BatcherError], tuple[type[Exception], ...]] = {
     UnsendableValueError: (BatcherError, TypeError),
     InferenceError: (BatcherError,),
     OutputMismatchError: (InferenceError, IndexError),
+    CollationError: (InferenceError, ValueError),
     WorkerError: (BatcherError,),
     WorkerStartupError: (WorkerError,),
     WorkerLostError: (WorkerError,),

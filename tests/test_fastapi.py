@@ -200,6 +200,10 @@ TABLE: list[tuple[errors.BatcherError, int, str, str | None, str]] = [
     (errors.UnsendableValueError("canary"), 500, "unsendable_value", None, "internal error"),
     (errors.InferenceError("canary"), 500, "inference_failed", None, "the model failed"),
     (errors.OutputMismatchError("canary"), 500, "output_mismatch", None, "the model failed"),
+    (
+        errors.CollationError("canary"),
+        *(500, "collation_failed", None, "the input does not fit the model"),
+    ),
     (errors.WorkerError("hm"), 503, "worker_failed", "1", "hm"),
     (
         errors.WorkerStartupError("canary"),

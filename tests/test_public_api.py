@@ -28,6 +28,8 @@ NAMES = [
     "BatcherClosedError",
     "BatcherError",
     "BatcherStats",
+    "Collation",
+    "CollationError",
     "ConfigurationError",
     "DeadlineExceededError",
     "DynBatcher",

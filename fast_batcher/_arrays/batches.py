@@ -1,0 +1,333 @@
+"""Rows to batches, and batches to rows, whatever structure holds the arrays. Pure.
+
+join(rows)  -> one structure of arrays with a batch axis
+split(batch) -> rows, as many as were joined
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from fast_batcher._arrays import leaves as arrays
+from fast_batcher._arrays.collation import Collation, Outputs, Padding
+from fast_batcher._arrays.leaves import Spec
+from fast_batcher._arrays.trees import LEAF, Tree, build, children, flatten, paths
+from fast_batcher.errors import CollationError, OutputMismatchError
+
+
+class Row(NamedTuple):
+    """One input, taken apart."""
+
+    leaves: list[Any]
+    tree: Tree
+    specs: tuple[Spec, ...]
+
+    @property
+    def signature(self) -> tuple[Tree, tuple[Spec, ...]]:
+        """What has to be equal in rows that are joined; hashable."""
+        return self.tree, self.specs
+
+
+def take_apart(value: Any, collation: Collation, *, dim: int | None = None) -> Row:
+    """Look at one row by itself.
+
+    Args:
+        value: The row.
+        collation: How it is to be joined to others.
+        dim: Where the batch axis will be; None for `batch_dim[0]`.
+
+    Raises:
+        CollationError: It cannot be joined to any other: it is or holds something that is no array,
+            its dtype cannot keep its pad value, or it has too few axes.
+    """
+    padding = collation.padding
+    row = _take_apart(value, padding)
+    if padding is not None and padding.mask is not None:
+        row = _take_apart(_with_mask(value, row, padding), padding)
+    axis = collation.batch_dim[0] if dim is None else dim
+    for spec, path in zip(row.specs, paths(row.tree), strict=True):
+        arrays.check_axis(spec, path, axis)
+    return row
+
+
+def _take_apart(value: Any, padding: Padding | None) -> Row:
+    leaves, tree = flatten(value, _refuse_plain_list)
+    pairs = zip(leaves, paths(tree), strict=True)
+    return Row(leaves, tree, tuple([arrays.spec_of(leaf, path, padding) for leaf, path in pairs]))
+
+
+def _refuse_plain_list(value: Any) -> bool:
+    if type(value) is list and value and all(map(arrays.is_plain, value)):
+        raise CollationError(
+            f"the input has a list of {type(value[0]).__name__}s, which could be one array or many "
+            "features; send numpy.asarray(x), or a tuple"
+        )
+    return False
+
+
+def _with_mask(value: Any, row: Row, padding: Padding) -> dict[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise CollationError(
+            f"mask={padding.mask!r} becomes a key of every input, and this one is a "
+            f"{type(value).__qualname__}; send dicts"
+        )
+    if padding.mask in value:
+        raise CollationError(
+            f"mask={padding.mask!r}: the input has this key already; leave it out, or the mask"
+        )
+    return {**value, padding.mask: _make_mask(row, padding)}
+
+
+def _make_mask(row: Row, padding: Padding) -> Any:
+    sizes: dict[tuple[int, ...], Spec] = {}
+    for leaf, path, spec in zip(row.leaves, paths(row.tree), row.specs, strict=True):
+        if None in spec.shape and padding.mask_of in (None, path):
+            padded = zip(leaf.shape, spec.shape, strict=True)
+            sizes[tuple([length for length, fixed in padded if fixed is None])] = spec
+    if len(sizes) == 1:
+        ((lengths, spec),) = sizes.items()
+        return arrays.ones(lengths, spec)
+    if not sizes:
+        name = padding.mask_of or "any"
+        raise CollationError(
+            f"mask={padding.mask!r}: the input has no padded feature {name!r} to describe"
+        )
+    raise CollationError(
+        f"mask={padding.mask!r}: the padded features of the input have the lengths "
+        f"{sorted(sizes)}; name the one that the mask describes with mask_of"
+    )
+
+
+def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -> Any:
+    """Join rows to one batch.
+
+    Args:
+        rows: One or more.
+        collation: How; `unequal` is not looked at.
+        dim: Where the batch axis is; None for `batch_dim[0]`.
+
+    Returns:
+        A structure like that of a row. Its arrays and tensors own their memory and have one axis
+        more. Numbers become arrays (tensors if the row has tensors and no arrays), texts lists;
+        None, which has to be None in all rows, stays None. A mapping becomes a dict.
+
+    Raises:
+        CollationError: There is no row, they are not of one kind, or one cannot be joined at all.
+        MemoryError: As it comes, and that of a GPU likewise.
+    """
+    apart = [take_apart(row, collation, dim=dim) for row in rows]
+    if not apart:
+        raise CollationError("there are no rows to join: what is joined needs one or more")
+    for row in apart:
+        if row.signature != apart[0].signature:
+            raise CollationError(describe_difference(apart[0], row, collation))
+    return join_apart(apart, collation, dim=dim)
+
+
+def join_apart(rows: Sequence[Row], collation: Collation, *, dim: int | None = None) -> Any:
+    """The same of rows that are known to be of one kind."""
+    first = rows[0]
+    axis = collation.batch_dim[0] if dim is None else dim
+    like = _find_like(first.specs)
+    columns = zip(*[row.leaves for row in rows], strict=True)
+    features = zip(columns, first.specs, paths(first.tree), strict=True)
+    stacked = [
+        arrays.stack(column, spec, path, axis, collation.padding, like)
+        for column, spec, path in features
+    ]
+    return build(first.tree, iter(stacked))
+
+
+def _find_like(specs: Iterable[Spec]) -> Spec:
+    """In which library numbers are joined: tensors where there are no arrays."""
+    of_tensors = None
+    for spec in specs:
+        if spec.kind == "array":
+            return spec
+        if spec.kind == "tensor" and of_tensors is None:
+            of_tensors = spec
+    return of_tensors or arrays.NONE
+
+
+def describe_difference(one: Row, other: Row, collation: Collation) -> str:
+    """Why two rows cannot be in one batch, and what could be done."""
+    remedy = "send inputs of one kind, or use unequal='group'"
+    if one.tree != other.tree:
+        return (
+            f"inputs of different structures cannot be joined: {_list_features(one)} and "
+            f"{_list_features(other)}; {remedy}"
+        )
+    for path, spec, second in zip(paths(one.tree), one.specs, other.specs, strict=True):
+        if spec != second:
+            if spec._replace(shape=()) == second._replace(shape=()):
+                remedy = f"{remedy} or Collation.pad"
+            name = repr(path) if path else "inputs"
+            return f"{name} cannot be joined: {spec} and {second}; {remedy}"
+    return f"the inputs are of one kind: {_list_features(one)}"
+
+
+def _list_features(row: Row) -> str:
+    kind = row.tree.kind
+    names = ", ".join(path for path in paths(row.tree) if path)
+    return f"{kind.__name__} of ({names:.200})" if kind is not None else str(row.specs[0])
+
+
+def split(
+    batch: Any,
+    count: int,
+    collation: Collation,
+    *,
+    dim: int | None = None,
+    outputs: Outputs | None = None,
+    to_cpu: bool = False,
+) -> list[Any]:
+    """Split a batch into its rows: the way back from `join`.
+
+    Args:
+        batch: An array or tensor, a list or tuple of rows, or a structure of such things.
+        count: How many rows it has to have.
+        collation: Where the batch axis is and how lists are read.
+        dim: Where the batch axis is; None for `batch_dim[1]`.
+        outputs: How lists are read; None for that of `collation`.
+        to_cpu: Whether rows of tensors have to leave their device.
+
+    Returns:
+        `count` rows. Those of arrays are views of it. Those of tensors are detached and have memory
+        of their own, so that one that is kept or sent does not carry the whole batch.
+
+    Raises:
+        OutputMismatchError: It has another number of rows, or holds something that has no rows, or
+            a list of it can be read in two ways.
+    """
+    axis = collation.batch_dim[1] if dim is None else dim
+    reading = collation.outputs if outputs is None else outputs
+    return _split(batch, count, axis, lambda value: _is_rows(value, axis, reading), to_cpu=to_cpu)
+
+
+def _split(
+    batch: Any, count: int, dim: int, is_rows: Callable[[Any], bool], *, to_cpu: bool
+) -> list[Any]:
+    # What is a list of rows is not looked into.
+    leaves, tree = flatten(batch, is_rows)
+    columns = [
+        _split_leaf(leaf, path, count, dim, to_cpu=to_cpu)
+        for leaf, path in zip(leaves, paths(tree), strict=True)
+    ]
+    if tree == LEAF:
+        return columns[0]
+    return [build(tree, iter([column[row] for column in columns])) for row in range(count)]
+
+
+def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
+    """Whether this is a list with an entry for each row, and not several outputs."""
+    if type(value) is not list and type(value) is not tuple:
+        return False
+    if reading == "rows":
+        return True
+    if reading == "several":
+        # As `join` makes it of texts.
+        is_plain = [arrays.is_plain(entry) for entry in value]
+        return type(value) is list and bool(value) and all(is_plain)
+    if any(entry is not None for entry in value) and all(_may_be_batch(e, dim) for e in value):
+        raise OutputMismatchError(
+            f"the output is a {type(value).__name__} of {len(value)}, which could be one output "
+            "for each input, or several outputs of the whole batch; say which with outputs='rows' "
+            "or outputs='several', as in Collation.stack(outputs='rows')"
+        )
+    return True
+
+
+def _may_be_batch(value: Any, dim: int) -> bool:
+    """Whether this could hold something for each row of a batch, for a batch of some size."""
+    if arrays.is_array_like(value):
+        return arrays.row_count(value, dim) is not None
+    if value is None or type(value) in (list, tuple):
+        return True
+    inside = children(value)
+    return inside is not None and all(_may_be_batch(one, dim) for one in inside)
+
+
+def _split_leaf(leaf: Any, path: str, count: int, dim: int, *, to_cpu: bool) -> list[Any]:
+    name = f"output {path!r}" if path else "the output"
+    found: int | None
+    if leaf is None and path:
+        return [None] * count
+    if type(leaf) is list or type(leaf) is tuple:
+        found = len(leaf)
+    elif arrays.is_array(leaf) or (
+        arrays.is_tensor(leaf) and arrays.find_tensor_fault(leaf) is None
+    ):
+        found = arrays.row_count(leaf, dim)
+    else:
+        raise OutputMismatchError(
+            f"{name} is a {type(leaf).__qualname__} for {count} inputs; return a plain array or "
+            "tensor with a batch axis, a list with one output per input, or a dict of them"
+        )
+    if found is None:
+        raise OutputMismatchError(
+            f"{name} has {len(leaf.shape)} axes, so batch_dim={dim} is none of them; return the "
+            "batch axis too, or say which it is"
+        )
+    if found != count:
+        raise OutputMismatchError(
+            f"{name} has {found} rows for {count} inputs; return one for each"
+        )
+    if type(leaf) is list or type(leaf) is tuple:
+        return [_own_row(row, to_cpu=to_cpu) for row in leaf]
+    return arrays.unstack(leaf, dim, to_cpu=to_cpu)
+
+
+def _own_row(row: Any, *, to_cpu: bool) -> Any:
+    if isinstance(row, BaseException):
+        return row
+    inside, tree = flatten(row)
+    if not any(map(arrays.is_tensor, inside)):
+        return row
+    return build(tree, iter([arrays.own(leaf, to_cpu=to_cpu) for leaf in inside]))
+
+
+def split_rows(batch: Any, collation: Collation, *, dim: int | None = None) -> list[Any]:
+    """The rows of an input that is a batch itself, of as many rows as it has.
+
+    Args:
+        batch: An array or tensor, or a structure of them. A list in it has one entry per row, as in
+            `{"input_ids": [array, array]}`.
+        collation: Where the batch axis is.
+        dim: Where the batch axis is; None for `batch_dim[0]`.
+
+    Returns:
+        Rows as `split` makes them; none if the batch has none.
+
+    Raises:
+        CollationError: Its features have different numbers of rows, or something has no rows.
+    """
+    axis = collation.batch_dim[0] if dim is None else dim
+    leaves, tree = flatten(batch, _is_list)
+    counts = {
+        path: _count_rows(leaf, path, axis)
+        for leaf, path in zip(leaves, paths(tree), strict=True)
+        if leaf is not None
+    }
+    found = set(counts.values())
+    if len(found) != 1:
+        raise CollationError(
+            f"the input is no batch: its features have these numbers of rows: {counts}"
+        )
+    return _split(batch, found.pop(), axis, _is_list, to_cpu=False)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def _count_rows(leaf: Any, path: str, dim: int) -> int:
+    if type(leaf) is list:
+        return len(leaf)
+    found = None
+    if arrays.is_array(leaf) or (arrays.is_tensor(leaf) and not arrays.find_tensor_fault(leaf)):
+        found = arrays.row_count(leaf, dim)
+    if found is None:
+        raise CollationError(
+            f"{path!r} of the input, a {type(leaf).__qualname__}, has no batch axis {dim}; send a "
+            "plain array or tensor that has one, or a list with one entry per row"
+        )
+    return found

@@ -1,0 +1,258 @@
+"""`Collation`: how inputs become one batch, and a batch of outputs becomes rows. Pure values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, get_args
+
+from fast_batcher.errors import ConfigurationError
+
+Unequal = Literal["error", "group"]
+Outputs = Literal["auto", "rows", "several"]
+Side = Literal["left", "right"]
+PadValue = bool | int | float | complex
+
+# More axes than NumPy arrays can have (64 since NumPy 2.0) are a typing error.
+MOST_DIMS: Final = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padding:
+    """How features of unequal lengths become equal; made by `Collation.pad`, which explains it."""
+
+    value: PadValue | None
+    values: Mapping[str, PadValue] = field(default_factory=dict)
+    side: Side = "right"
+    sides: Mapping[str, Side] = field(default_factory=dict)
+    dims: tuple[int, ...] = (0,)
+    mask: str | None = None
+    mask_of: str | None = None
+
+    def value_of(self, feature: str) -> PadValue | None:
+        """What fills up this feature, None if it is not padded."""
+        if feature == self.mask:
+            return 0
+        return self.values.get(feature, self.value)
+
+    def side_of(self, feature: str) -> Side:
+        """On which side of its data the filling goes."""
+        if feature == self.mask and self.mask_of is not None:
+            return self.side_of(self.mask_of)
+        return self.sides.get(feature, self.side)
+
+    def axes_of(self, feature: str, ndim: int) -> frozenset[int]:
+        """The padded axes of a row of `ndim` axes, counted from 0; none if it is not padded."""
+        if feature == self.mask:  # it has the padded axes and no others
+            return frozenset(range(ndim))
+        if self.value_of(feature) is None:
+            return frozenset()
+        return frozenset(dim % ndim for dim in self.dims if -ndim <= dim < ndim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collation:
+    """How inputs are joined to one batch, and the model's outputs are split into rows again.
+
+    Made by `Collation.stack` or `Collation.pad`. A *row* is one input or one output, without a
+    batch axis: an array, a tensor, or a structure of them (mappings, lists, tuples, named tuples,
+    dataclasses, pydantic models). A *feature* is one array of such a structure; its name is the way
+    to it, with dots: "image", "vision.pixels", "0". That of a row that is itself an array is "".
+    """
+
+    batch_dim: tuple[int, int] = (0, 0)
+    unequal: Unequal = "error"
+    outputs: Outputs = "auto"
+    allowed_batch_sizes: tuple[int, ...] = ()
+    padding: Padding | None = None
+
+    @classmethod
+    def stack(
+        cls,
+        *,
+        batch_dim: int | tuple[int, int] = 0,
+        unequal: Unequal = "error",
+        outputs: Outputs = "auto",
+        allowed_batch_sizes: Sequence[int] = (),
+    ) -> "Collation":
+        """Join rows of equal shapes and dtypes along a new axis.
+
+        Args:
+            batch_dim: Where the batch axis is, in what the model gets and in what it returns; one
+                number for both. Negative numbers count from the last axis of the batch.
+            unequal: What becomes of rows that differ in structure, dtype, device or shape. "error":
+                those that differ from more than half of their batch fail with `CollationError`;
+                where there is no such half, the batch does. "group": the model is called once for
+                each kind. Nothing is ever cast or cut to make it fit.
+            outputs: How a list or tuple from the model is read. "rows": one entry for each row.
+                "several": several outputs, each of which has a batch axis. "auto": as rows where
+                its entries cannot have a batch axis, else an error: which of the two it is must not
+                depend on the size of the batch. Anything else has one reading only.
+            allowed_batch_sizes: The sizes that a compiled model takes. A batch of another size is
+                filled up to the next one with copies of its last row, whose outputs are dropped;
+                one that is larger than all of them is computed in parts. Empty: any size.
+
+        Raises:
+            ConfigurationError: An argument is wrong.
+        """
+        return cls(
+            batch_dim=_check_batch_dim(batch_dim),
+            unequal=_check_choice("unequal", unequal, get_args(Unequal)),
+            outputs=_check_choice("outputs", outputs, get_args(Outputs)),
+            allowed_batch_sizes=_check_sizes(allowed_batch_sizes),
+        )
+
+    @classmethod
+    def pad(
+        cls,
+        *,
+        value: PadValue | None,
+        values: Mapping[str, PadValue] | None = None,
+        side: Side = "right",
+        sides: Mapping[str, Side] | None = None,
+        dims: int | tuple[int, ...] = 0,
+        mask: str | None = None,
+        mask_of: str | None = None,
+        batch_dim: int | tuple[int, int] = 0,
+        unequal: Unequal = "error",
+        outputs: Outputs = "auto",
+        allowed_batch_sizes: Sequence[int] = (),
+    ) -> "Collation":
+        """Fill rows up to the longest of their batch, then join them as `stack` does.
+
+        Rows keep their dtype. They have to be equal in everything but the lengths of padded axes.
+
+        Args:
+            value: What fills up every feature that `values` does not name. It has to fit the dtype:
+                300 in a uint8 or 0.5 in an int64 is an error. None: only features that `values`
+                names are padded.
+            values: The same by name of the feature.
+            side: The end of the axis at which the filling goes.
+            sides: The same by name of the feature.
+            dims: The axes of a row, without the batch axis, that are padded; those that a feature
+                does not have are left out.
+            mask: Under this name every row, which has to be a mapping, is given an int64 mask: 1
+                where the data is, 0 where the filling is. Its axes are the padded ones.
+            mask_of: The feature that the mask describes. Not needed where all padded features of a
+                row have the same lengths.
+            batch_dim: As for `stack`, as are the others.
+            unequal: See there.
+            outputs: See there.
+            allowed_batch_sizes: See there.
+
+        Raises:
+            ConfigurationError: An argument is wrong.
+        """
+        padding = Padding(
+            value=None if value is None else _check_pad_value("value", value),
+            values={
+                name: _check_pad_value(f"values[{name!r}]", one)
+                for name, one in _check_names("values", values).items()
+            },
+            side=_check_choice("side", side, get_args(Side)),
+            sides={
+                name: _check_choice(f"sides[{name!r}]", one, get_args(Side))
+                for name, one in _check_names("sides", sides).items()
+            },
+            dims=_check_dims(dims),
+            mask=_check_name("mask", mask),
+            mask_of=_check_name("mask_of", mask_of),
+        )
+        _check_padding(padding)
+        return cls(
+            batch_dim=_check_batch_dim(batch_dim),
+            unequal=_check_choice("unequal", unequal, get_args(Unequal)),
+            outputs=_check_choice("outputs", outputs, get_args(Outputs)),
+            allowed_batch_sizes=_check_sizes(allowed_batch_sizes),
+            padding=padding,
+        )
+
+
+def _is_count(value: object) -> bool:
+    # bool is an int to Python, and never a count to a person.
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_batch_dim(batch_dim: object) -> tuple[int, int]:
+    pair = (batch_dim, batch_dim) if _is_count(batch_dim) else batch_dim
+    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_dim, pair)):
+        raise ConfigurationError(
+            f"batch_dim={batch_dim!r:.100}: give the number of an axis, or two: (in, out)"
+        )
+    return pair[0], pair[1]
+
+
+def _is_dim(value: object) -> bool:
+    return _is_count(value) and -MOST_DIMS <= value < MOST_DIMS  # type: ignore[operator]  # an int
+
+
+def _check_dims(dims: object) -> tuple[int, ...]:
+    several = (dims,) if _is_count(dims) else dims
+    if not isinstance(several, tuple | list) or not several or not all(map(_is_dim, several)):
+        raise ConfigurationError(
+            f"dims={dims!r:.100}: give the number of an axis of a row, or several as a tuple"
+        )
+    return tuple(several)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    if not isinstance(value, str) or value not in choices:
+        names = ", ".join(repr(choice) for choice in choices)
+        raise ConfigurationError(f"{name}={value!r:.100}: choose one of {names}")
+    return value
+
+
+def _check_sizes(sizes: object) -> tuple[int, ...]:
+    is_sequence = isinstance(sizes, Sequence) and not isinstance(sizes, str | bytes)
+    if not is_sequence or not all(_is_count(size) and size > 0 for size in sizes):  # type: ignore[attr-defined]  # a sequence
+        raise ConfigurationError(
+            f"allowed_batch_sizes={sizes!r:.200}: give whole numbers of 1 or more, as in (1, 8, 32)"
+        )
+    return tuple(sorted(set(sizes)))  # type: ignore[call-overload]  # a sequence
+
+
+def _check_pad_value(name: str, value: Any) -> PadValue:
+    if not isinstance(value, bool | int | float | complex):
+        raise ConfigurationError(f"{name}={value!r:.100}: give a number to pad with")
+    return value
+
+
+def _check_names(name: str, by_feature: object) -> Mapping[str, Any]:
+    if by_feature is None:
+        return {}
+    if not isinstance(by_feature, Mapping) or not all(isinstance(key, str) for key in by_feature):
+        raise ConfigurationError(
+            f"{name}={by_feature!r:.200}: give a dict with names of features as keys"
+        )
+    return by_feature
+
+
+def _check_name(name: str, value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigurationError(f"{name}={value!r:.100}: give a name, or leave it")
+    return value
+
+
+def _check_padding(padding: Padding) -> None:
+    if padding.value is None and not padding.values:
+        raise ConfigurationError(
+            "value=None: nothing would be padded; give a number, or values by feature, or use "
+            "Collation.stack"
+        )
+    if padding.mask_of is not None and padding.mask is None:
+        raise ConfigurationError(
+            f"mask_of={padding.mask_of!r}: there is no mask; name it too, as in "
+            "mask='attention_mask'"
+        )
+    if padding.mask is not None and padding.mask in {*padding.values, *padding.sides}:
+        raise ConfigurationError(
+            f"mask={padding.mask!r}: it is padded with 0, on the side of the feature that it "
+            "describes; leave it out of values and sides"
+        )
+    if padding.mask is not None and padding.mask_of is None and padding.sides:
+        raise ConfigurationError(
+            f"mask={padding.mask!r}: features are padded on different sides; name the one that the "
+            "mask describes with mask_of"
+        )
+    if padding.mask_of is not None and padding.value_of(padding.mask_of) is None:
+        raise ConfigurationError(
+            f"mask_of={padding.mask_of!r}: this feature is not padded; name one that is"
+        )

@@ -1,0 +1,332 @@
+"""One feature at a time: what a leaf is, many of them as one array, and one array as many. Pure.
+
+NumPy and PyTorch are used where they are loaded. A dtype is kept as it is: nothing is promoted,
+and what would need it is refused.
+"""
+
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from fast_batcher._arrays.collation import Padding, PadValue, Side
+from fast_batcher.errors import CollationError
+
+_NUMBERS: Final = (bool, int, float, complex)
+_TEXTS: Final = (str, bytes)
+_INT64: Final = range(-(2**63), 2**63)
+
+
+class Spec(NamedTuple):
+    """What has to be equal in two leaves, so that they can stand in one array."""
+
+    # "array", "tensor", "number", "text" or "none".
+    kind: str
+    # The type of a number or a text.
+    dtype: Any = None
+    # Lengths of the axes, None for those that are padded.
+    shape: tuple[int | None, ...] = ()
+    device: str = ""
+
+    def __str__(self) -> str:
+        if self.kind in ("number", "text"):
+            return f"a Python {self.dtype.__name__}"
+        if self.kind == "none":
+            return "None"
+        shape = ", ".join("any" if length is None else str(length) for length in self.shape)
+        place = f" on {self.device}" if self.device not in ("", "cpu") else ""
+        return f"an {self.kind} of shape ({shape}) and dtype {self.dtype}{place}".replace(
+            "an tensor", "a tensor"
+        )
+
+
+NONE: Final = Spec("none")
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a NumPy array or scalar of a kind that can be joined."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and (
+        type(value) in (numpy.ndarray, numpy.memmap)
+        or (isinstance(value, numpy.generic) and not isinstance(value, _TEXTS))
+    )
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a PyTorch tensor of a kind that can be joined."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def is_array_like(value: Any) -> bool:
+    """Whether it is any array or tensor at all, also one that cannot be joined."""
+    return hasattr(value, "dtype") and hasattr(value, "shape")
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text or None: nothing that has axes, and nothing that holds any."""
+    return value is None or type(value) in _NUMBERS or isinstance(value, _TEXTS)
+
+
+def spec_of(leaf: Any, feature: str, padding: Padding | None) -> Spec:
+    """What the leaves of other rows have to be equal to.
+
+    Args:
+        leaf: Of one row.
+        feature: Its name.
+        padding: What is padded, None for nothing.
+
+    Raises:
+        CollationError: It can be joined to nothing.
+    """
+    if is_array(leaf):
+        fault = "dtype object" if leaf.dtype.hasobject else None
+        spec = Spec("array", leaf.dtype, leaf.shape)
+    elif is_tensor(leaf):
+        fault = find_tensor_fault(leaf)
+        spec = Spec("tensor", leaf.dtype, tuple(leaf.shape), str(leaf.device))
+    else:
+        return _spec_of_plain(leaf, feature)
+    if fault is not None:
+        raise CollationError(
+            f"{_named(feature)} is an {spec.kind} of {fault}, which cannot be joined with others; "
+            "convert it to numbers in a dense array"
+        )
+    axes = padding.axes_of(feature, len(spec.shape)) if padding is not None else ()
+    if not axes or padding is None:
+        return spec
+    value = padding.value_of(feature)
+    if not _fits(value, spec):
+        raise CollationError(
+            f"{_named(feature)}: the pad value {value!r} does not fit dtype {spec.dtype}; choose "
+            f"one that does, as in Collation.pad(values={{{feature!r}: ...}})"
+        )
+    shape = tuple([None if axis in axes else n for axis, n in enumerate(spec.shape)])
+    return spec._replace(shape=shape)
+
+
+def _spec_of_plain(leaf: Any, feature: str) -> Spec:
+    if leaf is None:
+        return NONE
+    kind = type(leaf)
+    if kind in _NUMBERS:
+        if kind is int and leaf not in _INT64:
+            raise CollationError(
+                f"{_named(feature)} is {leaf!r:.50}, which does not fit into 64 bits; send a float "
+                "or a text"
+            )
+        return Spec("number", kind)
+    if isinstance(leaf, _TEXTS):
+        return Spec("text", bytes if isinstance(leaf, bytes) else str)
+    remedy = "send an array, a tensor, a number, or a dict, list, tuple or dataclass of them"
+    if is_array_like(leaf):
+        remedy = "send a plain array or tensor: numpy.asarray(x), x.filled(...), x.to_dense()"
+    raise CollationError(f"{_named(feature)} is a {kind.__qualname__}; {remedy}")
+
+
+def find_tensor_fault(tensor: Any) -> str | None:
+    """Why a tensor has no rows in memory, None if it has."""
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"quantized dtype {tensor.dtype}"
+    if tensor.device.type == "meta":
+        return "device meta"
+    return "nested tensors" if tensor.is_nested else None
+
+
+def _named(feature: str) -> str:
+    return repr(feature) if feature else "the input"
+
+
+def _fits(value: PadValue | None, spec: Spec) -> bool:
+    """Whether a pad value can be kept in this dtype without becoming another number."""
+    kind, limits = _limits(spec)
+    if value is None or limits is None:
+        return False
+    least, most = limits
+    if kind == "c":
+        parts = [value.real, value.imag]
+        return all(_is_in(part, least, most) for part in parts)
+    if isinstance(value, complex):
+        return False
+    if kind == "f":
+        return _is_in(value, least, most)
+    return least <= value <= most and value == int(value)
+
+
+def _is_in(value: float, least: float, most: float) -> bool:
+    # Not `isfinite`, which cannot take an int of any size.
+    return least <= value <= most or value != value or value in (math.inf, -math.inf)
+
+
+def _limits(spec: Spec) -> tuple[str, tuple[float, float] | None]:
+    """The kind of a dtype in one letter, as NumPy has it, and its numbers; None if it has none."""
+    info: Any
+    if spec.kind == "array":
+        numpy = sys.modules["numpy"]
+        kind = spec.dtype.kind
+        info = numpy.iinfo if kind in "iu" else numpy.finfo
+    else:
+        torch = sys.modules["torch"]
+        kind = "c" if spec.dtype.is_complex else "f" if spec.dtype.is_floating_point else "i"
+        kind = "b" if spec.dtype is torch.bool else kind
+        info = torch.iinfo if kind == "i" else torch.finfo
+    if kind == "b":
+        return kind, (0, 1)
+    if kind not in "iufc":
+        return kind, None
+    # As Python's own: beside one of NumPy's the value would first become one of its dtype.
+    number = int if kind in "iu" else float
+    return kind, (number(info(spec.dtype).min), number(info(spec.dtype).max))
+
+
+def check_axis(spec: Spec, feature: str, dim: int) -> None:
+    """See to it that a batch of such leaves can have its axis there.
+
+    Raises:
+        CollationError: It cannot.
+    """
+    ndim = len(spec.shape)
+    if spec.kind not in ("none", "text") and not -ndim - 1 <= dim <= ndim:
+        raise CollationError(
+            f"batch_dim={dim}: {_named(feature)} has {ndim} axes, so that its batch has {ndim + 1};"
+            f" choose one from {-ndim - 1} to {ndim}"
+        )
+
+
+def stack(
+    leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding | None, like: Spec
+) -> Any:
+    """Join the leaves of many rows along a new axis.
+
+    Args:
+        leaves: One or more, all of this `spec`.
+        spec: What `spec_of` says of each.
+        feature: Their name.
+        dim: Where the new axis is; `check_axis` has been asked.
+        padding: What is padded, None for nothing.
+        like: An array or tensor of the same rows: numbers come into one of its library and device.
+
+    Returns:
+        An array or tensor that owns its memory; numbers become one of bool, int64, float64 or
+        complex128, texts a list, None stays None.
+
+    Raises:
+        CollationError: There are numbers, and no library for them.
+    """
+    if spec.kind == "none":
+        return None
+    if spec.kind == "text":
+        return list(leaves)
+    if spec.kind == "number":
+        return _stack_numbers(leaves, spec, like)
+    shape = tuple([max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)])
+    value = padding.value_of(feature) if None in spec.shape and padding is not None else None
+    side: Side = padding.side_of(feature) if padding is not None else "right"
+    whole = list(shape)
+    whole.insert(dim % (len(shape) + 1), len(leaves))
+    if spec.kind == "tensor":
+        return _stack_tensors(leaves, spec, whole, dim, value, side)
+    numpy = sys.modules["numpy"]
+    batch = (
+        numpy.empty(whole, spec.dtype) if value is None else numpy.full(whole, value, spec.dtype)
+    )
+    rows = numpy.moveaxis(batch, dim, 0)
+    for position, leaf in enumerate(leaves):
+        rows[(position, *_place(leaf.shape, shape, side))] = leaf
+    return batch
+
+
+def _stack_tensors(
+    leaves: Sequence[Any],
+    spec: Spec,
+    whole: list[int],
+    dim: int,
+    value: PadValue | None,
+    side: Side,
+) -> Any:
+    torch = sys.modules["torch"]
+    # Nobody computes a gradient through a batch.
+    leaves = [leaf.detach() for leaf in leaves]
+    if value is None:
+        return torch.stack(leaves, dim)
+    batch = torch.full(whole, value, dtype=spec.dtype, device=leaves[0].device)
+    rows = batch.movedim(dim, 0)
+    for position, leaf in enumerate(leaves):
+        rows[(position, *_place(leaf.shape, rows.shape[1:], side))] = leaf
+    return batch
+
+
+def _place(lengths: Sequence[int], most: Sequence[int], side: Side) -> tuple[slice, ...]:
+    """Where a row of these lengths is in one that has the most."""
+    pairs = zip(lengths, most, strict=True)
+    if side == "right":
+        return tuple([slice(0, length) for length, _ in pairs])
+    return tuple([slice(all_ - length, all_) for length, all_ in pairs])
+
+
+def _stack_numbers(leaves: Sequence[Any], spec: Spec, like: Spec) -> Any:
+    if like.kind == "tensor":
+        torch = sys.modules["torch"]
+        dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
+        dtype = dtypes.get(spec.dtype, torch.complex128)
+        return torch.tensor(leaves, dtype=dtype, device=like.device)
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:
+        raise CollationError("numbers become NumPy arrays, and NumPy is not installed") from None
+    names = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+    return numpy.array(leaves, names[spec.dtype])
+
+
+def ones(lengths: Sequence[int], like: Spec) -> Any:
+    """An int64 mask of what is there, in the library and on the device of a feature."""
+    if like.kind == "tensor":
+        torch = sys.modules["torch"]
+        return torch.ones(tuple(lengths), dtype=torch.int64, device=like.device)
+    numpy = sys.modules["numpy"]
+    return numpy.ones(tuple(lengths), "int64")
+
+
+def row_count(batch: Any, dim: int) -> int | None:
+    """How many rows an array or tensor has, None if it has no such axis."""
+    ndim = len(batch.shape)
+    return batch.shape[dim] if -ndim <= dim < ndim else None
+
+
+def unstack(batch: Any, dim: int, *, to_cpu: bool) -> list[Any]:
+    """The rows of an array or tensor that has this axis.
+
+    Those of an array are views, which are pickled without the rest. A view of a tensor would be
+    pickled with all of its batch, so those are copies, without their gradients.
+
+    Args:
+        batch: With the batch axis.
+        dim: Where that is.
+        to_cpu: Whether rows of tensors have to leave their device.
+    """
+    if is_tensor(batch):
+        return [own_tensor(row) for row in _plain(batch, to_cpu=to_cpu).unbind(dim)]
+    numpy = sys.modules["numpy"]
+    return list(numpy.moveaxis(numpy.asarray(batch), dim, 0))
+
+
+def own(leaf: Any, *, to_cpu: bool) -> Any:
+    """The same; a tensor without its gradient and without what else is in its memory."""
+    if not is_tensor(leaf) or find_tensor_fault(leaf) is not None:
+        return leaf
+    plain = _plain(leaf, to_cpu=to_cpu)
+    size = plain.numel() * plain.element_size()
+    return plain if plain.untyped_storage().nbytes() == size else own_tensor(plain)
+
+
+def _plain(tensor: Any, *, to_cpu: bool) -> Any:
+    return tensor.detach().cpu() if to_cpu else tensor.detach()
+
+
+def own_tensor(tensor: Any) -> Any:
+    """A copy in memory of its own."""
+    return tensor.clone(memory_format=sys.modules["torch"].contiguous_format)

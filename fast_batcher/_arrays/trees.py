@@ -1,0 +1,213 @@
+"""Nested structures as a list of leaves and the tree that held them. Pure.
+
+A leaf is whatever is not a structure: an array, a tensor, a number, a text. Structures are built
+from their parts, never by a constructor or a validator of the user's: a batch of a checked value
+need not pass the check of one.
+"""
+
+import dataclasses
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+from fast_batcher.errors import CollationError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tree:
+    """The form of a structure. Equal trees hold their leaves in the same order."""
+
+    # What it is made of: None for a leaf, else the type of what it builds.
+    kind: type | None
+    # Names of its children, in an order of their own, and the children.
+    keys: tuple[Any, ...] = ()
+    children: tuple["Tree", ...] = ()
+    # What one of several equal trees may have in its own way: the order in which a mapping lists
+    # its keys, the fields of a pydantic model that were set.
+    own: Any = dataclasses.field(default=None, compare=False)
+
+
+LEAF: Final = Tree(None)
+
+
+class _State(NamedTuple):
+    """The type of a structure and what it holds, as `Tree` has it."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    values: list[Any]
+    own: Any = None
+
+
+class _Part(NamedTuple):
+    """A key of a pydantic model: fields, extra fields and private attributes are kept apart."""
+
+    # The attribute of the model that holds it.
+    place: str
+    name: str | None
+
+
+_PYDANTIC_PLACES: Final = ("__dict__", "__pydantic_extra__", "__pydantic_private__")
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def flatten(value: Any, is_leaf: Callable[[Any], bool] = _never) -> tuple[list[Any], Tree]:
+    """Take a structure apart.
+
+    Args:
+        value: Anything; what is no structure is a leaf.
+        is_leaf: Structures for which it is true are leaves too.
+
+    Returns:
+        The leaves, and the tree from which `build` makes the structure again.
+
+    Raises:
+        CollationError: It is nested too deeply, or contains itself.
+    """
+    leaves: list[Any] = []
+    try:
+        return leaves, _grow(value, leaves, is_leaf)
+    except RecursionError:
+        raise CollationError(
+            f"a {type(value).__qualname__} is nested too deeply, or contains itself"
+        ) from None
+
+
+def _grow(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> Tree:
+    state = None if is_leaf(value) else _open(value)
+    if state is None:
+        leaves.append(value)
+        return LEAF
+    children = tuple([_grow(child, leaves, is_leaf) for child in state.values])
+    return Tree(state.kind, state.keys, children, state.own)
+
+
+def build(tree: Tree, leaves: Iterator[Any]) -> Any:
+    """Make a structure of this form; it takes as many leaves as it needs."""
+    kind = tree.kind
+    if kind is None:
+        return next(leaves)
+    values = [build(child, leaves) for child in tree.children]
+    if kind is list:
+        return values
+    if kind is dict or kind is OrderedDict:
+        by_key = dict(zip(tree.keys, values, strict=True))
+        return kind((key, by_key[key]) for key in tree.own)
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, values)
+    return _build_object(kind, tree, values)
+
+
+def _build_object(kind: type, tree: Tree, values: list[Any]) -> Any:
+    built = object.__new__(kind)
+    if tree.own is None:
+        for name, value in zip(tree.keys, values, strict=True):
+            object.__setattr__(built, name, value)
+        return built
+    parts: dict[str, Any] = dict.fromkeys(_PYDANTIC_PLACES)
+    for part, value in zip(tree.keys, values, strict=True):
+        if part.name is None:
+            parts[part.place] = {}
+        else:
+            parts[part.place][part.name] = value
+    for place, values_by_name in parts.items():
+        object.__setattr__(built, place, values_by_name)
+    object.__setattr__(built, "__pydantic_fields_set__", set(tree.own))
+    return built
+
+
+def children(value: Any) -> list[Any] | None:
+    """What a structure holds, None for a leaf."""
+    state = _open(value)
+    return None if state is None else state.values
+
+
+def paths(tree: Tree) -> list[str]:
+    """The names of the leaves, in their order: keys with dots between them, "" for a lone leaf."""
+    return [".".join(names) for names in _walk(tree)]
+
+
+def _walk(tree: Tree) -> Iterator[tuple[str, ...]]:
+    if tree.kind is None:
+        yield ()
+    for key, child in zip(tree.keys, tree.children, strict=True):
+        name = key.name if isinstance(key, _Part) else str(key)
+        for rest in _walk(child):
+            yield (name, *rest)
+
+
+def _open(value: Any) -> _State | None:
+    """What a structure holds; None for a leaf."""
+    kind = type(value)
+    if kind is list:
+        return _State(list, tuple(range(len(value))), value)
+    if isinstance(value, tuple):
+        return _open_tuple(value)
+    if isinstance(value, Mapping):
+        # Of other kinds of mappings (a tokenizer's, a model's) it is the contents that are wanted.
+        made = OrderedDict if kind is OrderedDict else dict
+        order = tuple(value)
+        keys = tuple(sorted(order, key=_by_name))
+        return _State(made, keys, [value[key] for key in keys], order)
+    if _is_pydantic(value):
+        return _open_pydantic(value)
+    if dataclasses.is_dataclass(value) and kind.__new__ is object.__new__:
+        return _open_dataclass(value)
+    return None
+
+
+def _by_name(key: Any) -> tuple[str, str]:
+    return type(key).__qualname__, str(key)
+
+
+def _open_tuple(value: tuple[Any, ...]) -> _State | None:
+    kind = type(value)
+    if kind is tuple:
+        return _State(tuple, tuple(range(len(value))), list(value))
+    fields = getattr(kind, "_fields", None)
+    if not isinstance(fields, tuple) or len(fields) != len(value):
+        return None  # a subclass that may mean anything: a shape, for one
+    return _State(kind, fields, list(value))
+
+
+def _open_dataclass(value: Any) -> _State:
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    # What is no field, and was set in spite of that, is as much a part of it.
+    kept = vars(value) if hasattr(value, "__dict__") else {}
+    names += sorted(name for name in kept if name not in names and not _is_cached(value, name))
+    return _State(type(value), tuple(names), [getattr(value, name) for name in names])
+
+
+def _is_cached(value: Any, name: str) -> bool:
+    """Whether this was computed from the rest; that of a batch is computed from the batch."""
+    return isinstance(inspect.getattr_static(type(value), name, None), cached_property)
+
+
+def _is_pydantic(value: Any) -> bool:
+    base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
+    return isinstance(base, type) and isinstance(value, base)
+
+
+def _open_pydantic(value: Any) -> _State:
+    keys: list[_Part] = []
+    values: list[Any] = []
+    for place in _PYDANTIC_PLACES:
+        held = getattr(value, place)
+        if held is None:
+            continue
+        # Says that this place is a dict, even where it is empty.
+        keys.append(_Part(place, None))
+        values.append(())
+        # Beside the fields lie properties that were computed from them.
+        fields = type(value).model_fields if place == "__dict__" else held
+        for name in held:
+            if name in fields:
+                keys.append(_Part(place, name))
+                values.append(held[name])
+    return _State(type(value), tuple(keys), values, frozenset(value.__pydantic_fields_set__))

@@ -1,0 +1,105 @@
+"""What may be declared, and the error that names what may not."""
+
+import pickle
+from typing import Any
+
+import pytest
+
+from fast_batcher import Collation, ConfigurationError
+
+
+def test_the_defaults_stack_along_the_first_axis() -> None:
+    collation = Collation.stack()
+    assert collation.batch_dim == (0, 0)
+    assert (collation.unequal, collation.outputs) == ("error", "auto")
+    assert collation.allowed_batch_sizes == ()
+    assert collation.padding is None
+
+
+def test_one_batch_dim_is_for_both() -> None:
+    assert Collation.stack(batch_dim=1).batch_dim == (1, 1)
+    assert Collation.pad(value=0, batch_dim=(0, -1)).batch_dim == (0, -1)
+
+
+def test_allowed_sizes_are_sorted() -> None:
+    assert Collation.stack(allowed_batch_sizes=[8, 1, 8]).allowed_batch_sizes == (1, 8)
+
+
+def test_features_have_values_and_sides_of_their_own() -> None:
+    padding = Collation.pad(
+        value=0, values={"labels": -100}, sides={"labels": "left"}, mask="mask", mask_of="labels"
+    ).padding
+    assert padding is not None
+    assert [padding.value_of(name) for name in ("ids", "labels", "mask")] == [0, -100, 0]
+    assert [padding.side_of(name) for name in ("ids", "labels", "mask")] == [
+        *("right", "left", "left")
+    ]
+
+
+def test_padded_axes_are_those_that_a_feature_has() -> None:
+    padding = Collation.pad(value=None, values={"a": 0}, dims=(0, -1, 5), mask="mask").padding
+    assert padding is not None
+    assert padding.axes_of("a", 3) == {0, 2}
+    assert padding.axes_of("a", 1) == {0}
+    assert padding.axes_of("a", 0) == frozenset()
+    assert padding.axes_of("b", 3) == frozenset()
+    assert padding.axes_of("mask", 2) == {0, 1}
+
+
+def test_it_travels_to_the_worker() -> None:
+    for collation in (Collation.stack(batch_dim=(0, 1)), Collation.pad(value=0, values={"a": 1})):
+        assert pickle.loads(pickle.dumps(collation)) == collation
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_dim": 0.0}, "batch_dim=0.0: give the number of an axis, or two"),
+        ({"batch_dim": True}, "batch_dim=True"),
+        ({"batch_dim": (0, 1, 2)}, "batch_dim="),
+        ({"batch_dim": (0, None)}, "batch_dim="),
+        ({"batch_dim": 64}, "batch_dim=64"),
+        ({"unequal": "pad"}, "unequal='pad': choose one of 'error', 'group'"),
+        ({"unequal": None}, "unequal=None"),
+        ({"outputs": "row"}, "outputs='row': choose one of 'auto', 'rows', 'several'"),
+        ({"allowed_batch_sizes": 8}, "allowed_batch_sizes=8: give whole numbers of 1 or more"),
+        ({"allowed_batch_sizes": (0, 8)}, "allowed_batch_sizes="),
+        ({"allowed_batch_sizes": (True,)}, "allowed_batch_sizes="),
+        ({"allowed_batch_sizes": "8"}, "allowed_batch_sizes="),
+    ],
+)
+def test_a_wrong_argument_is_named(arguments: dict[str, Any], message: str) -> None:
+    for make in (Collation.stack, lambda **given: Collation.pad(value=0, **given)):
+        with pytest.raises(ConfigurationError) as caught:
+            make(**arguments)
+        assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"value": "0"}, "value='0': give a number to pad with"),
+        ({"value": None}, "value=None: nothing would be padded"),
+        ({"values": [0]}, "values=[0]: give a dict with names of features as keys"),
+        ({"values": {0: 0}}, "values={0: 0}"),
+        ({"values": {"a": "x"}}, "values['a']='x': give a number"),
+        ({"side": "both"}, "side='both': choose one of 'left', 'right'"),
+        ({"sides": {"a": "up"}}, "sides['a']='up'"),
+        ({"dims": ()}, "dims=(): give the number of an axis of a row"),
+        ({"dims": "0"}, "dims='0'"),
+        ({"dims": (0, 1.0)}, "dims=(0, 1.0)"),
+        ({"mask": ""}, "mask='': give a name"),
+        ({"mask": True}, "mask=True"),
+        ({"mask_of": "a"}, "mask_of='a': there is no mask"),
+        ({"mask": "m", "values": {"m": 1}}, "mask='m': it is padded with 0"),
+        ({"mask": "m", "sides": {"a": "left"}}, "mask='m': features are padded on different sides"),
+        (
+            {"value": None, "values": {"a": 0}, "mask": "m", "mask_of": "b"},
+            "mask_of='b': this feature is not padded",
+        ),
+    ],
+)
+def test_a_wrong_argument_of_padding_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        Collation.pad(**{"value": 0, **arguments})
+    assert message in str(caught.value)

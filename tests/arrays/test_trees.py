@@ -1,0 +1,225 @@
+"""Structures are taken apart and built again, without a constructor or validator being run."""
+
+import dataclasses
+from collections import OrderedDict, UserDict
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import pytest
+from pydantic import BaseModel, ConfigDict, PrivateAttr, computed_field, field_validator
+
+from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths
+from fast_batcher.errors import CollationError
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class CheckedPair(Pair):
+    def __new__(cls, left: Any, right: Any) -> "CheckedPair":
+        raise AssertionError("no constructor is run")
+
+
+@dataclasses.dataclass
+class Point:
+    x: Any
+    y: Any = 0
+    made: Any = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        assert isinstance(self.x, int), "a batch is not checked as a row is"
+        self._note = self.x + 1
+
+    @cached_property
+    def double(self) -> Any:
+        return [self.x, self.x]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    inner: Any = None
+
+
+class Checked(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    x: Any
+    y: int = 1
+    _secret: Any = PrivateAttr(default=5)
+
+    @field_validator("x")
+    @classmethod
+    def _is_small(cls, value: Any) -> Any:
+        assert value < 10, "a batch is not checked as a row is"
+        return value
+
+    @computed_field  # type: ignore[prop-decorator]  # pydantic's own order
+    @cached_property
+    def square(self) -> Any:
+        return self.x * self.x
+
+
+def changed(value: Any) -> Any:
+    """The same structure with every leaf in a list; nothing accepts such a leaf but us."""
+    leaves, tree = flatten(value)
+    return build(tree, iter([("leaf", leaf) for leaf in leaves]))
+
+
+def again(value: Any) -> Any:
+    leaves, tree = flatten(value)
+    return build(tree, iter(leaves))
+
+
+STRUCTURES = [
+    1,
+    "text",
+    [],
+    (),
+    {},
+    [1, [2, (3, {"a": 4})]],
+    {"b": 1, "a": {"c": [2]}},
+    OrderedDict(b=1, a=2),
+    {1: "a", "1": "b", None: "c"},
+    Pair(1, Pair(2, 3)),
+    Point(1, [2]),
+    Frozen(1, Frozen(2)),
+    Checked(x=1, extra=[2]),
+]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_what_is_taken_apart_is_built_again(structure: Any) -> None:
+    built = again(structure)
+    assert built == structure
+    assert type(built) is type(structure)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_every_leaf_has_a_path(structure: Any) -> None:
+    leaves, tree = flatten(structure)
+    assert len(paths(tree)) == len(leaves)
+
+
+def test_paths_are_keys_with_dots() -> None:
+    value = {"a": [1, 2], "b": Pair(3, Point(4)), "c": Checked(x=5)}
+    names = dict(zip(paths(flatten(value)[1]), flatten(value)[0], strict=True))
+    assert names["a.1"] == 2
+    assert names["b.left"] == 3
+    assert names["b.right.x"] == 4
+    assert names["c.x"] == 5
+    assert names["c._secret"] == 5
+    assert paths(LEAF) == [""]
+
+
+def test_the_order_of_keys_does_not_matter_and_is_kept() -> None:
+    one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
+    (leaves, tree), (other_leaves, other_tree) = flatten(one), flatten(other)
+    assert tree == other_tree
+    assert hash(tree) == hash(other_tree)
+    assert leaves == other_leaves
+    assert list(build(other_tree, iter(leaves))) == ["b", "a"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([1], (1,)),
+        ([1], [1, 2]),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1}, OrderedDict(a=1)),
+        (Pair(1, 2), (1, 2)),
+        (Point(1), Frozen(1)),
+        (Checked(x=1), Checked(x=1, z=2)),
+    ],
+)
+def test_structures_that_differ_have_trees_that_differ(one: Any, other: Any) -> None:
+    assert flatten(one)[1] != flatten(other)[1]
+
+
+def test_a_mapping_of_another_kind_becomes_a_dict() -> None:
+    """A tokenizer's and a model's own mappings need their library, or other arguments."""
+    built = again(UserDict(b=1, a=2))
+    assert type(built) is dict
+    assert list(built.items()) == [("b", 1), ("a", 2)]
+
+
+def test_a_named_tuple_is_not_constructed() -> None:
+    value = tuple.__new__(CheckedPair, (1, 2))
+    assert type(again(value)) is CheckedPair
+
+
+def test_a_dataclass_is_not_constructed_and_keeps_what_was_set() -> None:
+    point = Point(1)
+    point.made = "later"
+    built = changed(point)
+    assert built.x == ("leaf", 1)
+    assert built.made == ("leaf", "later")
+    assert built._note == ("leaf", 2)
+
+
+def test_what_was_computed_from_a_dataclass_is_computed_anew() -> None:
+    point = Point(1)
+    assert point.double == [1, 1]
+    assert changed(point).double == [("leaf", 1)] * 2
+    assert flatten(point)[1] == flatten(Point(1))[1]
+
+
+def test_a_pydantic_model_is_not_validated_and_keeps_private_attributes() -> None:
+    model = Checked(x=1, more=3)
+    model._secret = 7
+    assert model.square == 1
+    built = changed(model)
+    assert built.x == ("leaf", 1)
+    assert built.more == ("leaf", 3)
+    assert built._secret == ("leaf", 7)
+    assert "square" not in vars(built)
+    assert built.model_fields_set == {"x", "more"}
+    assert again(model)._secret == 7
+
+
+def test_a_pydantic_model_without_private_attributes_has_none() -> None:
+    class Plain(BaseModel):
+        x: Any
+
+    built = again(Plain(x=1))
+    assert built == Plain(x=1)
+    assert built.model_dump() == {"x": 1}
+
+
+def test_what_has_a_shape_of_its_own_is_a_leaf() -> None:
+    class Shape(tuple[int, ...]):
+        __slots__ = ()
+
+    class Words(list[str]):
+        pass
+
+    @dataclasses.dataclass
+    class Fault(Exception):
+        code: int
+
+    for value in (Shape((1, 2)), Words(["a"]), Fault(1), {1, 2}, range(3), Point, Checked):
+        leaves, tree = flatten(value)
+        assert tree == LEAF
+        assert leaves == [value]
+        assert children(value) is None
+
+
+def test_children_are_what_a_structure_holds() -> None:
+    assert children({"b": 1, "a": 2}) == [2, 1]
+    assert children((1, 2)) == [1, 2]
+
+
+def test_structures_can_be_leaves_by_choice() -> None:
+    leaves, tree = flatten({"a": [1, 2], "b": (3,)}, lambda value: type(value) is list)
+    assert leaves == [[1, 2], 3]
+    assert build(tree, iter("xy")) == {"a": "x", "b": ("y",)}
+
+
+def test_a_structure_without_end_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(CollationError, match="nested too deeply, or contains itself"):
+        flatten(endless)
