@@ -123,8 +123,8 @@ def dynamically(
     where waiting for its own batch would never end.
 
     The thread begins with the first call. It ends with `shutdown()`, with the function or instance
-    that it belongs to, and with the program, which does not wait for a batch that is being computed.
-    A forked process begins anew, with a thread of its own.
+    that it belongs to, and with the program, which does not wait for a batch that is being
+    computed. A forked process begins anew, with a thread of its own.
 
     Args:
         func: A function, a method, or nothing for a decorator with settings. As a method it batches

@@ -429,6 +429,21 @@ def forbidden_uses(tree: ast.Module) -> list[str]:
 
 # Files whose tests have another name, because what they promise is promised elsewhere.
 TESTED_ELSEWHERE = {
+    "aio.inference": "test_aio_inference.py",
+    "_local": "test_architecture.py",
+    # What stands behind the decorators has no face of its own.
+    "_local.batcher": "test_dynamic.py",
+    "_local.cache": "test_aio.py",
+    "_local.callers": "test_dynamic.py",
+    "_local.decorated": "test_dynamic.py",
+    "_local.engine": "test_dynamic.py",
+    "_local.features": "test_inference.py",
+    "_local.function_model": "test_process_batcher.py",
+    "_local.loop_shell": "test_aio.py",
+    "_local.process_batcher": "test_process_batcher.py",
+    "_local.task_worker": "test_aio.py",
+    "_local.thread_worker": "test_dynamic.py",
+    "types": "test_aio.py",
     "": "test_public_api.py",
     "dyn_batcher": "test_public_api.py",
     "inference_template": "test_public_api.py",

@@ -48,8 +48,8 @@ class Request:
         self.deaths: int
         # Bytes; set by the shell where `max_queue_bytes` is.
         self.size: int
-        # What a `RankedQueue` goes by: lower ranks first, and what it adds to a batch's length.
-        # Absent: 0.
+        # For a `RankedQueue`: lower ranks go first; the length is what it adds to that of a batch.
+        # Each is 0 where it is absent.
         self.rank: int
         self.length: int
 

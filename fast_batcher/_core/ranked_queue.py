@@ -5,6 +5,7 @@ nobody, every `OLDEST_EVERY`-th batch takes the oldest request along, whatever i
 j older ones leaves with the `OLDEST_EVERY * (j + 1)`-th batch at the latest.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -21,90 +22,78 @@ MIN_GONE_ENTRIES: Final = 64
 
 
 class RankedQueue(RequestQueue):
-    """A queue by `Request.rank`.
+    """A queue by `Request.rank`, for requests without deadlines.
 
     Args:
         max_length: Most that the lengths of a batch add up to; a longer request goes alone.
     """
 
-    __slots__ = ("_max_length", "_ranked", "_taken_batches")
+    __slots__ = ("_batches", "_max_length", "_ranked", "_waiting")
 
     def __init__(self, max_length: float = inf) -> None:
         super().__init__()
         self._max_length = max_length
-        # Every waiting request is here and in `_default`; it leaves either when it comes up.
-        self._ranked: list[tuple[int, int, Request]] = []
-        self._taken_batches = 0
+        # In order of arrival, by id.
+        self._waiting: OrderedDict[int, Request] = OrderedDict()
+        # (rank, id) of each of them, and of some that have left.
+        self._ranked: list[tuple[int, int]] = []
+        # How many have been taken.
+        self._batches = 0
 
     def __iter__(self) -> Iterator[Request]:
         """The requests that wait, in order of arrival."""
-        return filter(_waits, self._default)
+        return iter(self._waiting.values())
 
     def oldest(self) -> Request | None:
         """The request that has waited longest."""
-        return next(iter(self), None)
+        return next(iter(self._waiting.values()), None)
+
+    def earliest_deadline(self) -> float:
+        """None of them expires."""
+        return inf
+
+    def pop_expired(self, now: float) -> list[Request]:
+        """None of them expires."""
+        return []
 
     def extend(self, requests: list[Request], own: list[Request]) -> None:
         """Add requests; their ids rise, and are higher than every id before.
 
         Args:
             requests: All of them.
-            own: Those with a deadline of their own, which this queue has no use for.
+            own: Those with a deadline of their own: none.
         """
         assert not own, "requests of unequal rank have no deadlines"
         self.size += len(requests)
-        self._default.extend(requests)
         for request in requests:
-            heappush(self._ranked, (getattr(request, "rank", 0), request.id, request))
+            self._waiting[request.id] = request
+            heappush(self._ranked, (getattr(request, "rank", 0), request.id))
 
     def take(self, count: int) -> list[Request]:
-        """Remove and return at most `count` requests, and at least one if any waits.
-
-        The caller gives each of them a batch id before it asks for more.
-        """
-        self._taken_batches += 1
+        """Remove and return at most `count` requests, and at least one if any waits."""
         taken: list[Request] = []
-        total = 0
-        if self._taken_batches % OLDEST_EVERY == 0:
-            while self._default and not taken:
-                if _waits(self._default[0]):
-                    taken.append(self._default[0])
-                    total = getattr(self._default[0], "length", 0)
-                self._default.popleft()
-        oldest = taken[0] if taken else None
+        length = 0
+        self._batches += 1
+        if self._waiting and self._batches % OLDEST_EVERY == 0:
+            _, oldest = self._waiting.popitem(last=False)
+            taken.append(oldest)
+            length = getattr(oldest, "length", 0)
         while self._ranked and len(taken) < count:
-            request = self._ranked[0][2]
-            if _waits(request) and request is not oldest:
-                total += getattr(request, "length", 0)
-                if taken and total > self._max_length:
+            request = self._waiting.get(self._ranked[0][1])
+            if request is not None:
+                length += getattr(request, "length", 0)
+                if taken and length > self._max_length:
                     break
+                del self._waiting[request.id]
                 taken.append(request)
             heappop(self._ranked)
         self.size -= len(taken)
-        self._drop_gone()
         return taken
 
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
+        del self._waiting[request.id]
         self.size -= 1
-        self._drop_gone()
-
-    def _drop_gone(self) -> None:
-        """Requests that have left hold their values: keep no more entries than twice those that wait.
-
-        Those taken last still look as if they waited; the next batch finds them gone.
-        """
-        while self._default and not _waits(self._default[0]):
-            self._default.popleft()
-        most = 2 * self.size + MIN_GONE_ENTRIES
-        if len(self._default) > most:
-            waiting = [request for request in self._default if _waits(request)]
-            self._default.clear()
-            self._default.extend(waiting)
-        if len(self._ranked) > most:
-            self._ranked = [entry for entry in self._ranked if _waits(entry[2])]
+        if len(self._ranked) > 2 * self.size + MIN_GONE_ENTRIES:
+            self._ranked = [entry for entry in self._ranked if entry[1] in self._waiting]
             heapify(self._ranked)
-
-
-def _waits(request: Request) -> bool:
-    return not request.is_settled and request.batch_id is None

@@ -1,4 +1,4 @@
-"""A decorated function's batcher: makes engines and workers as they are needed. Any thread may call.
+"""A decorated function's batcher: makes engines and workers as needed. Any thread may call.
 
 A function that blocks, and every function of a thread decorator, has one engine and one thread for
 all its callers. An async function under an `aio` decorator runs on the loop of its callers, so it
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fast_batcher._core.messages import Request
-
 from fast_batcher._local.callers import Call, requests_of
 from fast_batcher._local.engine import Counts, Engine
 from fast_batcher._local.function import Function
@@ -81,9 +80,8 @@ class LocalBatcher:
         with waiting(waiter, engine) as may_wait:
             if may_wait:
                 return self._wait(engine, items)
-        return drive(
-            compute_here(self._function, items, self._settings.batch_size), self._function.is_async
-        )
+        computing = compute_here(self._function, items, self._settings.batch_size)
+        return drive(computing, is_async=self._function.is_async)
 
     async def aprocess(self, item: Any) -> Any:
         """Wait for the output of one item; errors are those of `process`.
@@ -119,7 +117,7 @@ class LocalBatcher:
             return await future
         except BaseException:
             if not request.is_settled:
-                shell.abandon(request)
+                shell.abandon((request,))
             raise
 
     async def aprocess_many(self, items: Sequence[Any]) -> list[Any]:
@@ -138,7 +136,10 @@ class LocalBatcher:
         with waiting(waiter, shell.engine) as may_wait:
             if may_wait:
                 return await shell.process_many(items)
-        return await compute_here(self._function, items, self._settings.batch_size)
+        computing = compute_here(self._function, items, self._settings.batch_size)
+        if self._function.is_async:
+            return await computing
+        return await asyncio.to_thread(drive, computing, is_async=False)  # not on the loop
 
     def _wait(self, engine: Engine, items: Sequence[Any]) -> list[Any]:
         call = Call(len(items))

@@ -1,7 +1,7 @@
 """A cache of the user's in front of a function. Runs on the event loop of the calls.
 
-It can make calls faster, and never make one fail: what it raises is logged once, and the function is
-asked instead.
+It can make calls faster, and never make one fail: what it raises is logged once, and the function
+is asked instead.
 """
 
 import asyncio
@@ -68,29 +68,29 @@ class Cache:
         """What the user's cache says of itself, None if it does not."""
         try:
             return self._cache.stats()
-        except Exception:
-            self._warn("stats")
+        except Exception as error:  # noqa: BLE001  it is the user's code
+            self._warn("stats", error)
             return None
 
     async def _get(self, item: Any) -> Any:
         try:
             return await self._cache.get(item)
-        except Exception:
-            self._warn("get")
+        except Exception as error:  # noqa: BLE001  it is the user's code
+            self._warn("get", error)
             return None
 
     async def _set(self, item: Any, output: Any) -> None:
         try:
             await self._cache.set(item, CachedNone.NONE if output is None else output)
-        except Exception:
-            self._warn("set")
+        except Exception as error:  # noqa: BLE001  it is the user's code
+            self._warn("set", error)
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, what: str, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s: the cache's %s() raised; calls go on without it, and this is said once",
                 self._name,
                 what,
-                exc_info=True,
+                exc_info=error,
             )

@@ -114,7 +114,7 @@ def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
 
 def _settle_on(loop: asyncio.AbstractEventLoop, pairs: list[tuple["Future[Any]", Any]]) -> None:
     # Documented for those who implement event loops; `get_running_loop` would raise.
-    if asyncio._get_running_loop() is loop:
+    if asyncio._get_running_loop() is loop:  # noqa: SLF001
         _settle(pairs)
         return
     # A closed loop has nobody left who could be told.

@@ -1,7 +1,7 @@
 """What stands in the place of a decorated function. Runs wherever it is called.
 
-Used as a function it has one batcher; used as a method one for each instance, which is released with
-the instance. Nothing is stored on instances, so that they can be copied and pickled as before.
+Used as a function it has one batcher; used as a method one for each instance, which is released
+with the instance. Nothing is stored on instances: they can be copied and pickled as before.
 """
 
 import dataclasses
@@ -198,11 +198,12 @@ class Decorated:
             instance = owner if owner is not None else type(instance)
         if instance is None:
             return self
-        # Every look-up makes one, so it is kept cheap: `__getattr__` finds what is seldom asked for.
+        # Every look-up makes one, so it is kept cheap: `__getattr__` finds the rest.
         bound = object.__new__(type(self))
         bound._plan = plan
         bound._bound = (instance, self)
         bound._own_batcher = self._instances.batcher_of(instance, plan)
+        bound.__doc__ = self.__doc__  # that of the class would be found before
         return bound
 
     def __getattr__(self, name: str) -> Any:
@@ -211,7 +212,7 @@ class Decorated:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         instance, function = bound
         if name == "__wrapped__":
-            return types.MethodType(function._plan.target, instance)
+            return types.MethodType(self._plan.target, instance)
         if name == "__self__":
             return instance
         if name == "__func__":
@@ -220,8 +221,8 @@ class Decorated:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._bound is not None:
-            instance, function = self._bound
-            return getattr, (instance, function._plan.target.__name__)
+            instance, _ = self._bound
+            return getattr, (instance, self._plan.target.__name__)
         # Like a function: by its name.
         name: str = self.__qualname__
         return name
@@ -250,7 +251,8 @@ class Decorated:
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_unbound_call(args, kwargs):
-            return self.__get__(args[0], type(args[0]))._call(args[1:], kwargs)
+            bound = self.__get__(args[0], type(args[0]))
+            return bound._call(args[1:], kwargs)  # noqa: SLF001  another of this class
         items, is_single = self._plan.form.items_of(args, kwargs)
         outputs = self._batcher.process(items)
         return outputs[0] if is_single else self._plan.form.result_of(outputs)
@@ -270,7 +272,8 @@ class Decorated:
 
     async def _acall_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_unbound_call(args, kwargs):
-            return await self.__get__(args[0], type(args[0]))._acall(args[1:], kwargs)
+            bound = self.__get__(args[0], type(args[0]))
+            return await bound._acall(args[1:], kwargs)  # noqa: SLF001  another of this class
         form, cache, batcher = self._plan.form, self._plan.cache, self._batcher
         items, is_single = form.items_of(args, kwargs)
         if cache is not None:

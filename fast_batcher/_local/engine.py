@@ -1,8 +1,9 @@
 """The queue of one function and the worker that computes its batches. Any thread may call.
 
-The shell around the core: *apply the event, poll, do the actions*. The events are calls and the ends
-of batches; there is nothing to wait for besides, so there is no timer. The scheduler is no friend of
-threads, so every event is applied under one lock, which is never held while code of the user runs.
+The shell around the core: *apply the event, poll, do the actions*. The events are calls and the
+ends of batches; there is nothing to wait for besides, so there is no timer. The scheduler belongs
+to one thread at a time, so every event is applied under a lock, which is never held while code of
+the user runs.
 """
 
 import concurrent.futures
@@ -31,8 +32,8 @@ from fast_batcher._local.settings import LocalSettings
 from fast_batcher.errors import BatcherClosedError, OutputMismatchError, QueueFullError
 from fast_batcher.stats import Tally
 
-# An engine has one worker: the functions of `batched` are never called twice at a time, and may rely
-# on it.
+# An engine has one worker: functions written for `batched` are never called twice at a time, and
+# may rely on it.
 _WORKER = 0
 
 
@@ -124,7 +125,7 @@ class Engine:
             return self._scheduler.waiting
 
     def submit(self, requests: list[Request]) -> None:
-        """Take single requests; those for which there is no room are told."""
+        """Take each request for itself; those for which there is no room are told."""
         with self._lock:
             scheduler = self._scheduler
             now = monotonic()
@@ -136,12 +137,11 @@ class Engine:
                 refused = scheduler.submit(now, requests)
                 for request in refused:
                     request.is_settled = True
-                failures = [Failure(scheduler.refusal()) for _ in refused]
                 batch = self._poll(now)
         if batch is not None:
             self.worker.start(batch)
         if refused:
-            deliver(refused, failures)
+            deliver(refused, [Failure(scheduler.refusal()) for _ in refused])
 
     def submit_together(self, requests: list[Request]) -> None:
         """Take all of them or none.
@@ -151,20 +151,32 @@ class Engine:
             BatcherClosedError: It has been shut down.
         """
         with self._lock:
-            scheduler = self._scheduler
-            if self._is_closing:
-                raise scheduler.refusal()
-            if len(requests) > scheduler.room:
-                scheduler.tally.rejected += len(requests)
-                raise QueueFullError(
-                    f"{self.function.name}: no room for {len(requests)} items, {scheduler.queue.size} wait "
-                    f"already (max_queue_size={scheduler.queue.size + scheduler.room})"
-                )
+            self._require_room(len(requests))
             now = monotonic()
-            scheduler.submit(now, requests)
+            self._scheduler.submit(now, requests)
             batch = self._poll(now)
         if batch is not None:
             self.worker.start(batch)
+
+    def require_room(self, count: int, *, behind: int) -> None:
+        """Raise as `submit_together` does if so many requests have no room behind so many others.
+
+        Other threads may take the room before they are submitted.
+        """
+        with self._lock:
+            self._require_room(count, behind)
+
+    def _require_room(self, count: int, behind: int = 0) -> None:
+        scheduler = self._scheduler
+        if self._is_closing:
+            raise scheduler.refusal()
+        if count + behind > scheduler.room:
+            size = scheduler.queue.size + behind
+            scheduler.tally.rejected += count
+            raise QueueFullError(
+                f"{self.function.name}: no room for {count} items, {size} wait already "
+                f"(max_queue_size={scheduler.queue.size + scheduler.room})"
+            )
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Their callers have gone; what runs is computed and dropped."""
@@ -225,7 +237,11 @@ class Engine:
         return following
 
     def close(self, *, cancel: bool) -> None:
-        """Take nothing more; what waits is computed first, or with `cancel` told that it is over."""
+        """Take nothing more; what waits is computed first, or with `cancel` told that it is over.
+
+        Args:
+            cancel: Which of the two.
+        """
         with self._lock:
             self._is_closing = True
             self._scheduler.begin_drain()

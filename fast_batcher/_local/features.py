@@ -1,7 +1,7 @@
-"""Calls with a dict of arrays, a feature each, whose rows are the items. Runs where calls and batches do.
+"""Calls with a dict of arrays, a feature each, whose rows are the items.
 
-Rows of all calls of a batch are padded to one length and stacked; what the function returns is split
-into rows again, and each call gets the stack of its own.
+The rows of all calls of a batch are padded to one length and stacked; what the function returns is
+split into rows again, and each call gets the stack of its own. Runs where calls and batches do.
 """
 
 from collections.abc import Callable, Mapping

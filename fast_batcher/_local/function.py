@@ -1,4 +1,4 @@
-"""The user's function: called with a batch, and what it returns or raises. Runs where batches run."""
+"""The user's function, and what it returns or raises. Runs where batches run."""
 
 import functools
 import inspect
@@ -60,9 +60,8 @@ class Function:
         """
         outputs = self._split(result, count)
         # A set of types takes a fraction of the time of a look at each output.
-        for kind in set(map(type, outputs)):
-            if issubclass(kind, BaseException):
-                return [Failure(as_error(o)) if isinstance(o, kind) else o for o in outputs]
+        if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
+            return [Failure(as_error(o)) if isinstance(o, BaseException) else o for o in outputs]
         return outputs
 
 
@@ -129,9 +128,8 @@ def is_async(call: object) -> bool:
     """Whether calling it gives a coroutine, as far as one can tell without doing it."""
     if isinstance(call, functools.partial):
         return is_async(call.func)
-    return inspect.iscoroutinefunction(call) or (
-        not inspect.isroutine(call) and inspect.iscoroutinefunction(getattr(call, "__call__", None))
-    )
+    # An object that can be called has its function in its class.
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 
 
 def bind_weakly(call: Callable[..., Any], instance: object) -> Callable[[list[Any]], Any]:

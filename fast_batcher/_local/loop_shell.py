@@ -1,7 +1,7 @@
 """The calls that come from one event loop. Runs on that loop.
 
-Those of one turn of the loop reach the engine together: what a hand-over costs is paid once per turn
-and not once per call.
+Those of one turn of the loop reach the engine together: what a hand-over costs is paid once per
+turn and not once per call.
 """
 
 import asyncio
@@ -41,14 +41,17 @@ class LoopShell:
 
     async def process_many(self, items: Sequence[Any]) -> list[Any]:
         """Wait for the outputs of at least one item; the first error ends the wait for all."""
-        self.pump()  # they have come before
+        self.engine.require_room(len(items), behind=len(self.arrivals))
         future: Future[list[Any]] = Future(loop=self.loop)
         requests = requests_of(Call(len(items), future), items, self._settings)
-        self.engine.submit_together(requests)
+        self.arrivals += requests
+        if not self.has_pump:
+            self.has_pump = True
+            self.loop.call_soon(self.pump)
         try:
             return await future
         except BaseException:
-            self.engine.cancel(requests)
+            self.abandon(requests)
             raise
 
     def pump(self) -> None:
@@ -58,9 +61,10 @@ class LoopShell:
             arrivals, self.arrivals = self.arrivals, []
             self.engine.submit(arrivals)
 
-    def abandon(self, request: Request) -> None:
-        """Forget a request whose caller has gone."""
-        if request in self.arrivals:
-            self.arrivals.remove(request)
-        else:
-            self.engine.cancel([request])
+    def abandon(self, requests: Sequence[Request]) -> None:
+        """Forget requests whose caller has gone."""
+        if self.arrivals:
+            gone = set(requests)
+            self.arrivals = [request for request in self.arrivals if request not in gone]
+        # One that has not been submitted has no id yet.
+        self.engine.cancel([request for request in requests if hasattr(request, "id")])

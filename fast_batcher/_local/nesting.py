@@ -67,7 +67,7 @@ async def compute_here(function: Function, items: Sequence[Any], batch_size: int
     return outputs
 
 
-def drive(computing: Coroutine[Any, Any, list[Any]], is_async: bool) -> list[Any]:
+def drive(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> list[Any]:
     """Run `compute_here` in a thread that blocks.
 
     Args:

@@ -5,18 +5,20 @@ The loop runs in a thread, so that calls may come from any thread and any loop. 
 
 import asyncio
 import atexit
-import concurrent.futures
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fast_batcher._local.function_model import FunctionModel
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherClosedError, ConfigurationError
 from fast_batcher.types import BatchProcessorStats
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 
 class ProcessBatcher:
@@ -111,7 +113,7 @@ class ProcessBatcher:
             self._cleared = BatchProcessorStats()
         return running
 
-    def _send(self, items: Sequence[Any]) -> "concurrent.futures.Future[list[Any]]":
+    def _send(self, items: Sequence[Any]) -> "Future[list[Any]]":
         with self._lock:
             if self._is_closed:
                 raise BatcherClosedError(
@@ -148,7 +150,7 @@ class _Running:
         # Before the interpreter goes, and the loop with it.
         atexit.register(self.stop_loop)
 
-    def run(self, computing: Coroutine[Any, Any, Any]) -> "concurrent.futures.Future[Any]":
+    def run(self, computing: Coroutine[Any, Any, Any]) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(computing, self._loop)
 
     def end(self, *, cancel: bool) -> None:
@@ -172,8 +174,8 @@ def _require_importable(target: Any) -> str:
     module = getattr(target, "__module__", None)
     if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
         raise ConfigurationError(
-            f"process=True: a worker process cannot import {target!r:.200}; it has to be a function "
-            "at the top level of a module, no lambda, closure, method or partial"
+            f"process=True: a worker process cannot import {target!r:.200}; it has to be a "
+            "function at the top level of a module, no lambda, closure, method or partial"
         )
     if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise ConfigurationError(

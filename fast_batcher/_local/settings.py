@@ -30,9 +30,9 @@ class LocalSettings:
         for name in ("max_batch_length", "max_queue_size"):
             if getattr(self, name) is not None:
                 _check_count(name, getattr(self, name), 1, inf)
-        milliseconds = self.timeout_ms
+        milliseconds: object = self.timeout_ms
         is_number = isinstance(milliseconds, int | float) and not isinstance(milliseconds, bool)
-        if not is_number or not 0 <= milliseconds <= 1000 * MAX_SECONDS:  # false for NaN too
+        if not is_number or not 0 <= self.timeout_ms <= 1000 * MAX_SECONDS:  # false for NaN too
             raise ConfigurationError(
                 f"timeout_ms={milliseconds!r:.100}: give milliseconds, 0 or more and at most a year"
             )

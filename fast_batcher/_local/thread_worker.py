@@ -1,8 +1,8 @@
-"""A thread that computes batches, for functions that block. Everything here but `start`, `stop` and
-`join` runs on that thread.
+"""A thread that computes batches, for functions that block.
 
-It is a daemon: a program that ends does not wait for it, not even while a batch is being computed.
-It sleeps in a queue, without a time-out, while there is nothing to do.
+All but `start`, `stop` and `join` runs on that thread. It is a daemon: a program that ends does not
+wait for it, not even while a batch is being computed. It sleeps in a queue, without a time-out,
+while there is nothing to do.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""`@fast_batcher.aio.inference.dynamically`: awaited calls with arrays or tensors, in padded batches.
+"""`@fast_batcher.aio.inference.dynamically`: awaited calls with arrays, in padded batches.
 
 An async function runs on the loop of its callers, any other in a thread of its own.
 """
