@@ -46,6 +46,8 @@ FLOORS: dict[str, int] = {
 LEAVES = 0
 EDGE = 5
 
+# The shells of functions in this process.
+DECORATORS = {"_local", "dynamic", "inference", "aio"}
 # All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
 CORE_MAY_IMPORT = {"collections", "enum", "heapq", "itertools", "math", "typing"}
 # The same for what joins arrays: their libraries are used where they are loaded.
@@ -340,6 +342,27 @@ def test_the_batcher_needs_python_alone() -> None:
     assert top_levels(loaded) <= PYTHON_AND_OURS
 
 
+@pytest.mark.parametrize("module", ["dynamic", "inference", "aio", "aio.inference"])
+def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) -> None:
+    loaded = modules_after(f"import fast_batcher.{module}")
+    assert f"{PACKAGE}._local.batcher" in loaded
+    assert top_levels(loaded) <= PYTHON_AND_OURS
+    assert not loaded & {f"{PACKAGE}.batcher", f"{PACKAGE}._process", f"{PACKAGE}._process.pool"}
+    assert not top_levels(loaded) & {*HEAVY, "multiprocessing"}
+
+
+def test_only_the_batcher_of_processes_imports_batcher_among_what_is_local() -> None:
+    local = [name for name in SOURCES if FLOORS[SOURCES[name].part] == FLOORS["_local"]]
+    decorators = [name for name in local if name.split(".")[0] in DECORATORS]
+    importers = {
+        name
+        for name in decorators
+        for target in SOURCES[name].imports()
+        if (ours(target) or "").split(".")[0] in ("batcher", "_process", "_callers")
+    }
+    assert importers == {"_local.process_batcher"}
+
+
 def test_where_heavy_things_are_installed_they_are_not_loaded() -> None:
     """The same with everything on the path that is installed here."""
     program = (
@@ -438,9 +461,8 @@ TESTED_ELSEWHERE = {
     "_local.decorated": "test_dynamic.py",
     "_local.engine": "test_dynamic.py",
     "_local.features": "test_inference.py",
-    "_local.function_model": "test_process_batcher.py",
+    "_local.function_model": "local/test_process_batcher.py",
     "_local.loop_shell": "test_aio.py",
-    "_local.process_batcher": "test_process_batcher.py",
     "_local.task_worker": "test_aio.py",
     "_local.thread_worker": "test_dynamic.py",
     "types": "test_aio.py",

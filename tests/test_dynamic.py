@@ -1,4 +1,4 @@
-"""`@dynamically`: what it gives to those who call it, from threads and loops, in good and bad times."""
+"""`@dynamically`: what its callers get, in threads and on loops, in good and bad times."""
 
 import asyncio
 import contextvars
@@ -242,11 +242,10 @@ def test_a_full_queue_refuses_the_call_as_a_whole() -> None:
         assert "max_queue_size=3" in str(caught.value)
 
         async def call_twice() -> list[Any]:
-            calls = (function.acall(3), function.acall(4))
-            task = asyncio.gather(*calls, return_exceptions=True)
+            calls = asyncio.gather(function.acall(3), function.acall(4), return_exceptions=True)
             await turns()
             held.let_on(2)
-            return await task
+            return list(await calls)
 
         outcomes = asyncio.run(call_twice())
         assert outcomes[0] == 6
@@ -326,7 +325,8 @@ def test_anything_but_one_output_per_input_is_an_error_for_all(outputs: Any) -> 
 
 
 def test_a_tuple_of_outputs_will_do() -> None:
-    with dynamically(tuple) as function:
+    as_tuple: Any = tuple
+    with dynamically(as_tuple) as function:
         assert function([1, 2]) == [1, 2]
 
 
@@ -470,7 +470,7 @@ def test_a_loop_that_is_closed_while_calls_wait_harms_nobody_else() -> None:
         assert asyncio.run(_call(function, 5, held)) == 10
         for task in left:  # as asyncio would complain
             task._log_destroy_pending = False  # type: ignore[attr-defined]
-            task.get_coro().close()  # type: ignore[union-attr]
+            task.get_coro().close()
 
 
 async def _call(function: BatchedFunction[Any, Any], item: Any, held: Held) -> Any:

@@ -1,4 +1,4 @@
-"""`@inference.dynamically`: features to batches and back, as arrays and tensors, with every setting."""
+"""`@inference.dynamically`: features to batches and back, as arrays and as tensors."""
 
 import asyncio
 from collections.abc import Callable
@@ -174,15 +174,18 @@ def test_or_rows_if_one_says_so() -> None:
 
 
 def test_what_can_be_read_in_two_ways_is_an_error_where_one_asks_for_that() -> None:
-    with inference.dynamically(outputs="auto")(lambda features: [features["ids"]] * 2) as function:
+    decorate = inference.dynamically(outputs="auto")
+    with decorate(lambda features: [features["ids"]] * 2) as function:
+        features = {"ids": numpy.array([[1, 2], [3, 4]])}
         with pytest.raises(OutputMismatchError, match="outputs='rows'"):
-            function({"ids": numpy.array([[1, 2], [3, 4]])})
+            function(features)
 
 
 def test_another_number_of_rows_is_an_error() -> None:
     with inference.dynamically(lambda features: features["ids"][1:]) as function:
+        features = {"ids": numpy.array([[1], [2]])}
         with pytest.raises(OutputMismatchError, match="1 rows for 2 inputs"):
-            function({"ids": numpy.array([[1], [2]])})
+            function(features)
 
 
 # Calls.

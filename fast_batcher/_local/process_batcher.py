@@ -5,6 +5,7 @@ The loop runs in a thread, so that calls may come from any thread and any loop. 
 
 import asyncio
 import atexit
+import os
 import sys
 import threading
 import weakref
@@ -19,6 +20,10 @@ from fast_batcher.types import BatchProcessorStats
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
+
+
+# All there are, for the moment after a fork.
+_batchers: "weakref.WeakSet[ProcessBatcher]" = weakref.WeakSet()
 
 
 class ProcessBatcher:
@@ -42,6 +47,10 @@ class ProcessBatcher:
             )
         self._model_args = (target.__module__, target.__qualname__, form)
         self._settings = settings
+        self._begin_anew()
+        _batchers.add(self)
+
+    def _begin_anew(self) -> None:
         self._lock = threading.Lock()
         self._is_closed = False
         self._running: _Running | None = None
@@ -142,11 +151,16 @@ class _Running:
 
     def __init__(self, name: str, make_batcher: Callable[[], DynBatcher[Any, Any]]) -> None:
         self._loop = asyncio.new_event_loop()
-        self.batcher = make_batcher()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name=f"fast_batcher {name}", daemon=True
         )
         self._thread.start()
+
+        async def make() -> DynBatcher[Any, Any]:
+            return make_batcher()
+
+        # On its own loop: where it is made while a loop runs, it begins to open there.
+        self.batcher: DynBatcher[Any, Any] = self.run(make()).result()
         # Before the interpreter goes, and the loop with it.
         atexit.register(self.stop_loop)
 
@@ -167,6 +181,15 @@ class _Running:
     def stop_loop(self) -> None:
         """Let the thread end; takes no locks."""
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _begin_all_anew() -> None:
+    """In a forked child there are no threads, and locks are as they happened to be."""
+    for batcher in list(_batchers):
+        batcher._begin_anew()  # noqa: SLF001  this is its module
+
+
+os.register_at_fork(after_in_child=_begin_all_anew)
 
 
 def _require_importable(target: Any) -> str:
