@@ -29,6 +29,8 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, NoReturn, Self, overload
 
+from fast_batcher._arrays.batches import join, split_rows
+from fast_batcher._arrays.collation import Collation
 from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
 from fast_batcher._core.lifecycle import Event, State, next_state
 from fast_batcher._core.messages import (
@@ -58,6 +60,7 @@ from fast_batcher.config import (
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
+    CollationError,
     ConfigurationError,
     DeadlineExceededError,
     NotReadyError,
@@ -350,6 +353,50 @@ class DynBatcher(Generic[InputT, OutputT]):
                 if request.caller.done() and not request.caller.cancelled():
                     request.caller.exception()  # seen, so that asyncio does not report it
         return outputs
+
+    async def process_rows(
+        self,
+        batch: Any,
+        *,
+        collation: Collation | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Wait for the outputs of an input that is itself a batch of k rows.
+
+        Its rows are k inputs: they share batches with those of other callers, count as k against
+        `max_batch_size` and `max_queue_size`, and are spread over as many batches as they need.
+
+        Args:
+            batch: An array or tensor with a batch axis, or a structure of them, as a dict of
+                features. A list in it has one entry per row.
+            collation: Where the batch axis is: `batch_dim[0]` in `batch`, `batch_dim[1]` in what is
+                returned; and how rows of unequal outputs are padded. Default `Collation.stack()`.
+            timeout: As for `process_batched`, for all rows together.
+
+        Returns:
+            The outputs of the rows in their order, joined to one batch: arrays and tensors with a
+            batch axis, numbers as an array, texts as a list, or a structure of such things.
+
+        Raises:
+            CollationError: `batch` has no rows, or features of different numbers of them: then
+                nothing was queued. Or the outputs cannot be joined.
+            BatcherError: As `process_many`.
+
+        Cancellation: as for `process_many`.
+        """
+        collation = Collation.stack() if collation is None else collation
+        if not isinstance(collation, Collation):
+            raise ConfigurationError(
+                f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"
+            )
+        rows = split_rows(batch, collation)
+        if not rows:
+            raise CollationError(
+                "the input is a batch of no rows, for which nobody knows what the outputs would "
+                "look like; do not send it"
+            )
+        outputs = await self.process_many(rows, timeout=timeout)
+        return join(outputs, collation, dim=collation.batch_dim[1])
 
     def submit(
         self, value: InputT, *, timeout: float | None = None

@@ -1,4 +1,4 @@
-"""Settings of a batcher, checked once at construction. Pure; imports only errors.
+"""Settings of a batcher, checked once at construction. Pure; a leaf.
 
 Each check names the parameter, the value and the remedy. What only the worker can know (does the
 module import, does the class load) is found at open.
@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from fast_batcher._arrays.collation import Collation
 from fast_batcher.errors import ConfigurationError
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
@@ -251,6 +252,13 @@ def find_model_fault(model: type) -> str | None:
         return "infer is async; the worker has no event loop, write a plain def"
     if inspect.isgeneratorfunction(infer):
         return "infer is a generator; return a list with one output per input"
+    collation = getattr(model, "collation", None)
+    # A property says what it is when there is an instance.
+    if collation is not None and not isinstance(collation, Collation | property):
+        return (
+            f"its collation is {collation!r:.100}; make one with Collation.stack() or "
+            "Collation.pad()"
+        )
     return _find_arity_fault(model, infer)
 
 

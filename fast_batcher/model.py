@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from fast_batcher._arrays.collation import Collation
+
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
 
@@ -16,16 +18,22 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     from one thread, one after the other.
     """
 
+    # How inputs become one batch: `infer` then takes one array, tensor or structure of them and
+    # returns one, in place of lists. None: it takes lists. May be set in `__init__`.
+    collation: Collation | None = None
+
     @abstractmethod
     def infer(self, inputs: list[InputT]) -> Sequence[OutputT | Exception]:
         """Compute one batch.
 
         Args:
-            inputs: 1 to `max_batch_size` inputs, in order of arrival.
+            inputs: 1 to `max_batch_size` inputs, in order of arrival; with a `collation`, the batch
+                that they were joined to.
 
         Returns:
             One output per input, in the same order: a list, tuple, or an array or tensor whose
             first axis is the batch. An exception instance at a position fails that request alone.
+            With a `collation` also a dict or other structure of arrays with a batch axis.
 
         Raises:
             Exception: Whatever it raises reaches the callers of this batch as an `InferenceError`

@@ -4,97 +4,15 @@ join(rows)  -> one structure of arrays with a batch axis
 split(batch) -> rows, as many as were joined
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from fast_batcher._arrays import leaves as arrays
-from fast_batcher._arrays.collation import Collation, Outputs, Padding
+from fast_batcher._arrays.collation import Collation, Outputs
 from fast_batcher._arrays.leaves import Spec
-from fast_batcher._arrays.trees import LEAF, Tree, build, children, flatten, paths
+from fast_batcher._arrays.rows import Row, describe_difference, take_apart
+from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths
 from fast_batcher.errors import CollationError, OutputMismatchError
-
-
-class Row(NamedTuple):
-    """One input, taken apart."""
-
-    leaves: list[Any]
-    tree: Tree
-    specs: tuple[Spec, ...]
-
-    @property
-    def signature(self) -> tuple[Tree, tuple[Spec, ...]]:
-        """What has to be equal in rows that are joined; hashable."""
-        return self.tree, self.specs
-
-
-def take_apart(value: Any, collation: Collation, *, dim: int | None = None) -> Row:
-    """Look at one row by itself.
-
-    Args:
-        value: The row.
-        collation: How it is to be joined to others.
-        dim: Where the batch axis will be; None for `batch_dim[0]`.
-
-    Raises:
-        CollationError: It cannot be joined to any other: it is or holds something that is no array,
-            its dtype cannot keep its pad value, or it has too few axes.
-    """
-    padding = collation.padding
-    row = _take_apart(value, padding)
-    if padding is not None and padding.mask is not None:
-        row = _take_apart(_with_mask(value, row, padding), padding)
-    axis = collation.batch_dim[0] if dim is None else dim
-    for spec, path in zip(row.specs, paths(row.tree), strict=True):
-        arrays.check_axis(spec, path, axis)
-    return row
-
-
-def _take_apart(value: Any, padding: Padding | None) -> Row:
-    leaves, tree = flatten(value, _refuse_plain_list)
-    pairs = zip(leaves, paths(tree), strict=True)
-    return Row(leaves, tree, tuple([arrays.spec_of(leaf, path, padding) for leaf, path in pairs]))
-
-
-def _refuse_plain_list(value: Any) -> bool:
-    if type(value) is list and value and all(map(arrays.is_plain, value)):
-        raise CollationError(
-            f"the input has a list of {type(value[0]).__name__}s, which could be one array or many "
-            "features; send numpy.asarray(x), or a tuple"
-        )
-    return False
-
-
-def _with_mask(value: Any, row: Row, padding: Padding) -> dict[Any, Any]:
-    if not isinstance(value, Mapping):
-        raise CollationError(
-            f"mask={padding.mask!r} becomes a key of every input, and this one is a "
-            f"{type(value).__qualname__}; send dicts"
-        )
-    if padding.mask in value:
-        raise CollationError(
-            f"mask={padding.mask!r}: the input has this key already; leave it out, or the mask"
-        )
-    return {**value, padding.mask: _make_mask(row, padding)}
-
-
-def _make_mask(row: Row, padding: Padding) -> Any:
-    sizes: dict[tuple[int, ...], Spec] = {}
-    for leaf, path, spec in zip(row.leaves, paths(row.tree), row.specs, strict=True):
-        if None in spec.shape and padding.mask_of in (None, path):
-            padded = zip(leaf.shape, spec.shape, strict=True)
-            sizes[tuple([length for length, fixed in padded if fixed is None])] = spec
-    if len(sizes) == 1:
-        ((lengths, spec),) = sizes.items()
-        return arrays.ones(lengths, spec)
-    if not sizes:
-        name = padding.mask_of or "any"
-        raise CollationError(
-            f"mask={padding.mask!r}: the input has no padded feature {name!r} to describe"
-        )
-    raise CollationError(
-        f"mask={padding.mask!r}: the padded features of the input have the lengths "
-        f"{sorted(sizes)}; name the one that the mask describes with mask_of"
-    )
 
 
 def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -> Any:
@@ -119,7 +37,7 @@ def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -
         raise CollationError("there are no rows to join: what is joined needs one or more")
     for row in apart:
         if row.signature != apart[0].signature:
-            raise CollationError(describe_difference(apart[0], row, collation))
+            raise CollationError(describe_difference(apart[0], row))
     return join_apart(apart, collation, dim=dim)
 
 
@@ -146,29 +64,6 @@ def _find_like(specs: Iterable[Spec]) -> Spec:
         if spec.kind == "tensor" and of_tensors is None:
             of_tensors = spec
     return of_tensors or arrays.NONE
-
-
-def describe_difference(one: Row, other: Row, collation: Collation) -> str:
-    """Why two rows cannot be in one batch, and what could be done."""
-    remedy = "send inputs of one kind, or use unequal='group'"
-    if one.tree != other.tree:
-        return (
-            f"inputs of different structures cannot be joined: {_list_features(one)} and "
-            f"{_list_features(other)}; {remedy}"
-        )
-    for path, spec, second in zip(paths(one.tree), one.specs, other.specs, strict=True):
-        if spec != second:
-            if spec._replace(shape=()) == second._replace(shape=()):
-                remedy = f"{remedy} or Collation.pad"
-            name = repr(path) if path else "inputs"
-            return f"{name} cannot be joined: {spec} and {second}; {remedy}"
-    return f"the inputs are of one kind: {_list_features(one)}"
-
-
-def _list_features(row: Row) -> str:
-    kind = row.tree.kind
-    names = ", ".join(path for path in paths(row.tree) if path)
-    return f"{kind.__name__} of ({names:.200})" if kind is not None else str(row.specs[0])
 
 
 def split(

@@ -1,7 +1,7 @@
 """`Collation`: how inputs become one batch, and a batch of outputs becomes rows. Pure values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from fast_batcher.errors import ConfigurationError
@@ -20,9 +20,10 @@ class Padding:
     """How features of unequal lengths become equal; made by `Collation.pad`, which explains it."""
 
     value: PadValue | None
-    values: Mapping[str, PadValue] = field(default_factory=dict)
+    # By feature, as pairs, so that it can be hashed.
+    values: tuple[tuple[str, PadValue], ...] = ()
     side: Side = "right"
-    sides: Mapping[str, Side] = field(default_factory=dict)
+    sides: tuple[tuple[str, Side], ...] = ()
     dims: tuple[int, ...] = (0,)
     mask: str | None = None
     mask_of: str | None = None
@@ -31,13 +32,13 @@ class Padding:
         """What fills up this feature, None if it is not padded."""
         if feature == self.mask:
             return 0
-        return self.values.get(feature, self.value)
+        return dict(self.values).get(feature, self.value)
 
     def side_of(self, feature: str) -> Side:
         """On which side of its data the filling goes."""
         if feature == self.mask and self.mask_of is not None:
             return self.side_of(self.mask_of)
-        return self.sides.get(feature, self.side)
+        return dict(self.sides).get(feature, self.side)
 
     def axes_of(self, feature: str, ndim: int) -> frozenset[int]:
         """The padded axes of a row of `ndim` axes, counted from 0; none if it is not padded."""
@@ -143,15 +144,15 @@ class Collation:
         """
         padding = Padding(
             value=None if value is None else _check_pad_value("value", value),
-            values={
-                name: _check_pad_value(f"values[{name!r}]", one)
+            values=tuple(
+                (name, _check_pad_value(f"values[{name!r}]", one))
                 for name, one in _check_names("values", values).items()
-            },
+            ),
             side=_check_choice("side", side, get_args(Side)),
-            sides={
-                name: _check_choice(f"sides[{name!r}]", one, get_args(Side))
+            sides=tuple(
+                (name, _check_choice(f"sides[{name!r}]", one, get_args(Side)))
                 for name, one in _check_names("sides", sides).items()
-            },
+            ),
             dims=_check_dims(dims),
             mask=_check_name("mask", mask),
             mask_of=_check_name("mask_of", mask_of),
@@ -242,7 +243,7 @@ def _check_padding(padding: Padding) -> None:
             f"mask_of={padding.mask_of!r}: there is no mask; name it too, as in "
             "mask='attention_mask'"
         )
-    if padding.mask is not None and padding.mask in {*padding.values, *padding.sides}:
+    if padding.mask is not None and padding.mask in dict([*padding.values, *padding.sides]):
         raise ConfigurationError(
             f"mask={padding.mask!r}: it is padded with 0, on the side of the feature that it "
             "describes; leave it out of values and sides"

@@ -4,6 +4,7 @@ NumPy and PyTorch are used where they are loaded. A dtype is kept as it is: noth
 and what would need it is refused.
 """
 
+import functools
 import importlib
 import math
 import sys
@@ -27,7 +28,7 @@ class Spec(NamedTuple):
     dtype: Any = None
     # Lengths of the axes, None for those that are padded.
     shape: tuple[int | None, ...] = ()
-    device: str = ""
+    device: Any = None
 
     def __str__(self) -> str:
         if self.kind in ("number", "text"):
@@ -35,10 +36,9 @@ class Spec(NamedTuple):
         if self.kind == "none":
             return "None"
         shape = ", ".join("any" if length is None else str(length) for length in self.shape)
-        place = f" on {self.device}" if self.device not in ("", "cpu") else ""
-        return f"an {self.kind} of shape ({shape}) and dtype {self.dtype}{place}".replace(
-            "an tensor", "a tensor"
-        )
+        place = "" if self.device is None else f" on {self.device}"
+        article = "an" if self.kind == "array" else "a"
+        return f"{article} {self.kind} of shape ({shape}) and dtype {self.dtype}{place}"
 
 
 NONE: Final = Spec("none")
@@ -69,60 +69,69 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in _NUMBERS or isinstance(value, _TEXTS)
 
 
-def spec_of(leaf: Any, feature: str, padding: Padding | None) -> Spec:
-    """What the leaves of other rows have to be equal to.
-
-    Args:
-        leaf: Of one row.
-        feature: Its name.
-        padding: What is padded, None for nothing.
-
-    Raises:
-        CollationError: It can be joined to nothing.
-    """
+def spec_of(leaf: Any) -> Spec | None:
+    """What the leaves of other rows have to be equal to; None if it can be joined to nothing."""
     if is_array(leaf):
-        fault = "dtype object" if leaf.dtype.hasobject else None
-        spec = Spec("array", leaf.dtype, leaf.shape)
-    elif is_tensor(leaf):
-        fault = find_tensor_fault(leaf)
-        spec = Spec("tensor", leaf.dtype, tuple(leaf.shape), str(leaf.device))
-    else:
-        return _spec_of_plain(leaf, feature)
-    if fault is not None:
-        raise CollationError(
-            f"{_named(feature)} is an {spec.kind} of {fault}, which cannot be joined with others; "
-            "convert it to numbers in a dense array"
-        )
-    axes = padding.axes_of(feature, len(spec.shape)) if padding is not None else ()
-    if not axes or padding is None:
-        return spec
-    value = padding.value_of(feature)
-    if not _fits(value, spec):
-        raise CollationError(
-            f"{_named(feature)}: the pad value {value!r} does not fit dtype {spec.dtype}; choose "
-            f"one that does, as in Collation.pad(values={{{feature!r}: ...}})"
-        )
-    shape = tuple([None if axis in axes else n for axis, n in enumerate(spec.shape)])
-    return spec._replace(shape=shape)
-
-
-def _spec_of_plain(leaf: Any, feature: str) -> Spec:
-    if leaf is None:
-        return NONE
+        return None if leaf.dtype.hasobject else Spec("array", leaf.dtype, leaf.shape)
+    if is_tensor(leaf):
+        shape, device = tuple(leaf.shape), leaf.device
+        return None if find_tensor_fault(leaf) else Spec("tensor", leaf.dtype, shape, device)
     kind = type(leaf)
     if kind in _NUMBERS:
-        if kind is int and leaf not in _INT64:
-            raise CollationError(
-                f"{_named(feature)} is {leaf!r:.50}, which does not fit into 64 bits; send a float "
-                "or a text"
-            )
-        return Spec("number", kind)
+        return Spec("number", kind) if kind is not int or leaf in _INT64 else None
+    if leaf is None:
+        return NONE
     if isinstance(leaf, _TEXTS):
         return Spec("text", bytes if isinstance(leaf, bytes) else str)
-    remedy = "send an array, a tensor, a number, or a dict, list, tuple or dataclass of them"
-    if is_array_like(leaf):
-        remedy = "send a plain array or tensor: numpy.asarray(x), x.filled(...), x.to_dense()"
-    raise CollationError(f"{_named(feature)} is a {kind.__qualname__}; {remedy}")
+    return None
+
+
+def describe_fault(leaf: Any, feature: str) -> str:
+    """Why a leaf without a spec can be joined to nothing, and what could be sent instead."""
+    name, kind = named(feature), type(leaf).__qualname__
+    if is_array(leaf):
+        fault = "dtype object"
+    elif is_tensor(leaf):
+        fault = find_tensor_fault(leaf) or ""
+    elif is_array_like(leaf):
+        return f"{name} is a {kind}; send a plain array or tensor: numpy.asarray(x), x.filled(...)"
+    elif isinstance(leaf, int):
+        return f"{name} is {leaf!r:.50}, which does not fit into 64 bits; send a float or a text"
+    else:
+        return (
+            f"{name} is a {kind}; send an array, a tensor, a number, or a dict, list, tuple or "
+            "dataclass of them"
+        )
+    return (
+        f"{name} is an array or tensor of {fault}, which cannot be joined with others; convert it "
+        "to numbers in a dense array"
+    )
+
+
+def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
+    """The same without the lengths of the axes that are padded.
+
+    Raises:
+        CollationError: The dtype cannot keep the pad value.
+    """
+    axes = _find_axes(spec.kind, spec.dtype, len(spec.shape), feature, padding)
+    if not axes:
+        return spec
+    shape = tuple([None if axis in axes else n for axis, n in enumerate(spec.shape)])
+    return Spec(spec.kind, spec.dtype, shape, spec.device)
+
+
+# As many features as the inputs of a few models have.
+@functools.lru_cache(maxsize=256)
+def _find_axes(kind: str, dtype: Any, ndim: int, feature: str, padding: Padding) -> frozenset[int]:
+    axes = padding.axes_of(feature, ndim) if kind in ("array", "tensor") else frozenset()
+    value = padding.value_of(feature)
+    if axes and not _fits(value, kind, dtype):
+        raise CollationError(
+            f"{named(feature)}: the pad value {value!r} does not fit dtype {dtype}; choose one "
+            f"that does, as in Collation.pad(values={{{feature!r}: ...}})"
+        )
+    return axes
 
 
 def find_tensor_fault(tensor: Any) -> str | None:
@@ -137,13 +146,14 @@ def find_tensor_fault(tensor: Any) -> str | None:
     return "nested tensors" if tensor.is_nested else None
 
 
-def _named(feature: str) -> str:
-    return repr(feature) if feature else "the input"
+def named(feature: str) -> str:
+    """A feature in an error."""
+    return repr(feature) if feature else "the row"
 
 
-def _fits(value: PadValue | None, spec: Spec) -> bool:
+def _fits(value: PadValue | None, library: str, dtype: Any) -> bool:
     """Whether a pad value can be kept in this dtype without becoming another number."""
-    kind, limits = _limits(spec)
+    kind, limits = _limits(library, dtype)
     if value is None or limits is None:
         return False
     least, most = limits
@@ -162,17 +172,17 @@ def _is_in(value: float, least: float, most: float) -> bool:
     return least <= value <= most or value != value or value in (math.inf, -math.inf)
 
 
-def _limits(spec: Spec) -> tuple[str, tuple[float, float] | None]:
+def _limits(library: str, dtype: Any) -> tuple[str, tuple[float, float] | None]:
     """The kind of a dtype in one letter, as NumPy has it, and its numbers; None if it has none."""
     info: Any
-    if spec.kind == "array":
+    if library == "array":
         numpy = sys.modules["numpy"]
-        kind = spec.dtype.kind
+        kind = dtype.kind
         info = numpy.iinfo if kind in "iu" else numpy.finfo
     else:
         torch = sys.modules["torch"]
-        kind = "c" if spec.dtype.is_complex else "f" if spec.dtype.is_floating_point else "i"
-        kind = "b" if spec.dtype is torch.bool else kind
+        kind = "c" if dtype.is_complex else "f" if dtype.is_floating_point else "i"
+        kind = "b" if dtype is torch.bool else kind
         info = torch.iinfo if kind == "i" else torch.finfo
     if kind == "b":
         return kind, (0, 1)
@@ -180,21 +190,13 @@ def _limits(spec: Spec) -> tuple[str, tuple[float, float] | None]:
         return kind, None
     # As Python's own: beside one of NumPy's the value would first become one of its dtype.
     number = int if kind in "iu" else float
-    return kind, (number(info(spec.dtype).min), number(info(spec.dtype).max))
+    return kind, (number(info(dtype).min), number(info(dtype).max))
 
 
-def check_axis(spec: Spec, feature: str, dim: int) -> None:
-    """See to it that a batch of such leaves can have its axis there.
-
-    Raises:
-        CollationError: It cannot.
-    """
+def may_have_axis(spec: Spec, dim: int) -> bool:
+    """Whether a batch of such leaves can have its axis there."""
     ndim = len(spec.shape)
-    if spec.kind not in ("none", "text") and not -ndim - 1 <= dim <= ndim:
-        raise CollationError(
-            f"batch_dim={dim}: {_named(feature)} has {ndim} axes, so that its batch has {ndim + 1};"
-            f" choose one from {-ndim - 1} to {ndim}"
-        )
+    return -ndim - 1 <= dim <= ndim or spec.kind in ("none", "text")
 
 
 def stack(
@@ -206,7 +208,7 @@ def stack(
         leaves: One or more, all of this `spec`.
         spec: What `spec_of` says of each.
         feature: Their name.
-        dim: Where the new axis is; `check_axis` has been asked.
+        dim: Where the new axis is; `may_have_axis` has been asked.
         padding: What is padded, None for nothing.
         like: An array or tensor of the same rows: numbers come into one of its library and device.
 
@@ -236,7 +238,10 @@ def stack(
     )
     rows = numpy.moveaxis(batch, dim, 0)
     for position, leaf in enumerate(leaves):
-        rows[(position, *_place(leaf.shape, shape, side))] = leaf
+        if value is None:
+            rows[position] = leaf
+        else:
+            rows[(position, *_place(leaf.shape, shape, side))] = leaf
     return batch
 
 

@@ -6,11 +6,11 @@ need not pass the check of one.
 """
 
 import dataclasses
+import functools
 import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from fast_batcher.errors import CollationError
@@ -105,7 +105,7 @@ def build(tree: Tree, leaves: Iterator[Any]) -> Any:
 
 
 def _build_object(kind: type, tree: Tree, values: list[Any]) -> Any:
-    built = object.__new__(kind)
+    built: Any = object.__new__(kind)
     if tree.own is None:
         for name, value in zip(tree.keys, values, strict=True):
             object.__setattr__(built, name, value)
@@ -122,58 +122,78 @@ def _build_object(kind: type, tree: Tree, values: list[Any]) -> Any:
     return built
 
 
+def with_entry(tree: Tree, key: str) -> Tree:
+    """The tree of a mapping with one more leaf, which is its last."""
+    keys, leaves = (*tree.keys, key), (*tree.children, LEAF)
+    return Tree(tree.kind, keys, leaves, (*tree.own, key))
+
+
 def children(value: Any) -> list[Any] | None:
     """What a structure holds, None for a leaf."""
     state = _open(value)
     return None if state is None else state.values
 
 
-def paths(tree: Tree) -> list[str]:
+# As many structures as the inputs and outputs of a few models have.
+@functools.lru_cache(maxsize=64)
+def paths(tree: Tree) -> tuple[str, ...]:
     """The names of the leaves, in their order: keys with dots between them, "" for a lone leaf."""
-    return [".".join(names) for names in _walk(tree)]
+    return tuple([".".join(names) for names in _walk(tree)])
 
 
 def _walk(tree: Tree) -> Iterator[tuple[str, ...]]:
     if tree.kind is None:
         yield ()
     for key, child in zip(tree.keys, tree.children, strict=True):
-        name = key.name if isinstance(key, _Part) else str(key)
+        name = str(key.name if isinstance(key, _Part) else key)
         for rest in _walk(child):
             yield (name, *rest)
 
 
 def _open(value: Any) -> _State | None:
     """What a structure holds; None for a leaf."""
-    kind = type(value)
-    if kind is list:
-        return _State(list, tuple(range(len(value))), value)
-    if isinstance(value, tuple):
-        return _open_tuple(value)
-    if isinstance(value, Mapping):
-        # Of other kinds of mappings (a tokenizer's, a model's) it is the contents that are wanted.
-        made = OrderedDict if kind is OrderedDict else dict
-        order = tuple(value)
-        keys = tuple(sorted(order, key=_by_name))
-        return _State(made, keys, [value[key] for key in keys], order)
-    if _is_pydantic(value):
-        return _open_pydantic(value)
-    if dataclasses.is_dataclass(value) and kind.__new__ is object.__new__:
-        return _open_dataclass(value)
+    opener = _find_opener(type(value))
+    return None if opener is None else opener(value)
+
+
+# Many more types than rows are made of; it holds on to classes, which a program may make anew.
+@functools.lru_cache(maxsize=256)
+def _find_opener(kind: type) -> Callable[[Any], _State] | None:
+    """How values of this type are taken apart, None if they are leaves."""
+    new: Any = kind.__new__
+    base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
+    if kind is list or kind is tuple:
+        return _open_sequence
+    # A tuple of any other kind may mean anything: a shape, for one.
+    if issubclass(kind, tuple):
+        return _open_named_tuple if isinstance(getattr(kind, "_fields", None), tuple) else None
+    if issubclass(kind, Mapping):
+        return _open_mapping
+    if isinstance(base, type) and issubclass(kind, base):
+        return _open_pydantic
+    if dataclasses.is_dataclass(kind) and new is object.__new__:
+        return _open_dataclass
     return None
+
+
+def _open_sequence(value: Any) -> _State:
+    return _State(type(value), tuple(range(len(value))), list(value))
+
+
+def _open_named_tuple(value: Any) -> _State:
+    return _State(type(value), type(value)._fields, list(value))
+
+
+def _open_mapping(value: Mapping[Any, Any]) -> _State:
+    # Of other kinds of mappings (a tokenizer's, a model's) it is the contents that are wanted.
+    made = OrderedDict if type(value) is OrderedDict else dict
+    order = tuple(value)
+    keys = tuple(sorted(order, key=_by_name))
+    return _State(made, keys, [value[key] for key in keys], order)
 
 
 def _by_name(key: Any) -> tuple[str, str]:
     return type(key).__qualname__, str(key)
-
-
-def _open_tuple(value: tuple[Any, ...]) -> _State | None:
-    kind = type(value)
-    if kind is tuple:
-        return _State(tuple, tuple(range(len(value))), list(value))
-    fields = getattr(kind, "_fields", None)
-    if not isinstance(fields, tuple) or len(fields) != len(value):
-        return None  # a subclass that may mean anything: a shape, for one
-    return _State(kind, fields, list(value))
 
 
 def _open_dataclass(value: Any) -> _State:
@@ -186,12 +206,7 @@ def _open_dataclass(value: Any) -> _State:
 
 def _is_cached(value: Any, name: str) -> bool:
     """Whether this was computed from the rest; that of a batch is computed from the batch."""
-    return isinstance(inspect.getattr_static(type(value), name, None), cached_property)
-
-
-def _is_pydantic(value: Any) -> bool:
-    base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
-    return isinstance(base, type) and isinstance(value, base)
+    return isinstance(inspect.getattr_static(type(value), name, None), functools.cached_property)
 
 
 def _open_pydantic(value: Any) -> _State:

@@ -17,13 +17,19 @@ from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._process.collated_model import collate
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header
 from fast_batcher._transport.mark import Mark
 from fast_batcher.config import find_model_fault
-from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
+from fast_batcher.errors import (
+    CollationError,
+    InferenceError,
+    OutputMismatchError,
+    WorkerStartupError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,13 +73,14 @@ def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]") -> int:
         return 0
     try:
         model = load_model(first.body)
-        _warm_up(model)
+        computing = collate(model)
+        _warm_up(computing)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
     try:
         channel.send(Kind.READY)
-        serve(channel, model, mark)
+        serve(channel, computing, mark)
     finally:
         _close_model(model)
     return 0
@@ -404,6 +411,10 @@ def _warm_up(model: Any) -> None:
     outputs = codec.check_outputs(model.infer(list(inputs)), len(inputs))
     if isinstance(outputs, str):
         raise OutputMismatchError(f"during warm-up: {outputs}")
+    for output in outputs:
+        # No request is to blame, so it is the declaration or the model.
+        if isinstance(output, CollationError | OutputMismatchError):
+            raise output
 
 
 def _close_model(model: Any) -> None:

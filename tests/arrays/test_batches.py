@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
-from fast_batcher import Collation, CollationError
-from fast_batcher._arrays.batches import join, split
+from fast_batcher import Collation, CollationError, OutputMismatchError
+from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.trees import flatten
 
 Make = Callable[[np.random.Generator], Any]
@@ -135,7 +135,7 @@ def assert_same(one: Any, other: Any) -> None:
         elif isinstance(left, np.ndarray | np.generic):
             # A scalar of NumPy's has no byte order, and a text no room behind it.
             is_scalar = left.ndim == 0 and isinstance(right, np.generic)
-            expected = left[()].dtype if is_scalar else left.dtype
+            expected = np.asarray(left)[()].dtype if is_scalar else left.dtype
             assert right.dtype == expected
             assert left.shape == np.shape(right)
             assert np.array_equal(left, right)
@@ -222,3 +222,142 @@ def test_a_row_is_pickled_without_the_others(batch: Any, dim: int) -> None:
     for value in (batch, {"a": batch}, list(batch)):
         for row in split(value, 100, Collation.stack(batch_dim=dim, outputs="rows")):
             assert pickled_size(row) < 2000
+
+
+def test_features_are_filled_up_each_in_its_own_way() -> None:
+    collation = Collation.pad(
+        value=0,
+        values={"labels": -100, "image.pixels": 0.5},
+        sides={"labels": "left"},
+        mask="mask",
+        mask_of="labels",
+    )
+    rows = [
+        {
+            "ids": np.arange(1, length + 1, dtype="i2"),
+            "labels": np.ones(length, "i8"),
+            "image": {"pixels": torch.ones(length, dtype=torch.bfloat16)},
+        }
+        for length in (1, 3)
+    ]
+    batch = join(rows, collation)
+    assert batch["ids"].tolist() == [[1, 0, 0], [1, 2, 3]]
+    assert batch["ids"].dtype == np.int16
+    assert batch["labels"].tolist() == [[-100, -100, 1], [1, 1, 1]]
+    assert batch["mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
+    assert batch["mask"].dtype == np.int64
+    assert batch["image"]["pixels"].tolist() == [[1.0, 0.5, 0.5], [1.0, 1.0, 1.0]]
+    assert batch["image"]["pixels"].dtype == torch.bfloat16
+
+
+def test_two_axes_are_filled_up() -> None:
+    images = [np.ones((1, 2, 3), "u1"), np.ones((2, 1, 3), "u1")]
+    batch = join(images, Collation.pad(value=255, dims=(0, 1), batch_dim=-1))
+    assert batch.shape == (2, 2, 3, 2)
+    assert batch.dtype == np.uint8
+    assert batch[..., 0, 0].tolist() == [[1, 1], [255, 255]]
+    assert batch[..., 0, 1].tolist() == [[1, 255], [1, 255]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "dtype"),
+    [
+        ([True, False], np.ndarray, np.bool_),
+        ([1, 2], np.ndarray, np.int64),
+        ([0.1, 2.0], np.ndarray, np.float64),
+        ([1j, 2.0j], np.ndarray, np.complex128),
+    ],
+)
+def test_numbers_become_arrays(rows: list[Any], kind: type, dtype: Any) -> None:
+    batch = join(rows, Collation.stack())
+    assert type(batch) is kind
+    assert batch.dtype == dtype
+    assert batch.tolist() == rows
+
+
+def test_numbers_join_the_tensors_beside_them() -> None:
+    rows = [{"x": torch.zeros(1), "at": 0.1, "on": True, "n": 2**40} for _ in range(2)]
+    batch = join(rows, Collation.stack())
+    assert [batch[key].dtype for key in ("at", "on", "n")] == [
+        *(torch.float64, torch.bool, torch.int64)
+    ]
+    assert batch["at"].tolist() == [0.1, 0.1]
+    both = join([(torch.zeros(1), np.zeros(1), 1.0)] * 2, Collation.stack())
+    assert type(both[2]) is np.ndarray
+
+
+def test_a_batch_is_laid_out_as_its_axes_say() -> None:
+    """Compiled models and kernels ask for it."""
+    for collation in (Collation.stack(batch_dim=1), Collation.pad(value=0, batch_dim=1)):
+        assert join([np.zeros((3, 4))] * 2, collation).flags.c_contiguous
+        assert join([torch.zeros(3, 4)] * 2, collation).is_contiguous()
+
+
+def test_rows_that_differ_are_not_joined() -> None:
+    with pytest.raises(
+        CollationError, match=r"dtype float32 and an array of shape .* dtype float64"
+    ):
+        join([np.zeros(2, "f4"), np.zeros(2)], Collation.stack(unequal="group"))
+    with pytest.raises(CollationError, match="there are no rows to join"):
+        join([], Collation.stack())
+
+
+FEATURES = [
+    {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(2)},
+    {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(2)},
+    {"a": [np.zeros(1), np.ones(2)], "b": [np.zeros(3), np.ones(3)]},
+    {"a": [torch.zeros(1), torch.ones(2)], "b": torch.arange(2)},
+    Pair(np.arange(2), Point({"x": np.arange(2)}, None)),
+    np.arange(2),
+    np.arange(12).reshape(2, 6)[:, ::-2],
+    ["x", "y"],
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=repr)
+def test_an_input_that_is_a_batch_has_rows(features: Any) -> None:
+    rows = split_rows(features, Collation.stack())
+    assert len(rows) == 2
+    if isinstance(features, dict):
+        for number, row in enumerate(rows):
+            assert row.keys() == features.keys()
+            for key, column in features.items():
+                assert_same(column[number], row[key])
+    elif isinstance(features, np.ndarray | list):
+        assert [np.array_equal(row, one) for row, one in zip(rows, features, strict=True)] == [
+            *(True, True)
+        ]
+    else:
+        assert rows[1] == Pair(1, Point({"x": 1}, None))
+
+
+def test_the_rows_of_an_input_lie_along_its_batch_axis() -> None:
+    rows = split_rows({"a": np.zeros((3, 2)), "b": torch.zeros(1, 2)}, Collation.stack(batch_dim=1))
+    assert [(row["a"].shape, row["b"].shape) for row in rows] == [((3,), (1,))] * 2
+
+
+def test_a_batch_of_no_rows_has_no_rows() -> None:
+    assert split_rows({"a": np.zeros((0, 3)), "b": []}, Collation.stack()) == []
+    assert split(np.zeros((0, 3)), 0, Collation.stack()) == []
+
+
+@pytest.mark.parametrize("batch", [{}, 1.0, None, {"a": np.zeros(2), "b": np.zeros(3)}])
+def test_what_is_no_batch_has_no_rows(batch: Any) -> None:
+    with pytest.raises(CollationError):
+        split_rows(batch, Collation.stack())
+
+
+def test_rows_of_a_tensor_computed_without_gradients_can_be_changed() -> None:
+    with torch.inference_mode():
+        batch = torch.zeros(2, 3) + 1
+    for row in split(batch, 2, Collation.stack()):
+        row += 1
+        assert row.tolist() == [2, 2, 2]
+    assert batch.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_a_wrong_number_of_rows_is_never_made_to_fit() -> None:
+    for count in (1, 3):
+        for batch in (np.zeros(2), torch.zeros(2), ["a", "b"], {"a": np.zeros(2)}):
+            with pytest.raises(OutputMismatchError, match=f"has 2 rows for {count} inputs"):
+                split(batch, count, Collation.stack())

@@ -1,0 +1,134 @@
+"""One input, taken apart: what it has to have in common with those it is joined to. Pure."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from fast_batcher._arrays import leaves as arrays
+from fast_batcher._arrays.collation import Collation, Padding
+from fast_batcher._arrays.leaves import Spec
+from fast_batcher._arrays.trees import Tree, flatten, paths, with_entry
+from fast_batcher.errors import CollationError
+
+
+class Row(NamedTuple):
+    """One input, taken apart."""
+
+    leaves: list[Any]
+    tree: Tree
+    specs: tuple[Spec, ...]
+
+    @property
+    def signature(self) -> tuple[Tree, tuple[Spec, ...]]:
+        """What has to be equal in rows that are joined; hashable."""
+        return self.tree, self.specs
+
+
+def take_apart(value: Any, collation: Collation, *, dim: int | None = None) -> Row:
+    """Look at one row by itself.
+
+    Args:
+        value: The row.
+        collation: How it is to be joined to others.
+        dim: Where the batch axis will be; None for `batch_dim[0]`.
+
+    Raises:
+        CollationError: It cannot be joined to any other: it is or holds something that is no array,
+            its dtype cannot keep its pad value, or it has too few axes.
+    """
+    row = _take_apart(value)
+    padding = collation.padding
+    if padding is not None:
+        names = paths(row.tree)
+        padded = [arrays.pad_spec(*one, padding) for one in zip(row.specs, names, strict=True)]
+        row = row._replace(specs=tuple(padded))
+        if padding.mask is not None:
+            row = _add_mask(value, row, padding.mask, padding)
+    axis = collation.batch_dim[0] if dim is None else dim
+    for position, spec in enumerate(row.specs):
+        if not arrays.may_have_axis(spec, axis):
+            ndim, name = len(spec.shape), arrays.named(paths(row.tree)[position])
+            raise CollationError(
+                f"batch_dim={axis}: {name} has {ndim} axes, so that its batch has {ndim + 1}; "
+                f"choose one from {-ndim - 1} to {ndim}"
+            )
+    return row
+
+
+def _take_apart(value: Any) -> Row:
+    leaves, tree = flatten(value, _refuse_plain_list)
+    specs: list[Spec] = []
+    for leaf in leaves:
+        spec = arrays.spec_of(leaf)
+        if spec is None:
+            raise CollationError(arrays.describe_fault(leaf, paths(tree)[len(specs)]))
+        specs.append(spec)
+    return Row(leaves, tree, tuple(specs))
+
+
+def _refuse_plain_list(value: Any) -> bool:
+    if type(value) is list and value and all(map(arrays.is_plain, value)):
+        raise CollationError(
+            f"the input has a list of {type(value[0]).__name__}s, which could be one array or many "
+            "features; send numpy.asarray(x), or a tuple"
+        )
+    return False
+
+
+def _add_mask(value: Any, row: Row, name: str, padding: Padding) -> Row:
+    if not isinstance(value, Mapping):
+        raise CollationError(
+            f"mask={name!r} becomes a key of every input, and this one is a "
+            f"{type(value).__qualname__}; send dicts"
+        )
+    if name in value:
+        raise CollationError(
+            f"mask={name!r}: the input has this key already; leave it out, or the mask"
+        )
+    mask = _make_mask(row, name, padding)
+    spec = arrays.spec_of(mask)
+    assert spec is not None, "it is an array or a tensor"
+    specs = (*row.specs, spec._replace(shape=(None,) * len(spec.shape)))
+    return Row([*row.leaves, mask], with_entry(row.tree, name), specs)
+
+
+def _make_mask(row: Row, name: str, padding: Padding) -> Any:
+    sizes: dict[tuple[int, ...], Spec] = {}
+    for leaf, path, spec in zip(row.leaves, paths(row.tree), row.specs, strict=True):
+        if None in spec.shape and padding.mask_of in (None, path):
+            padded = zip(leaf.shape, spec.shape, strict=True)
+            sizes[tuple([length for length, fixed in padded if fixed is None])] = spec
+    if len(sizes) == 1:
+        ((lengths, spec),) = sizes.items()
+        return arrays.ones(lengths, spec)
+    if sizes:
+        raise CollationError(
+            f"mask={name!r}: the padded features of the input have the lengths {sorted(sizes)}; "
+            "name the one that the mask describes with mask_of"
+        )
+    described = "none at all" if padding.mask_of is None else f"no {padding.mask_of!r}"
+    raise CollationError(
+        f"mask={name!r} describes a padded feature, and of those the input has {described}"
+    )
+
+
+def describe_difference(one: Row, other: Row) -> str:
+    """Why two rows cannot be in one batch."""
+    if one.tree != other.tree:
+        return (
+            f"rows of different structures cannot be joined: {_list_features(one)} and "
+            f"{_list_features(other)}"
+        )
+    for path, spec, second in zip(paths(one.tree), one.specs, other.specs, strict=True):
+        if spec != second:
+            is_length = spec._replace(shape=()) == second._replace(shape=())
+            remedy = (
+                "; axes of unequal lengths can be padded, see Collation.pad" if is_length else ""
+            )
+            return f"{arrays.named(path)} cannot be joined: {spec} and {second}{remedy}"
+    return f"the rows are of one kind: {_list_features(one)}"
+
+
+def _list_features(row: Row) -> str:
+    kind = row.tree.kind
+    names = ", ".join(path for path in paths(row.tree) if path)
+    return f"{kind.__name__} of ({names:.200})" if kind is not None else str(row.specs[0])

@@ -1,0 +1,111 @@
+"""A model that wants one batch instead of a list, as the worker's loop sees it. Worker process."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from fast_batcher._arrays.batches import join_apart, split
+from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.rows import Row, describe_difference, take_apart
+from fast_batcher.errors import CollationError, ConfigurationError, OutputMismatchError
+
+
+def collate(model: Any) -> Any:
+    """The model as one that takes a list and returns a list: itself, if it declares no collation.
+
+    Raises:
+        ConfigurationError: What it declares is no `Collation`.
+    """
+    collation = getattr(model, "collation", None)
+    if collation is None:
+        return model
+    if not isinstance(collation, Collation):
+        raise ConfigurationError(
+            f"collation={collation!r:.100} of {type(model).__qualname__}: make one with "
+            "Collation.stack() or Collation.pad()"
+        )
+    return CollatedModel(model, collation)
+
+
+class CollatedModel:
+    """Joins inputs before `infer`, and splits what it returns.
+
+    Args:
+        model: Its `infer` takes and returns batches.
+        collation: How they are joined and split.
+    """
+
+    def __init__(self, model: Any, collation: Collation) -> None:
+        self._model = model
+        self._collation = collation
+
+    def warmup_inputs(self) -> list[Any]:
+        """What the model has for that: rows, as a caller sends them."""
+        warmup_inputs = getattr(self._model, "warmup_inputs", None)
+        return [] if warmup_inputs is None else list(warmup_inputs())
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        """Compute rows, in as many calls of the model as they need.
+
+        Returns:
+            One output per input; an error for one that cannot be joined to any other, or that is
+            unlike most of the others, and for all of a call that returned something else than rows.
+
+        Raises:
+            CollationError: The inputs differ, and no kind of them is more than half.
+            Exception: What the model raises.
+        """
+        outcomes: list[Any] = [None] * len(inputs)
+        rows: dict[int, Row] = {}
+        for position, value in enumerate(inputs):
+            try:
+                rows[position] = take_apart(value, self._collation)
+            except CollationError as error:
+                outcomes[position] = error
+        parts = list(self._divide(rows, outcomes))
+        for positions in parts:
+            computed = self._compute([rows[position] for position in positions])
+            if len(parts) > 1:
+                # The next call may write into the memory in which this one has returned them.
+                computed = copy.deepcopy(computed)
+            for position, outcome in zip(positions, computed, strict=True):
+                outcomes[position] = outcome
+        return outcomes
+
+    def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> Iterator[list[int]]:
+        """The positions of the inputs of each call; those of none of them get their errors."""
+        groups: dict[Any, list[int]] = {}
+        for position, row in rows.items():
+            groups.setdefault(row.signature, []).append(position)
+        kinds = list(groups.values())
+        if len(kinds) > 1 and self._collation.unequal == "error":
+            kinds.sort(key=len, reverse=True)
+            most, *others = kinds
+            if 2 * len(most) <= len(rows):  # which of them are wrong is not known
+                raise self._difference(rows, most, others[0])
+            for few in others:
+                for position in few:
+                    outcomes[position] = self._difference(rows, most, few)
+            kinds = [most]
+        allowed = self._collation.allowed_batch_sizes
+        for positions in kinds:
+            step = max(allowed, default=len(positions))
+            for start in range(0, len(positions), step):
+                yield positions[start : start + step]
+
+    def _difference(self, rows: dict[int, Row], most: list[int], few: list[int]) -> CollationError:
+        difference = describe_difference(rows[most[0]], rows[few[0]])
+        return CollationError(f"{difference}; send inputs of one kind, or use unequal='group'")
+
+    def _compute(self, rows: list[Row]) -> list[Any]:
+        """The outputs of one call."""
+        count = len(rows)
+        sizes = self._collation.allowed_batch_sizes
+        size = next((allowed for allowed in sizes if allowed >= count), count)
+        batch = join_apart([*rows, *[rows[-1]] * (size - count)], self._collation)
+        outputs = self._model.infer(batch)
+        try:
+            return split(outputs, size, self._collation, to_cpu=True)[:count]
+        except OutputMismatchError as error:
+            # Another try with fewer of them would be of no use.
+            return [error] * count

@@ -1,0 +1,132 @@
+"""What two rows must have in common to be joined, and the errors that name what they have not."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from fast_batcher import Collation, CollationError
+from fast_batcher._arrays.rows import describe_difference, take_apart
+
+STACK = Collation.stack()
+PAD = Collation.pad(value=0)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+def zeros(*shape: int, dtype: str = "f4") -> Any:
+    return np.zeros(shape, dtype)
+
+
+def are_alike(one: Any, other: Any, collation: Collation = STACK) -> bool:
+    rows = take_apart(one, collation), take_apart(other, collation)
+    is_alike = rows[0].signature == rows[1].signature
+    assert not is_alike or hash(rows[0].signature) == hash(rows[1].signature)
+    return is_alike
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (zeros(2), zeros(2) + 1),
+        (zeros(2), zeros(4)[::2]),
+        (np.float32(1), zeros()),
+        ({"a": 1, "b": zeros(1)}, {"b": zeros(1), "a": 2}),
+        (("a", None), ("b", None)),
+        (torch.zeros(1), torch.ones(1, requires_grad=True)),
+    ],
+)
+def test_rows_of_one_kind(one: Any, other: Any) -> None:
+    assert are_alike(one, other)
+    assert are_alike(one, other, Collation.pad(value=None, values={"other": 0}))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        (zeros(2), zeros(3), "shape (2) and dtype float32 and an array of shape (3)"),
+        (
+            zeros(2),
+            zeros(2, dtype="f8"),
+            "dtype float32 and an array of shape (2) and dtype float64",
+        ),
+        (zeros(2), zeros(2, dtype=">f4"), "dtype >f4"),
+        (zeros(2), torch.zeros(2), "a tensor of shape (2) and dtype torch.float32 on cpu"),
+        (zeros(), 0.0, "a Python float"),
+        (True, 1, "a Python bool and a Python int"),
+        ("a", b"a", "a Python str and a Python bytes"),
+        ({"a": zeros(1)}, {"a": None}, "'a' cannot be joined: an array"),
+        ({"a": zeros(1)}, {"b": zeros(1)}, "dict of (a) and dict of (b)"),
+        ((zeros(1),), [zeros(1)], "tuple of (0) and list of (0)"),
+        (zeros(1), {"a": zeros(1)}, "an array of shape (1) and dtype float32 and dict of (a)"),
+    ],
+)
+def test_rows_that_differ(one: Any, other: Any, text: str) -> None:
+    assert not are_alike(one, other)
+    difference = describe_difference(take_apart(one, STACK), take_apart(other, STACK))
+    assert text in difference
+    assert ("see Collation.pad" in difference) == ("of shape (3)" in text)
+
+
+def test_padded_axes_may_differ_and_no_others() -> None:
+    assert are_alike(zeros(2, 3), zeros(4, 3), PAD)
+    assert not are_alike(zeros(2, 3), zeros(2, 4), PAD)
+    assert not are_alike(zeros(2, 3), zeros(2, 3, 1), PAD)
+    assert not are_alike(zeros(2), zeros(2, dtype="f8"), PAD)
+    assert are_alike(zeros(2, 3), zeros(4, 5), Collation.pad(value=0, dims=(0, 1)))
+    assert are_alike(zeros(2, 3), zeros(2, 5), Collation.pad(value=0, dims=-1))
+    by_name = Collation.pad(value=None, values={"a": 0})
+    assert are_alike({"a": zeros(1), "b": zeros(1)}, {"a": zeros(2), "b": zeros(1)}, by_name)
+    assert not are_alike({"a": zeros(1), "b": zeros(1)}, {"a": zeros(1), "b": zeros(2)}, by_name)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ([1, 2], "a list of ints, which could be one array or many features"),
+        ({"a": {"b": [0.5]}}, "a list of floats"),
+        (["a", None], "a list of strs"),
+        ({"a": [np.array([{}])]}, "'a.0' is an array or tensor of dtype object"),
+        (Pair(1, {2}), "'right' is a set; send an array, a tensor"),
+        (2**63, "the row is 9223372036854775808, which does not fit into 64 bits"),
+        (np.ma.masked_array([1]), "the row is a MaskedArray; send a plain array"),
+    ],
+)
+def test_what_cannot_be_a_row(value: Any, text: str) -> None:
+    with pytest.raises(CollationError) as caught:
+        take_apart(value, STACK)
+    assert text in str(caught.value)
+
+
+def test_a_pad_value_is_checked_even_where_nothing_is_filled_up() -> None:
+    """An error that waits for the first short input would be found by a caller."""
+    with pytest.raises(CollationError, match="'image': the pad value 300 does not fit dtype uint8"):
+        take_apart({"image": zeros(2, dtype="u1")}, Collation.pad(value=300))
+
+
+def test_every_feature_has_the_batch_axis_or_the_row_is_refused() -> None:
+    message = "batch_dim=1: 'size' has 0 axes, so that its batch has 1; choose one from -1 to 0"
+    with pytest.raises(CollationError, match=message):
+        take_apart({"image": zeros(2), "size": 3}, Collation.stack(batch_dim=1))
+    take_apart({"image": zeros(2), "word": "a", "nothing": None}, Collation.stack(batch_dim=1))
+
+
+@pytest.mark.parametrize(
+    ("value", "mask_of", "text"),
+    [
+        (zeros(2), None, "mask='mask' becomes a key of every input, and this one is a ndarray"),
+        (Pair(zeros(2), 1), None, "this one is a Pair; send dicts"),
+        ({"a": zeros(2), "mask": zeros(2)}, None, "the input has this key already"),
+        ({"a": 1}, None, "of those the input has none at all"),
+        ({"a": zeros(2)}, "b", "of those the input has no 'b'"),
+        ({"a": zeros(2), "b": zeros(3)}, None, "have the lengths [(2,), (3,)]; name the one"),
+    ],
+)
+def test_a_mask_describes_one_feature(value: Any, mask_of: str | None, text: str) -> None:
+    with pytest.raises(CollationError) as caught:
+        take_apart(value, Collation.pad(value=0, mask="mask", mask_of=mask_of))
+    assert text in str(caught.value)
