@@ -162,11 +162,11 @@ async def test_a_full_queue_refuses_the_call_as_a_whole() -> None:
     async with aio.dynamically(max_queue_size=2)(held) as function:
         running = asyncio.create_task(function(0))
         await until(lambda: bool(held.batches))
-        with pytest.raises(QueueFullError, match="no room for 3 items"):
+        with pytest.raises(QueueFullError, match="no room for 3 more, 0 wait already"):
             await function([1, 2, 3])
         waiting = [asyncio.create_task(function(number)) for number in (1, 2)]
         await until(lambda: function.stats.queue_size == 2)
-        with pytest.raises(QueueFullError, match="2 requests wait already"):
+        with pytest.raises(QueueFullError, match="no room for 1 more, 2 wait already"):
             await function(3)
         held.let_on(2)
         assert await asyncio.gather(running, *waiting) == [0, 2, 4]

@@ -237,7 +237,7 @@ def test_a_full_queue_refuses_the_call_as_a_whole() -> None:
         held.next_batch()
         calls.append(InThread(function, [1, 2]))
         spin_until(lambda: function.stats.queue_size == 2)
-        with pytest.raises(QueueFullError, match="no room for 2 items, 2 wait already") as caught:
+        with pytest.raises(QueueFullError, match="no room for 2 more, 2 wait already") as caught:
             function([3, 4])
         assert "max_queue_size=3" in str(caught.value)
 

@@ -48,7 +48,7 @@ class Request:
         self.deaths: int
         # Bytes; set by the shell where `max_queue_bytes` is.
         self.size: int
-        # For a `RankedQueue`: lower ranks go first; the length is what it adds to that of a batch.
+        # For a `CallQueue`: lower ranks go first; the length is what it adds to that of a batch.
         # Each is 0 where it is absent.
         self.rank: int
         self.length: int

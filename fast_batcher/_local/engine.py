@@ -15,9 +15,9 @@ from math import inf
 from time import monotonic
 from typing import Any, Protocol
 
+from fast_batcher._core.call_queue import CallQueue
 from fast_batcher._core.messages import Batch, Dispatch, Request
 from fast_batcher._core.policy import GreedyPolicy
-from fast_batcher._core.ranked_queue import RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
@@ -91,11 +91,12 @@ class Engine:
     def __init__(self, function: Function, settings: LocalSettings, counts: Counts) -> None:
         self.function = function
         length = settings.max_batch_length
+        self._max_queue_size = settings.max_queue_size
         # Whether requests may go past the queue, which is where order and length are seen to.
         self._may_bypass = length is None
         make_queue: Any = RequestQueue
         if settings.is_ranked or length is not None:
-            make_queue = functools.partial(RankedQueue, inf if length is None else length)
+            make_queue = functools.partial(CallQueue, inf if length is None else length)
         self._scheduler = Scheduler(
             GreedyPolicy(),
             Tally(),
@@ -141,7 +142,7 @@ class Engine:
         if batch is not None:
             self.worker.start(batch)
         if refused:
-            deliver(refused, [Failure(scheduler.refusal()) for _ in refused])
+            deliver(refused, [Failure(self._refusal(1)) for _ in refused])
 
     def submit_together(self, requests: list[Request]) -> None:
         """Take all of them or none.
@@ -167,16 +168,17 @@ class Engine:
             self._require_room(count, behind)
 
     def _require_room(self, count: int, behind: int = 0) -> None:
-        scheduler = self._scheduler
+        if self._is_closing or count + behind > self._scheduler.room:
+            raise self._refusal(count, behind)
+
+    def _refusal(self, count: int, behind: int = 0) -> BatcherClosedError | QueueFullError:
         if self._is_closing:
-            raise scheduler.refusal()
-        if count + behind > scheduler.room:
-            size = scheduler.queue.size + behind
-            scheduler.tally.rejected += count
-            raise QueueFullError(
-                f"{self.function.name}: no room for {count} items, {size} wait already "
-                f"(max_queue_size={scheduler.queue.size + scheduler.room})"
-            )
+            return BatcherClosedError(f"{self.function.name} was shut down and takes no calls")
+        size = self._scheduler.queue.size
+        return QueueFullError(
+            f"{self.function.name}: no room for {count} more, {size + behind} wait already "
+            f"(max_queue_size={self._max_queue_size})"
+        )
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Their callers have gone; what runs is computed and dropped."""

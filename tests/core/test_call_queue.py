@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fast_batcher._core.call_queue import MIN_GONE_ENTRIES, OLDEST_EVERY, CallQueue
 from fast_batcher._core.messages import Request
-from fast_batcher._core.ranked_queue import MIN_GONE_ENTRIES, OLDEST_EVERY, RankedQueue
 
 
 def requests_of(ranks: Sequence[int], lengths: Sequence[int] = (), first: int = 0) -> list[Request]:
@@ -19,13 +19,13 @@ def requests_of(ranks: Sequence[int], lengths: Sequence[int] = (), first: int = 
     return requests
 
 
-def queue_of(ranks: Sequence[int], lengths: Sequence[int] = (), limit: float = 1e9) -> RankedQueue:
-    queue = RankedQueue(limit)
+def queue_of(ranks: Sequence[int], lengths: Sequence[int] = (), limit: float = 1e9) -> CallQueue:
+    queue = CallQueue(limit)
     queue.extend(requests_of(ranks, lengths), [])
     return queue
 
 
-def take_ids(queue: RankedQueue, count: int) -> list[int]:
+def take_ids(queue: CallQueue, count: int) -> list[int]:
     return [request.id for request in queue.take(count)]
 
 

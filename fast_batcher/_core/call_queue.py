@@ -1,4 +1,4 @@
-"""Waiting requests of unequal rank, in batches of limited length. Pure; part of the scheduler.
+"""The waiting requests of calls of several sizes, in batches of limited length. Pure.
 
 Lower ranks go first, and equals in order of arrival. So that a steady stream of low ranks starves
 nobody, every `OLDEST_EVERY`-th batch takes the oldest request along, whatever its rank: one with
@@ -21,7 +21,7 @@ OLDEST_EVERY: Final = 4
 MIN_GONE_ENTRIES: Final = 64
 
 
-class RankedQueue(RequestQueue):
+class CallQueue(RequestQueue):
     """A queue by `Request.rank`, for requests without deadlines.
 
     Args:
