@@ -61,12 +61,14 @@ bench-setup: install
 bench: bench-setup
 	$(BIN)/python -m benchmarks.overhead --quick
 	$(BIN)/python -m benchmarks.idle_latency --quick
+	$(BIN)/python -m benchmarks.decorators --quick
 	$(BIN)/python -m benchmarks.saturation --quick
 	$(BIN)/python -m benchmarks.peers --quick --parts overhead open-loop
 
 bench-all: bench-setup
 	$(BIN)/python -m benchmarks.overhead
 	$(BIN)/python -m benchmarks.idle_latency
+	$(BIN)/python -m benchmarks.decorators
 	$(BIN)/python -m benchmarks.saturation
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.reference_experiment

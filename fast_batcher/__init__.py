@@ -4,6 +4,7 @@ Subclass `InferenceModel`, give the class to a `DynBatcher`, open it in the app'
 `await batcher.process_batched(x)` in an endpoint.
 """
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ from fast_batcher.model import InferenceModel
 from fast_batcher.stats import BatcherStats
 
 if TYPE_CHECKING:
+    from fast_batcher import aio, inference
     from fast_batcher.batcher import DynBatcher
+    from fast_batcher.dynamic import dynamically
 
 __version__ = "0.1.0"
 
@@ -57,17 +60,29 @@ __all__ = [
     "WorkerError",
     "WorkerLostError",
     "WorkerStartupError",
+    "aio",
+    "dynamically",
+    "inference",
 ]
 
 # A library leaves it to the program where its log goes.
 logging.getLogger("fast_batcher").addHandler(logging.NullHandler())
 
 
-def __getattr__(name: str) -> Any:
-    # Loaded when asked for: a worker imports this package for its model and needs no event loop.
-    if name == "DynBatcher":
-        from fast_batcher.batcher import DynBatcher
+# Where to find what is loaded when it is asked for: a worker imports this package for its model and
+# needs no event loop.
+_LAZY = {
+    "DynBatcher": "fast_batcher.batcher",
+    "aio": "fast_batcher.aio",
+    "dynamically": "fast_batcher.dynamic",
+    "inference": "fast_batcher.inference",
+}
 
-        globals()[name] = DynBatcher
-        return DynBatcher
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_LAZY[name])
+    value = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = value
+    return value

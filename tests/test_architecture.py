@@ -25,6 +25,7 @@ FLOORS: dict[str, int] = {
     "model": 0,
     "stats": 0,
     "config": 0,
+    "types": 0,
     "_arrays": 0,
     "_core": 1,
     "_transport": 2,
@@ -33,6 +34,10 @@ FLOORS: dict[str, int] = {
     "_callers": 4,
     "_signals": 4,
     "batcher": 4,
+    "_local": 4,
+    "dynamic": 4,
+    "inference": 4,
+    "aio": 4,
     "fastapi": 5,
     # Other names for things inside, for users alone.
     "dyn_batcher": 5,
@@ -42,6 +47,8 @@ FLOORS: dict[str, int] = {
 LEAVES = 0
 EDGE = 5
 
+# The shells of functions in this process.
+DECORATORS = {"_local", "dynamic", "inference", "aio"}
 # All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
 CORE_MAY_IMPORT = {"bisect", "collections", "enum", "heapq", "itertools", "math", "typing"}
 # The same for what joins arrays: their libraries are used where they are loaded.
@@ -337,6 +344,27 @@ def test_the_batcher_needs_python_alone() -> None:
     assert top_levels(loaded) <= PYTHON_AND_OURS
 
 
+@pytest.mark.parametrize("module", ["dynamic", "inference", "aio", "aio.inference"])
+def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) -> None:
+    loaded = modules_after(f"import fast_batcher.{module}")
+    assert f"{PACKAGE}._local.batcher" in loaded
+    assert top_levels(loaded) <= PYTHON_AND_OURS
+    assert not loaded & {f"{PACKAGE}.batcher", f"{PACKAGE}._process", f"{PACKAGE}._process.pool"}
+    assert not top_levels(loaded) & {*HEAVY, "multiprocessing"}
+
+
+def test_only_the_batcher_of_processes_imports_batcher_among_what_is_local() -> None:
+    local = [name for name in SOURCES if FLOORS[SOURCES[name].part] == FLOORS["_local"]]
+    decorators = [name for name in local if name.split(".")[0] in DECORATORS]
+    importers = {
+        name
+        for name in decorators
+        for target in SOURCES[name].imports()
+        if (ours(target) or "").split(".")[0] in ("batcher", "_process", "_callers")
+    }
+    assert importers == {"_local.process_batcher"}
+
+
 def test_where_heavy_things_are_installed_they_are_not_loaded() -> None:
     """The same with everything on the path that is installed here."""
     program = (
@@ -427,6 +455,20 @@ def forbidden_uses(tree: ast.Module) -> list[str]:
 # Files whose tests have another name, because what they promise is promised elsewhere.
 TESTED_ELSEWHERE = {
     "_core.load": "core/test_policy.py",
+    "aio.inference": "test_aio_inference.py",
+    "_local": "test_architecture.py",
+    # What stands behind the decorators has no face of its own.
+    "_local.batcher": "test_dynamic.py",
+    "_local.cache": "test_aio.py",
+    "_local.callers": "test_dynamic.py",
+    "_local.decorated": "test_dynamic.py",
+    "_local.engine": "test_dynamic.py",
+    "_local.features": "test_inference.py",
+    "_local.function_model": "local/test_process_batcher.py",
+    "_local.loop_shell": "test_aio.py",
+    "_local.task_worker": "test_aio.py",
+    "_local.thread_worker": "test_dynamic.py",
+    "types": "test_aio.py",
     "": "test_public_api.py",
     "dyn_batcher": "test_public_api.py",
     "inference_template": "test_public_api.py",

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 import fast_batcher
-from fast_batcher import BatcherStats, DynBatcher, InferenceModel, errors
+from fast_batcher import (
+    BatcherStats,
+    DynBatcher,
+    InferenceModel,
+    aio,
+    errors,
+    inference,
+    types,
+)
 from fast_batcher.errors import BatcherError
 
 ROOT = Path(__file__).parent.parent
@@ -46,7 +54,12 @@ NAMES = [
     "WorkerError",
     "WorkerLostError",
     "WorkerStartupError",
+    "aio",
+    "dynamically",
+    "inference",
 ]
+# The decorators and the modules that have more of them; the others are classes.
+DECORATORS = {"aio", "dynamically", "inference"}
 
 
 # Names and import paths.
@@ -58,7 +71,7 @@ def test_the_names_are_these() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_there(name: str) -> None:
-    assert inspect.isclass(getattr(fast_batcher, name))
+    assert inspect.isclass(getattr(fast_batcher, name)) == (name not in DECORATORS)
 
 
 def test_a_star_import_brings_exactly_these() -> None:
@@ -108,6 +121,40 @@ def test_nothing_is_needed_besides_python() -> None:
 
 
 # Signatures. The table of parameters in the design wins over every other document.
+
+
+def test_the_decorators_take_what_those_of_batched_take() -> None:
+    """The parameters of batched 0.1.5, in their order and with their defaults, before our own."""
+    first = [("func", None), ("batch_size", 32), ("timeout_ms", 5.0), ("small_batch_threshold", 8)]
+    pad = [("pad_tokens", None), ("padding_side", "right")]
+    none = types.PriorityStrategy.NONE
+    wanted: dict[Any, list[tuple[str, Any]]] = {
+        fast_batcher.dynamically: first,
+        inference.dynamically: [*first, *pad, ("spread_kwargs", False)],
+        aio.dynamically: [
+            *first,
+            ("max_batch_length", None),
+            ("priority_strategy", none),
+            ("cache", None),
+            ("batch_item_cls", None),
+        ],
+        aio.inference.dynamically: [
+            *first,
+            ("max_batch_length", None),
+            *pad,
+            ("priority_strategy", none),
+            ("cache", None),
+            ("batch_item_cls", None),
+            ("spread_kwargs", False),
+        ],
+    }
+    for decorate, expected in wanted.items():
+        parameters = list(inspect.signature(decorate).parameters.values())
+        assert [(one.name, one.default) for one in parameters][: len(expected)] == expected
+        keyword_only = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        if decorate is fast_batcher.dynamically:  # whose own may be positional
+            keyword_only |= {name for name, _ in first[1:]}
+        assert keyword_only == {one.name for one in parameters} - {"func"}
 
 
 def test_the_constructor() -> None:

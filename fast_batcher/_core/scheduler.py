@@ -78,6 +78,7 @@ class Scheduler:
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
         idempotent: Whether a request may be computed twice.
         isolate_errors: Whether a batch for which `infer` raised is divided to find the culprit.
+        batches_per_worker: Most batches that a worker has; above 1, one that waits full behind it.
         former: Fills batches by cost, or None; every request must have its cost then.
         is_grouped: Whether only requests of one group share a batch.
     """
@@ -95,6 +96,7 @@ class Scheduler:
         infer_timeout: float | None,
         idempotent: bool,
         isolate_errors: bool,
+        batches_per_worker: int = BATCHES_PER_WORKER,
         former: BatchFormer | None = None,
         is_grouped: bool = False,
     ) -> None:
@@ -110,6 +112,7 @@ class Scheduler:
         # The same, where requests are not equals.
         self._ranked: RankedQueue | None = None
         self._former = former
+        self._batches_per_worker = batches_per_worker
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
         self.retries = self._retries.groups
@@ -646,7 +649,7 @@ class Scheduler:
             is_full = self._has_full_batch()
             # One that has nothing, or one batch if the next one is full. What is to be tried again
             # needs one that has nothing, so that workers must get free first.
-            load = BATCHES_PER_WORKER if is_full and not self.retries else 1
+            load = self._batches_per_worker if is_full and not self.retries else 1
             slot = self._least_loaded(load)
             if slot is None:
                 break

@@ -245,3 +245,47 @@ async def failures() -> None:
         use(same, index)
     except BatcherError as error:
         assert_type(error, BatcherError)
+
+
+# Decorators: the types come from the function.
+
+
+@fast_batcher.dynamically
+def count_words(texts: list[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+assert_type(count_words("a text"), int)
+assert_type(count_words(["a text", "another"]), list[int])
+count_words(b"bytes")  # type: ignore[call-overload]
+
+
+@fast_batcher.aio.dynamically
+async def count_words_async(texts: list[str]) -> list[int]:
+    return [len(text.split()) for text in texts]
+
+
+class Counter:
+    """Has a batched method."""
+
+    @fast_batcher.dynamically
+    def count(self, texts: list[str]) -> list[int]:
+        return [len(text) for text in texts]
+
+
+async def call_decorated() -> None:
+    assert_type(await count_words.acall("a text"), int)
+    assert_type(await count_words_async("a text"), int)
+    assert_type(await count_words_async(["a text"]), list[int])
+    assert_type(Counter().count("a text"), int)
+    assert_type(count_words.stats.total_batches, int)
+    await count_words_async.shutdown()
+    count_words.shutdown()
+
+
+@fast_batcher.dynamically(batch_size=8)
+def with_settings(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+use(with_settings("a text"), with_settings.stats)

@@ -1,0 +1,208 @@
+"""A decorated function in a worker process: a `DynBatcher` on an event loop of its own.
+
+The loop runs in a thread, so that calls may come from any thread and any loop. Any thread may call.
+"""
+
+import asyncio
+import atexit
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fast_batcher._local.function_model import FunctionModel
+from fast_batcher._local.settings import LocalSettings
+from fast_batcher.batcher import DynBatcher
+from fast_batcher.errors import BatcherClosedError, ConfigurationError
+from fast_batcher.types import BatchProcessorStats
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+
+# All there are, for the moment after a fork.
+_batchers: "weakref.WeakSet[ProcessBatcher]" = weakref.WeakSet()
+
+
+class ProcessBatcher:
+    """Batches the calls of one function in a worker process, which begins with the first call.
+
+    Args:
+        target: A function at the top level of a module.
+        settings: Of the batches and the queue.
+        form: See `FunctionModel`.
+
+    Raises:
+        ConfigurationError: The worker process could not import the function.
+    """
+
+    def __init__(self, target: Callable[..., Any], settings: LocalSettings, form: Any) -> None:
+        self._name = _require_importable(target)
+        if settings.max_batch_length is not None:
+            raise ConfigurationError(
+                f"max_batch_length={settings.max_batch_length}: process=True has no limit on the "
+                "length of a batch; leave one of the two"
+            )
+        self._model_args = (target.__module__, target.__qualname__, form)
+        self._settings = settings
+        self._begin_anew()
+        _batchers.add(self)
+
+    def _begin_anew(self) -> None:
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._running: _Running | None = None
+        # Counts of the batcher at the last `clear_stats`.
+        self._cleared = BatchProcessorStats()
+
+    def process(self, items: Sequence[Any]) -> list[Any]:
+        """Wait in this thread for the outputs of so many items."""
+        if not items:
+            return []
+        return self._send(items).result()
+
+    async def aprocess(self, item: Any) -> Any:
+        """Wait for the output of one item."""
+        return (await self.aprocess_many([item]))[0]
+
+    async def aprocess_many(self, items: Sequence[Any]) -> list[Any]:
+        """Wait for the outputs of so many items."""
+        if not items:
+            return []
+        return await asyncio.wrap_future(self._send(items))
+
+    def stats(self) -> BatchProcessorStats:
+        """Counts since the first call or `clear_stats`; the time per batch is a median."""
+        running = self._running
+        if running is None:
+            return BatchProcessorStats()
+        stats = running.batcher.stats
+        items = stats.completed + stats.failed - self._cleared.total_processed
+        batches = stats.batches - self._cleared.total_batches
+        return BatchProcessorStats(
+            queue_size=stats.waiting,
+            total_processed=items,
+            total_batches=batches,
+            avg_batch_size=items / batches if batches else 0.0,
+            avg_processing_time=stats.infer_p50 or 0.0 if batches else 0.0,
+        )
+
+    def clear_stats(self) -> None:
+        """Count from 0 again."""
+        running = self._running
+        if running is not None:
+            stats = running.batcher.stats
+            self._cleared = BatchProcessorStats(
+                total_processed=stats.completed + stats.failed, total_batches=stats.batches
+            )
+
+    def start(self) -> None:
+        """Take calls again after a shutdown."""
+        with self._lock:
+            self._is_closed = False
+
+    def shutdown(self, *, cancel: bool = False) -> None:
+        """End the worker, and wait for it."""
+        running = self._close()
+        if running is not None:
+            running.end(cancel=cancel)
+
+    async def ashutdown(self, *, cancel: bool = False) -> None:
+        """End the worker, and wait for it."""
+        running = self._close()
+        if running is not None:
+            await asyncio.to_thread(running.end, cancel=cancel)
+
+    def _close(self) -> "_Running | None":
+        with self._lock:
+            self._is_closed = True
+            running, self._running = self._running, None
+            self._cleared = BatchProcessorStats()
+        return running
+
+    def _send(self, items: Sequence[Any]) -> "Future[list[Any]]":
+        with self._lock:
+            if self._is_closed:
+                raise BatcherClosedError(
+                    f"{self._name} was shut down and takes no calls; start() opens it again"
+                )
+            if self._running is None:
+                self._running = _Running(self._name, self._make_batcher)
+                weakref.finalize(self, self._running.stop_loop).atexit = False
+            running = self._running
+        return running.run(running.batcher.process_many(items))
+
+    def _make_batcher(self) -> DynBatcher[Any, Any]:
+        return DynBatcher(
+            FunctionModel,
+            max_batch_size=self._settings.batch_size,
+            model_args=self._model_args,
+            max_queue_size=self._settings.max_queue_size or sys.maxsize,
+            timeout=None,
+            isolate_errors=self._settings.isolate_errors,
+            name=self._name,
+        )
+
+
+class _Running:
+    """A batcher, and the thread and loop that it lives on."""
+
+    def __init__(self, name: str, make_batcher: Callable[[], DynBatcher[Any, Any]]) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name=f"fast_batcher {name}", daemon=True
+        )
+        self._thread.start()
+
+        async def make() -> DynBatcher[Any, Any]:
+            return make_batcher()
+
+        # On its own loop: where it is made while a loop runs, it begins to open there.
+        self.batcher: DynBatcher[Any, Any] = self.run(make()).result()
+        # Before the interpreter goes, and the loop with it.
+        atexit.register(self.stop_loop)
+
+    def run(self, computing: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        return asyncio.run_coroutine_threadsafe(computing, self._loop)
+
+    def end(self, *, cancel: bool) -> None:
+        """End the worker, then the loop and its thread."""
+        if cancel:
+            self.batcher.stop()
+        else:
+            self.run(self.batcher.aclose()).result()
+        self.stop_loop()
+        self._thread.join()
+        self._loop.close()
+        atexit.unregister(self.stop_loop)
+
+    def stop_loop(self) -> None:
+        """Let the thread end; takes no locks."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+
+def _begin_all_anew() -> None:
+    """In a forked child there are no threads, and locks are as they happened to be."""
+    for batcher in list(_batchers):
+        batcher._begin_anew()  # noqa: SLF001  this is its module
+
+
+os.register_at_fork(after_in_child=_begin_all_anew)
+
+
+def _require_importable(target: Any) -> str:
+    name = getattr(target, "__qualname__", None)
+    module = getattr(target, "__module__", None)
+    if not isinstance(name, str) or not isinstance(module, str) or "<" in name:
+        raise ConfigurationError(
+            f"process=True: a worker process cannot import {target!r:.200}; it has to be a "
+            "function at the top level of a module, no lambda, closure, method or partial"
+        )
+    if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+        raise ConfigurationError(
+            f"process=True: {name} was typed into a notebook or a prompt, and does not exist in a "
+            "worker process; put it into a .py file and import it from there"
+        )
+    return name

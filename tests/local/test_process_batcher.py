@@ -1,0 +1,146 @@
+"""`process=True`: the function runs in a worker process, and its calls come from anywhere."""
+
+import asyncio
+import functools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import sample_functions
+from held import InThread
+from waits import LIMIT
+
+from fast_batcher import aio, dynamically
+from fast_batcher.errors import BatcherClosedError, ConfigurationError, InferenceError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _ends_what_is_global() -> Iterator[None]:
+    yield
+    for function in (
+        sample_functions.double,
+        sample_functions.pid_of,
+        sample_functions.fail_for_negative,
+        sample_functions.double_features,
+        sample_functions.Model.halve,
+    ):
+        function.shutdown()
+        function.start()
+
+
+def test_it_runs_in_another_process_for_all_callers() -> None:
+    async def main() -> list[Any]:
+        calls = [sample_functions.pid_of.acall(number) for number in range(3)]
+        return await asyncio.gather(*calls)
+
+    pids = {sample_functions.pid_of(1), *asyncio.run(main())}
+    pids.update(InThread(asyncio.run, main()).result())
+    assert len(pids) == 1
+    assert os.getpid() not in pids
+
+
+def test_items_lists_and_stats() -> None:
+    double = sample_functions.double
+    assert double.stats.total_batches == 0
+    assert double(4) == 8
+    assert double([*range(10)]) == [*range(0, 20, 2)]
+    assert double([]) == []
+    stats = double.stats
+    assert stats.total_processed == 11
+    assert stats.avg_batch_size == 11 / stats.total_batches
+    assert stats.avg_processing_time > 0
+    double.clear_stats()
+    assert double.stats.total_processed == 0
+    assert sample_functions.Model.halve(8) == 4
+
+
+def test_an_async_function_and_several_loops() -> None:
+    double = sample_functions.double_async
+
+    async def main() -> Any:
+        return await asyncio.gather(double(1), double([2, 3]), double([]))
+
+    assert asyncio.run(main()) == [2, [4, 6], []]
+    assert asyncio.run(main()) == [2, [4, 6], []]
+    asyncio.run(double.shutdown())
+    with pytest.raises(BatcherClosedError, match=r"start\(\) opens it again"):
+        asyncio.run(main())
+    double.start()
+
+
+def test_errors_are_those_of_any_call() -> None:
+    function = sample_functions.fail_for_negative
+    with pytest.raises(ValueError, match="too small") as caught:
+        function(-2)
+    assert isinstance(caught.value, InferenceError)
+    with pytest.raises(KeyError):
+        function(-1)
+    assert function(3) == 3
+
+
+def test_features_are_joined_in_the_worker() -> None:
+    rows = [numpy.array([1]), numpy.array([2, 3])]
+    assert sample_functions.double_features({"ids": rows}).tolist() == [[2, 18], [4, 6]]
+
+
+def test_a_forked_child_begins_anew() -> None:
+    assert sample_functions.double(1) == 2
+    child = os.fork()
+    if child == 0:
+        answer = sample_functions.double(3)
+        sample_functions.double.shutdown()
+        os._exit(answer)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 6
+    assert sample_functions.double(2) == 4
+
+
+def test_shutdown_can_cancel_and_be_repeated() -> None:
+    assert sample_functions.double(1) == 2
+    sample_functions.double.shutdown(cancel=True)
+    sample_functions.double.shutdown()
+    with pytest.raises(BatcherClosedError):
+        sample_functions.double(1)
+    with sample_functions.double:
+        assert sample_functions.double(2) == 4
+
+
+def _closure() -> Any:
+    return lambda items: items
+
+
+@pytest.mark.parametrize(
+    "func", [lambda items: items, _closure(), functools.partial(sum), [].__len__], ids=str
+)
+def test_what_a_worker_cannot_import_is_refused(func: Any) -> None:
+    for decorate in (dynamically(process=True), aio.dynamically(process=True)):
+        with pytest.raises(ConfigurationError, match="process=True"):
+            decorate(func)
+
+
+def test_a_method_is_refused_where_it_is_looked_up() -> None:
+    with pytest.raises(ConfigurationError, match="no lambda, closure, method"):
+        sample_functions.Model().scale(1)
+
+
+def test_a_length_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_batch_length=5"):
+        dynamically(process=True, max_batch_length=5)(test_a_length_is_refused)
+
+
+def test_a_program_that_forgets_to_shut_down_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sample_functions; print(sample_functions.double(21))"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")

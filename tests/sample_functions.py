@@ -1,0 +1,55 @@
+"""Functions that tests decorate for a worker process, which imports them from here."""
+
+import asyncio
+import os
+from typing import Any
+
+from fast_batcher import aio, dynamically, inference
+
+
+@dynamically(process=True, batch_size=4)
+def double(items: list[int]) -> list[int]:
+    """Double each item."""
+    return [2 * item for item in items]
+
+
+@dynamically(process=True)
+def pid_of(items: list[int]) -> list[int]:
+    """Where it runs."""
+    return [os.getpid() for _ in items]
+
+
+@aio.dynamically(process=True)
+async def double_async(items: list[int]) -> list[int]:
+    """Double each item, and wait for it."""
+    await asyncio.sleep(0)
+    return [2 * item for item in items]
+
+
+@dynamically(process=True)
+def fail_for_negative(items: list[int]) -> list[Any]:
+    """Raise for a batch, and give an exception for a single item."""
+    if min(items) < -1:
+        raise ValueError("too small")
+    return [KeyError(item) if item < 0 else item for item in items]
+
+
+@inference.dynamically(process=True, pad_tokens={"ids": 9})
+def double_features(features: dict[str, Any]) -> Any:
+    """Double an array."""
+    return features["ids"] * 2
+
+
+class Model:
+    """A class with a method that no worker process can have."""
+
+    @dynamically(process=True)
+    def scale(self, items: list[int]) -> list[int]:
+        """Never called."""
+        return items
+
+    @staticmethod
+    @dynamically(process=True)
+    def halve(items: list[int]) -> list[int]:
+        """Halve each item."""
+        return [item // 2 for item in items]

@@ -1,0 +1,939 @@
+"""`@dynamically`: what its callers get, in threads and on loops, in good and bad times."""
+
+import asyncio
+import contextvars
+import copy
+import functools
+import gc
+import inspect
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from held import Held, InThread, spin_until
+from waits import LIMIT, turns
+
+from fast_batcher import dynamically
+from fast_batcher.dynamic import BatchedFunction
+from fast_batcher.errors import (
+    BatcherClosedError,
+    ConfigurationError,
+    InferenceError,
+    OutputMismatchError,
+    QueueFullError,
+)
+
+
+def double(items: list[Any]) -> list[Any]:
+    """Double each item."""
+    return [2 * item for item in items]
+
+
+@dynamically
+def doubled_by_all(items: list[int]) -> list[int]:
+    """Double each item."""
+    return double(items)
+
+
+class Model:
+    """A class with a batched method."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    @dynamically(batch_size=4)
+    def scale(self, items: list[int]) -> list[int]:
+        """Multiply each item."""
+        return [self.factor * item for item in items]
+
+    @dynamically
+    @classmethod
+    def name_of(cls, items: list[int]) -> list[str]:
+        return [f"{cls.__name__} {item}" for item in items]
+
+    @classmethod
+    @dynamically
+    def outer_name_of(cls, items: list[int]) -> list[str]:
+        return [f"{cls.__name__} {item}" for item in items]
+
+    @dynamically
+    @staticmethod
+    def halve(items: list[int]) -> list[int]:
+        return [item // 2 for item in items]
+
+    @staticmethod
+    @dynamically
+    def outer_halve(items: list[int]) -> list[int]:
+        return [item // 2 for item in items]
+
+
+@pytest.fixture(autouse=True)
+def _ends_what_is_global() -> Iterator[None]:
+    yield
+    for function in (
+        doubled_by_all,
+        Model.name_of,
+        Model.outer_name_of,
+        Model.halve,
+        Model.outer_halve,
+    ):
+        function.shutdown()
+        function.start()
+
+
+def end(*functions: Any) -> None:
+    """Shut them down, and with them their threads."""
+    for function in functions:
+        function.shutdown()
+
+
+def outcome_of(call: Any) -> Any:
+    """What it raises or gives."""
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001  whatever it is
+        return error
+
+
+# What a call gives.
+
+
+def test_one_item_gives_one_output() -> None:
+    assert doubled_by_all(21) == 42
+
+
+def test_a_list_gives_outputs_in_its_order() -> None:
+    assert doubled_by_all([3, 1, 2]) == [6, 2, 4]
+
+
+def test_an_empty_list_gives_an_empty_list_and_calls_nobody() -> None:
+    doubled_by_all.clear_stats()
+    assert doubled_by_all([]) == []
+    assert doubled_by_all.stats.total_batches == 0
+
+
+def test_a_tuple_is_one_item() -> None:
+    assert doubled_by_all((1, 2)) == (1, 2, 1, 2)  # type: ignore[call-overload]  # not its type
+
+
+def test_both_can_be_awaited() -> None:
+    async def main() -> None:
+        assert await doubled_by_all.acall(21) == 42
+        assert await doubled_by_all.acall([1, 2]) == [2, 4]
+        assert await doubled_by_all.acall([]) == []
+
+    asyncio.run(main())
+
+
+def test_a_large_list_is_split_over_batches() -> None:
+    sizes: list[int] = []
+
+    @dynamically(batch_size=32)
+    def count(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        return items
+
+    with count:
+        assert count(list(range(10_000))) == list(range(10_000))
+    assert max(sizes) == 32
+    assert sum(sizes) == 10_000
+    assert len(sizes) == 313
+
+
+def test_settings_may_be_positional_as_in_batched() -> None:
+    with dynamically(None, 16, 1.0, 4)(double) as function:
+        assert function(1) == 2
+
+
+@pytest.mark.parametrize("arguments", [(), ([1], [2])])
+def test_it_is_called_with_one_argument(arguments: Any) -> None:
+    function: Any = dynamically(functools.partial(double))  # a function could be a method
+    with pytest.raises(TypeError, match="one argument"):
+        function(*arguments)
+
+
+def test_320_ordered_requests_are_served_in_order() -> None:
+    """And the same items, which a queue that compares them might mix up."""
+    served: list[int] = []
+
+    def note(items: list[int]) -> list[int]:
+        served.extend(items)
+        return items
+
+    async def main() -> None:
+        with dynamically(batch_size=32)(note) as function:
+            assert await asyncio.gather(*(function.acall(n) for n in range(320))) == [*range(320)]
+
+    asyncio.run(main())
+    assert served == list(range(320))
+
+
+# Which batches are made.
+
+
+def test_what_comes_while_the_function_computes_is_one_batch() -> None:
+    held = Held()
+    with dynamically(held) as function:
+        calls = [InThread(function, 0)]
+        assert held.next_batch() == [0]
+        for number in range(1, 6):
+            calls.append(InThread(function, number))
+            spin_until(lambda number=number: function.stats.queue_size == number)  # type: ignore[misc]
+        held.let_on(2)
+        assert [call.result() for call in calls] == [0, 2, 4, 6, 8, 10]
+        assert held.next_batch() == [1, 2, 3, 4, 5]
+
+
+def test_a_batch_on_an_idle_function_leaves_at_once_whatever_the_timeout() -> None:
+    with dynamically(timeout_ms=1000 * 3600)(double) as function:
+        assert function(1) == 2
+        assert function([1, 2]) == [2, 4]
+
+
+def test_small_calls_go_before_large_ones_and_large_ones_are_not_starved() -> None:
+    held = Held()
+    with dynamically(batch_size=2, small_batch_threshold=1)(held) as function:
+        calls = [InThread(function, 100)]
+        held.next_batch()
+        calls.append(InThread(function, [1, 2, 3, 4]))
+        spin_until(lambda: function.stats.queue_size == 4)
+        for number in range(5, 13):
+            calls.append(InThread(function, number))
+            spin_until(lambda number=number: function.stats.queue_size == number)  # type: ignore[misc]
+        held.let_on(7)
+        results = [call.result() for call in calls]
+        assert results[:2] == [200, [2, 4, 6, 8]]
+        batches = [held.next_batch() for _ in range(6)]
+        # Small ones first, in order of arrival; the fourth batch that leaves the queue takes along
+        # the one that has waited longest.
+        assert batches == [[5, 6], [7, 8], [1, 9], [10, 11], [12, 2], [3, 4]]
+
+
+def test_a_batch_stays_within_its_length() -> None:
+    held = Held()
+    with dynamically(max_batch_length=5)(held) as function:
+        first = InThread(function, "x")
+        held.next_batch()
+        second = InThread(function, ["ab", "cd", "e", "much too long", "f"])
+        spin_until(lambda: function.stats.queue_size == 5)
+        held.let_on(4)
+        assert first.result() == "xx"
+        assert second.result()[3] == "much too longmuch too long"
+        batches = [held.next_batch() for _ in range(3)]
+        assert batches == [["ab", "cd", "e"], ["much too long"], ["f"]]
+
+
+def test_a_full_queue_refuses_the_call_as_a_whole() -> None:
+    held = Held()
+    with dynamically(max_queue_size=3)(held) as function:
+        calls = [InThread(function, 0)]
+        held.next_batch()
+        calls.append(InThread(function, [1, 2]))
+        spin_until(lambda: function.stats.queue_size == 2)
+        with pytest.raises(QueueFullError, match="no room for 2 more, 2 wait already") as caught:
+            function([3, 4])
+        assert "max_queue_size=3" in str(caught.value)
+
+        async def call_twice() -> list[Any]:
+            calls = asyncio.gather(function.acall(3), function.acall(4), return_exceptions=True)
+            await turns()
+            held.let_on(2)
+            return list(await calls)
+
+        outcomes = asyncio.run(call_twice())
+        assert outcomes[0] == 6
+        assert isinstance(outcomes[1], QueueFullError)
+        assert [call.result() for call in calls] == [0, [2, 4]]
+
+
+# Errors.
+
+
+class BadItemError(Exception):
+    """Wants more than a message."""
+
+    def __init__(self, item: int, why: str) -> None:
+        super().__init__(f"{item}: {why}")
+        self.item = item
+
+
+def test_the_error_is_an_inference_error_and_what_was_raised() -> None:
+    def fail(items: list[int]) -> list[int]:
+        raise BadItemError(items[0], "bad")
+
+    with dynamically(fail) as function:
+        with pytest.raises(BadItemError) as caught:
+            function(7)
+        assert isinstance(caught.value, InferenceError)
+        assert caught.value.item == 7
+        # The function's own traceback, and nothing of ours that would hold its callers.
+        cause = caught.value.__cause__
+        assert type(cause) is BadItemError
+        assert cause.__traceback__ is not None
+        assert cause.__traceback__.tb_frame.f_code.co_name == "fail"
+
+
+def test_one_bad_item_fails_alone() -> None:
+    held = Held()
+
+    def fail_for_3(items: list[int]) -> list[int]:
+        if 3 in items:
+            raise ValueError("3 is bad")
+        return held(items)
+
+    with dynamically(fail_for_3) as function:
+        calls = [InThread(function, 0)]
+        held.next_batch()
+        calls += [InThread(function, number) for number in range(1, 6)]
+        spin_until(lambda: function.stats.queue_size == 5)
+        held.let_on(10)
+        outcomes = [outcome_of(call.result) for call in calls]
+        assert isinstance(outcomes.pop(3), ValueError)
+        assert outcomes == [0, 2, 4, 8, 10]
+
+
+def test_without_isolation_a_batch_fails_as_a_whole_and_is_called_once() -> None:
+    calls: list[list[int]] = []
+
+    @dynamically(isolate_errors=False)
+    def fail(items: list[int]) -> list[int]:
+        calls.append(items)
+        raise ValueError("bad")
+
+    with fail, pytest.raises(ValueError, match="bad"):
+        fail([1, 2, 3])
+    assert calls == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [[1], [1, 2, 3, 4], [], None, "abc", {1: 1, 2: 2, 3: 3}, (number for number in range(3)), 7],
+    ids=lambda outputs: type(outputs).__name__,
+)
+def test_anything_but_one_output_per_input_is_an_error_for_all(outputs: Any) -> None:
+    with dynamically(lambda items: outputs if len(items) == 3 else items) as function:
+        with pytest.raises(OutputMismatchError, match="3 inputs"):
+            function([1, 2, 3])
+        assert function(1) == 1
+
+
+def test_a_tuple_of_outputs_will_do() -> None:
+    as_tuple: Any = tuple
+    with dynamically(as_tuple) as function:
+        assert function([1, 2]) == [1, 2]
+
+
+def test_an_exception_among_the_outputs_fails_its_item_alone() -> None:
+    def answer(items: list[int]) -> list[Any]:
+        return [KeyError(item) if item == 2 else item for item in items]
+
+    async def main() -> None:
+        with dynamically(answer) as function:
+            calls = [function.acall(number) for number in (1, 2, 3)]
+            one, two, three = await asyncio.gather(*calls, return_exceptions=True)
+            assert (one, three) == (1, 3)
+            assert isinstance(two, KeyError)
+            assert isinstance(two, InferenceError)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
+def test_what_is_no_exception_settles_everybody_and_the_thread_goes_on(
+    kind: type[BaseException],
+) -> None:
+    def fail_for_negative(items: list[int]) -> list[int]:
+        if min(items) < 0:
+            raise kind("out")
+        return items
+
+    with dynamically(fail_for_negative) as function:
+        with pytest.raises(InferenceError, match=f"{kind.__name__}: out"):
+            function([-1, 2])
+        assert function(5) == 5
+
+
+def test_a_sequence_that_raises_settles_everybody() -> None:
+    class Bad(Sequence[int]):
+        def __len__(self) -> int:
+            raise RuntimeError("no length")
+
+        def __getitem__(self, index: Any) -> Any:
+            raise RuntimeError("no items")
+
+    with dynamically(lambda _: Bad()) as function, pytest.raises(RuntimeError, match="no length"):
+        function([1, 2])
+
+
+def test_out_of_memory_makes_batches_smaller() -> None:
+    def answer(items: list[int]) -> list[int]:
+        if len(items) > 4:
+            raise MemoryError
+        return items
+
+    with dynamically(batch_size=16)(answer) as function:
+        assert function(list(range(100))) == list(range(100))
+
+
+def test_the_first_error_ends_the_wait_for_the_whole_list() -> None:
+    held = Held()
+
+    def answer(items: list[int]) -> list[int]:
+        if -1 in items:
+            raise ValueError("bad")
+        return held(items)
+
+    with dynamically(batch_size=1)(answer) as function:
+        with pytest.raises(ValueError, match="bad"):
+            function([-1, 2, 3])
+        # One of the others may have begun meanwhile.
+        held.let_on(3)
+        assert function(5) == 10
+
+
+# Callers that go.
+
+
+def test_a_cancelled_caller_harms_nobody_be_it_waiting_or_running() -> None:
+    held = Held()
+
+    async def main() -> None:
+        with dynamically(held) as function:
+            running = [asyncio.create_task(function.acall(number)) for number in (1, 2)]
+            await turns()
+            assert held.next_batch() == [1, 2]
+            waiting = [asyncio.create_task(function.acall(number)) for number in (3, 4)]
+            await turns()
+            running[0].cancel()
+            waiting[0].cancel()
+            await turns()
+            held.let_on(2)
+            outcomes = await asyncio.gather(*running, *waiting, return_exceptions=True)
+            assert isinstance(outcomes[0], asyncio.CancelledError)
+            assert isinstance(outcomes[2], asyncio.CancelledError)
+            assert (outcomes[1], outcomes[3]) == (4, 8)
+            assert held.next_batch() == [4]
+
+    asyncio.run(main())
+
+
+def test_one_that_goes_in_the_turn_of_its_call_is_never_computed() -> None:
+    async def main() -> None:
+        with dynamically(double) as function:
+            call = function.acall(1)
+            call.send(None)
+            call.close()
+            assert await function.acall(2) == 4
+            assert function.stats.total_processed == 1
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_list_leaves_nothing_behind() -> None:
+    held = Held()
+
+    async def main() -> None:
+        with dynamically(batch_size=2)(held) as function:
+            call = asyncio.create_task(function.acall([1, 2, 3, 4, 5]))
+            await turns()
+            assert held.next_batch() == [1, 2]
+            call.cancel()
+            await asyncio.wait([call])
+            assert function.stats.queue_size == 0
+            held.let_on(2)
+            assert await function.acall(6) == 12
+
+    asyncio.run(main())
+
+
+def test_a_loop_that_is_closed_while_calls_wait_harms_nobody_else() -> None:
+    held = Held()
+    with dynamically(held) as function:
+        loop = asyncio.new_event_loop()
+        left = [loop.create_task(function.acall(number)) for number in (1, 2)]
+        loop.run_until_complete(turns())
+        assert held.next_batch() == [1, 2]
+        left.append(loop.create_task(function.acall(3)))
+        loop.run_until_complete(turns())
+        other = InThread(function, 4)
+        spin_until(lambda: function.stats.queue_size == 2)
+        loop.close()
+        held.let_on(2)
+        assert other.result() == 8
+        assert asyncio.run(_call(function, 5, held)) == 10
+        for task in left:  # as asyncio would complain
+            task._log_destroy_pending = False  # type: ignore[attr-defined]
+            task.get_coro().close()
+
+
+async def _call(function: BatchedFunction[Any, Any], item: Any, held: Held) -> Any:
+    held.let_on()
+    return await function.acall(item)
+
+
+def test_several_loops_and_threads_call_at_once() -> None:
+    async def call_many(function: BatchedFunction[int, int], start: int) -> list[int]:
+        return await asyncio.gather(*(function.acall(start + number) for number in range(300)))
+
+    with dynamically(batch_size=8)(double) as function:
+        loops = [
+            InThread(lambda start=start: asyncio.run(call_many(function, start)))
+            for start in (0, 1000, 2000)
+        ]
+        threads = [
+            InThread(lambda start=start: [function(start + number) for number in range(300)])
+            for start in (3000, 4000)
+        ]
+        for number, call in enumerate((*loops, *threads)):
+            assert call.result() == [2 * (1000 * number + at) for at in range(300)]
+        assert function.stats.total_processed == 1500
+
+
+# Functions that call functions.
+
+
+def test_a_function_that_calls_itself_is_computed_at_once() -> None:
+    @dynamically
+    def factorial(items: list[int]) -> list[int]:
+        return [1 if item <= 1 else item * factorial(item - 1) for item in items]
+
+    with factorial:
+        assert factorial([5, 3]) == [120, 6]
+
+
+def test_two_functions_that_call_each_other_do_not_wait_for_each_other() -> None:
+    @dynamically
+    def is_even(items: list[int]) -> list[bool]:
+        return [item == 0 or is_odd(item - 1) for item in items]
+
+    @dynamically
+    def is_odd(items: list[int]) -> list[bool]:
+        return [item != 0 and is_even(item - 1) for item in items]
+
+    with is_even, is_odd:
+        assert is_even([10, 7]) == [True, False]
+        calls = [InThread(one, 8) for one in (is_even, is_odd) * 4]
+        assert [call.result() for call in calls] == [True, False] * 4
+
+
+def test_the_error_of_a_call_of_itself_is_that_of_any_call() -> None:
+    @dynamically
+    def fail_at_zero(items: list[int]) -> list[Any]:
+        if items == [0]:
+            raise KeyError("zero")
+        return [outcome_of(lambda item=item: fail_at_zero(item - 1)) for item in items]
+
+    with fail_at_zero:
+        with pytest.raises(KeyError) as caught:
+            fail_at_zero(1)
+        assert isinstance(caught.value, InferenceError)
+
+
+def test_a_function_may_call_another() -> None:
+    with dynamically(double) as inner:
+
+        @dynamically
+        def outer(items: list[int]) -> list[int]:
+            return inner(items)
+
+        with outer:
+            assert outer([1, 2]) == [2, 4]
+
+
+def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
+    loops: set[Any] = set()
+    threads: set[str] = set()
+
+    @dynamically
+    async def double_async(items: list[int]) -> list[int]:
+        await asyncio.sleep(0)
+        loops.add(asyncio.get_running_loop())
+        threads.add(threading.current_thread().name)
+        return double(items)
+
+    with double_async:
+        assert double_async(1) == 2
+        assert double_async([2, 3]) == [4, 6]
+        assert asyncio.run(_acall(double_async, 4)) == 8
+    assert len(loops) == 1
+    assert "double_async" in threads.pop()
+
+
+async def _acall(function: BatchedFunction[Any, Any], item: Any) -> Any:
+    return await function.acall(item)
+
+
+def test_an_async_function_may_await_itself() -> None:
+    @dynamically
+    async def countdown(items: list[int]) -> list[int]:
+        return [0 if item == 0 else await countdown.acall(item - 1) for item in items]
+
+    with countdown:
+        assert countdown([3, 1]) == [0, 0]
+
+
+def test_a_function_that_returns_something_to_await_is_awaited() -> None:
+    async def answer(items: list[int]) -> list[int]:
+        return double(items)
+
+    with dynamically(lambda items: answer(items)) as function:
+        assert function(1) == 2
+
+
+def test_context_variables_of_a_caller_are_not_seen_by_the_others_of_its_batch() -> None:
+    user = contextvars.ContextVar("user", default="nobody")
+
+    def who(items: list[int]) -> list[str]:
+        return [user.get() for _ in items]
+
+    async def main() -> None:
+        with dynamically(who) as function:
+            user.set("somebody")
+            assert await function.acall([1, 2]) == ["nobody", "nobody"]
+            assert function(1) == "nobody"
+
+    asyncio.run(main())
+
+
+# Methods.
+
+
+def test_each_instance_has_its_own_batcher() -> None:
+    two, three = Model(2), Model(3)
+    assert two.scale(5) == 10
+    assert three.scale([1, 2, 3, 4, 5]) == [3, 6, 9, 12, 15]
+    assert (two.scale.stats.total_processed, three.scale.stats.total_processed) == (1, 5)
+    end(two.scale, three.scale)
+
+
+def test_a_method_can_be_called_on_its_class() -> None:
+    model = Model(3)
+    assert Model.scale(model, 2) == 6  # type: ignore[call-overload]  # as types do not know
+    assert asyncio.run(Model.scale.acall(model, 3)) == 9  # type: ignore[call-overload]  # the same
+    assert model.scale.stats.total_processed == 2
+    end(model.scale)
+
+
+def test_class_and_static_methods_in_either_order() -> None:
+    class Sub(Model):
+        pass
+
+    assert Model.name_of(1) == Model.outer_name_of(1) == "Model 1"
+    assert Sub.name_of(1) == Sub(1).outer_name_of(1) == "Sub 1"
+    assert Model.halve(8) == Model(1).halve(8) == Model.outer_halve(8) == 4
+    assert Model(1).outer_halve([2, 4]) == [1, 2]
+    end(Sub.name_of, Sub.outer_name_of)
+
+
+def test_an_instance_is_released_and_its_thread_with_it() -> None:
+    before = set(threading.enumerate())
+    model = Model(2)
+    assert model.scale([1, 2, 3]) == [2, 4, 6]
+    (thread,) = set(threading.enumerate()) - before
+    reference = weakref.ref(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_what_a_batch_held_is_released_when_it_has_been_answered() -> None:
+    class Thing:
+        pass
+
+    with dynamically(lambda items: items) as function:
+        thing = Thing()
+        reference = weakref.ref(thing)
+        assert function(thing) is thing
+        del thing
+        # The thread lets go of it before it waits for the next batch, soon after the answer.
+        spin_until(lambda: reference() is None)
+
+
+def test_an_instance_lives_while_calls_wait_for_it() -> None:
+    held = Held()
+
+    class Holder:
+        @dynamically
+        def compute(self, items: list[int]) -> list[int]:
+            return held(items)
+
+    async def main() -> None:
+        holder = Holder()
+        function = holder.compute
+        call = asyncio.create_task(holder.compute.acall(1))
+        await turns()
+        held.next_batch()
+        del holder
+        gc.collect()
+        held.let_on()
+        assert await call == 2
+        function.shutdown()
+
+    asyncio.run(main())
+
+
+def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> None:
+    class Equal:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        @dynamically
+        def names(self, items: list[int]) -> list[str]:
+            return [self.name for _ in items]
+
+    one, two = Equal("one"), Equal("two")
+    assert (one.names(1), two.names(1)) == ("one", "two")
+    end(one.names, two.names)
+
+
+def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        @dynamically
+        def compute(self, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(ConfigurationError, match=r"add '__weakref__' to its __slots__"):
+        Slotted().compute(1)
+
+    class WithRoom:
+        __slots__ = ("__weakref__",)
+
+        @dynamically
+        def compute(self, items: list[int]) -> list[int]:
+            return items
+
+    instance = WithRoom()
+    assert instance.compute(1) == 1
+    end(instance.compute)
+
+
+def test_an_instance_in_use_can_be_copied_and_pickled() -> None:
+    model = Model(3)
+    assert model.scale(1) == 3
+    for twin in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert vars(twin) == {"factor": 3}
+        twin.factor = 5
+        assert twin.scale(1) == 5
+        end(twin.scale)
+    assert pickle.loads(pickle.dumps(model.scale)).__self__.factor == 3
+    end(model.scale)
+
+
+def test_the_function_itself_is_pickled_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(doubled_by_all)) is doubled_by_all
+    assert pickle.loads(pickle.dumps(Model.scale)) is Model.scale
+    assert copy.deepcopy(doubled_by_all) is doubled_by_all
+
+
+def test_it_looks_like_the_function() -> None:
+    assert doubled_by_all.__name__ == "doubled_by_all"
+    assert doubled_by_all.__doc__ == "Double each item."
+    assert doubled_by_all.__module__ == __name__
+    assert str(inspect.signature(doubled_by_all)) == "(items: list[int]) -> list[int]"
+    model = Model(2)
+    assert (model.scale.__name__, model.scale.__qualname__) == ("scale", "Model.scale")
+    assert model.scale.__doc__ == Model.scale.__doc__ == "Multiply each item."
+    assert str(inspect.signature(model.scale)) == "(items: list[int]) -> list[int]"
+    assert "doubled_by_all" in repr(doubled_by_all)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = doubled_by_all.no_such
+    end(model.scale)
+
+
+def test_partials_bound_methods_and_objects_can_be_decorated() -> None:
+    def scale(factor: int, items: list[int]) -> list[int]:
+        return [factor * item for item in items]
+
+    class Bound:
+        factor = 4
+
+        def scale(self, items: list[int]) -> list[int]:
+            return scale(self.factor, items)
+
+        def __call__(self, items: list[int]) -> list[int]:
+            return scale(5, items)
+
+    class Owner:
+        partial = dynamically(functools.partial(scale, 3))
+        bound = dynamically(Bound().scale)
+        called = dynamically(Bound())
+
+    assert [one(2) for one in (Owner().partial, Owner().bound, Owner().called)] == [6, 8, 10]
+    end(Owner.partial, Owner.bound, Owner.called)
+
+
+@pytest.mark.parametrize("func", [64, "double", [1]])
+def test_what_is_no_function_is_refused(func: Any) -> None:
+    with pytest.raises(ConfigurationError, match="settings are named"):
+        dynamically(func)
+
+
+def test_generators_are_refused() -> None:
+    def generate(items: list[int]) -> Iterator[int]:
+        yield from items
+
+    with pytest.raises(ConfigurationError, match="return a list"):
+        dynamically(generate)
+
+
+# Stats.
+
+
+def test_the_stats_have_the_fields_of_batched() -> None:
+    with dynamically(batch_size=2)(double) as function:
+        function([1, 2, 3])
+        stats = function.stats
+        assert (stats.queue_size, stats.total_processed, stats.total_batches) == (0, 3, 2)
+        assert stats.avg_batch_size == 1.5
+        assert stats.avg_processing_time > 0
+        assert stats.cache_stats is None
+        function.clear_stats()
+        assert function.stats.total_processed == 0
+        assert function.stats.avg_batch_size == function.stats.avg_processing_time == 0.0
+        function(1)
+        assert function.stats.total_batches == 1
+
+
+# Life.
+
+
+def test_shutdown_computes_what_waits_and_ends_the_thread() -> None:
+    held = Held()
+    function = dynamically(held)
+    calls = [InThread(function, 1)]
+    held.next_batch()
+    calls.append(InThread(function, [2, 3]))
+    spin_until(lambda: function.stats.queue_size == 2)
+    ending = InThread(function.shutdown)
+    spin_until(lambda: isinstance(outcome_of(lambda: function(4)), BatcherClosedError))
+    held.let_on(2)
+    assert [call.result() for call in calls] == [2, [4, 6]]
+    ending.result()
+    with pytest.raises(BatcherClosedError, match=r"start\(\) opens it again"):
+        function(1)
+    with pytest.raises(BatcherClosedError):
+        asyncio.run(_acall(function, 1))
+    function.shutdown()
+
+
+def test_shutdown_with_cancel_settles_at_once_what_waits() -> None:
+    held = Held()
+    function = dynamically(held)
+    running = InThread(function, 1)
+    held.next_batch()
+    waiting = InThread(function, [2, 3])
+    spin_until(lambda: function.stats.queue_size == 2)
+    ending = InThread(lambda: function.shutdown(cancel=True))
+    with pytest.raises(BatcherClosedError, match="shut down before"):
+        waiting.result()
+    held.let_on()
+    assert running.result() == 2
+    ending.result()
+
+
+def test_it_can_be_opened_again() -> None:
+    function = dynamically(double)
+    function.shutdown()
+    for _ in range(3):
+        with function:
+            assert function(1) == 2
+
+
+def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
+    @dynamically
+    def last(items: list[int]) -> list[int]:
+        last.shutdown()
+        return items
+
+    assert last(1) == 1
+    with pytest.raises(BatcherClosedError):
+        last(2)
+    spin_until(lambda: not any("last" in t.name for t in threading.enumerate()))
+
+
+def test_a_forked_child_begins_anew() -> None:
+    held = Held()
+    with dynamically(held) as function:
+        call = InThread(function, 1)
+        held.next_batch()
+        waiting = InThread(function, 2)
+        spin_until(lambda: function.stats.queue_size == 1)
+        child = os.fork()
+        if child == 0:
+            held.let_on(1)
+            os._exit(function(3))
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 6
+        held.let_on(2)
+        assert (call.result(), waiting.result()) == (2, 4)
+
+
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+def test_a_program_that_forgets_to_shut_down_ends_at_once() -> None:
+    """Also while a batch is being computed that would take an hour."""
+    done = run_program(
+        "import threading, time\n"
+        "from fast_batcher import dynamically\n"
+        "begun = threading.Event()\n"
+        "@dynamically\n"
+        "def sleep(items):\n"
+        "    if items != [0]: begun.set(); time.sleep(3600)\n"
+        "    return items\n"
+        "print(sleep(0))\n"
+        "threading.Thread(target=sleep, args=(1,), daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_threads_that_wait_at_the_end_of_the_program_get_their_answers() -> None:
+    done = run_program(
+        "import threading\n"
+        "from fast_batcher import dynamically\n"
+        "go = threading.Event()\n"
+        "@dynamically\n"
+        "def double(items):\n"
+        "    go.wait()\n"
+        "    return [2 * item for item in items]\n"
+        "def call(item):\n"
+        "    print(double(item), flush=True)\n"
+        "for item in (21, 21):\n"
+        "    threading.Thread(target=call, args=(item,)).start()\n"
+        "threading.Timer(0.05, go.set).start()\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n42\n", "")
+
+
+def test_it_is_quick_to_end_many() -> None:
+    with ExitStack() as stack:
+        functions = [stack.enter_context(dynamically(double)) for _ in range(20)]
+        assert [function(1) for function in functions] == [2] * 20
