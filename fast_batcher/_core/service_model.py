@@ -148,7 +148,8 @@ class ServiceModel:
         """The seconds that 95 % of the batches of this size stay below; only if `is_known`."""
         if self._high is None:
             self._high = self._line(_high)
-        return _read(self._high, size)
+        # Where little has been seen, the two lines may cross.
+        return max(_read(self._high, size), self.median(size))
 
     def _line(self, seconds_of: Callable[[_Bucket], float]) -> _Line:
         """A rising line through what the buckets know, those first that were seen last.

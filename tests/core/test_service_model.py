@@ -57,6 +57,7 @@ def test_a_larger_batch_never_takes_less(
 ) -> None:
     model = model_of(*observed)
     read.sort()
+    assert all(model.median(size) <= model.high(size) for size in read)
     for function in (model.median, model.high):
         times = [function(size) for size in read]
         assert all(0 < took < inf for took in times)
