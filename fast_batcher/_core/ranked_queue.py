@@ -118,6 +118,11 @@ class RankedQueue(RequestQueue):
             return False
         return sum(lane.cost for lane in lanes) > self._former.max_batch_cost
 
+    @property
+    def cost(self) -> float:
+        """Of all that wait."""
+        return sum(level.cost for level in self._levels.values())
+
     def ahead_of(self, priority: int) -> Ahead:
         """What waits and goes before a new request of this priority, as far as one can tell."""
         levels = [level for key, level in self._levels.items() if key >= priority]

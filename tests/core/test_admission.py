@@ -9,7 +9,9 @@ from schedules import make, poll_batches, settle
 from virtual import Outcomes, poisson, serve
 
 from fast_batcher._core.admission import Admission, Outlook
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Batch, Dispatch, Expire, ExpiryReason, Release, Request
+from fast_batcher._core.ranked_queue import Ahead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -115,6 +117,43 @@ def test_equals_are_refused_as_they_would_be_one_by_one(
         late = find(5.0, world, requests)
         refusals.append([(request.value, request.refusal) for request in late])
     assert refusals[0] == refusals[1]
+
+
+# Where requests are not equals.
+
+
+def test_a_request_is_behind_its_betters_by_their_costs() -> None:
+    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchFormer(40, is_padded=True))
+    predicted = admission.seconds_behind(outlook(99, 3.0), Ahead(8, 80.0, 1), 10.0)
+    assert predicted == pytest.approx(3.0 + 2 * linear(40) + linear(40), rel=0.02)
+    first = admission.seconds_behind(outlook(99, 3.0), Ahead(1, 10.0, 1), 10.0)
+    assert first == pytest.approx(3.0 + linear(20), rel=0.02)
+
+
+def test_every_group_before_it_takes_a_batch() -> None:
+    admission = Admission(learned(), 4)
+    predicted = admission.seconds_behind(outlook(4), Ahead(4, 4.0, 5), 1.0)
+    assert predicted == pytest.approx(4 * linear(1) + linear(4), rel=0.02)
+
+
+def test_what_waits_drains_by_its_costs() -> None:
+    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchFormer(40, is_padded=True))
+    world = outlook(10, 3.0)._replace(cost=100.0)
+    assert admission.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
+    assert admission.seconds_until_drained(outlook(0, 3.0)) == 3.0
+
+
+def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
+    scheduler = make(max_batch_size=2, max_latency=4.7)
+    now = taught_from(scheduler, 0.0)
+    scheduler.rank_requests()
+    arrive(scheduler, now, 2)
+    arrive(scheduler, now, 2)
+    assert len(refused_at(scheduler, now, 3)) == 1, "two share the third batch"
+    assert len(refused_at(scheduler, now)) == 1
+    (urgent,) = [Request("urgent", None)]
+    urgent.priority = 1
+    assert scheduler.submit(now, [urgent]) == []
 
 
 # At the door.

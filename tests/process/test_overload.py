@@ -3,6 +3,7 @@ in `tests/core/test_admission.py`: here everybody gets an answer, and the worker
 """
 
 import asyncio
+
 import pytest
 from sample_models import BatchSize, Echo, Slow
 from waits import LIMIT, assert_balance, call, turns
