@@ -163,8 +163,6 @@ class AdaptivePolicy:
     def _room(self, load: Load) -> int:
         """How many more could come into the batch, as far as is known."""
         peak = max(self._peaks, default=0)
-        if peak <= load.workers:
-            return 0
         return min(load.max_batch_size, peak - load.running) - load.waiting
 
 
@@ -190,8 +188,9 @@ def _best_moment(
     """
     median = load.service.median
     waiting, total = load.waiting, expected[-1]
+    everyone = waiting + total
     time_now = median(waiting)
-    greedy = (waiting + total) * time_now + total * median(max(total, 1.0))
+    time_others = median(max(total, 1.0))
     least = LEAST_GAIN * median(1)
     best, best_moment = 0.0, now
     for number, returns in enumerate(expected):
@@ -200,11 +199,13 @@ def _best_moment(
             break
         if moment <= now or returns <= FEWEST:
             continue
-        held = (waiting + total) * (moment - now + lateness + median(waiting + returns))
-        if returns < total:
-            later = total - returns
-            held += later * median(max(later, 1.0))
-        gain = greedy - held
+        later = total - returns
+        time_later = median(max(later, 1.0))
+        time_held = moment - now + lateness + median(waiting + returns)
+        gain = everyone * (time_now - time_held) + total * time_others - later * time_later
+        # And the next round begins sooner. A batch of less than one is as rare as that request.
+        sooner = time_now + min(total, 1.0) * time_others - time_held - min(later, 1.0) * time_later
+        gain += everyone * sooner
         if gain > best and gain > least * (waiting + returns):
             best, best_moment = gain, moment
     return best_moment

@@ -24,8 +24,8 @@ class Policy(Protocol):
     learns: bool
     # Whether `decide` would say `Release.IDLE`, so that it need not be asked.
     is_greedy: bool
-    # Whether `decide` has answered last with a moment; `end_hold` is then to be called when
-    # that batch leaves without being decided about.
+    # Whether it remembers a hold, so that `end_hold` is to be called when the batch that was held
+    # leaves or vanishes, or no worker is free any more.
     is_holding: bool
     # While it does not learn: answers, counted down by the scheduler, until `end_rest` is to be
     # called; 0 for never.
@@ -51,7 +51,7 @@ class Policy(Protocol):
         """Learn that a worker has answered a batch of this size; `load` is without it."""
 
     def end_hold(self) -> None:
-        """The batch that was held has left, or there is no free worker or no request any more."""
+        """Forget the hold that it remembers: see `is_holding`."""
 
     def end_rest(self) -> None:
         """As many batches as `rest` said have been answered."""

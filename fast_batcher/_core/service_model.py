@@ -87,8 +87,8 @@ class _Bucket:
             self.high = self.median
 
 
-# A line through sizes and seconds, both rising, and its slope beyond the last of them.
-_Line = tuple[list[float], list[float], float]
+# A line through sizes and seconds, both rising, and its slopes before and beyond them.
+_Line = tuple[list[float], list[float], float, float]
 
 
 class ServiceModel:
@@ -160,7 +160,7 @@ class ServiceModel:
         """
         sizes: list[float] = []
         times: list[float] = []
-        slope = 0.0
+        line: _Line = (sizes, times, 0.0, 0.0)
         for bucket in sorted(self._buckets.values(), key=_last_seen, reverse=True):
             size, seconds = bucket.size, seconds_of(bucket)
             at = bisect_left(sizes, size)
@@ -169,13 +169,13 @@ class ServiceModel:
                     seconds = times[at - 1]
                 if at < len(times) and seconds > times[at]:
                     seconds = times[at]
-                others = _read((sizes, times, slope), size)
+                others = _read(line, size)
                 weight = 0.5 ** ((self._count - bucket.last_seen) / bucket.half_life())
                 seconds = others + (seconds - others) * weight
             sizes.insert(at, size)
             times.insert(at, seconds)
-            slope = _last_slope(sizes, times)
-        return sizes, times, slope
+            line = (sizes, times, *_slopes(sizes, times))
+        return line
 
     def _add_bucket(self, exponent: int) -> _Bucket:
         if len(self._buckets) == MOST_BUCKETS:
@@ -196,30 +196,38 @@ def _high(bucket: _Bucket) -> float:
     return bucket.high
 
 
-def _last_slope(sizes: list[float], times: list[float]) -> float:
-    """Seconds per unit of size at the end of the line, over at least a doubling if there is one.
+def _slopes(sizes: list[float], times: list[float]) -> tuple[float, float]:
+    """Seconds per unit of size at both ends, each over at least a doubling if there is one.
 
     Neighbouring buckets may have nearly the same size, and then noise would be all of the slope.
     """
-    if len(sizes) < 2:
-        return 0.0
-    before = min(max(bisect_right(sizes, sizes[-1] / 2) - 1, 0), len(sizes) - 2)
-    return (times[-1] - times[before]) / (sizes[-1] - sizes[before])
+    last = len(sizes) - 1
+    if not last:
+        return 0.0, 0.0
+    after = min(max(bisect_left(sizes, 2 * sizes[0]), 1), last)
+    before = min(max(bisect_right(sizes, sizes[-1] / 2) - 1, 0), last - 1)
+    return (
+        (times[after] - times[0]) / (sizes[after] - sizes[0]),
+        (times[-1] - times[before]) / (sizes[-1] - sizes[before]),
+    )
 
 
 def _read(line: _Line, size: float) -> float:
     """The line at this size.
 
-    Beyond the largest size it goes on as before, or level if there is only one. Below the smallest
-    it is proportional: what has not been seen is no evidence that a batch costs anything by itself,
-    and to believe the opposite would make the policy wait for large batches and never see a small
-    one.
+    Beyond the largest and below the smallest size it goes on as before. With only one size it is
+    level beyond it and proportional below: what has not been seen is no evidence that a batch costs
+    anything by itself, and to believe the opposite would make the policy wait for large batches and
+    never see a small one. Proportional is also the least that it is below the smallest size.
     """
-    sizes, times, slope = line
+    sizes, times, first_slope, last_slope = line
     at = bisect_left(sizes, size)
     if at == len(sizes):
-        return times[-1] + (size - sizes[-1]) * slope
+        return times[-1] + (size - sizes[-1]) * last_slope
     if at == 0:
-        return times[0] * size / sizes[0]
+        proportional = times[0] * size / sizes[0]
+        if len(sizes) == 1:
+            return proportional
+        return max(proportional, times[0] - (sizes[0] - size) * first_slope)
     left, start = sizes[at - 1], times[at - 1]
     return start + (size - left) / (sizes[at] - left) * (times[at] - start)
