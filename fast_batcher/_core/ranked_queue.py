@@ -86,14 +86,7 @@ class RankedQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, and some of those that were cancelled, in no particular order."""
         for lane in self._lanes.values():
-            for request in lane.requests:
-                if request.batch_id is None:
-                    yield request
-
-    @property
-    def has_own(self) -> bool:
-        """Whether a request may wait that has a deadline of its own."""
-        return bool(self._heap)
+            yield from lane.requests
 
     def extend(self, requests: list[Request], own: list[Request]) -> None:
         """Append requests; their ids rise, and are higher than every id before."""

@@ -11,6 +11,7 @@ from virtual import Outcomes, poisson, serve
 from fast_batcher._core.admission import Admission, Outlook
 from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Batch, Dispatch, Expire, ExpiryReason, Release, Request
+from fast_batcher._core.policy import FixedPolicy
 from fast_batcher._core.ranked_queue import Ahead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
@@ -86,6 +87,7 @@ def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> No
     nobody = outlook(100, inf, workers=0)
     assert Admission(learned(), 4).seconds_until_answered(nobody) == 0.0
     assert Admission(learned(), 4).seconds_until_drained(nobody) is None
+    assert Admission(learned(), 4).seconds_behind(nobody, Ahead(9, 9.0, 1), 1.0) == 0.0
 
 
 @given(ahead=st.integers(0, 50), workers=st.integers(1, 5), most=st.integers(1, 9))
@@ -401,6 +403,50 @@ def test_a_request_that_waits_past_its_target_may_still_be_the_last_candidate() 
     settle(scheduler, now, first)
     assert second.batch_id is not None
     assert not second.is_settled
+
+
+def test_a_hold_makes_nobody_late() -> None:
+    scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
+    # Nothing is known of how long batches take: it may wait until the target itself.
+    (request,) = [Request("input", None)]
+    assert scheduler.submit(0.0, [request]) == []
+    assert scheduler.poll(0.0) == ([], 5.0)
+    (batch,) = poll_batches(scheduler, 5.0)
+    assert (batch.requests, batch.release) == ([request], Release.DEADLINE)
+    settle(scheduler, 6.0, batch)
+    # Its first batch tells nothing; the second one took a second.
+    assert scheduler.submit(10.0, [Request("input", None)]) == []
+    (batch,) = poll_batches(scheduler, 15.0)
+    settle(scheduler, 16.0, batch)
+    assert scheduler.submit(20.0, [Request("input", None)]) == []
+    assert scheduler.poll(20.0) == ([], 24.0)
+
+
+def test_with_costs_what_has_waited_for_four_batches_lets_none_pass_by() -> None:
+    scheduler = make(max_batch_size=2, former=BatchFormer(None, is_padded=True))
+    scheduler.rank_requests()
+    now = 0.0
+
+    def come(*costs: float) -> list[Request]:
+        requests = [Request(cost, None) for cost in costs]
+        for request in requests:
+            request.cost = request.value
+        assert scheduler.submit(now, requests) == []
+        return requests
+
+    for _ in range(3):
+        come(10)
+        (batch,) = poll_batches(scheduler, now)
+        now += 1.0
+        settle(scheduler, now, batch)
+    come(10)
+    (batch,) = poll_batches(scheduler, now)
+    first, far, near = come(10, 90, 11)
+    # As long as no batch has taken: now it is the order of arrival that counts.
+    now += 4.5
+    settle(scheduler, now, batch)
+    assert poll_batches(scheduler, now)[0].requests == [first, far]
+    assert near.batch_id is None
 
 
 # Whole services.
