@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Request
 from fast_batcher._core.policy import GreedyPolicy, Policy
 from fast_batcher._core.retries import Lost
@@ -23,6 +24,7 @@ def make(
     infer_timeout: float | None = None,
     idempotent: bool = True,
     isolate_errors: bool = True,
+    former: BatchFormer | None = None,
     workers: int = 1,
 ) -> Scheduler:
     """A scheduler whose workers are ready since moment 0."""
@@ -37,6 +39,7 @@ def make(
         infer_timeout=infer_timeout,
         idempotent=idempotent,
         isolate_errors=isolate_errors,
+        former=former,
     )
     for worker in range(workers):
         scheduler.worker_ready(0.0, worker)

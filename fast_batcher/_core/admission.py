@@ -37,6 +37,8 @@ class Outlook(NamedTuple):
     workers: int
     # Nothing waits and nothing runs.
     is_idle: bool
+    # What waits costs so much together, where there are costs.
+    cost: float = 0.0
 
 
 class Selection(NamedTuple):
@@ -105,11 +107,7 @@ class Admission:
         """
         if not self._service.is_known or outlook.delay == inf:
             return 0.0
-        most = self.max_batch_size
-        # A full batch has so many requests, of costs as they are on average, or all that it may.
-        full = most * (ahead.cost + cost) / (ahead.requests + 1)
-        if self._former is not None:
-            full = min(full, self._former.max_batch_cost)
+        full = self._full_charge(ahead.cost + cost, ahead.requests + 1)
         batches = max(ahead.cost // full, ahead.groups - 1)
         if not batches:
             return outlook.delay + self._service.high(ahead.cost + cost)
@@ -122,8 +120,16 @@ class Admission:
         """How long it takes to serve all that wait, None if that is not known."""
         if not self._service.is_known or outlook.delay == inf:
             return None
-        batches = ceil(outlook.ahead / self.max_batch_size)
-        return outlook.delay + batches * self._service.median(self.max_batch_size) / outlook.workers
+        full, batches = float(self.max_batch_size), ceil(outlook.ahead / self.max_batch_size)
+        if self._former is not None and outlook.ahead:
+            full = self._full_charge(outlook.cost, outlook.ahead)
+            batches = ceil(outlook.cost / full)
+        return outlook.delay + batches * self._service.median(full) / outlook.workers
+
+    def _full_charge(self, cost: float, requests: int) -> float:
+        """A full batch has its number of requests, of the mean cost, or costs all that it may."""
+        full = self.max_batch_size * cost / requests
+        return full if self._former is None else min(full, self._former.max_batch_cost)
 
     def find_late_equals(
         self, now: float, outlook: Outlook, requests: list[Request]
@@ -167,7 +173,7 @@ class Admission:
         late: list[Request] = []
         taken = 0
         # It is the same for equals until one more is taken.
-        seconds = self.seconds_until_answered(outlook)
+        seconds = 0.0 if predict is not None else self.seconds_until_answered(outlook)
         refusals: dict[float, Refusal] = {}
         for request in requests:
             if predict is not None:

@@ -86,14 +86,7 @@ class RankedQueue(RequestQueue):
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, and some of those that were cancelled, in no particular order."""
         for lane in self._lanes.values():
-            for request in lane.requests:
-                if request.batch_id is None:
-                    yield request
-
-    @property
-    def has_own(self) -> bool:
-        """Whether a request may wait that has a deadline of its own."""
-        return bool(self._heap)
+            yield from lane.requests
 
     def extend(self, requests: list[Request], own: list[Request]) -> None:
         """Append requests; their ids rise, and are higher than every id before."""
@@ -117,6 +110,11 @@ class RankedQueue(RequestQueue):
         if self._former is None:
             return False
         return sum(lane.cost for lane in lanes) > self._former.max_batch_cost
+
+    @property
+    def cost(self) -> float:
+        """Of all that wait."""
+        return sum(level.cost for level in self._levels.values())
 
     def ahead_of(self, priority: int) -> Ahead:
         """What waits and goes before a new request of this priority, as far as one can tell."""

@@ -390,6 +390,7 @@ class Scheduler:
             delay=min([self._seconds_until_free(now, slot) for slot in slots], default=inf),
             workers=len(slots),
             is_idle=not self.queue.size and not self._batches and not self.retries,
+            cost=0.0 if self._ranked is None else self._ranked.cost,
         )
 
     def _seconds_until_free(self, now: float, slot: _Slot) -> float:

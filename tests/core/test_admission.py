@@ -9,7 +9,10 @@ from schedules import make, poll_batches, settle
 from virtual import Outcomes, poisson, serve
 
 from fast_batcher._core.admission import Admission, Outlook
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Batch, Dispatch, Expire, ExpiryReason, Release, Request
+from fast_batcher._core.policy import FixedPolicy
+from fast_batcher._core.ranked_queue import Ahead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -84,6 +87,7 @@ def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> No
     nobody = outlook(100, inf, workers=0)
     assert Admission(learned(), 4).seconds_until_answered(nobody) == 0.0
     assert Admission(learned(), 4).seconds_until_drained(nobody) is None
+    assert Admission(learned(), 4).seconds_behind(nobody, Ahead(9, 9.0, 1), 1.0) == 0.0
 
 
 @given(ahead=st.integers(0, 50), workers=st.integers(1, 5), most=st.integers(1, 9))
@@ -115,6 +119,43 @@ def test_equals_are_refused_as_they_would_be_one_by_one(
         late = find(5.0, world, requests)
         refusals.append([(request.value, request.refusal) for request in late])
     assert refusals[0] == refusals[1]
+
+
+# Where requests are not equals.
+
+
+def test_a_request_is_behind_its_betters_by_their_costs() -> None:
+    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchFormer(40, is_padded=True))
+    predicted = admission.seconds_behind(outlook(99, 3.0), Ahead(8, 80.0, 1), 10.0)
+    assert predicted == pytest.approx(3.0 + 2 * linear(40) + linear(40), rel=0.02)
+    first = admission.seconds_behind(outlook(99, 3.0), Ahead(1, 10.0, 1), 10.0)
+    assert first == pytest.approx(3.0 + linear(20), rel=0.02)
+
+
+def test_every_group_before_it_takes_a_batch() -> None:
+    admission = Admission(learned(), 4)
+    predicted = admission.seconds_behind(outlook(4), Ahead(4, 4.0, 5), 1.0)
+    assert predicted == pytest.approx(4 * linear(1) + linear(4), rel=0.02)
+
+
+def test_what_waits_drains_by_its_costs() -> None:
+    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchFormer(40, is_padded=True))
+    world = outlook(10, 3.0)._replace(cost=100.0)
+    assert admission.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
+    assert admission.seconds_until_drained(outlook(0, 3.0)) == 3.0
+
+
+def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
+    scheduler = make(max_batch_size=2, max_latency=4.7)
+    now = taught_from(scheduler, 0.0)
+    scheduler.rank_requests()
+    arrive(scheduler, now, 2)
+    arrive(scheduler, now, 2)
+    assert len(refused_at(scheduler, now, 3)) == 1, "two share the third batch"
+    assert len(refused_at(scheduler, now)) == 1
+    (urgent,) = [Request("urgent", None)]
+    urgent.priority = 1
+    assert scheduler.submit(now, [urgent]) == []
 
 
 # At the door.
@@ -362,6 +403,50 @@ def test_a_request_that_waits_past_its_target_may_still_be_the_last_candidate() 
     settle(scheduler, now, first)
     assert second.batch_id is not None
     assert not second.is_settled
+
+
+def test_a_hold_makes_nobody_late() -> None:
+    scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
+    # Nothing is known of how long batches take: it may wait until the target itself.
+    (request,) = [Request("input", None)]
+    assert scheduler.submit(0.0, [request]) == []
+    assert scheduler.poll(0.0) == ([], 5.0)
+    (batch,) = poll_batches(scheduler, 5.0)
+    assert (batch.requests, batch.release) == ([request], Release.DEADLINE)
+    settle(scheduler, 6.0, batch)
+    # Its first batch tells nothing; the second one took a second.
+    assert scheduler.submit(10.0, [Request("input", None)]) == []
+    (batch,) = poll_batches(scheduler, 15.0)
+    settle(scheduler, 16.0, batch)
+    assert scheduler.submit(20.0, [Request("input", None)]) == []
+    assert scheduler.poll(20.0) == ([], 24.0)
+
+
+def test_with_costs_what_has_waited_for_four_batches_lets_none_pass_by() -> None:
+    scheduler = make(max_batch_size=2, former=BatchFormer(None, is_padded=True))
+    scheduler.rank_requests()
+    now = 0.0
+
+    def come(*costs: float) -> list[Request]:
+        requests = [Request(cost, None) for cost in costs]
+        for request in requests:
+            request.cost = request.value
+        assert scheduler.submit(now, requests) == []
+        return requests
+
+    for _ in range(3):
+        come(10)
+        (batch,) = poll_batches(scheduler, now)
+        now += 1.0
+        settle(scheduler, now, batch)
+    come(10)
+    (batch,) = poll_batches(scheduler, now)
+    first, far, near = come(10, 90, 11)
+    # As long as no batch has taken: now it is the order of arrival that counts.
+    now += 4.5
+    settle(scheduler, now, batch)
+    assert poll_batches(scheduler, now)[0].requests == [first, far]
+    assert near.batch_id is None
 
 
 # Whole services.

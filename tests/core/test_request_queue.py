@@ -340,3 +340,25 @@ def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> No
             request.batch_id = step
         plain = plain[count:]
         assert arrivals.queue.size == len(plain)
+
+
+# Those that are put back.
+
+
+def test_what_is_put_back_is_the_oldest_again(arrivals: Arrivals) -> None:
+    requests = arrivals.add(None, 50.0, None, None)
+    taken = arrivals.queue.take(3)
+    arrivals.queue.put_back(taken[1:])
+    later = arrivals.add(60.0, None)
+    assert arrivals.queue.size == 5
+    assert arrivals.queue.earliest_deadline() == 50.0
+    assert arrivals.queue.take(9) == [*requests[1:], *later]
+
+
+def test_what_is_put_back_expires_once(arrivals: Arrivals) -> None:
+    first, second = arrivals.add(50.0, None)
+    for _ in range(3):
+        arrivals.queue.put_back(arrivals.queue.take(2))
+    assert arrivals.queue.pop_expired(60.0) == [first]
+    assert arrivals.queue.pop_expired(DEFAULT_DEADLINE) == [second]
+    assert arrivals.queue.size == 0

@@ -1121,3 +1121,16 @@ def test_another_policy_takes_over() -> None:
     reconfigure(scheduler, max_batch_size=3, policy=FixedPolicy(2.0))
     assert scheduler.poll(1.0) == ([], 2.0)
     assert poll_batches(scheduler, 2.0)[0].requests == waiting
+
+
+def test_ranks_count_after_everybody_was_given_up() -> None:
+    scheduler = make(max_batch_size=1, workers=0)
+    scheduler.rank_requests()
+    waiting = submit(scheduler, 0.0, 3)
+    assert scheduler.give_up() == waiting
+    low, high = Request("low", None), Request("high", None)
+    high.priority = 1
+    scheduler.submit(1.0, [low, high])
+    scheduler.rank_requests()  # once more changes nothing
+    scheduler.worker_ready(1.0, 0)
+    assert poll_batches(scheduler, 1.0)[0].requests == [high]

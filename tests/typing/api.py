@@ -136,6 +136,12 @@ everything = DynBatcher(
     max_frame_bytes=2**26,
     auto_open=False,
     name="lengths",
+    max_latency=0.5,
+    cost=len,
+    max_batch_cost=4096,
+    max_request_cost=512.0,
+    cost_is_padded=False,
+    group_by=str.islower,
 )
 assert_type(everything, DynBatcher[str, int])
 DynBatcher(Lengths, max_batch_size=8, max_delay=None, model_args=["weights.pt"])
@@ -167,6 +173,15 @@ async def calls() -> None:
     assert_type(batcher.submit("text"), concurrent.futures.Future[int])
     assert_type(batcher.submit("text", timeout=1).result(), int)
     assert_type(await by_name.process_batched("text"), int)
+    assert_type(await batcher.process_batched("text", priority=2), int)
+    assert_type(await batcher.process_many(["a"], priority=-2), list[int])
+    assert_type(batcher.submit("text", priority=2).result(), int)
+    batcher.reconfigure(max_batch_size=8, max_delay=None, max_queue_size=None, max_latency=0.5)
+    batcher.reconfigure()
+
+    batcher.reconfigure(num_workers=2)  # type: ignore[call-arg]
+    batcher.reconfigure(max_batch_size="8")  # type: ignore[arg-type]
+    await batcher.process_batched("text", priority="high")  # type: ignore[arg-type]
 
     await batcher.process_batched(7)  # type: ignore[arg-type]
     await batcher.process_batched(["text"])  # type: ignore[arg-type]
