@@ -268,8 +268,8 @@ def test_two_axes_are_filled_up() -> None:
         ([1j, 2.0j], np.ndarray, np.complex128),
     ],
 )
-def test_numbers_become_arrays(rows: list[Any], kind: type, dtype: Any) -> None:
-    batch = join(rows, Collation.stack())
+def test_numbers_become_arrays(rows: list[Any], kind: Any, dtype: Any) -> None:
+    batch: Any = join(rows, Collation.stack())
     assert type(batch) is kind
     assert batch.dtype == dtype
     assert batch.tolist() == rows

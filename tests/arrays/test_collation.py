@@ -38,7 +38,8 @@ def test_features_have_values_and_sides_of_their_own() -> None:
 
 
 def test_a_number_of_numpys_is_a_number() -> None:
-    assert Collation.pad(value=np.int64(3)) == Collation.pad(value=3)
+    number: Any = np.int64(3)
+    assert Collation.pad(value=number) == Collation.pad(value=3)
 
 
 def test_padded_axes_are_those_that_a_feature_has() -> None:
