@@ -193,15 +193,11 @@ class Engine:
         with self._lock:
             now = monotonic()
             self._scheduler.batch_done(now, _WORKER, batch.id)
-            requests = batch.requests
-            if batch.open_count != len(requests):
-                kept = [not request.is_settled for request in requests]
-                outcomes = [one for one, is_kept in zip(outcomes, kept, strict=True) if is_kept]
-                requests = [one for one, is_kept in zip(requests, kept, strict=True) if is_kept]
-            for request in requests:
+            for request in batch.requests:
                 request.is_settled = True
             following = self._poll(now)
-        deliver(requests, outcomes)
+        # Those who have gone are told too, and do not hear it.
+        deliver(batch.requests, outcomes)
         self._end_if_done()
         return following
 
