@@ -1,5 +1,7 @@
 """Simulates the core and the peers' policies in virtual time, prints tables and stores them.
 
+Each part has files of its own, `results/simulation-PART.txt`, `.json` and, where it has a picture,
+`.png`.
 Every number follows from the seeds: the same command gives the same tables on any machine.
 """
 
@@ -37,18 +39,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help=f"{SEEDS}, or {QUICK_SEEDS} if quick")
     parser.add_argument("--scale", type=float, help=f"of lengths: 1, or {QUICK_SCALE} if quick")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="where the results go, with a .txt beside it")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where the results go")
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     arguments = parser.parse_args()
     arguments.seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     arguments.scale = arguments.scale or (QUICK_SCALE if arguments.quick else 1.0)
-    arguments.json = arguments.json or RESULTS / f"{NAME}{'-quick' * arguments.quick}.json"
     return arguments
 
 
-def run_all(arguments: argparse.Namespace) -> Iterator[Result]:
-    """Every cell, with progress on stderr."""
-    cells = plan(arguments.parts)
+def run_part(arguments: argparse.Namespace, part: str) -> Iterator[Result]:
+    """Every cell of a part, with progress on stderr."""
+    cells = plan([part])
     # The seeds of a cell share its optimum, so they stay in one process.
     tasks = [(cell, arguments.seeds, arguments.scale) for cell in cells]
     started = monotonic()
@@ -61,9 +62,13 @@ def run_all(arguments: argparse.Namespace) -> Iterator[Result]:
 
 
 def store(
-    arguments: argparse.Namespace, results: list[Result], found: list[Verdict], seconds: float
-) -> str:
-    """Write JSON, and the text beside it; returns the text."""
+    arguments: argparse.Namespace,
+    path: Path,
+    results: list[Result],
+    found: list[Verdict],
+    seconds: float,
+) -> None:
+    """Print the report, and write it below the path with everything that was counted."""
     command = shlex.join(["python", "-m", f"benchmarks.{NAME}", *sys.argv[1:]])
     date, machine = datetime.now(UTC).isoformat(timespec="seconds"), hardware()
     data = {
@@ -72,42 +77,44 @@ def store(
         "command": command,
         "hardware": machine,
         "settings": {
-            "parts": list(arguments.parts),
             "seeds": [FIRST_SEED + number for number in range(arguments.seeds)],
             "scale": arguments.scale,
         },
         "verdicts": [{**asdict(v), "holds": v.holds} for v in found],
     }
-    report = "\n".join(
-        [
-            f"{command}   {date}",
-            ", ".join(f"{key} {value}" for key, value in machine.items()),
-            f"mean of {arguments.seeds} seeds ± how far its 95 % bound is on either side; "
-            f"{seconds:.0f} s in {arguments.processes} processes",
-            "",
-            tables(results),
-            "",
-            *(str(verdict) for verdict in found),
-        ]
-    )
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    lines = [
+        f"{command}   {date}",
+        ", ".join(f"{key} {value}" for key, value in machine.items()),
+        f"mean of {arguments.seeds} seeds ± how far its 95 % bound is on either side; "
+        f"{seconds:.0f} s in {arguments.processes} processes",
+        "",
+        tables(results),
+        "",
+        *(str(verdict) for verdict in found),
+    ]
+    report = "\n".join(lines).rstrip() + "\n"
+    print(report, flush=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     # One line per cell: thousands of numbers, which nobody reads one by one.
     cells = ",\n".join(json.dumps(result.as_data()) for result in results)
     head = json.dumps(data, indent=1).removesuffix("\n}")
-    arguments.json.write_text(f'{head},\n "cells": [\n{cells}\n]}}\n')
-    arguments.json.with_suffix(".txt").write_text(report + "\n")
-    return report
+    path.with_suffix(".json").write_text(f'{head},\n "cells": [\n{cells}\n]}}\n')
+    path.with_suffix(".txt").write_text(report)
 
 
 def main() -> int:
-    """Simulate, print, store, draw."""
+    """Simulate, print, store, draw; part by part, so that what is done is not lost."""
     arguments = parse_arguments()
-    started = monotonic()
-    results = list(run_all(arguments))
-    found = verdicts(results, arguments.parts)
-    print(store(arguments, results, found, monotonic() - started))
-    draw(results, arguments.json.parent, arguments.json.stem)
-    return 1 if arguments.check and not all(v.holds for v in found) else 0
+    hold = True
+    for part in arguments.parts:
+        started = monotonic()
+        results = list(run_part(arguments, part))
+        found = verdicts(results, part)
+        path = arguments.folder / f"{NAME}-{part}{'-quick' * arguments.quick}"
+        store(arguments, path, results, found, monotonic() - started)
+        draw(part, results, path.with_suffix(".png"))
+        hold = hold and all(verdict.holds for verdict in found)
+    return 1 if arguments.check and not hold else 0
 
 
 if __name__ == "__main__":

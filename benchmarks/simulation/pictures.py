@@ -26,20 +26,16 @@ COLOURS = {
 LINEAR_PERCENT = 2.0
 
 
-def draw(results: Sequence[Result], folder: Path, stem: str) -> list[Path]:
-    """Every picture that there are results for; returns their paths."""
+def draw(part: str, results: Sequence[Result], path: Path) -> None:
+    """The picture of one part, if it has one."""
     pictures = {
         "open-loop": _draw_open_loop,
         "closed-loop": _draw_closed_loop,
-        "overload": _draw_overload,
+        "overload": _draw_in_time,
+        "bursts": _draw_in_time,
     }
-    paths = []
-    for part, make in pictures.items():
-        found = [result for result in results if result.cell.part in (part, "bursts")]
-        if any(result.cell.part == part for result in found):
-            paths.append(folder / f"{stem}-{part}.png")
-            make(found).savefig(paths[-1], dpi=110)
-    return paths
+    if part in pictures:
+        pictures[part](results).savefig(path, dpi=110)
 
 
 def _draw_open_loop(results: Sequence[Result]) -> Figure:
@@ -47,7 +43,7 @@ def _draw_open_loop(results: Sequence[Result]) -> Figure:
     figure.suptitle("Poisson arrivals: mean latency over the exact optimum")
     panels = figure.subplots(1, len(MODELS), sharey=True)
     for axes, model in zip(panels, MODELS, strict=True):
-        cells = [r for r in results if (r.cell.part, r.cell.model) == ("open-loop", model)]
+        cells = [r for r in results if r.cell.model == model]
         for system in SYSTEMS:
             points = [(100 * r.cell.x, r.over(system, OPTIMUM, "mean_ms")) for r in cells]
             _line(axes, system, [(x, e.mean) for x, e in points if e is not None])
@@ -65,11 +61,7 @@ def _draw_closed_loop(results: Sequence[Result]) -> Figure:
     grid = figure.subplots(len(PAUSES), len(MODELS), sharex=True, squeeze=False)
     for row, pause in zip(grid, PAUSES, strict=True):
         for axes, model in zip(row, MODELS, strict=True):
-            cells = [
-                r
-                for r in results
-                if (r.cell.part, r.cell.model, r.cell.pause) == ("closed-loop", model, pause)
-            ]
+            cells = [r for r in results if (r.cell.model, r.cell.pause) == (model, pause)]
             for system in SYSTEMS:
                 points = [(r.cell.x, r.over(system, GREEDY, "answered_per_second")) for r in cells]
                 _line(axes, system, [(x, e.mean) for x, e in points if e is not None])
@@ -84,23 +76,18 @@ def _draw_closed_loop(results: Sequence[Result]) -> Figure:
     return figure
 
 
-def _draw_overload(results: Sequence[Result]) -> Figure:
-    figure = Figure(figsize=(12, 6.5), layout="constrained")
-    figure.suptitle("Answers within the target")
-    grid = figure.subplots(2, len(MODELS), sharey="row", squeeze=False)
-    for column, (name, model) in enumerate(MODELS.items()):
-        for row, part in enumerate(("overload", "bursts")):
-            axes = grid[row][column]
-            cells = [r for r in results if (r.cell.part, r.cell.model) == (part, name)]
-            _bars(axes, cells, model.capacity)
-            loads = " / ".join(f"{r.cell.x:g}" for r in cells)
-            title = f"offered {loads} x capacity" if part == "overload" else "bursts"
-            axes.set_title(
-                f"{name}, target {1e3 * model.target:.0f} ms, {title}", fontsize="medium"
-            )
-            _tidy(axes)
-    grid[0][0].set_ylabel("% of capacity")
-    grid[1][0].set_ylabel("% of requests")
+def _draw_in_time(results: Sequence[Result]) -> Figure:
+    is_overload = results[0].cell.part == "overload"
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    loads = " / ".join(f"{x:g}" for x in dict.fromkeys(result.cell.x for result in results))
+    title = f"Offered {loads} times the capacity" if is_overload else "Bursts"
+    figure.suptitle(f"{title}: answers within the target")
+    panels = figure.subplots(1, len(MODELS), sharey=True)
+    for axes, (name, model) in zip(panels, MODELS.items(), strict=True):
+        _bars(axes, [r for r in results if r.cell.model == name], model.capacity)
+        axes.set_title(f"{name}, target {1e3 * model.target:.0f} ms", fontsize="medium")
+        _tidy(axes)
+    panels[0].set_ylabel("% of capacity" if is_overload else "% of all requests")
     return figure
 
 

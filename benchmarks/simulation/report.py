@@ -96,15 +96,9 @@ Column = Callable[[Result, str], object]
 
 
 def tables(results: Sequence[Result]) -> str:
-    """Every part's tables."""
-    texts = []
-    for part, (title, column, *more) in LAYOUT.items():
-        found = [result for result in results if result.cell.part == part]
-        if not found:
-            continue
-        texts.append(f"{title}\n{_table(found, column)}")
-        texts += [f"{title}\n{_table(found, column)}" for title, column in more]
-    return "\n\n".join(texts)
+    """The tables of one part."""
+    layout = LAYOUT[results[0].cell.part]
+    return "\n\n".join(f"{title}\n{_table(results, column)}" for title, column in layout)
 
 
 def _table(results: Sequence[Result], column: Column) -> str:
@@ -160,25 +154,24 @@ def _signed(estimate: Estimate | None) -> str | None:
     return f"{estimate.mean:+.2f} ±{number(estimate.high - estimate.mean)}"
 
 
-LAYOUT: dict[str, tuple[Any, ...]] = {
+# By part, its tables.
+LAYOUT: dict[str, tuple[tuple[str, Column], ...]] = {
     "open-loop": (
-        "Poisson arrivals: mean latency, % over the optimum on the same arrivals",
-        _regret,
+        ("Poisson arrivals: mean latency, % over the optimum on the same arrivals", _regret),
     ),
-    "closed-loop": ("Clients that ask again: answers per second, % over greedy", _gain),
+    "closed-loop": (("Clients that ask again: answers per second, % over greedy", _gain),),
     "overload": (
-        "More than the model can do: answers within the target, % of capacity",
-        _goodput,
+        ("More than the model can do: answers within the target, % of capacity", _goodput),
         ("The same: p99 until a request is refused or expires, ms", _loss_ms),
     ),
-    "bursts": ("Bursts: answers within the target, % of all requests", _in_time),
-    "slow-start": ("Three batches 50 times as slow, then none: answers in time, %", _in_time),
-    "costs": ("Log-normal lengths, padded batches: mean latency, ms", _mean_ms),
+    "bursts": (("Bursts: answers within the target, % of all requests", _in_time),),
+    "slow-start": (("Three slow batches, then none: answers within the target, %", _in_time),),
+    "costs": (("Log-normal lengths, padded batches: mean latency, ms", _mean_ms),),
 }
 
 
-def verdicts(results: Sequence[Result], parts: Iterable[str]) -> list[Verdict]:
-    """Every bar of these parts, for each the worst cell."""
+def verdicts(results: Sequence[Result], part: str) -> list[Verdict]:
+    """Every bar of this part, whose results they are; for many cells the worst one."""
     judges = {
         "open-loop": _judge_open_loop,
         "closed-loop": _judge_closed_loop,
@@ -186,11 +179,7 @@ def verdicts(results: Sequence[Result], parts: Iterable[str]) -> list[Verdict]:
         "bursts": _judge_bursts,
         "slow-start": _judge_slow_start,
     }
-    found = []
-    for part, judge in judges.items():
-        if part in parts:
-            found += judge([result for result in results if result.cell.part == part])
-    return found
+    return judges[part](results) if part in judges else []
 
 
 def _worst(
