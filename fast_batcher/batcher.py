@@ -36,6 +36,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
+    Refusal,
     Replace,
     Request,
     Stall,
@@ -129,6 +130,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         max_batches_per_worker: Batches after which a worker is replaced, or None. The replacement
             is ready first, so that for a while there is one copy more of the model.
         max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. Linux.
+        max_latency: Seconds from its arrival by which a request should be answered, or None. One
+            that cannot be is refused at once, by the time that batches have taken so far; one that
+            turns out late while it waits is dropped if others can run in its place. Both fail with
+            `DeadlineExceededError`, which tells in `retry_after` when to come again. One that runs
+            past it is answered all the same, until its `timeout`.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
@@ -164,6 +170,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         restart_backoff: float = 0.1,
         max_batches_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
+        max_latency: float | None = None,
     ) -> None:
         self._settings = check_settings(
             max_batch_size=max_batch_size,
@@ -186,6 +193,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             restart_backoff=restart_backoff,
             max_batches_per_worker=max_batches_per_worker,
             max_rss_bytes=max_rss_bytes,
+            max_latency=max_latency,
         )
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)
@@ -215,6 +223,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             max_queue_size=settings.max_queue_size,
             max_queue_bytes=settings.max_queue_bytes,
             timeout=settings.timeout,
+            max_latency=settings.max_latency,
             infer_timeout=settings.infer_timeout,
             idempotent=settings.idempotent,
             isolate_errors=settings.isolate_errors,
@@ -251,7 +260,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             value: One input, without a batch axis. Must be picklable; it should not be changed
                 until the call returns.
             timeout: Seconds from now until the caller loses interest, `math.inf` for no limit, None
-                for the batcher's `timeout`. Covers the start of the workers too.
+                for the batcher's `timeout`. Covers the start of the workers too. Given here, it is
+                a target as well: a call that cannot be answered in time is refused at once.
 
         Returns:
             What `infer` returned at this input's position.
@@ -259,7 +269,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         Raises:
             QueueFullError: `max_queue_size` requests or `max_queue_bytes` bytes wait already;
                 nothing was queued.
-            DeadlineExceededError: The timeout passed first.
+            DeadlineExceededError: The timeout passed first; or, with `retry_after` set, it or
+                `max_latency` could not be met.
             NotReadyError: The timeout passed and no worker was ready, or all have spent their
                 restarts.
             InferenceError: The model raised; also an instance of what it raised.
@@ -959,11 +970,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             _weigh(arrivals)
         for request in self._scheduler.submit(now, arrivals):
             request.is_settled = True
-            tell(request, self._broken_error() or self._scheduler.refusal())
+            tell(request, self._broken_error() or request.refusal.to_error())
 
     def _do(self, action: Expire | Stall | Replace) -> None:
         if isinstance(action, Expire):
-            self._tell_expired(action.request, action.reason)
+            self._tell_expired(action.request, action.reason, action.refusal)
         elif isinstance(action, Stall):
             logger.warning(
                 "%s: worker %d is not ready: every request of its batch has expired",
@@ -999,7 +1010,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         # A batch of which nothing was left has left its worker free.
         self._pump_soon(get_running_loop())
 
-    def _tell_expired(self, request: Request, reason: ExpiryReason) -> None:
+    def _tell_expired(
+        self, request: Request, reason: ExpiryReason, refusal: Refusal | None
+    ) -> None:
+        if refusal is not None:
+            tell(request, refusal.to_error())
+            return
         waited = f"after {request.deadline - request.arrival:.3g} seconds"
         if reason is ExpiryReason.NOT_READY:
             error: BatcherError = NotReadyError(f"no worker was ready {waited}")

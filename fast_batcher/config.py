@@ -60,6 +60,7 @@ class Settings:
     restart_backoff: float = 0.1
     max_batches_per_worker: int | None = None
     max_rss_bytes: int | None = None
+    max_latency: float | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ def check_settings(
     restart_backoff: float,
     max_batches_per_worker: int | None,
     max_rss_bytes: int | None,
+    max_latency: float | None,
 ) -> Settings:
     """Check every value; raise `ConfigurationError` for the first wrong one."""
     _check_count("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
@@ -116,7 +118,7 @@ def check_settings(
     _check_count("max_queue_size", max_queue_size, 1, None)
     if max_queue_bytes is not None:
         _check_count("max_queue_bytes", max_queue_bytes, 1, None)
-    _check_timeouts(timeout, infer_timeout, start_timeout, stop_timeout, drain_timeout)
+    _check_timeouts(timeout, infer_timeout, max_latency, start_timeout, stop_timeout, drain_timeout)
     _check_count("max_frame_bytes", max_frame_bytes, MIN_MAX_FRAME_BYTES, None)
     for name, switch in (
         ("auto_open", auto_open),
@@ -149,17 +151,23 @@ def check_settings(
         restart_backoff=restart_backoff,
         max_batches_per_worker=max_batches_per_worker,
         max_rss_bytes=max_rss_bytes,
+        max_latency=max_latency,
     )
 
 
 def _check_timeouts(
     timeout: float | None,
     infer_timeout: float | None,
+    max_latency: float | None,
     start_timeout: float,
     stop_timeout: float,
     drain_timeout: float,
 ) -> None:
-    for name, seconds in (("timeout", timeout), ("infer_timeout", infer_timeout)):
+    for name, seconds in (
+        ("timeout", timeout),
+        ("infer_timeout", infer_timeout),
+        ("max_latency", max_latency),
+    ):
         if seconds is not None:
             _check_seconds(name, seconds)
     _check_seconds("start_timeout", start_timeout)

@@ -41,7 +41,7 @@ LEAVES = 0
 EDGE = 5
 
 # All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
-CORE_MAY_IMPORT = {"collections", "enum", "heapq", "itertools", "math", "typing"}
+CORE_MAY_IMPORT = {"bisect", "collections", "enum", "heapq", "itertools", "math", "typing"}
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {

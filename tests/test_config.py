@@ -132,6 +132,7 @@ NOT_SECONDS = [-1, -0.001, nan, inf, -inf, 365 * 24 * 3600 + 1, 10**400, "10ms",
         "max_delay",
         "timeout",
         "infer_timeout",
+        "max_latency",
         "start_timeout",
         "stop_timeout",
         "drain_timeout",
@@ -178,6 +179,7 @@ def test_a_negative_wait_is_not(name: str) -> None:
         "max_restarts",
         "max_batches_per_worker",
         "max_rss_bytes",
+        "max_latency",
     ],
 )
 def test_none_means_no_limit_or_the_default(name: str) -> None:
@@ -261,6 +263,7 @@ def checked(**settings: Any) -> config_module.Settings:
         "restart_backoff": 0.1,
         "max_batches_per_worker": None,
         "max_rss_bytes": None,
+        "max_latency": None,
     }
     return check_settings(**{**defaults, **settings})
 
@@ -287,6 +290,7 @@ def test_settings_arrive_as_they_were_given() -> None:
         "restart_backoff": 0.5,
         "max_batches_per_worker": 3,
         "max_rss_bytes": 4,
+        "max_latency": 0.25,
     }
     assert vars(check_settings(**given)) == given
 

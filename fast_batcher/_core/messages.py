@@ -1,7 +1,30 @@
 """What goes into the core and what comes out of it. Pure values; they live where it does."""
 
 from enum import Enum, StrEnum
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    DeadlineExceededError,
+    QueueFullError,
+)
+
+
+class Refusal(NamedTuple):
+    """Why requests were not taken: one for all those of a turn that have the same reason."""
+
+    kind: type[BatcherClosedError] | type[QueueFullError] | type[DeadlineExceededError]
+    text: str
+    # Seconds until another try makes sense, None if that is not known.
+    retry_after: float | None = None
+
+    def to_error(self) -> BatcherError:
+        """A new error for one caller: tracebacks grow on shared ones."""
+        if self.kind is BatcherClosedError:
+            return self.kind(self.text)
+        error: BatcherError = self.kind(self.text, retry_after=self.retry_after)
+        return error
 
 
 class Request:
@@ -20,7 +43,9 @@ class Request:
         "id",
         "is_settled",
         "losses",
+        "refusal",
         "size",
+        "target",
         "value",
     )
 
@@ -46,6 +71,11 @@ class Request:
         self.deaths: int
         # Bytes; set by the shell where `max_queue_bytes` is.
         self.size: int
+        # The moment by which the answer is wanted, at most the deadline; absent without a deadline
+        # of its own or `max_latency`. Unlike the deadline it ends nothing: see `Admission`.
+        self.target: float
+        # Why it was not taken; absent otherwise.
+        self.refusal: Refusal
 
 
 # In place of a batch id, which is 0 or more.
@@ -124,16 +154,21 @@ class ExpiryReason(StrEnum):
     NOT_READY = "not ready"  # it was in the queue and no worker was ready
     RUNNING = "running"  # a worker has it; the late result will be dropped
     INFER_TIMEOUT = "infer timeout"  # its batch has been running for `infer_timeout`
+    UNREACHABLE = "unreachable"  # it was in the queue, and its answer would have come too late
 
 
 class Expire:
-    """Tell the caller that the deadline of this request has passed."""
+    """Tell the caller that the deadline of this request has passed, or cannot be met any more."""
 
-    __slots__ = ("reason", "request")
+    __slots__ = ("reason", "refusal", "request")
 
-    def __init__(self, request: Request, reason: ExpiryReason) -> None:
+    def __init__(
+        self, request: Request, reason: ExpiryReason, refusal: Refusal | None = None
+    ) -> None:
         self.request: Final = request
         self.reason: Final = reason
+        # With UNREACHABLE: what to tell.
+        self.refusal: Final = refusal
 
 
 class Stall:

@@ -71,6 +71,19 @@ class RequestQueue:
         self.size -= len(taken)
         return taken
 
+    def put_back(self, requests: list[Request]) -> None:
+        """Undo `take` for some of those that it has just returned, in their order."""
+        # Among those with a deadline of their own, for which any deadline is right.
+        self._own.extendleft(reversed(requests))
+        for request in requests:
+            heappush(self._heap, (request.deadline, request.id, request))
+        self.size += len(requests)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a request may wait that has a deadline of its own."""
+        return bool(self._own)
+
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
         self.size -= 1

@@ -9,12 +9,14 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 from math import inf
 from typing import TypeVar
 
+from fast_batcher._core.admission import Admission, Outlook
 from fast_batcher._core.messages import (
     Action,
     Batch,
     Dispatch,
     Expire,
     ExpiryReason,
+    Refusal,
     Release,
     Replace,
     Request,
@@ -25,8 +27,9 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.policy import Policy
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
+from fast_batcher._core.service_model import ServiceModel
 from fast_batcher._core.size_cap import SizeCap
-from fast_batcher.errors import BatcherClosedError, BatcherError, QueueFullError
+from fast_batcher.errors import BatcherClosedError, QueueFullError
 from fast_batcher.stats import Tally
 
 # A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
@@ -40,7 +43,7 @@ _B = TypeVar("_B", bound=Batch)
 class _Slot:
     """A worker that has been ready and has not been lost."""
 
-    __slots__ = ("batches", "id", "is_stalled", "started_at")
+    __slots__ = ("batches", "has_answered", "id", "is_stalled", "started_at")
 
     def __init__(self, worker: int) -> None:
         self.id = worker
@@ -50,6 +53,8 @@ class _Slot:
         self.started_at = 0.0
         # Every request of its first batch has expired: it gets no more until it answers.
         self.is_stalled = False
+        # The first batch of a process is slow for reasons of its own.
+        self.has_answered = False
 
 
 class Scheduler:
@@ -62,6 +67,7 @@ class Scheduler:
         max_queue_size: Most requests waiting.
         max_queue_bytes: Most bytes of them together, or None; every request must have its size.
         timeout: Seconds from arrival to deadline where the caller names none, or None for no limit.
+        max_latency: Seconds from arrival by which an answer is wanted, or None: see `Admission`.
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
         idempotent: Whether a request may be computed twice.
         isolate_errors: Whether a batch for which `infer` raised is divided to find the culprit.
@@ -76,6 +82,7 @@ class Scheduler:
         max_queue_size: int,
         max_queue_bytes: int | None = None,
         timeout: float | None,
+        max_latency: float | None = None,
         infer_timeout: float | None,
         idempotent: bool,
         isolate_errors: bool,
@@ -85,12 +92,18 @@ class Scheduler:
         self._max_queue_size = max_queue_size
         self._max_queue_bytes = max_queue_bytes
         self._timeout = inf if timeout is None else timeout
+        self._max_latency = inf if max_latency is None else max_latency
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
         # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
         self.queue = RequestQueue()
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
         self.retries = self._retries.groups
+        self._service = ServiceModel()
+        # Whether somebody wants to know how long batches take. It costs each batch some
+        # microseconds, so it begins when the first one does.
+        self._is_measuring = max_latency is not None
+        self._admission = Admission(self._service, max_batch_size)
         self._size_cap = SizeCap(max_batch_size)
         self._limit_size()
         # Ready workers by id: those that may be given a batch, and all of them. And what they have,
@@ -114,7 +127,7 @@ class Scheduler:
     @property
     def room(self) -> int:
         """How many requests `submit` would find a place for."""
-        return self._max_queue_size - self.queue.size
+        return max(0, self._max_queue_size - self.queue.size)
 
     @property
     def running(self) -> int:
@@ -137,26 +150,24 @@ class Scheduler:
             requests: New requests.
 
         Returns:
-            Those that were refused, for which `refusal` tells the reason. They are not touched.
+            Those that were refused, and whose `refusal` tells the reason.
         """
-        refused: list[Request] = []
-        room = 0 if self._is_draining else self.room
-        if len(requests) > room:
-            requests, refused = requests[:room], requests[room:]
-        if self._max_queue_bytes is not None:
-            count = self.count_fitting(requests)
-            requests, refused = requests[:count], requests[count:] + refused
+        requests, refused = self._refuse_without_room(now, requests)
+        own = [request for request in requests if request.deadline is not None]
+        if requests and (own or self._max_latency != inf):
+            late = self._turn_away(now, requests, own)
+            if late:
+                refused += late
+                requests = [request for request in requests if not hasattr(request, "refusal")]
+                own = [request for request in own if not hasattr(request, "refusal")]
         self.tally.rejected += len(refused)
         deadline = now + self._timeout
         request_id = self.tally.submitted
-        own: list[Request] = []
         for request in requests:
             request.id = request_id
             request_id += 1
             request.arrival = now
-            if request.deadline is not None:
-                own.append(request)
-            else:
+            if request.deadline is None:
                 request.deadline = deadline  # type: ignore[unreachable]  # see Request
         self.tally.submitted = request_id
         self.queue.extend(requests, own)
@@ -232,18 +243,73 @@ class Scheduler:
         arrival = batch.requests[batch.id % size].arrival
         tally.queue_waits.append((batch.sent_at - arrival, size))
 
-    def refusal(self) -> BatcherError:
-        """Why `submit` has just refused a request; a new error for one caller."""
+    def _refuse_without_room(
+        self, now: float, requests: list[Request]
+    ) -> tuple[list[Request], list[Request]]:
+        """Divide arrivals into those that the queue has room for, and the refused."""
+        refused: list[Request] = []
+        room = 0 if self._is_draining else self.room
+        if len(requests) > room:
+            requests, refused = requests[:room], requests[room:]
+            self._refuse(now, refused, room)
+        if self._max_queue_bytes is not None:
+            count = self.count_fitting(requests)
+            if count < len(requests):
+                self._refuse(now, requests[count:], count, "no room for its bytes: ")
+                requests, refused = requests[:count], requests[count:] + refused
+        return requests, refused
+
+    def _refuse(self, now: float, requests: list[Request], taken: int, why: str = "") -> None:
+        """Tell requests that there is no room for them, after so many of the same turn."""
         if self._is_draining:
-            return BatcherClosedError("the batcher is draining and takes no more requests")
-        if self.room > 0:
-            return QueueFullError(
-                f"no room for its bytes: {self.queue.size} requests wait already "
-                f"(max_queue_bytes={self._max_queue_bytes})"
+            refusal = Refusal(
+                BatcherClosedError, "the batcher is draining and takes no more requests"
             )
-        return QueueFullError(
-            f"{self.queue.size} requests wait already (max_queue_size={self._max_queue_size})"
+        else:
+            # From now on it can tell after how long it makes sense to come again.
+            self._is_measuring = True
+            name, limit = "max_queue_size", self._max_queue_size
+            if why:
+                name, limit = "max_queue_bytes", self._max_queue_bytes or 0
+            refusal = Refusal(
+                QueueFullError,
+                f"{why}{self.queue.size + taken} requests wait already ({name}={limit})",
+                self._admission.seconds_until_drained(self._outlook(now)),
+            )
+        for request in requests:
+            request.refusal = refusal
+
+    def _turn_away(self, now: float, requests: list[Request], own: list[Request]) -> list[Request]:
+        """Set targets; returns those that will not be answered by theirs, with their refusals."""
+        self._is_measuring = True
+        target = now + self._max_latency
+        if target != inf:
+            for request in requests:
+                request.target = target
+        for request in own:
+            request.target = min(request.deadline, target)
+        outlook = self._outlook(now)
+        if own:
+            return self._admission.find_late(now, outlook, requests)
+        return self._admission.find_late_equals(now, outlook, requests)
+
+    def _outlook(self, now: float) -> Outlook:
+        """What a request that comes now has to wait for."""
+        # A stalled worker is still computing, and will come back.
+        slots = self._slots.values()
+        return Outlook(
+            ahead=self.queue.size,
+            delay=min([self._seconds_until_free(now, slot) for slot in slots], default=inf),
+            workers=len(slots),
+            is_idle=not self.queue.size and not self._batches and not self.retries,
         )
+
+    def _seconds_until_free(self, now: float, slot: _Slot) -> float:
+        """Until a worker has answered all that it has; 0.0 while nothing is known."""
+        if not slot.batches or not self._service.is_known:
+            return 0.0
+        first, *others = [self._service.median(len(batch.requests)) for batch in slot.batches]
+        return max(0.0, first - (now - slot.started_at)) + sum(others)
 
     def count_fitting(self, requests: list[Request]) -> int:
         """How many of these, from the first on, may wait as far as their bytes go."""
@@ -351,10 +417,14 @@ class Scheduler:
         slot = self._all_slots[worker]
         slot.batches.remove(batch)
         slot.is_stalled = False
+        started_at = slot.started_at
         if slot.batches:
             self._begin_batch(slot, now)
         if has_raised:
             return batch
+        if self._is_measuring and slot.has_answered and batch.release is not Release.RETRY:
+            self._service.observe(len(batch.requests), now - started_at)
+        slot.has_answered = True
         if self._policy.learns:
             self._policy.batch_done(now, batch)
         if self._size_cap.is_watching:
@@ -465,7 +535,12 @@ class Scheduler:
             if not isinstance(release, Release):
                 wake_at = min(wake_at, release)
                 break
-            requests = queue.take(self._max_batch_size)
+            if self._max_latency == inf and not queue.has_own:
+                requests = queue.take(self._max_batch_size)
+            else:
+                requests, release = self._choose(now, slot, release, actions)
+                if not requests:
+                    break
             batch = self._send(now, slot, requests, release, Batch)
             actions.append(Dispatch(batch))
         # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
@@ -474,6 +549,26 @@ class Scheduler:
 
     def _decide(self, now: float) -> Release | float:
         return Release.DRAIN if self._is_draining else self._policy.decide(now, self.queue)
+
+    def _choose(
+        self, now: float, slot: _Slot, release: Release, actions: list[Action]
+    ) -> tuple[list[Request], Release]:
+        """Take the next batch, without those that would be late; nothing if it is to wait."""
+        start = now + self._seconds_until_free(now, slot)
+        requests, late, is_smaller = self._admission.take(start, self.queue)
+        if late:
+            refusal = self._admission.refusal_of_late(self._outlook(now))
+            for request in late:
+                request.is_settled = True
+                actions.append(Expire(request, ExpiryReason.UNREACHABLE, refusal))
+            self.tally.expired += len(late)
+        if late or is_smaller:
+            if slot.batches and len(requests) < self._max_batch_size:
+                # A second batch is full, or open to those that come.
+                self.queue.put_back(requests)
+                return [], release
+            release = Release.DEADLINE
+        return requests, release
 
     def _least_loaded(self, load: int) -> _Slot | None:
         """The worker that has the fewest batches, and fewer than `load`."""
@@ -519,6 +614,9 @@ class Scheduler:
         # A batch that passes by the queue still finds room in it: `max_queue_size` says how many
         # requests of one turn are taken, on either way.
         self._most_at_once = min(self._max_batch_size, self._max_queue_size)
+        self._admission.max_batch_size = self._max_batch_size
+        if self._max_latency != inf:
+            self._most_at_once = 0
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:
         """The worker begins with its first batch."""

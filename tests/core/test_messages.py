@@ -77,6 +77,7 @@ def test_reasons_are_the_words_that_users_see() -> None:
         "not ready",
         "running",
         "infer timeout",
+        "unreachable",
     ]
 
 

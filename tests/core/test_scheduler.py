@@ -284,11 +284,14 @@ def test_a_refused_request_is_not_touched() -> None:
 
 def test_the_refusal_tells_why() -> None:
     scheduler = make(max_queue_size=1, workers=0)
-    submit(scheduler, 0.0)
-    error = scheduler.refusal()
+    refused = [Request("input", None) for _ in range(3)]
+    assert scheduler.submit(0.0, refused) == refused[1:]
+    error = refused[1].refusal.to_error()
     assert isinstance(error, QueueFullError)
     assert str(error) == "1 requests wait already (max_queue_size=1)"
-    assert scheduler.refusal() is not error
+    assert error.retry_after is None
+    assert refused[1].refusal.to_error() is not error
+    assert refused[2].refusal is refused[1].refusal, "it is made once per turn"
 
 
 def test_a_request_that_leaves_makes_room() -> None:
@@ -775,7 +778,7 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     requests = sized(60, 40, 1, 1)
     assert scheduler.submit(0.0, requests) == requests[2:]
     assert scheduler.tally.rejected == 2
-    assert str(scheduler.refusal()) == (
+    assert str(requests[3].refusal.to_error()) == (
         "no room for its bytes: 2 requests wait already (max_queue_bytes=100)"
     )
     scheduler.cancel(requests[0])
@@ -882,7 +885,7 @@ def test_draining_takes_no_more_requests() -> None:
     scheduler.begin_drain()
     refused = Request("too late", None)
     assert scheduler.submit(0.0, [refused]) == [refused]
-    assert isinstance(scheduler.refusal(), BatcherClosedError)
+    assert isinstance(refused.refusal.to_error(), BatcherClosedError)
     assert (scheduler.tally.submitted, scheduler.tally.rejected) == (0, 1)
 
 
@@ -943,7 +946,7 @@ def test_closing_takes_no_more_requests() -> None:
     assert scheduler.close() == []
     refused = Request("too late", None)
     assert scheduler.submit(0.0, [refused]) == [refused]
-    assert isinstance(scheduler.refusal(), BatcherClosedError)
+    assert isinstance(refused.refusal.to_error(), BatcherClosedError)
 
 
 def test_open_requests_are_those_whose_callers_wait() -> None:

@@ -38,7 +38,7 @@ from fast_batcher._core.policy import make_policy
 from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.size_cap import SizeCap
-from fast_batcher.errors import BatcherClosedError, QueueFullError
+from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 from fast_batcher.stats import Tally
 
 # Dead entries that the queue tolerates, made small: schedules of fifty steps must meet the sweep.
@@ -72,6 +72,7 @@ class Options:
     max_queue_size: int
     num_workers: int
     timeout: float | None
+    max_latency: float | None
     infer_timeout: float | None
     idempotent: bool
     isolate_errors: bool
@@ -88,6 +89,7 @@ options_strategy = st.builds(
     max_queue_size=st.integers(1, 16),
     num_workers=st.integers(1, 3),
     timeout=st.sampled_from([None, 2.0, 6.0, 30.0]),
+    max_latency=st.sampled_from([None, None, 1.0, 4.0]),
     infer_timeout=st.sampled_from([None, None, 3.0, 7.0]),
     idempotent=st.sampled_from([True, True, False]),
     isolate_errors=st.sampled_from([True, True, False]),
@@ -103,6 +105,7 @@ def make_scheduler(options: Options) -> Scheduler:
         max_batch_size=options.max_batch_size,
         max_queue_size=options.max_queue_size,
         timeout=options.timeout,
+        max_latency=options.max_latency,
         infer_timeout=options.infer_timeout,
         idempotent=options.idempotent,
         isolate_errors=options.isolate_errors,
@@ -182,6 +185,9 @@ class Schedule(RuleBasedStateMachine):
         self.cap = SizeCap(options.max_batch_size)
         # Then batches were smaller for a while, and the queue took more turns.
         self.cap_was_used = False
+        # Requests that have a target, and whether a batch has been made smaller for one.
+        self.aimed: set[int] = set()
+        self.was_smaller = False
         self.retries_sent = 0
         self.turns: dict[int, Turn] = {}
         self.left: dict[int, str] = {}
@@ -205,19 +211,31 @@ class Schedule(RuleBasedStateMachine):
         pair = [[Request(number, None, d) for number, d in enumerate(deadlines)] for _ in range(2)]
         arriving, twins = pair
         room = 0 if self.is_draining else self.options.max_queue_size - len(self.waiting)
+        running = any(worker.batches for worker in self.workers.values())
+        is_idle = not (self.waiting or self.retrying() or running)
         refused = self.scheduler.submit(self.now, list(arriving))
-        self.twin.submit(self.now, list(twins))
-        assert refused == arriving[max(room, 0) :]
-        if refused:
-            kind = BatcherClosedError if self.is_draining else QueueFullError
-            assert type(self.scheduler.refusal()) is kind
+        twins_refused = self.twin.submit(self.now, list(twins))
+        assert [one.value for one in refused] == [twin.value for twin in twins_refused]
+        without_room = arriving[max(room, 0) :]
+        assert refused[: len(without_room)] == without_room
+        full = BatcherClosedError if self.is_draining else QueueFullError
+        assert all(type(one.refusal.to_error()) is full for one in without_room)
+        late = refused[len(without_room) :]
+        for one in late:
+            assert type(one.refusal.to_error()) is DeadlineExceededError
+            assert one.target < inf
+        assert not (is_idle and late and late[0] is arriving[0]), "an idle batcher takes any"
         self.refused += len(refused)
-        for request, twin in zip(arriving[: max(room, 0)], twins, strict=False):
+        for request, twin in zip(arriving, twins, strict=True):
+            if request in refused:
+                continue
             number = request.id
             assert number == len(self.requests)
             self.requests[number] = request, twin
             self.arrivals[number] = self.now
             self.deadlines[number] = request.deadline
+            if self.options.max_latency is not None or deadlines[request.value] is not None:
+                self.aimed.add(number)
             default = inf if self.options.timeout is None else self.now + self.options.timeout
             assert request.deadline == (default if twin.value is None else request.deadline)
             own = deadlines[request.value]
@@ -475,6 +493,9 @@ class Schedule(RuleBasedStateMachine):
                 has_dispatched = True
                 self.dispatch(action.batch)
                 continue
+            if isinstance(action, Expire) and action.reason is ExpiryReason.UNREACHABLE:
+                self.drop(action)
+                continue
             assert not has_dispatched, "what has expired is told first, and never dispatched"
             if isinstance(action, Expire):
                 self.expire(action, waiting_reason)
@@ -483,6 +504,16 @@ class Schedule(RuleBasedStateMachine):
             else:
                 assert isinstance(action, Replace)
                 self.replace(self.workers[action.worker])
+
+    def drop(self, action: Expire) -> None:
+        number = action.request.id
+        assert action.request is self.requests[number][0]
+        assert action.refusal is not None
+        assert number in self.aimed
+        assert number in self.waiting
+        assert len(self.waiting) > 1, "the last candidate is never dropped"
+        self.was_smaller = True
+        self.leave(number, "expired")
 
     def expire(self, action: Expire, waiting_reason: ExpiryReason) -> None:
         number = action.request.id
@@ -546,7 +577,13 @@ class Schedule(RuleBasedStateMachine):
         size = len(batch.requests)
         assert 1 <= size <= most
         numbers = [request.id for request in batch.requests]
-        assert numbers == self.waiting[:most], "the oldest go, and as many as there is room for"
+        assert numbers == self.waiting[:size], "the oldest go"
+        is_smaller = size < min(most, len(self.waiting))
+        if is_smaller or batch.release is not self.expected_release(len(self.waiting) >= most):
+            # Targets have had a say.
+            assert batch.release is Release.DEADLINE
+            assert self.aimed
+            self.was_smaller = True
         assert all(self.deadlines[number] > self.now for number in numbers)
         assert all(request is self.requests[request.id][0] for request in batch.requests)
         worker = self.workers[batch.worker]
@@ -556,12 +593,11 @@ class Schedule(RuleBasedStateMachine):
         assert len(worker.batches) == min(loads), "the least loaded comes first"
         assert len(worker.batches) < MOST_BATCHES_PER_WORKER
         assert not worker.batches or size == most, "late binding: a second batch is full"
-        assert batch.release is self.expected_release(len(self.waiting) >= most)
         self.batches_sent += 1
         for number in numbers:
             turn = self.turns[number]
             turns_waited = self.batches_sent - self.retries_sent - turn.batches_before
-            if not self.cap_was_used:
+            if not (self.cap_was_used or self.was_smaller):
                 assert turns_waited <= floor(turn.older / most) + 1, "first come, first served"
         if not worker.batches:
             worker.started_at = self.now
@@ -577,7 +613,6 @@ class Schedule(RuleBasedStateMachine):
             return Release.IDLE
         if self.now >= self.window_end():
             return Release.WINDOW
-        assert min(self.deadlines[number] for number in self.waiting) < self.window_end()
         return Release.DEADLINE
 
     def window_end(self) -> float:
@@ -605,7 +640,8 @@ class Schedule(RuleBasedStateMachine):
         if len(self.waiting) >= self.cap.size:
             # A worker must get free for what is to be tried again.
             most = 1 if self.retrying() else MOST_BATCHES_PER_WORKER
-            assert all(len(worker.batches) >= most for worker in ready)
+            least = 1 if self.aimed else most  # a second batch may be too small for a busy worker
+            assert all(len(worker.batches) >= min(most, least) for worker in ready)
         elif self.waiting and free:
             assert self.options.policy == "fixed"
             assert not self.is_draining

@@ -1,0 +1,209 @@
+"""Who is refused, and who is dropped unserved, because the answer would come too late. Pure.
+
+Part of the scheduler; on its thread. A request has a *target*: the deadline that its caller named,
+or `max_latency` after its arrival, whichever is first. A request with the default timeout alone has
+none: that timeout is a safety net, and nothing is predicted for it.
+
+- At the door a request is refused whose answer would come after its target.
+- When a batch leaves, those of it that would be late even so (95 % quantile) are dropped, if others
+  can run in their place; else the batch becomes smaller.
+- Two rules keep a wrong estimate from refusing for ever, for what is never run is never measured:
+  an idle batcher takes any request, and a free worker runs the last candidate, late or not.
+
+A target ends nothing by itself: a request that runs past it is answered, until its deadline.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from math import ceil, inf
+from typing import NamedTuple
+
+from fast_batcher._core.messages import Refusal, Request
+from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.service_model import ServiceModel
+from fast_batcher.errors import DeadlineExceededError
+
+
+class Outlook(NamedTuple):
+    """What stands between a new request and its answer."""
+
+    # Requests that wait, or their costs together.
+    ahead: float
+    # Seconds until a worker can begin with the first of them; infinite without a ready worker.
+    delay: float
+    # Ready workers.
+    workers: int
+    # Nothing waits and nothing runs.
+    is_idle: bool
+
+
+class Selection(NamedTuple):
+    """The batch that leaves, and those that do not leave with it."""
+
+    requests: list[Request]
+    # They would be late.
+    late: list[Request]
+    # Whether it is smaller than it could be, for the sake of a target.
+    is_smaller: bool
+
+
+class Admission:
+    """Predicts from the service model when requests would be answered.
+
+    Args:
+        service: Seconds of a batch by its size.
+        max_batch_size: Most requests in a batch.
+    """
+
+    def __init__(self, service: ServiceModel, max_batch_size: int) -> None:
+        self._service = service
+        self.max_batch_size = max_batch_size
+
+    def seconds_until_answered(self, outlook: Outlook, more: int = 0) -> float:
+        """Predict how long a new request would take.
+
+        It waits for the workers and for the full batches before its own, by the median. Its own
+        batch is measured as when it leaves, by the 95 % quantile, and as a full one if it has to
+        wait for another, for then it fills: else one request in eight is let in and dropped later.
+        With several workers the last batch of a queue may end before the one before it; what comes
+        later is never predicted to end earlier, so that lengths can be searched.
+
+        Args:
+            outlook: As it is before this turn's arrivals.
+            more: How many of them are taken before this one.
+
+        Returns:
+            Seconds, 0.0 while nothing is known.
+        """
+        if not self._service.is_known or outlook.delay == inf:
+            return 0.0
+        most = self.max_batch_size
+        batches, rest = divmod(outlook.ahead + more, most)
+        if not batches:
+            return outlook.delay + self._service.high(rest + 1)
+        per_batch = self._service.median(most) / outlook.workers
+        return outlook.delay + batches * per_batch + self._service.high(most)
+
+    def seconds_until_drained(self, outlook: Outlook) -> float | None:
+        """How long it takes to serve all that wait, None if that is not known."""
+        if not self._service.is_known or outlook.delay == inf:
+            return None
+        batches = ceil(outlook.ahead / self.max_batch_size)
+        return outlook.delay + batches * self._service.median(self.max_batch_size) / outlook.workers
+
+    def find_late_equals(
+        self, now: float, outlook: Outlook, requests: list[Request]
+    ) -> list[Request]:
+        """`find_late` for requests, at least one, that all have the same target.
+
+        Nearly every turn is settled by two predictions, be it under little load or far too much.
+        """
+        left = requests[0].target - now
+        if self.seconds_until_answered(outlook, len(requests) - 1) <= left:
+            return []
+        taken = bisect_right(
+            range(len(requests)),
+            left,
+            key=lambda more: self.seconds_until_answered(outlook, more),
+        )
+        if outlook.is_idle:
+            taken = max(taken, 1)
+        late = requests[taken:]
+        refusal = self._refusal(outlook, taken, self.seconds_until_answered(outlook, taken), left)
+        for request in late:
+            request.refusal = refusal
+        return late
+
+    def find_late(self, now: float, outlook: Outlook, requests: Sequence[Request]) -> list[Request]:
+        """Those of the arrivals that have to be refused, with their refusals.
+
+        Args:
+            now: The moment.
+            outlook: What they would wait for.
+            requests: All of this turn, in their order; those that have a target have it set.
+        """
+        late: list[Request] = []
+        taken = 0
+        # It is the same for all until one more is taken.
+        seconds = self.seconds_until_answered(outlook)
+        refusals: dict[float, Refusal] = {}
+        for request in requests:
+            target = getattr(request, "target", inf)
+            if now + seconds > target and not (outlook.is_idle and taken == 0):
+                if target not in refusals:
+                    refusals[target] = self._refusal(outlook, taken, seconds, target - now)
+                request.refusal = refusals[target]
+                late.append(request)
+            else:
+                taken += 1
+                seconds = self.seconds_until_answered(outlook, taken)
+        return late
+
+    def refusal_of_late(self, outlook: Outlook) -> Refusal:
+        """What those are told that have waited in vain."""
+        return Refusal(
+            DeadlineExceededError,
+            "the answer would have come too late, and others could be answered in time; "
+            f"{outlook.ahead:.6g} requests wait",
+            self.seconds_until_drained(outlook),
+        )
+
+    def _refusal(self, outlook: Outlook, taken: int, seconds: float, left: float) -> Refusal:
+        return Refusal(
+            DeadlineExceededError,
+            f"the answer would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are left; "
+            f"{outlook.ahead + taken:.6g} requests wait already",
+            max(0.0, seconds - left),
+        )
+
+    def take(self, start: float, queue: RequestQueue) -> Selection:
+        """Take the next batch out of the queue.
+
+        Args:
+            start: The moment at which the worker can begin with it.
+            queue: At least one request.
+        """
+        late: list[Request] = []
+        requests = queue.take(self.max_batch_size)
+        if not self._service.is_known:
+            return Selection(requests, late, is_smaller=False)
+        while True:
+            finish = start + self._service.high(len(requests))
+            if finish <= min(map(_target_of, requests)):
+                return Selection(requests, late, is_smaller=False)
+            if not queue.size:
+                break
+            # Others can run in their place.
+            late += [request for request in requests if _target_of(request) < finish]
+            queue.put_back([request for request in requests if _target_of(request) >= finish])
+            requests = queue.take(self.max_batch_size)
+        requests = self._without_hopeless(start, requests, late)
+        return self._make_smaller(start, requests, late, queue)
+
+    def _without_hopeless(
+        self, start: float, requests: list[Request], late: list[Request]
+    ) -> list[Request]:
+        """Drop those that would be late even alone, but not the last candidate."""
+        alone = start + self._service.high(1)
+        hopeful = [request for request in requests if _target_of(request) >= alone]
+        if not hopeful:
+            hopeful = requests[-1:]
+        kept = {request.id for request in hopeful}
+        late += [request for request in requests if request.id not in kept]
+        return hopeful
+
+    def _make_smaller(
+        self, start: float, requests: list[Request], late: list[Request], queue: RequestQueue
+    ) -> Selection:
+        size = len(requests)
+        while size > 1:
+            finish = start + self._service.high(size)
+            if finish <= min(map(_target_of, requests[:size])):
+                break
+            size -= 1
+        queue.put_back(requests[size:])
+        return Selection(requests[:size], late, is_smaller=size < len(requests))
+
+
+def _target_of(request: Request) -> float:
+    return getattr(request, "target", inf)

@@ -1,0 +1,217 @@
+"""What the service model learns from times of batches: all of them numbers, no clock."""
+
+from itertools import pairwise
+from math import inf, nan
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fast_batcher._core.service_model import (
+    LINE_LIFE,
+    LONGEST_HALF_LIFE,
+    MOST_BUCKETS,
+    ServiceModel,
+)
+
+sizes = st.one_of(st.integers(1, 256), st.floats(1e-3, 1e6))
+seconds = st.floats(1e-6, 1e4)
+observations = st.lists(st.tuples(sizes, seconds), min_size=1, max_size=200)
+
+
+def with_knee(size: float) -> float:
+    """A model that is limited by memory up to 16 inputs and computes beyond."""
+    return 0.004 + 0.00002 * size + 0.00023 * max(0.0, size - 16)
+
+
+def model_of(*observed: tuple[float, float], times: int = 1) -> ServiceModel:
+    model = ServiceModel()
+    for _ in range(times):
+        for size, took in observed:
+            model.observe(size, took)
+    return model
+
+
+def test_nothing_is_known_before_the_first() -> None:
+    assert not ServiceModel().is_known
+    assert model_of((1, 0.5)).is_known
+
+
+@pytest.mark.parametrize("took", [0.0, -1.0, nan, inf, -inf])
+def test_a_time_that_cannot_be_is_ignored(took: float) -> None:
+    assert not model_of((1, took)).is_known
+    model = model_of((1, 2.0), times=50)
+    model.observe(1, took)
+    assert model.median(1) == model_of((1, 2.0), times=50).median(1)
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, nan, inf])
+def test_a_size_that_cannot_be_is_ignored(size: float) -> None:
+    assert not model_of((size, 1.0)).is_known
+
+
+@given(observed=observations, read=st.lists(sizes, min_size=2, max_size=10))
+def test_a_larger_batch_never_takes_less(
+    observed: list[tuple[float, float]], read: list[float]
+) -> None:
+    model = model_of(*observed)
+    read.sort()
+    for function in (model.median, model.high):
+        times = [function(size) for size in read]
+        assert all(0 < took < inf for took in times)
+        assert all(after >= before * (1 - 1e-9) for before, after in pairwise(times))
+
+
+@given(observed=observations)
+def test_the_same_times_teach_the_same(observed: list[tuple[float, float]]) -> None:
+    one, other = model_of(*observed), model_of(*observed)
+    for size, _ in observed:
+        assert one.median(size) == other.median(size)
+        assert one.high(size) == other.high(size)
+
+
+@given(observed=observations)
+def test_to_read_changes_nothing(observed: list[tuple[float, float]]) -> None:
+    read = ServiceModel()
+    for size, took in observed:
+        read.observe(size, took)
+        read.median(size)
+        read.high(size)
+    last = observed[-1][0]
+    # Which observations the line is made of may differ, by less than it lives.
+    for _ in range(LINE_LIFE):
+        read.observe(last, 1.0)
+    unread = model_of(*observed, *[(last, 1.0)] * LINE_LIFE)
+    assert read.median(last) == unread.median(last)
+    assert read.high(last) == unread.high(last)
+
+
+def test_the_first_five_are_a_plain_median() -> None:
+    model = model_of((4, 5.0), (4, 1.0), (4, 3.0), (4, 90.0))
+    assert model.median(4) == 4.0
+    model.observe(4, 2.0)
+    assert model.median(4) == 3.0
+    assert model.high(4) == 5.0  # the highest but one
+
+
+def test_between_two_sizes_it_is_a_line() -> None:
+    model = model_of((1, 1.0), (32, 32.0))
+    assert model.median(11) == pytest.approx(11.0, rel=0.1)
+    # Beyond the last it goes on, below the first it is proportional.
+    assert model.median(64) == pytest.approx(64.0, rel=0.1)
+    assert model.median(0.5) == pytest.approx(0.5, rel=0.1)
+
+
+def test_one_size_says_nothing_of_larger_ones_and_no_fixed_cost_of_smaller_ones() -> None:
+    model = model_of((8, 2.0))
+    assert model.median(8) == model.median(64) == 2.0
+    assert model.median(1) == 0.25
+
+
+def test_beyond_the_last_size_noise_of_neighbours_is_no_slope() -> None:
+    """Buckets that end and begin with nearly the same size, and times that differ a little."""
+    model = model_of((1, 1.0), (16, 1.0), (17, 1.1), times=3)
+    assert model.median(64) < 1.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_it_finds_a_knee_among_outliers(seed: int) -> None:
+    """One time in a hundred is twentyfold, the others scatter by a tenth."""
+    random = Random(seed)
+    model = ServiceModel()
+    for _ in range(4000):
+        size = random.choice([1, 2, 4, 8, 16, 24, 32, 48, 64])
+        factor = random.gauss(1, 0.1) * (20 if random.random() < 0.01 else 1)
+        model.observe(size, with_knee(size) * factor)
+    errors = [abs(model.median(n) / with_knee(n) - 1) for n in (1, 2, 4, 8, 16, 28, 32, 56, 64)]
+    assert sum(errors) / len(errors) < 0.05
+    assert max(errors) < 0.15
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_in_twenty_takes_longer_than_high(seed: int) -> None:
+    random = Random(seed)
+    model = ServiceModel()
+    longer = 0
+    for number in range(6000):
+        took = random.lognormvariate(0, 0.3)
+        if number >= 1000:
+            longer += took > model.high(8)
+        model.observe(8, took)
+    assert 0.03 < longer / 5000 < 0.08
+
+
+def test_one_outlier_hardly_moves_it() -> None:
+    model = model_of((8, 1.0), times=200)
+    before = model.median(8)
+    model.observe(8, 20.0)
+    for _ in range(LINE_LIFE):
+        model.observe(8, 1.0)
+    assert model.median(8) == pytest.approx(before, rel=0.03)
+
+
+@pytest.mark.parametrize("factor", [50.0, 1 / 50])
+def test_a_new_time_is_found_soon(factor: float) -> None:
+    model = model_of((8, 1.0), times=500)
+    for _ in range(35):
+        model.observe(8, factor)
+    assert model.median(8) == pytest.approx(factor, rel=0.2)
+    for _ in range(65):
+        model.observe(8, factor)
+    assert model.median(8) == pytest.approx(factor, rel=0.05)
+    assert factor * 0.95 < model.high(8) < 2 * factor
+
+
+def test_a_wrong_time_of_a_small_size_gives_way_at_once() -> None:
+    """One input took 50 times too long when all was cold; then there are only large ones."""
+    model = model_of((1, 0.2), times=5)
+    model.observe(32, with_knee(32))
+    assert model.median(1) <= model.median(32) == pytest.approx(with_knee(32), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "seen"),
+    [
+        pytest.param([64], [16], id="a larger one"),
+        pytest.param([8], [1, 64], id="one in between"),
+        pytest.param([1], [32, 64], id="a smaller one"),
+    ],
+)
+def test_a_wrong_time_that_is_never_seen_again_is_forgotten(
+    wrong: list[int], seen: list[int]
+) -> None:
+    """Few of them were all that was seen of these sizes, and they took 50 times too long."""
+    model = ServiceModel()
+    for size in wrong * 3:
+        model.observe(size, 50 * with_knee(size))
+    for _ in range(2000):
+        for size in seen:
+            model.observe(size, with_knee(size))
+    unbiased = model_of(*[(size, with_knee(size)) for size in seen], times=2000)
+    for size in range(1, 65):
+        assert model.median(size) <= 1.1 * unbiased.median(size), size
+        assert model.high(size) <= 1.2 * unbiased.high(size), size
+
+
+def test_what_was_seen_often_is_kept_long() -> None:
+    model = model_of((1, with_knee(1)), (64, with_knee(64)), times=LONGEST_HALF_LIFE // 32)
+    for _ in range(LONGEST_HALF_LIFE // 10):
+        model.observe(1, with_knee(1))
+    assert model.median(64) == pytest.approx(with_knee(64), rel=0.1)
+
+
+def test_a_size_that_comes_back_after_long_is_learned_anew() -> None:
+    model = model_of((64, 9.0), times=100)
+    for _ in range(LONGEST_HALF_LIFE):
+        model.observe(1, 0.1)
+    model.observe(64, 1.0)
+    assert model.median(64) == 1.0
+
+
+def test_costs_may_be_anything_above_nothing() -> None:
+    model = ServiceModel()
+    for exponent in range(-300, 300):
+        model.observe(10.0**exponent, 1.0)
+    assert len(model._buckets) <= MOST_BUCKETS
+    assert model.median(1e299) == 1.0
