@@ -27,7 +27,7 @@ class Ours:
         policy: "adaptive", "greedy" or "fixed".
         max_batch_size: Most requests in a batch.
         max_delay: As of `DynBatcher`, seconds.
-        target: Seconds after which an answer is worth nothing, or None.
+        target: `max_latency`, seconds, or None.
     """
 
     answer_tick = 0.0
@@ -45,7 +45,8 @@ class Ours:
             Tally(),
             max_batch_size=max_batch_size,
             max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
-            timeout=DEFAULT_TIMEOUT if target is None else target,
+            timeout=DEFAULT_TIMEOUT,
+            max_latency=target,
             infer_timeout=None,
             idempotent=True,
             isolate_errors=True,

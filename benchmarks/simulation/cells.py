@@ -52,6 +52,8 @@ COST_SIGMA = 1.0
 COST_LOAD = 0.1
 
 OURS, GREEDY, BENTO = "adaptive", "greedy", "BentoML"
+# Ours where the user has not set `max_latency`.
+NO_TARGET = "no target"
 # The exact optimum; the best of all policies that send whatever waits or nothing; and a rule that
 # sends less than what waits, if it knows t(n) and the load.
 OPTIMUM, OPTIMUM_OF_ALL, RULE = "optimum", "optimum, sends all", "rule of sizes"
@@ -71,6 +73,7 @@ def make(name: str, model: Model, target: float | None) -> Batcher:
     makers: dict[str, Callable[[], Batcher]] = {
         OURS: partial(Ours, "adaptive", size, target=target),
         GREEDY: partial(Ours, "greedy", size, target=target),
+        NO_TARGET: partial(Ours, "adaptive", size),
         "fixed 1 ms": partial(Ours, "fixed", size, max_delay=1e-3, target=target),
         "fixed 5 ms": partial(Ours, "fixed", size, max_delay=5e-3, target=target),
         "FDB 5 ms": partial(FastDynamicBatcher, size, 5e-3),
@@ -86,6 +89,8 @@ SYSTEMS = (
     *(OURS, GREEDY, "fixed 1 ms", "fixed 5 ms", "FDB 5 ms", "FDB 100 ms"),
     *("batched 5 ms", BENTO, "AIMD"),
 )
+# In the order of the tables.
+ALL_SYSTEMS = (OURS, NO_TARGET, *SYSTEMS[1:])
 
 
 @dataclass(frozen=True)
@@ -230,8 +235,8 @@ RUNS = {
     "slow-start": slow_start,
     "costs": costs,
 }
-# With a target; windows of 100 ms are above it.
-TARGET_SYSTEMS = (OURS, GREEDY, "fixed 5 ms", "FDB 5 ms", "batched 5 ms", BENTO, "AIMD")
+# Where there is a target. Windows of 100 ms are above it.
+TARGET_SYSTEMS = (OURS, NO_TARGET, "FDB 5 ms", "batched 5 ms", BENTO, "AIMD")
 
 
 def plan(parts: Sequence[str]) -> list[Cell]:
@@ -246,7 +251,7 @@ def plan(parts: Sequence[str]) -> list[Cell]:
                 cells.append(Cell("closed-loop", model, clients, pause, systems))
         cells += [Cell("overload", model, load, systems=TARGET_SYSTEMS) for load in OVERLOADS]
         cells.append(Cell("bursts", model, 0.6, systems=TARGET_SYSTEMS))
-        cells.append(Cell("slow-start", model, SLOW_START_LOAD, systems=(OURS, GREEDY, BENTO)))
+        cells.append(Cell("slow-start", model, SLOW_START_LOAD, systems=(OURS, NO_TARGET, BENTO)))
         cells.append(Cell("costs", model, COST_LOAD, systems=(OURS, GREEDY, BENTO)))
     return [cell for part in parts for cell in cells if cell.part == part]
 

@@ -6,13 +6,14 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.simulation.cells import BENTO, GREEDY, OPTIMUM, OURS, PAUSES, SYSTEMS
+from benchmarks.simulation.cells import ALL_SYSTEMS, BENTO, GREEDY, NO_TARGET, OPTIMUM, OURS, PAUSES
 from benchmarks.simulation.models import MODELS
 from benchmarks.simulation.report import Result
 
 # Okabe and Ito's palette, safe for colour-blind readers; ours is thick besides.
 COLOURS = {
     OURS: "#d1495b",
+    NO_TARGET: "#999999",
     GREEDY: "#000000",
     "fixed 1 ms": "#e69f00",
     "fixed 5 ms": "#b07800",
@@ -44,7 +45,7 @@ def _draw_open_loop(results: Sequence[Result]) -> Figure:
     panels = figure.subplots(1, len(MODELS), sharey=True)
     for axes, model in zip(panels, MODELS, strict=True):
         cells = [r for r in results if r.cell.model == model]
-        for system in SYSTEMS:
+        for system in ALL_SYSTEMS:
             points = [(100 * r.cell.x, r.over(system, OPTIMUM, "mean_ms")) for r in cells]
             _line(axes, system, [(x, e.mean) for x, e in points if e is not None])
         axes.set_yscale("symlog", linthresh=LINEAR_PERCENT)
@@ -62,8 +63,11 @@ def _draw_closed_loop(results: Sequence[Result]) -> Figure:
     for row, pause in zip(grid, PAUSES, strict=True):
         for axes, model in zip(row, MODELS, strict=True):
             cells = [r for r in results if (r.cell.model, r.cell.pause) == (model, pause)]
-            for system in SYSTEMS:
-                points = [(r.cell.x, r.over(system, GREEDY, "answered_per_second")) for r in cells]
+            for system in ALL_SYSTEMS:
+                points = [
+                    (r.cell.x, r.over(system, GREEDY, NO_TARGET, "answered_per_second"))
+                    for r in cells
+                ]
                 _line(axes, system, [(x, e.mean) for x, e in points if e is not None])
             axes.set_xscale("log", base=2)
             axes.set_ylim(-60, 60)
@@ -93,7 +97,7 @@ def _draw_in_time(results: Sequence[Result]) -> Figure:
 
 def _bars(axes: Axes, results: Sequence[Result], capacity: float) -> None:
     """One group per cell, one bar per system."""
-    systems = [s for s in SYSTEMS if any(s in r.figures for r in results)]
+    systems = [s for s in ALL_SYSTEMS if any(s in r.figures for r in results)]
     width = 0.8 / max(1, len(results))
     for number, result in enumerate(results):
         if result.cell.part == "overload":
