@@ -64,10 +64,7 @@ def _draw_closed_loop(results: Sequence[Result]) -> Figure:
         for axes, model in zip(row, MODELS, strict=True):
             cells = [r for r in results if (r.cell.model, r.cell.pause) == (model, pause)]
             for system in ALL_SYSTEMS:
-                points = [
-                    (r.cell.x, r.over(system, GREEDY, NO_TARGET, "answered_per_second"))
-                    for r in cells
-                ]
+                points = [(r.cell.x, r.over(system, GREEDY, "answered_per_second")) for r in cells]
                 _line(axes, system, [(x, e.mean) for x, e in points if e is not None])
             axes.set_xscale("log", base=2)
             axes.set_ylim(-60, 60)
