@@ -318,14 +318,18 @@ def test_batched_sleeps_unless_a_full_batch_waits() -> None:
 
 def test_batched_computes_several_full_batches_before_it_looks_again() -> None:
     assert latencies(Batched(2, 5e-3), [1.001] * 4, FLAT) == [14.0, 14.0, 24.0, 24.0]
+    # A full batch waits when it is done, so it does not sleep.
+    assert latencies(Batched(2, 5e-3), [1.001, 1.001, 1.01, 1.01])[2:] == [15.0, 15.0]
 
 
 def test_aimd_grows_by_one_and_shrinks_by_a_tenth() -> None:
     wide = Model("wide", 10e-3, 0.0, 64, target=0.1)
     record = simulate(Aimd(64, 1.0), OpenLoop([0.0] * 28), Worker(wide), inf)
     assert record.batch_sizes == [1, 2, 3, 4, 5, 6, 7]
-    record = simulate(Aimd(64, 0.005), OpenLoop([0.0] * 3), Worker(FLAT), inf)
-    assert record.batch_sizes == [1, 1, 1]
+    linear = Model("linear", 0.0, 1e-3, 64, target=0.1)
+    record = simulate(Aimd(64, 3.5e-3), OpenLoop([0.0] * 24), Worker(linear), inf)
+    # Behind them the size is 1, 2, 3, 4, 3.6, 4.6, 4.14, 3.726.
+    assert record.batch_sizes == [1, 2, 3, 4, 3, 4, 4, 3]
 
 
 def test_bentoml_refuses_what_its_line_says_is_late() -> None:

@@ -132,7 +132,7 @@ def open_loop(cell: Cell, seed: int, scale: float) -> Outcome:
 def closed_loop(cell: Cell, seed: int, scale: float) -> Outcome:
     """Clients that ask again a pause after their answer."""
     model = MODELS[cell.model]
-    seconds = scale * 20_000 / model.capacity
+    seconds = scale * 12_000 / model.capacity
     return _run_all(
         {name: make(name, model, None) for name in cell.systems},
         lambda: ClosedLoop(int(cell.x), PAUSES[cell.pause], seed),

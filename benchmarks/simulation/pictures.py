@@ -1,6 +1,6 @@
 """The simulator's pictures, from what is stored."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -29,14 +29,8 @@ LINEAR_PERCENT = 2.0
 
 def draw(part: str, results: Sequence[Result], path: Path) -> None:
     """The picture of one part, if it has one."""
-    pictures = {
-        "open-loop": _draw_open_loop,
-        "closed-loop": _draw_closed_loop,
-        "overload": _draw_in_time,
-        "bursts": _draw_in_time,
-    }
-    if part in pictures:
-        pictures[part](results).savefig(path, dpi=110)
+    if part in PICTURES:
+        PICTURES[part](results).savefig(path, dpi=110)
 
 
 def _draw_open_loop(results: Sequence[Result]) -> Figure:
@@ -128,3 +122,12 @@ def _tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+# By part.
+PICTURES: dict[str, Callable[[Sequence[Result]], Figure]] = {
+    "open-loop": _draw_open_loop,
+    "closed-loop": _draw_closed_loop,
+    "overload": _draw_in_time,
+    "bursts": _draw_in_time,
+}
