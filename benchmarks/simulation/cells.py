@@ -120,7 +120,7 @@ def open_loop(cell: Cell, seed: int, scale: float) -> Outcome:
     """Poisson arrivals, any latency is better than a longer one; and the exact optimum."""
     model = MODELS[cell.model]
     rate = cell.x * model.capacity
-    seconds = scale * 40_000 / rate
+    seconds = scale * 20_000 / rate
     moments = poisson(rate, seconds, seed)
     batchers: dict[str, Batcher] = {name: make(name, model, None) for name in cell.systems}
     for name, sends_all in ((OPTIMUM, False), (OPTIMUM_OF_ALL, True)):
