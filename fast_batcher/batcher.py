@@ -22,14 +22,16 @@ import os
 import sys
 from asyncio import Future, get_running_loop
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, NoReturn, Self, overload
+from typing import Any, Generic, NamedTuple, NoReturn, Self, TypedDict, Unpack, overload
 
+from fast_batcher._appraisal import Appraisal
 from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.lifecycle import Event, State, next_state
 from fast_batcher._core.messages import (
     Batch,
@@ -50,8 +52,12 @@ from fast_batcher._transport.codec import loads, size_of
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.config import (
     MAX_FRAME_BYTES,
+    MAX_PRIORITY,
     MAX_SECONDS,
+    RECONFIGURABLE,
     PolicyName,
+    change_settings,
+    check_costs,
     check_model,
     check_name,
     check_settings,
@@ -85,6 +91,15 @@ RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 MANY_BATCHES_PER_WORKER = 2
 
 
+class Reconfiguration(TypedDict, total=False):
+    """What `DynBatcher.reconfigure` can change."""
+
+    max_batch_size: int
+    max_delay: float | None
+    max_queue_size: int | None
+    max_latency: float | None
+
+
 class _GivenUp(NamedTuple):
     """Why no worker is started for now."""
 
@@ -101,12 +116,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             only the workers import.
         max_batch_size: Most requests in a batch, 1 or more.
         max_delay: Longest deliberate wait of a batch while a worker is free, seconds. A bound, not
-            a wait: a free worker takes what is there. Only `policy="fixed"` waits for it.
+            a wait, but for `policy="fixed"`; None bounds "adaptive" by a lone request's time alone.
         model_args: Positional arguments of the model's constructor; picklable.
         model_kwargs: Keyword arguments of the model's constructor; picklable.
         num_workers: Processes, each with a copy of the model.
-        policy: "adaptive" or "greedy": a free worker takes what waits at once; "fixed": wait for a
-            full batch or `max_delay` seconds after the first request.
+        policy: "greedy": a free worker takes what waits at once; "adaptive": the same, but for
+            holds where callers have been seen to come back soon and a larger batch is worth it;
+            "fixed": wait for a full batch or `max_delay` seconds after the first request.
         max_queue_size: Most requests waiting; default the larger of 1024 and 8 batches per worker.
         timeout: Seconds until a call gives up where it names no timeout; None for no limit.
         infer_timeout: Seconds that one batch may take before its worker is replaced, or None.
@@ -135,6 +151,16 @@ class DynBatcher(Generic[InputT, OutputT]):
             turns out late while it waits is dropped if others can run in its place. Both fail with
             `DeadlineExceededError`, which tells in `retry_after` when to come again. One that runs
             past it is answered all the same, until its `timeout`.
+        cost: What an input costs, for example its number of tokens: a finite number above 0. Called
+            once per input on the event loop's thread, so it must be quick. Default: the model's
+            `cost`, if its class has a static or class method of that name. Batches are then formed
+            of near costs.
+        max_batch_cost: Most that a batch may cost, or None. An input that costs more goes alone.
+        max_request_cost: Most that an input may cost, or None.
+        cost_is_padded: Whether a batch costs its size times its highest cost, as inputs do that are
+            padded to the longest; False for the sum of the costs.
+        group_by: From an input to a hashable key: only inputs with equal keys share a batch. Called
+            as `cost` is.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
@@ -171,6 +197,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         max_batches_per_worker: int | None = None,
         max_rss_bytes: int | None = None,
         max_latency: float | None = None,
+        cost: Callable[[InputT], float] | None = None,
+        max_batch_cost: float | None = None,
+        max_request_cost: float | None = None,
+        cost_is_padded: bool = True,
+        group_by: Callable[[InputT], Hashable] | None = None,
     ) -> None:
         self._settings = check_settings(
             max_batch_size=max_batch_size,
@@ -197,6 +228,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)
+        self._costs = check_costs(
+            model,
+            cost=cost,
+            max_batch_cost=max_batch_cost,
+            max_request_cost=max_request_cost,
+            cost_is_padded=cost_is_padded,
+            group_by=group_by,
+        )
+        # Asks the user's functions about inputs; None where there are none.
+        self._appraisal: Appraisal | None = None
+        if self._costs.cost is not None or group_by is not None:
+            self._appraisal = Appraisal(self._costs.cost, group_by, max_request_cost, self.name)
         self._tally = Tally()
         # Requests of other threads that the loop's thread has not looked at yet.
         self._submitted: deque[Request] = deque()
@@ -216,6 +259,10 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _make_parts(self) -> None:
         """What lives from one opening to the next closing."""
         settings = self._settings
+        costs = self._costs
+        former = None
+        if costs.cost is not None:
+            former = BatchFormer(costs.max_batch_cost, is_padded=costs.cost_is_padded)
         self._scheduler = Scheduler(
             make_policy(settings.policy, settings.max_delay),
             self._tally,
@@ -227,6 +274,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             infer_timeout=settings.infer_timeout,
             idempotent=settings.idempotent,
             isolate_errors=settings.isolate_errors,
+            former=former,
+            is_grouped=costs.group_by is not None,
         )
         self._pool = Pool(self._model, settings, self, self.name)
         self._exchange = Exchange(self._pool.senders, settings.max_frame_bytes)
@@ -251,7 +300,9 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # Calls.
 
-    async def process_batched(self, value: InputT, *, timeout: float | None = None) -> OutputT:
+    async def process_batched(
+        self, value: InputT, *, timeout: float | None = None, priority: int = 0
+    ) -> OutputT:
         """Wait for the model's output for one input.
 
         The input joins the next batch; its place is kept in order of arrival.
@@ -262,6 +313,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             timeout: Seconds from now until the caller loses interest, `math.inf` for no limit, None
                 for the batcher's `timeout`. Covers the start of the workers too. Given here, it is
                 a target as well: a call that cannot be answered in time is refused at once.
+            priority: Higher goes first; equals go in order of arrival, and lower ones fill what
+                room is left in a batch. One batch in eight goes by age alone, so that none starves.
+                -100 to 100.
 
         Returns:
             What `infer` returned at this input's position.
@@ -276,7 +330,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             InferenceError: The model raised; also an instance of what it raised.
             OutputMismatchError: The model returned something other than one output per input.
             UnsendableValueError: The input cannot be pickled.
-            RequestTooLargeError: The pickled input is larger than `max_frame_bytes`.
+            RequestTooLargeError: The pickled input is larger than `max_frame_bytes`, or costs more
+                than `max_request_cost`.
+            ConfigurationError: `timeout` or `priority` is none; or `cost` or `group_by` raised, or
+                returned what is none, for this input.
             WorkerLostError: The worker died while it computed this input, and `idempotent` is
                 False.
             PoisonRequestError: Two workers died while they computed this input.
@@ -305,6 +362,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         request.deadline = deadline  # type: ignore[assignment]  # see Request
         request.batch_id = None
         request.is_settled = False
+        if priority != 0:
+            request.priority = _checked_priority(priority)
+            self._scheduler.rank_requests()
         self._arrivals.append(request)
         try:
             return await future
@@ -317,10 +377,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         # A task cannot wait for a future of another loop than its own, so it has another.
         _call_in_loop(loop, self._abandon, request)
         self._serve_on(get_running_loop())
-        return await self.process_batched(value, timeout=timeout)
+        return await self.process_batched(value, timeout=timeout, priority=priority)
 
     async def process_many(
-        self, values: Iterable[InputT], *, timeout: float | None = None
+        self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0
     ) -> list[OutputT]:
         """Wait for the outputs of many inputs, in their order.
 
@@ -330,6 +390,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         Args:
             values: Inputs as for `process_batched`; none gives an empty list.
             timeout: As for `process_batched`, for all of them together.
+            priority: As for `process_batched`, of each of them.
 
         Raises:
             BatcherError: As `process_batched`, the error of the first input that has one. The
@@ -346,6 +407,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         try:
             for value in values:
                 request = Request(value, get_running_loop().create_future(), deadline)
+                if priority != 0:
+                    request.priority = _checked_priority(priority)
                 # With requests of its own under way it waits for room; else it is refused.
                 while in_flight and (len(in_flight) >= window or not self._has_room(request)):
                     outputs.append(await in_flight[0].caller)
@@ -363,13 +426,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         return outputs
 
     def submit(
-        self, value: InputT, *, timeout: float | None = None
+        self, value: InputT, *, timeout: float | None = None, priority: int = 0
     ) -> concurrent.futures.Future[OutputT]:
         """Queue one input from any thread, for endpoints written with `def`.
 
         Args:
             value: As for `process_batched`.
             timeout: As for `process_batched`.
+            priority: As for `process_batched`.
 
         Returns:
             A future for the output; its errors are those of `process_batched`. Cancelling it is
@@ -386,6 +450,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         deadline = None if timeout is None else monotonic() + _checked(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
         request = Request(value, ThreadCaller(future), deadline)
+        if priority != 0:
+            request.priority = _checked_priority(priority)
 
         def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
             if future.cancelled():
@@ -557,6 +623,47 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         return run if app is None else run(app)
 
+    def reconfigure(self, **changes: Unpack[Reconfiguration]) -> None:
+        """Change settings while it runs: all that are given, or none if one of them is wrong.
+
+        What has been accepted is kept. If more waits than the new `max_queue_size` allows, new
+        requests are refused until there is room; batches that were sent stay as they are. Requests
+        keep the target that they were accepted with, and deadlines are not changed.
+
+        Args:
+            changes: `max_batch_size`, `max_delay`, `max_queue_size` and `max_latency`, each as at
+                construction; those that are left out stay as they are.
+
+        Raises:
+            ConfigurationError: A setting is wrong; nothing has been changed.
+            RuntimeError: It was called from another thread than that of the event loop.
+        """
+        unknown = sorted(set(changes) - set(RECONFIGURABLE))
+        if unknown:
+            raise ConfigurationError(
+                f"{unknown[0]}: it cannot be changed while the batcher runs; what can is "
+                f"{', '.join(RECONFIGURABLE)}"
+            )
+        if self._loop is not None and self._loop.is_running() and get_ident() != self._thread:
+            raise RuntimeError(
+                f"{self.name}: reconfigure() belongs to the thread of the event loop; from another "
+                "one use loop.call_soon_threadsafe"
+            )
+        settings = change_settings(self._settings, changes)
+        policy = None
+        if settings.max_delay != self._settings.max_delay:
+            policy = make_policy(settings.policy, settings.max_delay)
+        self._settings = settings
+        self._scheduler.reconfigure(
+            max_batch_size=settings.max_batch_size,
+            max_queue_size=settings.max_queue_size,
+            max_latency=settings.max_latency,
+            policy=policy,
+        )
+        if self._serving_loop is not None and not self._serving_loop.is_closed():
+            # What waits may be a full batch now, or have waited long enough.
+            self._pump_soon(self._serving_loop)
+
     # What can be seen of it.
 
     @property
@@ -569,6 +676,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Whether calls are taken and at least one worker can compute them."""
         is_open = self._state is State.OPEN and not self._is_leaving
         return is_open and self._scheduler.workers_ready > 0
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds until a call gives up where it names no timeout; None for no limit."""
+        return self._settings.timeout
 
     @property
     def start_error(self) -> BatcherError | None:
@@ -597,9 +709,9 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # What the pool tells. These are public because the pool calls them; users do not.
 
-    def worker_ready(self, worker: int) -> None:
-        """A worker has loaded its model."""
-        self._scheduler.worker_ready(monotonic(), worker)
+    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+        """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
         if place in self._seen_ready:
             self._tally.restarts += 1
@@ -909,6 +1021,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         loop = get_running_loop()
         if loop is not self._serving_loop:
             self._serve_on(loop)
+        if hasattr(request, "priority"):
+            self._scheduler.rank_requests()
         self._arrivals.append(request)
         self._pump_soon(loop)
 
@@ -968,9 +1082,24 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _submit(self, now: float, arrivals: list[Request]) -> None:
         if self._settings.max_queue_bytes is not None:
             _weigh(arrivals)
+        if self._appraisal is not None:
+            arrivals = self._appraise(self._appraisal, arrivals)
         for request in self._scheduler.submit(now, arrivals):
             request.is_settled = True
             tell(request, self._broken_error() or request.refusal.to_error())
+
+    def _appraise(self, appraisal: Appraisal, arrivals: list[Request]) -> list[Request]:
+        """Refuse those for which the user's functions have no answer; returns the others."""
+        accepted = []
+        for request in arrivals:
+            fault = appraisal.find_fault(request)
+            if fault is None:
+                accepted.append(request)
+                continue
+            self._tally.rejected += 1
+            request.is_settled = True
+            tell(request, fault)
+        return accepted
 
     def _do(self, action: Expire | Stall | Replace) -> None:
         if isinstance(action, Expire):
@@ -1126,6 +1255,16 @@ def _checked(timeout: Any) -> float:
             "for no limit"
         )
     return float(timeout)
+
+
+def _checked_priority(priority: Any) -> int:
+    is_whole = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_whole or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise ConfigurationError(
+            f"priority={priority!r:.100}: give a whole number from {-MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}"
+        )
+    return int(priority)
 
 
 def _check_platform() -> None:

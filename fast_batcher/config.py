@@ -10,8 +10,9 @@ import pickle
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any, Literal, get_args
 
 from fast_batcher.errors import ConfigurationError
@@ -24,6 +25,8 @@ MAX_BATCH_SIZE = 2**20
 MAX_WORKERS = 1024
 # A longer duration than a year is a unit mistake, and timers of event loops overflow at some point.
 MAX_SECONDS = 365 * 24 * 3600.0
+# Priorities go from its negative to it: each that is used costs every batch a look.
+MAX_PRIORITY = 100
 # Room for at least this many waiting requests, and for 8 batches per worker (DESIGN: POLICY 5.8).
 MIN_QUEUE_SIZE = 1024
 QUEUED_BATCHES_PER_WORKER = 8
@@ -32,6 +35,9 @@ QUEUED_BATCHES_PER_WORKER = 8
 MAX_FRAME_BYTES = 256 * 2**20
 # Below it an error with its text and traceback (64 Ki characters each) might not fit.
 MIN_MAX_FRAME_BYTES = 2**20
+
+# What `DynBatcher.reconfigure` changes.
+RECONFIGURABLE = ("max_batch_size", "max_delay", "max_queue_size", "max_latency")
 
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -61,6 +67,17 @@ class Settings:
     max_batches_per_worker: int | None = None
     max_rss_bytes: int | None = None
     max_latency: float | None = None
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What requests cost and who shares a batch, checked; see `DynBatcher` for each."""
+
+    cost: Callable[[Any], float] | None
+    max_batch_cost: float | None
+    max_request_cost: float | None
+    cost_is_padded: bool
+    group_by: Callable[[Any], object] | None
 
 
 @dataclass(frozen=True)
@@ -105,17 +122,8 @@ def check_settings(
     if policy not in get_args(PolicyName):
         names = ", ".join(repr(name) for name in get_args(PolicyName))
         raise ConfigurationError(f"policy={policy!r}: choose one of {names}")
-    if max_delay is not None:
-        _check_seconds("max_delay", max_delay, zero_allowed=True)
-    elif policy == "fixed":
-        raise ConfigurationError(
-            "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
-            "number of seconds, for example max_delay=0.01"
-        )
-    if max_queue_size is None:
-        room = QUEUED_BATCHES_PER_WORKER * max_batch_size * num_workers
-        max_queue_size = max(MIN_QUEUE_SIZE, room)
-    _check_count("max_queue_size", max_queue_size, 1, None)
+    _check_delay(max_delay, policy)
+    max_queue_size = _check_queue_size(max_queue_size, max_batch_size, num_workers)
     if max_queue_bytes is not None:
         _check_count("max_queue_bytes", max_queue_bytes, 1, None)
     _check_timeouts(timeout, infer_timeout, max_latency, start_timeout, stop_timeout, drain_timeout)
@@ -153,6 +161,92 @@ def check_settings(
         max_rss_bytes=max_rss_bytes,
         max_latency=max_latency,
     )
+
+
+def change_settings(settings: Settings, changes: Mapping[str, Any]) -> Settings:
+    """The settings with some of those changed that `DynBatcher.reconfigure` takes.
+
+    Raises:
+        ConfigurationError: One of the new values is wrong; for the first wrong one.
+    """
+    wanted: dict[str, Any] = {name: getattr(settings, name) for name in RECONFIGURABLE}
+    wanted.update(changes)
+    _check_count("max_batch_size", wanted["max_batch_size"], 1, MAX_BATCH_SIZE)
+    _check_delay(wanted["max_delay"], settings.policy)
+    wanted["max_queue_size"] = _check_queue_size(
+        wanted["max_queue_size"], wanted["max_batch_size"], settings.num_workers
+    )
+    if wanted["max_latency"] is not None:
+        _check_seconds("max_latency", wanted["max_latency"])
+    return replace(settings, **wanted)
+
+
+def _check_delay(max_delay: float | None, policy: str) -> None:
+    if max_delay is not None:
+        _check_seconds("max_delay", max_delay, zero_allowed=True)
+    elif policy == "fixed":
+        raise ConfigurationError(
+            "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
+            "number of seconds, for example max_delay=0.01"
+        )
+
+
+def _check_queue_size(max_queue_size: int | None, max_batch_size: int, num_workers: int) -> int:
+    if max_queue_size is None:
+        room = QUEUED_BATCHES_PER_WORKER * max_batch_size * num_workers
+        return max(MIN_QUEUE_SIZE, room)
+    _check_count("max_queue_size", max_queue_size, 1, None)
+    return max_queue_size
+
+
+def check_costs(
+    model: object,
+    *,
+    cost: Callable[[Any], float] | None,
+    max_batch_cost: float | None,
+    max_request_cost: float | None,
+    cost_is_padded: bool,
+    group_by: Callable[[Any], object] | None,
+) -> Costs:
+    """Check every value; a model class may bring its own `cost`."""
+    for name, function in (("cost", cost), ("group_by", group_by)):
+        if function is not None and not callable(function):
+            raise ConfigurationError(f"{name}={function!r}: give a function of one input")
+        if inspect.iscoroutinefunction(function):
+            raise ConfigurationError(f"{name}={function!r}: it is async; write a plain def")
+    if not isinstance(cost_is_padded, bool):
+        raise ConfigurationError(f"cost_is_padded={cost_is_padded!r}: give True or False")
+    if cost is None:
+        cost = _find_cost(model)
+    for name, limit in (("max_batch_cost", max_batch_cost), ("max_request_cost", max_request_cost)):
+        if limit is not None:
+            _check_cost_limit(name, limit, has_costs=cost is not None)
+    return Costs(cost, max_batch_cost, max_request_cost, cost_is_padded, group_by)
+
+
+def _check_cost_limit(name: str, limit: object, *, has_costs: bool) -> None:
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if not is_number or not 0 < limit < inf:  # type: ignore[operator]  # a number by then
+        raise ConfigurationError(f"{name}={limit!r:.100}: give a finite number above 0")
+    if not has_costs:
+        raise ConfigurationError(
+            f"{name}={limit!r:.100}: without costs it has no meaning; give cost=, a function "
+            "from an input to its cost"
+        )
+
+
+def _find_cost(model: object) -> Callable[[Any], float] | None:
+    """The model's own `cost`. It is called in this process, where there is no instance."""
+    own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
+    if own is None:
+        return None
+    if not isinstance(own, staticmethod | classmethod):
+        raise ConfigurationError(
+            f"model={model!r}: its cost is called without an instance, so it has to be a "
+            "staticmethod or classmethod; or give another function as cost="
+        )
+    found: Callable[[Any], float] = getattr(model, "cost")  # noqa: B009  of any class
+    return found
 
 
 def _check_timeouts(

@@ -10,13 +10,14 @@ import inspect
 import json
 import logging
 import math
+import re
 import secrets
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI, Header
 from fastapi.exception_handlers import (
     http_exception_handler,
     request_validation_exception_handler,
@@ -33,6 +34,7 @@ from starlette.websockets import WebSocket, WebSocketState
 
 from fast_batcher import errors
 from fast_batcher.batcher import DynBatcher
+from fast_batcher.config import MAX_SECONDS
 
 AppT = TypeVar("AppT")
 InputT = TypeVar("InputT")
@@ -49,6 +51,10 @@ ERROR_ID_BYTES = 8
 # stands for every other status, 1013 asks the client to come back, 1009 is "message too big".
 CLOSE_CODES = {413: 1009, 429: 1013, 503: 1013, 504: 1013}
 CLOSE_CODE = 1011
+# By this header a client says how many seconds it will wait. No standard names one.
+TIMEOUT_HEADER = "X-Request-Timeout"
+# A number as a client writes it: no sign, no space, nothing that only Python reads as a number.
+_SECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?(e-?[0-9]{1,3})?", re.ASCII | re.IGNORECASE)
 # The status of a request whose client has gone, for logs and metrics: nobody is there to read it.
 # Source: nginx, which logs the same.
 CLIENT_CLOSED_REQUEST = 499
@@ -105,6 +111,9 @@ class ErrorBody(BaseModel):
     detail: str = Field(description="What went wrong, for a person.")
     code: str = Field(description="What went wrong, for a program.", examples=["queue_full"])
     error_id: str = Field(description="Names this very failure in the server's log.")
+    retry_after: float | None = Field(
+        None, description="Seconds until another try makes sense, where that is known."
+    )
 
 
 def combine_lifespans(*lifespans: Lifespan[AppT]) -> StatefulLifespan[AppT]:
@@ -141,6 +150,41 @@ def dependency(
         return batcher
 
     return get_batcher
+
+
+def request_timeout(
+    batcher: DynBatcher[Any, Any], *, header: str = TIMEOUT_HEADER
+) -> Callable[..., Awaitable[float | None]]:
+    """Make a dependency that lets a client shorten its deadline by a header.
+
+    `timeout: Annotated[float | None, Depends(request_timeout(batcher))]`, to be handed to
+    `process_batched` and its like. A call that cannot be answered in that time is refused at once.
+
+    Args:
+        batcher: Whose `timeout` the header can only shorten: without the header, or with a longer
+            time, the dependency's value is None, which stands for that default.
+        header: Its name. Its value are seconds: a decimal number above 0, at most a year; anything
+            else is answered with 400.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9-]+", header):
+        raise errors.ConfigurationError(
+            f"header={header!r}: letters, digits and hyphens, for example {TIMEOUT_HEADER!r}"
+        )
+    description = "Seconds that the client will wait; it can shorten the server's own limit."
+
+    async def get_timeout(
+        value: Annotated[str | None, Header(alias=header, description=description)] = None,
+    ) -> float | None:
+        if value is None:
+            return None
+        seconds = float(value) if _SECONDS.fullmatch(value) else 0.0
+        if not 0 < seconds <= MAX_SECONDS:
+            text = f"{header}: {value!r:.100}: give seconds as a decimal number above 0"
+            raise HTTPException(400, text)
+        limit = batcher.timeout
+        return None if limit is not None and seconds >= limit else seconds
+
+    return get_timeout
 
 
 async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
@@ -395,10 +439,13 @@ def _make_response(
     else:  # normal under load, and as many as there are requests
         logger.debug("%s, error id %s: %s", code, error_id, error)
     text = str(error) if detail is None else detail
-    body = {"detail": text, "code": code, "error_id": error_id}
+    body: dict[str, Any] = {"detail": text, "code": code, "error_id": error_id}
+    retry_after = getattr(error, "retry_after", None)
+    if retry_after is not None:
+        body["retry_after"] = retry_after
     response = JSONResponse(body, status, headers)
     if status in (503, 429):
-        seconds = math.ceil(getattr(error, "retry_after", None) or 0)
+        seconds = math.ceil(retry_after or 0)
         response.headers.setdefault("Retry-After", str(max(RETRY_AFTER, seconds)))
     return response, f"{code} {error_id}"
 

@@ -33,7 +33,11 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         """
 
     def warmup_inputs(self) -> Sequence[InputT]:
-        """Inputs to compute once before the worker is called ready; none by default."""
+        """Inputs to compute before the worker is called ready; none by default.
+
+        `infer` gets the first of them alone, and all of them, repeated as needed, in batches of
+        `max_batch_size`; then one batch of either size again, to see how long it takes.
+        """
         return ()
 
     def close(self) -> None:

@@ -49,6 +49,105 @@ from fast_batcher import (
 
 pytestmark = pytest.mark.anyio
 
+# --- settings that change -------------------------------------------------------------------------
+
+
+async def test_settings_change_while_it_runs(gate: Gate) -> None:
+    async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, "running")]
+        visit = await gate.visit()
+        calls += [call(batcher, number) for number in range(3)]
+        await turns()
+        batcher.reconfigure(max_batch_size=8, max_queue_size=1)
+        with pytest.raises(QueueFullError, match="max_queue_size=1"):
+            await batcher.process_batched("too many")
+        batcher.reconfigure(max_queue_size=None)
+        calls += [call(batcher, number) for number in range(3, 8)]
+        await turns()
+        notes = [visit.note]
+        for _ in range(2):
+            visit.let_on()
+            visit = await gate.visit()
+            notes.append(visit.note)
+        visit.let_on()
+        assert notes == [["running"], [0, 1], [2, 3, 4, 5, 6, 7]]
+        assert await asyncio.gather(*calls) == ["running", *range(8)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"max_batch_size": 0},
+        {"max_batch_size": 8, "max_latency": -1.0},
+        {"max_latency": 0.1, "max_queue_size": 1.5},
+        {"max_batch_size": 8, "max_delay": math.nan},
+        {"max_batch_size": 8, "num_workers": 2},
+    ],
+    ids=str,
+)
+async def test_one_wrong_setting_changes_none(changes: dict[str, Any]) -> None:
+    async with DynBatcher(BatchSize, 4) as batcher:
+        with pytest.raises(ConfigurationError):
+            batcher.reconfigure(**changes)
+        calls = [call(batcher, number) for number in range(8)]
+        assert await asyncio.gather(*calls) == [4] * 8
+
+
+async def test_settings_are_kept_for_the_next_opening() -> None:
+    batcher = DynBatcher(BatchSize, 4, policy="fixed", max_delay=50.0)
+    batcher.reconfigure(max_batch_size=2)
+    async with batcher:
+        assert await asyncio.gather(*[call(batcher, number) for number in range(2)]) == [2, 2]
+        with pytest.raises(ConfigurationError, match=r"^max_delay=None: policy='fixed'"):
+            batcher.reconfigure(max_delay=None)
+        held = call(batcher, "held")
+        await turns()
+        batcher.reconfigure(max_delay=0.0)
+        assert await held == 1
+    async with batcher:
+        assert await batcher.process_batched("again") == 1
+
+
+async def test_settings_belong_to_the_loops_thread() -> None:
+    async with DynBatcher(Echo) as batcher:
+        with pytest.raises(RuntimeError, match="belongs to the thread of the event loop"):
+            await asyncio.to_thread(batcher.reconfigure, max_batch_size=2)
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+async def test_a_call_that_cannot_be_answered_in_time_is_refused_at_once(gate: Gate) -> None:
+    async with DynBatcher(Slow, 1, model_args=(0.05,)) as batcher:
+        await batcher.process_many(range(8), timeout=LIMIT)
+        calls = [call(batcher, number) for number in range(20)]
+        await turns()
+        began_at = batcher.stats.completed
+        with pytest.raises(DeadlineExceededError, match="the answer would take") as caught:
+            await batcher.process_batched("late", timeout=0.2)
+        assert caught.value.retry_after is not None
+        assert batcher.stats.completed <= began_at + 1
+        assert batcher.stats.rejected == 1
+        await asyncio.gather(*calls)
+        assert_balance(batcher)
+
+
+async def test_a_service_with_a_target_refuses_what_it_cannot_answer_in_time() -> None:
+    async with DynBatcher(Slow, 1, model_args=(0.02,), max_latency=0.2) as batcher:
+        for number in range(4):
+            assert await batcher.process_batched(number) == number
+        outcomes = await asyncio.gather(
+            *[call(batcher, number) for number in range(100)], return_exceptions=True
+        )
+        refused = [one for one in outcomes if isinstance(one, DeadlineExceededError)]
+        assert len(refused) > 50
+        assert all(one.retry_after is not None for one in refused)
+        assert outcomes[0] == 0
+        assert await batcher.process_batched("after") == "after"
+        stats = assert_balance(batcher)
+        assert stats.rejected + stats.expired == len(refused)
+
+
 # --- calls ----------------------------------------------------------------------------------------
 
 
@@ -104,8 +203,9 @@ async def test_the_model_gets_its_arguments() -> None:
 
 
 async def test_warm_up_comes_before_the_first_batch() -> None:
-    async with DynBatcher(Warm, model_args=(["warm", "up"],)) as batcher:
-        assert await batcher.process_batched("first") == ["warm", "up", "first"]
+    async with DynBatcher(Warm, max_batch_size=2, model_args=(["warm", "up"],)) as batcher:
+        seen = await batcher.process_batched("first")
+        assert seen == ["warm", "warm", "warm", "up", "warm", "up", "first"]
         assert batcher.stats.batches == 1
 
 

@@ -146,6 +146,16 @@ def test_a_system_that_fails_is_reported_and_not_dropped() -> None:
     assert failed.figures == {}
 
 
+@pytest.mark.slow
+def test_the_cost_of_the_core_is_compared_with_another_revision() -> None:
+    command = [sys.executable, "-m", "benchmarks.core_cost", "HEAD"]
+    command += ["--repetitions", "1", "--batches", "50"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.stderr == ""
+    assert "HEAD: " in result.stdout
+    assert "at most 0.3 us more" in result.stdout
+
+
 def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]

@@ -35,6 +35,7 @@ from fast_batcher.fastapi import (
     error_responses,
     health_router,
     install_exception_handlers,
+    request_timeout,
 )
 
 TESTS = Path(__file__).parent
@@ -222,6 +223,7 @@ def test_each_error_has_its_answer(
     assert response.headers.get("Retry-After") == retry_after
     body = response.json()
     assert ERROR_ID.fullmatch(body.pop("error_id"))
+    assert body.pop("retry_after", None) == getattr(error, "retry_after", None)
     assert body == {"detail": detail, "code": code}
 
 
@@ -270,6 +272,64 @@ def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> N
 def test_an_error_that_is_not_ours_is_left_alone() -> None:
     with pytest.raises(ZeroDivisionError):
         answer_to(ZeroDivisionError())
+
+
+# --- a client's own deadline ----------------------------------------------------------------------
+
+
+def make_timeout_app(timeout: float | None = 30.0, **options: Any) -> TestClient:
+    """An app that answers with the timeout that a call would have."""
+    batcher: DynBatcher[Any, Any] = DynBatcher(Echo, timeout=timeout)
+    app = FastAPI()
+    get_timeout = request_timeout(batcher, **options)
+
+    @app.get("/")
+    async def show(timeout: Annotated[float | None, Depends(get_timeout)]) -> float | None:
+        return timeout
+
+    return TestClient(app)
+
+
+@pytest.mark.parametrize(
+    ("value", "timeout"),
+    [("0.25", 0.25), ("2", 2.0), ("1e-3", 0.001), ("30", None), ("29.999", 29.999), ("31", None)],
+)
+def test_a_header_shortens_a_deadline_and_never_lengthens_it(
+    value: str, timeout: float | None
+) -> None:
+    response = make_timeout_app().get("/", headers={"X-Request-Timeout": value})
+    assert (response.status_code, response.json()) == (200, timeout)
+
+
+def test_without_the_header_the_default_holds() -> None:
+    assert make_timeout_app().get("/").json() is None
+
+
+def test_where_there_is_no_limit_the_header_sets_one() -> None:
+    headers = {"X-Request-Timeout": "3600"}
+    assert make_timeout_app(timeout=None).get("/", headers=headers).json() == 3600.0
+
+
+def test_the_header_may_have_another_name() -> None:
+    client = make_timeout_app(header="Patience")
+    assert client.get("/", headers={"patience": "0.5"}).json() == 0.5
+    assert "Patience" in client.get("/openapi.json").text
+    with pytest.raises(errors.ConfigurationError, match="header='a b': letters"):
+        make_timeout_app(header="a b")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("NaN", "nan", "-1", "-0.0", "0", "0.0", "1e300", "1e-400", "inf", "-inf", "Infinity"),
+        *("", " ", "1_000", "0x10", "1,5", "+1", "9" * 20, "1" * 5000, "5s", "true", "soon"),
+    ],
+)
+def test_f64_an_absurd_deadline_is_a_400(value: str) -> None:
+    response = make_timeout_app().get("/", headers={"X-Request-Timeout": value})
+    assert response.status_code == 400
+    assert response.json()["detail"].startswith("X-Request-Timeout: ")
+    assert len(response.json()["detail"]) < 200
 
 
 # --- what is logged, what is told -----------------------------------------------------------------

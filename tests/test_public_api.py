@@ -136,6 +136,11 @@ def test_the_constructor() -> None:
         ("max_batches_per_worker", None),
         ("max_rss_bytes", None),
         ("max_latency", None),
+        ("cost", None),
+        ("max_batch_cost", None),
+        ("max_request_cost", None),
+        ("cost_is_padded", True),
+        ("group_by", None),
     ]
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert by_position == ["model", "max_batch_size", "max_delay"]
@@ -145,13 +150,14 @@ def test_the_constructor() -> None:
 @pytest.mark.parametrize(
     ("method", "signature"),
     [
-        ("process_batched", "(self, value, *, timeout=None)"),
-        ("process_many", "(self, values, *, timeout=None)"),
-        ("submit", "(self, value, *, timeout=None)"),
+        ("process_batched", "(self, value, *, timeout=None, priority=0)"),
+        ("process_many", "(self, values, *, timeout=None, priority=0)"),
+        ("submit", "(self, value, *, timeout=None, priority=0)"),
         ("open", "(self, *, wait_ready=True)"),
         ("aclose", "(self)"),
         ("begin_drain", "(self)"),
         ("stop", "(self)"),
+        ("reconfigure", "(self, **changes)"),
         ("lifespan", "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False)"),
     ],
 )

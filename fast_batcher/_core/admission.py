@@ -14,11 +14,13 @@ A target ends nothing by itself: a request that runs past it is answered, until 
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, inf
 from typing import NamedTuple
 
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Refusal, Request
+from fast_batcher._core.ranked_queue import Ahead
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher.errors import DeadlineExceededError
@@ -27,8 +29,8 @@ from fast_batcher.errors import DeadlineExceededError
 class Outlook(NamedTuple):
     """What stands between a new request and its answer."""
 
-    # Requests that wait, or their costs together.
-    ahead: float
+    # Requests that wait.
+    ahead: int
     # Seconds until a worker can begin with the first of them; infinite without a ready worker.
     delay: float
     # Ready workers.
@@ -41,7 +43,7 @@ class Selection(NamedTuple):
     """The batch that leaves, and those that do not leave with it."""
 
     requests: list[Request]
-    # They would be late.
+    # They would be late, and are settled.
     late: list[Request]
     # Whether it is smaller than it could be, for the sake of a target.
     is_smaller: bool
@@ -53,18 +55,27 @@ class Admission:
     Args:
         service: Seconds of a batch by its size.
         max_batch_size: Most requests in a batch.
+        former: Fills batches by cost, if there are costs; what a batch is charged takes the place
+            of its size then.
     """
 
-    def __init__(self, service: ServiceModel, max_batch_size: int) -> None:
+    def __init__(
+        self, service: ServiceModel, max_batch_size: int, former: BatchFormer | None = None
+    ) -> None:
         self._service = service
         self.max_batch_size = max_batch_size
+        self._former = former
+
+    def size_of(self, requests: list[Request]) -> float:
+        """What the service model calls the size of a batch."""
+        return len(requests) if self._former is None else self._former.charge(requests)
 
     def seconds_until_answered(self, outlook: Outlook, more: int = 0) -> float:
         """Predict how long a new request would take.
 
         It waits for the workers and for the full batches before its own, by the median. Its own
         batch is measured as when it leaves, by the 95 % quantile, and as a full one if it has to
-        wait for another, for then it fills: else one request in eight is let in and dropped later.
+        wait for another, for then it fills: see docs/decisions/0013.
         With several workers the last batch of a queue may end before the one before it; what comes
         later is never predicted to end earlier, so that lengths can be searched.
 
@@ -83,6 +94,29 @@ class Admission:
             return outlook.delay + self._service.high(rest + 1)
         per_batch = self._service.median(most) / outlook.workers
         return outlook.delay + batches * per_batch + self._service.high(most)
+
+    def seconds_behind(self, outlook: Outlook, ahead: Ahead, cost: float) -> float:
+        """The same where requests are not equals.
+
+        Args:
+            outlook: As it is before this turn's arrivals; `ahead` takes the place of its own.
+            ahead: What goes first.
+            cost: Of the request, 1.0 without costs.
+        """
+        if not self._service.is_known or outlook.delay == inf:
+            return 0.0
+        most = self.max_batch_size
+        # A full batch has so many requests, of costs as they are on average, or all that it may.
+        full = most * (ahead.cost + cost) / (ahead.requests + 1)
+        if self._former is not None:
+            full = min(full, self._former.max_batch_cost)
+        batches = max(ahead.cost // full, ahead.groups - 1)
+        if not batches:
+            return outlook.delay + self._service.high(ahead.cost + cost)
+        # Batches of small groups are smaller.
+        usual = min(full, ahead.cost / batches)
+        per_batch = self._service.median(usual) / outlook.workers
+        return outlook.delay + batches * per_batch + self._service.high(max(full, cost))
 
     def seconds_until_drained(self, outlook: Outlook) -> float | None:
         """How long it takes to serve all that wait, None if that is not known."""
@@ -114,29 +148,40 @@ class Admission:
             request.refusal = refusal
         return late
 
-    def find_late(self, now: float, outlook: Outlook, requests: Sequence[Request]) -> list[Request]:
+    def find_late(
+        self,
+        now: float,
+        outlook: Outlook,
+        requests: Sequence[Request],
+        predict: Callable[[Request, int], float] | None = None,
+    ) -> list[Request]:
         """Those of the arrivals that have to be refused, with their refusals.
 
         Args:
             now: The moment.
             outlook: What they would wait for.
             requests: All of this turn, in their order; those that have a target have it set.
+            predict: The seconds that a request would take when so many are taken before it; None
+                where all are equals.
         """
         late: list[Request] = []
         taken = 0
-        # It is the same for all until one more is taken.
+        # It is the same for equals until one more is taken.
         seconds = self.seconds_until_answered(outlook)
         refusals: dict[float, Refusal] = {}
         for request in requests:
+            if predict is not None:
+                seconds = predict(request, taken)
             target = getattr(request, "target", inf)
             if now + seconds > target and not (outlook.is_idle and taken == 0):
-                if target not in refusals:
+                if predict is not None or target not in refusals:
                     refusals[target] = self._refusal(outlook, taken, seconds, target - now)
                 request.refusal = refusals[target]
                 late.append(request)
             else:
                 taken += 1
-                seconds = self.seconds_until_answered(outlook, taken)
+                if predict is None:
+                    seconds = self.seconds_until_answered(outlook, taken)
         return late
 
     def refusal_of_late(self, outlook: Outlook) -> Refusal:
@@ -168,14 +213,14 @@ class Admission:
         if not self._service.is_known:
             return Selection(requests, late, is_smaller=False)
         while True:
-            finish = start + self._service.high(len(requests))
+            finish = start + self._service.high(self.size_of(requests))
             if finish <= min(map(_target_of, requests)):
                 return Selection(requests, late, is_smaller=False)
             if not queue.size:
                 break
             # Others can run in their place.
-            late += [request for request in requests if _target_of(request) < finish]
-            queue.put_back([request for request in requests if _target_of(request) >= finish])
+            in_time = self._drop(requests, late, lambda request: _target_of(request) < finish)  # noqa: B023  called at once
+            queue.put_back(in_time)
             requests = queue.take(self.max_batch_size)
         requests = self._without_hopeless(start, requests, late)
         return self._make_smaller(start, requests, late, queue)
@@ -184,20 +229,35 @@ class Admission:
         self, start: float, requests: list[Request], late: list[Request]
     ) -> list[Request]:
         """Drop those that would be late even alone, but not the last candidate."""
-        alone = start + self._service.high(1)
-        hopeful = [request for request in requests if _target_of(request) >= alone]
-        if not hopeful:
-            hopeful = requests[-1:]
-        kept = {request.id for request in hopeful}
-        late += [request for request in requests if request.id not in kept]
-        return hopeful
+        last = requests[-1]
+
+        def is_hopeless(request: Request) -> bool:
+            return _target_of(request) < start + self._service.high(self.size_of([request]))
+
+        if all(map(is_hopeless, requests)):
+            self._drop(requests[:-1], late, is_hopeless)
+            return [last]
+        return self._drop(requests, late, is_hopeless)
+
+    def _drop(
+        self, requests: list[Request], late: list[Request], is_late: Callable[[Request], bool]
+    ) -> list[Request]:
+        """Settle those that are late; returns the others."""
+        kept = []
+        for request in requests:
+            if is_late(request):
+                request.is_settled = True
+                late.append(request)
+            else:
+                kept.append(request)
+        return kept
 
     def _make_smaller(
         self, start: float, requests: list[Request], late: list[Request], queue: RequestQueue
     ) -> Selection:
         size = len(requests)
         while size > 1:
-            finish = start + self._service.high(size)
+            finish = start + self._service.high(self.size_of(requests[:size]))
             if finish <= min(map(_target_of, requests[:size])):
                 break
             size -= 1

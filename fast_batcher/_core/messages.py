@@ -21,10 +21,21 @@ class Refusal(NamedTuple):
 
     def to_error(self) -> BatcherError:
         """A new error for one caller: tracebacks grow on shared ones."""
-        if self.kind is BatcherClosedError:
+        if issubclass(self.kind, BatcherClosedError):
             return self.kind(self.text)
-        error: BatcherError = self.kind(self.text, retry_after=self.retry_after)
-        return error
+        return self.kind(self.text, retry_after=self.retry_after)
+
+
+class Group:
+    """What requests have in common that may share a batch: the same object for all of them.
+
+    The user's key is in it and never looked at again: it may raise whenever it is compared.
+    """
+
+    __slots__ = ("__weakref__", "key")
+
+    def __init__(self, key: Any) -> None:
+        self.key: Final = key
 
 
 class Request:
@@ -38,11 +49,14 @@ class Request:
         "arrival",
         "batch_id",
         "caller",
+        "cost",
         "deadline",
         "deaths",
+        "group",
         "id",
         "is_settled",
         "losses",
+        "priority",
         "refusal",
         "size",
         "target",
@@ -74,6 +88,10 @@ class Request:
         # The moment by which the answer is wanted, at most the deadline; absent without a deadline
         # of its own or `max_latency`. Unlike the deadline it ends nothing: see `Admission`.
         self.target: float
+        # Set by the shell where they are used: see `RankedQueue`.
+        self.priority: int
+        self.group: Group
+        self.cost: float
         # Why it was not taken; absent otherwise.
         self.refusal: Refusal
 
@@ -87,6 +105,7 @@ class Release(StrEnum):
 
     FULL = "full"  # it holds `max_batch_size` requests
     IDLE = "idle"  # a worker was free
+    HOLD = "hold"  # it was held, and is worth no more waiting
     WINDOW = "window"  # `max_delay` had passed under policy="fixed"
     DEADLINE = "deadline"  # waiting longer would have been in vain for its oldest request
     DRAIN = "drain"  # no more requests are taken, so there is nothing to wait for

@@ -6,10 +6,13 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 `is_settled` is True.
 """
 
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import TypeVar
 
 from fast_batcher._core.admission import Admission, Outlook
+from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -25,6 +28,7 @@ from fast_batcher._core.messages import (
     Stall,
 )
 from fast_batcher._core.policy import Policy
+from fast_batcher._core.ranked_queue import RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
 from fast_batcher._core.service_model import ServiceModel
@@ -35,8 +39,11 @@ from fast_batcher.stats import Tally
 # A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
 # costs no latency below it. Source: LIMITS "second batch in flight", eager +60 % p50, this none.
 BATCHES_PER_WORKER = 2
+# One that has waited for as many batches takes all that are behind it in their order, whatever they
+# cost. Source: POLICY 5.6.
+PATIENT_BATCHES = 4
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_FULL, _IDLE = Release.FULL, Release.IDLE
+_FULL, _IDLE, _RETRY = Release.FULL, Release.IDLE, Release.RETRY
 _B = TypeVar("_B", bound=Batch)
 
 
@@ -71,6 +78,8 @@ class Scheduler:
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
         idempotent: Whether a request may be computed twice.
         isolate_errors: Whether a batch for which `infer` raised is divided to find the culprit.
+        former: Fills batches by cost, or None; every request must have its cost then.
+        is_grouped: Whether only requests of one group share a batch.
     """
 
     def __init__(
@@ -86,6 +95,8 @@ class Scheduler:
         infer_timeout: float | None,
         idempotent: bool,
         isolate_errors: bool,
+        former: BatchFormer | None = None,
+        is_grouped: bool = False,
     ) -> None:
         self.tally = tally
         self._policy = policy
@@ -96,16 +107,25 @@ class Scheduler:
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
         # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
         self.queue = RequestQueue()
+        # The same, where requests are not equals.
+        self._ranked: RankedQueue | None = None
+        self._former = former
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
         self.retries = self._retries.groups
         self._service = ServiceModel()
-        # Whether somebody wants to know how long batches take. It costs each batch some
-        # microseconds, so it begins when the first one does.
-        self._is_measuring = max_latency is not None
-        self._admission = Admission(self._service, max_batch_size)
+        # Whether somebody wants to know how long batches take, besides the policy. It costs each
+        # batch some microseconds, so it begins when the first one does.
+        self._is_measuring = max_latency is not None or former is not None
+        # The same by what batches are charged, where there are costs.
+        self._charges = self._service if former is None else ServiceModel()
+        # The largest batch that it has measured.
+        self._largest_seen = 1.0
+        self._admission = Admission(self._charges, max_batch_size, former)
         self._size_cap = SizeCap(max_batch_size)
         self._limit_size()
+        if former is not None or is_grouped:
+            self.rank_requests()
         # Ready workers by id: those that may be given a batch, and all of them. And what they have,
         # by batch id.
         self._slots: dict[int, _Slot] = {}
@@ -139,7 +159,9 @@ class Scheduler:
         """Workers that have loaded their model, are alive and are not stalled."""
         return sum(not slot.is_stalled for slot in self._slots.values())
 
-    def submit(self, now: float, requests: list[Request]) -> list[Request]:
+    def submit(  # noqa: C901  flat on purpose
+        self, now: float, requests: list[Request]
+    ) -> list[Request]:
         """Take requests into the queue, those first that come first.
 
         All that arrived in one turn of the shell are taken together: it is this loop that every
@@ -153,7 +175,11 @@ class Scheduler:
             Those that were refused, and whose `refusal` tells the reason.
         """
         requests, refused = self._refuse_without_room(now, requests)
-        own = [request for request in requests if request.deadline is not None]
+        own = [
+            request
+            for request in requests
+            if request.deadline is not None  # type: ignore[redundant-expr]  # see Request
+        ]
         if requests and (own or self._max_latency != inf):
             late = self._turn_away(now, requests, own)
             if late:
@@ -177,28 +203,35 @@ class Scheduler:
             deadline = min(deadline, min([request.deadline for request in own]))
         if deadline < self.next_expiry:
             self.next_expiry = deadline
+        if self._policy.learns:
+            self._tell_arrival(now, len(requests))
         return refused
+
+    def _tell_arrival(self, now: float, count: int) -> None:
+        if count:
+            self._policy.arrived(now, count, self.queue.size == count and not self._batches)
 
     def submit_at_once(  # noqa: C901  flat on purpose
         self, now: float, requests: list[Request]
     ) -> Batch | None:
         """`submit` and `poll` in one for the usual case; None, and nothing done, in any other.
 
-        The usual case: nothing waits, a worker is free, and the policy gives it what has come. It
-        is what a lone request goes through, and after a pause every further call costs it about
-        five microseconds (`benchmarks/idle_latency.py`).
+        The usual case: nothing waits, a worker is free, and the policy gives it what has come, or
+        that is a full batch. It is what a lone request goes through, and after a pause every
+        further call costs it about five microseconds (`benchmarks/idle_latency.py`).
 
         Returns:
             The one batch that now has to be sent. Nothing else has to be done before `next_expiry`.
         """
         size = len(requests)
+        policy = self._policy
         if (
             self.queue.size
             or self.retries
             or self._is_draining
             or size > self._most_at_once
             or self.next_expiry <= now
-            or not self._policy.is_greedy
+            or (not policy.is_greedy and size < self._max_batch_size)
         ):
             return None
         for slot in self._slots.values():
@@ -209,6 +242,8 @@ class Scheduler:
         for request in requests:
             if request.deadline is not None:
                 return None
+        if policy.learns:
+            policy.arrived(now, size, not self._batches)
         deadline = now + self._timeout
         tally = self.tally
         request_id = tally.submitted
@@ -242,6 +277,40 @@ class Scheduler:
         # every position is heard. Recording all of them would cost more than sending them.
         arrival = batch.requests[batch.id % size].arrival
         tally.queue_waits.append((batch.sent_at - arrival, size))
+
+    def reconfigure(
+        self,
+        *,
+        max_batch_size: int,
+        max_queue_size: int,
+        max_latency: float | None,
+        policy: Policy | None,
+    ) -> None:
+        """Change these settings; all of them are valid. `poll` has to follow.
+
+        What waits keeps its place, though there may be more of it than `max_queue_size` now, and
+        the target that it was accepted with. Without a policy the present one stays.
+        """
+        self._max_queue_size = max_queue_size
+        self._max_latency = inf if max_latency is None else max_latency
+        self._is_measuring = self._is_measuring or max_latency is not None
+        self._policy = policy or self._policy
+        self._size_cap.limit(max_batch_size)
+        self._limit_size()
+
+    def rank_requests(self) -> None:
+        """From now on requests are not equals: priorities, groups and costs count.
+
+        What waits goes over to the other queue. Not before the first use, for it costs every
+        request some microseconds.
+        """
+        if self._ranked is not None:
+            return
+        waiting = [request for request in self.queue if not request.is_settled]
+        waiting.sort(key=lambda request: request.id)
+        self.queue = self._ranked = RankedQueue(self._former)
+        self._ranked.extend(waiting, waiting)
+        self._limit_size()
 
     def _refuse_without_room(
         self, now: float, requests: list[Request]
@@ -289,9 +358,25 @@ class Scheduler:
         for request in own:
             request.target = min(request.deadline, target)
         outlook = self._outlook(now)
+        if self._ranked is not None:
+            predict = self._predictor(self._ranked, outlook, requests)
+            return self._admission.find_late(now, outlook, requests, predict)
         if own:
             return self._admission.find_late(now, outlook, requests)
         return self._admission.find_late_equals(now, outlook, requests)
+
+    def _predictor(
+        self, queue: RankedQueue, outlook: Outlook, requests: list[Request]
+    ) -> Callable[[Request, int], float]:
+        """What `find_late` asks where requests are not equals: one is behind its betters alone."""
+        cost = 1.0 if self._former is None else sum(r.cost for r in requests) / len(requests)
+
+        def predict(request: Request, taken: int) -> float:
+            ahead = queue.ahead_of(getattr(request, "priority", 0))
+            ahead = ahead._replace(requests=ahead.requests + taken, cost=ahead.cost + taken * cost)
+            return self._admission.seconds_behind(outlook, ahead, getattr(request, "cost", 1.0))
+
+        return predict
 
     def _outlook(self, now: float) -> Outlook:
         """What a request that comes now has to wait for."""
@@ -306,9 +391,10 @@ class Scheduler:
 
     def _seconds_until_free(self, now: float, slot: _Slot) -> float:
         """Until a worker has answered all that it has; 0.0 while nothing is known."""
-        if not slot.batches or not self._service.is_known:
+        if not slot.batches or not self._charges.is_known:
             return 0.0
-        first, *others = [self._service.median(len(batch.requests)) for batch in slot.batches]
+        size_of = self._admission.size_of
+        first, *others = [self._charges.median(size_of(b.requests)) for b in slot.batches]
         return max(0.0, first - (now - slot.started_at)) + sum(others)
 
     def count_fitting(self, requests: list[Request]) -> int:
@@ -339,10 +425,20 @@ class Scheduler:
         """Take no more requests, and wait for nobody: what is queued leaves as workers get free."""
         self._is_draining = True
 
-    def worker_ready(self, now: float, worker: int) -> None:
-        """A worker has loaded its model and can take batches."""
+    def worker_ready(
+        self, now: float, worker: int, times: Iterable[tuple[float, float]] = ()
+    ) -> None:
+        """A worker has loaded its model and can take batches.
+
+        Args:
+            now: The moment.
+            worker: Which one.
+            times: Sizes and seconds of batches that it has computed to warm up.
+        """
         assert worker not in self._all_slots, "a worker is lost before it can be ready again"
         self._slots[worker] = self._all_slots[worker] = _Slot(worker)
+        for size, seconds in times:
+            self._service.observe(size, seconds)
 
     def worker_retired(self, worker: int) -> None:
         """A worker is given nothing more; it answers what it has."""
@@ -394,7 +490,7 @@ class Scheduler:
                     request.is_settled = True
         return lost
 
-    def batch_done(
+    def batch_done(  # noqa: C901  flat on purpose
         self, now: float, worker: int, batch_id: int, has_raised: bool = False
     ) -> Batch | None:
         """A worker has answered a batch.
@@ -422,15 +518,32 @@ class Scheduler:
             self._begin_batch(slot, now)
         if has_raised:
             return batch
-        if self._is_measuring and slot.has_answered and batch.release is not Release.RETRY:
-            self._service.observe(len(batch.requests), now - started_at)
+        policy = self._policy
+        if policy.learns:
+            self._measure(now, slot, batch, started_at)
+            policy.batch_done(now, len(batch.requests), self._load())
+        else:
+            if self._is_measuring:
+                self._measure(now, slot, batch, started_at)
+            if policy.rest:
+                policy.rest -= 1
+                if not policy.rest:
+                    policy.end_rest()
         slot.has_answered = True
-        if self._policy.learns:
-            self._policy.batch_done(now, batch)
         if self._size_cap.is_watching:
             self._size_cap.went_well(len(batch.requests))
             self._limit_size()
         return batch
+
+    def _measure(self, now: float, slot: _Slot, batch: Batch, started_at: float) -> None:
+        """Learn how long a batch took."""
+        if not slot.has_answered or batch.release is _RETRY:
+            return
+        self._service.observe(len(batch.requests), now - started_at)
+        if self._former is not None:
+            charge = self._former.charge(batch.requests)
+            self._largest_seen = max(self._largest_seen, charge)
+            self._charges.observe(charge, now - started_at)
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
@@ -499,6 +612,9 @@ class Scheduler:
         for request in rest:
             request.is_settled = True
         self.queue = RequestQueue()
+        if self._ranked is not None:
+            self._ranked = None
+            self.rank_requests()
         self.retries.clear()
         return rest
 
@@ -507,7 +623,9 @@ class Scheduler:
         running = [request for batch in self._batches.values() for request in batch.requests]
         return [r for r in (*self.queue, *self._retries, *running) if not r.is_settled]
 
-    def poll(self, now: float) -> tuple[list[Action], float | None]:
+    def poll(  # noqa: C901  flat on purpose
+        self, now: float
+    ) -> tuple[list[Action], float | None]:
         """Decide what to do now.
 
         Returns:
@@ -523,8 +641,9 @@ class Scheduler:
         if self.retries:
             self._send_retries(now, actions)
         queue = self.queue
+        is_held = False
         while queue.size:
-            is_full = queue.size >= self._max_batch_size
+            is_full = self._has_full_batch()
             # One that has nothing, or one batch if the next one is full. What is to be tried again
             # needs one that has nothing, so that workers must get free first.
             load = BATCHES_PER_WORKER if is_full and not self.retries else 1
@@ -534,33 +653,62 @@ class Scheduler:
             release = Release.FULL if is_full else self._decide(now)
             if not isinstance(release, Release):
                 wake_at = min(wake_at, release)
+                is_held = True
                 break
-            if self._max_latency == inf and not queue.has_own:
-                requests = queue.take(self._max_batch_size)
-            else:
-                requests, release = self._choose(now, slot, release, actions)
-                if not requests:
-                    break
+            if self._policy.is_holding:
+                self._policy.end_hold()
+            requests, release = self._choose(now, slot, release, actions)
+            if not requests:
+                break
             batch = self._send(now, slot, requests, release, Batch)
             actions.append(Dispatch(batch))
+        if self._policy.is_holding and not is_held:
+            self._policy.end_hold()
         # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
         wake_at = min(wake_at, self.next_expiry)
         return actions, None if wake_at == inf else wake_at
 
+    def _has_full_batch(self) -> bool:
+        if self._ranked is not None:
+            return self._ranked.is_full(self._max_batch_size)
+        return self.queue.size >= self._max_batch_size
+
     def _decide(self, now: float) -> Release | float:
-        return Release.DRAIN if self._is_draining else self._policy.decide(now, self.queue)
+        if self._is_draining:
+            return Release.DRAIN
+        if self._policy.is_greedy:
+            return Release.HOLD if self._policy.is_holding else _IDLE
+        decision = self._policy.decide(now, self.queue, self._load())
+        if isinstance(decision, Release) or self._max_latency == inf:
+            return decision
+        # No hold makes its oldest request late.
+        oldest = self.queue.oldest()
+        assert oldest is not None, "it is asked only while requests wait"
+        until: float = getattr(oldest, "target", inf)
+        if self._service.is_known:
+            until -= self._service.high(self.queue.size + 1)
+        return Release.DEADLINE if until <= now else min(decision, until)
+
+    def _load(self) -> Load:
+        return Load(
+            self.queue.size, self.running, len(self._slots), self._max_batch_size, self._service
+        )
 
     def _choose(
         self, now: float, slot: _Slot, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
         """Take the next batch, without those that would be late; nothing if it is to wait."""
+        if self._ranked is None and self._max_latency == inf and not self.queue.has_own:
+            return self.queue.take(self._max_batch_size), release
         start = now + self._seconds_until_free(now, slot)
+        if self._ranked is not None and self._former is not None and self._charges.is_known:
+            # As long as this many of its largest batches, one accepts that others go before it.
+            patience = PATIENT_BATCHES * self._charges.median(self._largest_seen)
+            self._ranked.patient_since = now - patience
         requests, late, is_smaller = self._admission.take(start, self.queue)
         if late:
             refusal = self._admission.refusal_of_late(self._outlook(now))
-            for request in late:
-                request.is_settled = True
-                actions.append(Expire(request, ExpiryReason.UNREACHABLE, refusal))
+            actions.extend(Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in late)
             self.tally.expired += len(late)
         if late or is_smaller:
             if slot.batches and len(requests) < self._max_batch_size:
@@ -606,6 +754,8 @@ class Scheduler:
             self._begin_batch(slot, now)
         slot.batches.append(batch)
         self._batches[batch.id] = batch
+        if self._ranked is not None:
+            self._ranked.batch_left()
         self.count_batch(batch)
         return batch
 
@@ -615,7 +765,7 @@ class Scheduler:
         # requests of one turn are taken, on either way.
         self._most_at_once = min(self._max_batch_size, self._max_queue_size)
         self._admission.max_batch_size = self._max_batch_size
-        if self._max_latency != inf:
+        if self._max_latency != inf or self._ranked is not None:
             self._most_at_once = 0
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:

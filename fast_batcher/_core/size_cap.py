@@ -36,6 +36,15 @@ class SizeCap:
         # How it was before the batch that is being divided.
         self._before = (most, False, 0, FIRST_WAIT)
 
+    def limit(self, most: int) -> None:
+        """`max_batch_size` is now this; what has been learned about memory holds."""
+        self._most = most
+        if not self.is_watching:
+            self.size = most
+        self.size = min(self.size, most)
+        self._good = min(self._good, most)
+        self._before = (self.size, self.is_watching, self._good, self._wait)
+
     def ran_out(self, size: int, *, is_retry: bool = False) -> None:
         """A batch of this size has run out of memory: halve, or go back to what went well.
 

@@ -27,7 +27,7 @@ from fast_batcher._core.restarts import MAX_DELAY, Restarts
 from fast_batcher._process.worker_handle import WorkerHandle
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.frames import Frame, Kind, read_times
 from fast_batcher.config import ModelSpec, Settings
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 
@@ -45,8 +45,8 @@ _LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 class PoolEvents(Protocol):
     """What a pool tells its batcher, and asks it, on the loop's thread. Workers go by their id."""
 
-    def worker_ready(self, worker: int) -> None:
-        """A worker has loaded its model."""
+    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+        """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
 
     def worker_retired(self, worker: int) -> None:
         """A worker is to get nothing more: another has taken its place."""
@@ -243,7 +243,7 @@ class Pool:
     def frame_arrived(self, handle: WorkerHandle, frame: Frame) -> None:
         """Learn from a worker that is not ready yet how the start went."""
         if frame.kind is Kind.READY:
-            self._serve_with(handle)
+            self._serve_with(handle, read_times(frame.body))
         elif frame.kind is Kind.STARTUP_FAILED:
             failure = RemoteFailure(*codec.loads(frame.body))
             error = WorkerStartupError(
@@ -321,7 +321,7 @@ class Pool:
     def _is_wanted(self, handle: WorkerHandle) -> bool:
         return handle is self._successor or self._handles.get(handle.index) is handle
 
-    def _serve_with(self, handle: WorkerHandle) -> None:
+    def _serve_with(self, handle: WorkerHandle, times: list[tuple[int, float]]) -> None:
         index = handle.index
         handle.is_ready = True
         handle.set_timer(None)
@@ -336,10 +336,10 @@ class Pool:
             before = self._handles[index]
             self._handles[index] = handle
             # Ready first, so that at no moment there is nobody.
-            self._events.worker_ready(handle.id)
+            self._events.worker_ready(handle.id, times)
             self._retire(before)
         else:
-            self._events.worker_ready(handle.id)
+            self._events.worker_ready(handle.id, times)
 
     def _retire(self, handle: WorkerHandle) -> None:
         logger.info("%s: worker %d (pid %s) is recycled", self._name, handle.index, handle.pid)

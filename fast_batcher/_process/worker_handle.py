@@ -121,7 +121,13 @@ class WorkerHandle:
             )
             process = _context.Process(
                 target=worker_main,
-                args=(theirs, self._mark, self._settings.max_frame_bytes, os.getpid()),
+                args=(
+                    theirs,
+                    self._mark,
+                    self._settings.max_frame_bytes,
+                    self._settings.max_batch_size,
+                    os.getpid(),
+                ),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).
                 daemon=False,

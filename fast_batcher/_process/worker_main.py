@@ -17,10 +17,11 @@ from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._process.warm_up import warm_up
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
-from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header
+from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header, pack_times
 from fast_batcher._transport.mark import Mark
 from fast_batcher.config import find_model_fault
 from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
@@ -36,13 +37,16 @@ _kept_open: list[Any] = []
 MOST_HARMLESS = 100
 
 
-def worker_main(ends: Any, mark: Mark, max_frame_bytes: int, parent_pid: int) -> None:
+def worker_main(
+    ends: Any, mark: Mark, max_frame_bytes: int, max_batch_size: int, parent_pid: int
+) -> None:
     """The target of the worker process; which model to load is the first frame.
 
     Args:
         ends: The worker's ends of its two pipes.
         mark: Where it says what it is doing.
         max_frame_bytes: Longest frame body either way.
+        max_batch_size: Of the warm-up.
         parent_pid: The process to end with.
     """
     _set_signals()
@@ -54,25 +58,25 @@ def worker_main(ends: Any, mark: Mark, max_frame_bytes: int, parent_pid: int) ->
     # exit hooks.
     _kept_open.append(ends)
     try:
-        exit_code = _load_and_serve(channel, mark.numbers)
+        exit_code = _load_and_serve(channel, mark.numbers, max_batch_size)
     except OSError:  # the parent has closed its end: there is nobody left to answer
         exit_code = 0
     sys.exit(exit_code)
 
 
-def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]") -> int:
+def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]", max_batch_size: int) -> int:
     """The life of a worker; returns its exit code."""
     first = channel.receive()
     if first is None:  # the parent has thought better of it
         return 0
     try:
         model = load_model(first.body)
-        _warm_up(model)
+        times = warm_up(model, max_batch_size, _ran_out_of_memory)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
     try:
-        channel.send(Kind.READY)
+        channel.send(Kind.READY, body=pack_times(times))
         serve(channel, model, mark)
     finally:
         _close_model(model)
@@ -242,14 +246,21 @@ def _judge(error: BaseException) -> tuple[Kind, bytes]:
     """How bad it is that `infer` raised this, as the kind of a frame, and the frame's body."""
     failure = codec.describe(error)
     kind = Kind.RAISED
-    if _is_out_of_memory(error):
+    if _ran_out_of_memory(error):
         kind = Kind.OUT_OF_MEMORY
-        # Its frames hold the tensors of the batch that was too large.
-        traceback.clear_frames(error.__traceback__)
-        _empty_cuda_cache()
     elif any(sign in _cuda_message(error) for sign in _FATAL_SIGNS):
         kind = Kind.FATAL
     return kind, codec.dumps(failure)
+
+
+def _ran_out_of_memory(error: BaseException) -> bool:
+    """Whether it is about memory; then what the batch has left there is given back."""
+    if not _is_out_of_memory(error):
+        return False
+    # Its frames hold the tensors of the batch that was too large.
+    traceback.clear_frames(error.__traceback__)
+    _empty_cuda_cache()
+    return True
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -394,16 +405,6 @@ def _resolve(name: str) -> Any:
                 f"model={name!r}: module {module_name!r} has no {path!r}"
             ) from error
     return target
-
-
-def _warm_up(model: Any) -> None:
-    warmup_inputs = getattr(model, "warmup_inputs", None)
-    inputs = list(warmup_inputs()) if warmup_inputs is not None else []
-    if not inputs:
-        return
-    outputs = codec.check_outputs(model.infer(list(inputs)), len(inputs))
-    if isinstance(outputs, str):
-        raise OutputMismatchError(f"during warm-up: {outputs}")
 
 
 def _close_model(model: Any) -> None:

@@ -8,6 +8,7 @@ One frame carries one batch each way. A header that is not ours, or that announc
 """
 
 import functools
+import math
 import struct
 from collections.abc import Callable
 from enum import IntEnum
@@ -38,7 +39,7 @@ class Kind(IntEnum):
     STOP = 5  # finish what has arrived, then end
     PING = 6  # say PONG
     # worker to parent
-    READY = 16  # the model is loaded and warm
+    READY = 16  # the model is loaded and warm: times of the warm-up, see `pack_times`
     STARTUP_FAILED = 17  # one pickled RemoteFailure
     OUTPUTS = 18  # one pickle of the list of outputs
     OUTPUT_ITEMS = 19  # the list of outcomes, or its last part
@@ -72,6 +73,29 @@ _make_frame = functools.partial(tuple.__new__, Frame)
 # The bytes of a header: kind, body length, batch id, seconds. Not a Python function: see `read`.
 pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
 _unpack_header: Final = _HEADER.unpack_from
+
+
+_TIME: Final = struct.Struct("<Qd")
+
+
+def pack_times(times: list[tuple[int, float]]) -> bytes:
+    """The body that tells how long batches of these sizes took, in seconds."""
+    return b"".join([_TIME.pack(size, seconds) for size, seconds in times])
+
+
+def read_times(body: memoryview | bytearray | bytes) -> list[tuple[int, float]]:
+    """What `pack_times` has packed.
+
+    Raises:
+        TransportError: It cannot have been that.
+    """
+    if len(body) % _TIME.size:
+        raise TransportError(f"a list of times has {len(body)} bytes")
+    times = list(_TIME.iter_unpack(body))
+    for size, seconds in times:
+        if size < 1 or not 0 <= seconds < math.inf:
+            raise TransportError(f"a batch of {size} is said to have taken {seconds} seconds")
+    return times
 
 
 class FrameReader:

@@ -236,9 +236,9 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     assert first.refusal.retry_after is None
     now = 0.0
     while scheduler.waiting or scheduler.running:
-        for batch in poll_batches(scheduler, now):
+        for one in poll_batches(scheduler, now):
             now += linear(2)
-            settle(scheduler, now, batch)
+            settle(scheduler, now, one)
     now = taught_from(scheduler, now)
     batch = arrive(scheduler, now, 2)
     refused_at(scheduler, now, 4)

@@ -67,6 +67,7 @@ def test_reasons_are_the_words_that_users_see() -> None:
     assert [str(release) for release in Release] == [
         "full",
         "idle",
+        "hold",
         "window",
         "deadline",
         "drain",

@@ -4,12 +4,13 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import pytest
 from schedules import NOTHING, dispatched, make, poll_batches, run, settle, submit, told
 
+from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
-    Batch,
     Expire,
     ExpiryReason,
     Release,
@@ -177,16 +178,16 @@ def test_the_policy_learns_of_every_answered_batch() -> None:
         learns = True
 
         def __init__(self) -> None:
-            self.seen: list[tuple[float, Batch]] = []
+            self.seen: list[tuple[float, int, int, int]] = []
 
-        def batch_done(self, now: float, batch: Batch) -> None:
-            self.seen.append((now, batch))
+        def batch_done(self, now: float, size: int, load: Load) -> None:
+            self.seen.append((now, size, load.waiting, load.running))
 
     policy = Learns()
     scheduler = make(policy)
     batch = run(scheduler, 0.0)
     settle(scheduler, 3.0, batch)
-    assert policy.seen == [(3.0, batch)]
+    assert policy.seen == [(3.0, 1, 0, 0)]
 
 
 # The fixed window.
@@ -1042,3 +1043,81 @@ def test_nothing_is_kept_of_requests_that_were_cancelled() -> None:
         scheduler.cancel(request)
         del request
         assert len(values) < 200
+
+
+# Settings that change.
+
+
+def reconfigure(scheduler: Scheduler, **changes: Any) -> None:
+    settings: dict[str, Any] = {
+        "max_batch_size": 2,
+        "max_queue_size": 100,
+        "max_latency": None,
+        "policy": None,
+    }
+    scheduler.reconfigure(**(settings | changes))
+
+
+def test_a_larger_batch_size_counts_for_what_waits() -> None:
+    scheduler = make(max_batch_size=2)
+    busy = run(scheduler, 0.0)
+    waiting = submit(scheduler, 0.0, 5)
+    poll_batches(scheduler, 0.0)
+    reconfigure(scheduler, max_batch_size=3)
+    settle(scheduler, 1.0, busy)
+    (batch,) = poll_batches(scheduler, 1.0)
+    assert batch.requests == waiting[2:]
+
+
+def test_a_smaller_batch_size_makes_a_batch_of_what_waits() -> None:
+    scheduler = make(FixedPolicy(10.0), max_batch_size=3)
+    waiting = submit(scheduler, 0.0, 2)
+    assert poll_batches(scheduler, 0.0) == []
+    reconfigure(scheduler, max_batch_size=2)
+    (batch,) = poll_batches(scheduler, 1.0)
+    assert (batch.requests, batch.release) == (waiting, Release.FULL)
+
+
+def test_a_shorter_queue_loses_nothing_and_takes_nothing_until_there_is_room() -> None:
+    scheduler = make(workers=0, max_queue_size=5)
+    waiting = submit(scheduler, 0.0, 5)
+    reconfigure(scheduler, max_queue_size=2)
+    assert scheduler.room == 0
+    refused = [Request("input", None) for _ in range(3)]
+    assert scheduler.submit(1.0, refused) == refused
+    assert str(refused[0].refusal.to_error()) == "5 requests wait already (max_queue_size=2)"
+    assert scheduler.waiting == 5
+    for request in waiting[:4]:
+        scheduler.cancel(request)
+    assert scheduler.submit(1.0, refused[:2]) == refused[1:2]
+
+
+def test_a_shorter_queue_counts_on_the_short_way_too() -> None:
+    scheduler = make(max_batch_size=4)
+    reconfigure(scheduler, max_batch_size=4, max_queue_size=1)
+    assert scheduler.submit_at_once(0.0, [Request(1, None), Request(2, None)]) is None
+
+
+def test_another_target_counts_for_those_that_come() -> None:
+    scheduler = make(timeout=50.0)
+    (first,) = submit(scheduler, 0.0)
+    reconfigure(scheduler, max_latency=2.0)
+    (second,) = submit(scheduler, 1.0)
+    reconfigure(scheduler, max_latency=1.0)
+    (third,) = submit(scheduler, 1.5)
+    reconfigure(scheduler, max_latency=None)
+    (fourth,) = submit(scheduler, 1.6)
+    assert [hasattr(one, "target") for one in (first, second, third, fourth)] == [
+        *(False, True, True, False)
+    ]
+    assert (second.target, third.target) == (3.0, 2.5)
+    assert [one.deadline for one in (first, second, third, fourth)] == [50.0, 51.0, 51.5, 51.6]
+
+
+def test_another_policy_takes_over() -> None:
+    scheduler = make(FixedPolicy(10.0), max_batch_size=3)
+    waiting = submit(scheduler, 0.0)
+    assert scheduler.poll(0.0) == ([], 10.0)
+    reconfigure(scheduler, max_batch_size=3, policy=FixedPolicy(2.0))
+    assert scheduler.poll(1.0) == ([], 2.0)
+    assert poll_batches(scheduler, 2.0)[0].requests == waiting

@@ -22,12 +22,14 @@ from hypothesis.stateful import (
 )
 
 from fast_batcher._core import request_queue
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import (
     Action,
     Batch,
     Dispatch,
     Expire,
     ExpiryReason,
+    Group,
     Release,
     Replace,
     Request,
@@ -35,6 +37,7 @@ from fast_batcher._core.messages import (
     Stall,
 )
 from fast_batcher._core.policy import make_policy
+from fast_batcher._core.ranked_queue import AGED_BATCHES
 from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.size_cap import SizeCap
@@ -45,6 +48,8 @@ from fast_batcher.stats import Tally
 TOLERATED_DEAD_ENTRIES = 2
 # One that runs, and a full one behind it.
 MOST_BATCHES_PER_WORKER = 2
+MAX_BATCH_COST = 6.0
+GROUPS = [Group(number) for number in range(3)]
 # A chain of wake-ups without an event between them must come to an end; more than there can be
 # deadlines in a schedule.
 MAX_WAKE_UPS = 1000
@@ -76,6 +81,8 @@ class Options:
     infer_timeout: float | None
     idempotent: bool
     isolate_errors: bool
+    # What makes requests unequal: "" for nothing, else letters of priority, group and cost.
+    ranks: str
     # Requests after which the batcher may be drained: too early, and nothing happens any more.
     drain_after: int
     workers_at_first: int
@@ -93,6 +100,7 @@ options_strategy = st.builds(
     infer_timeout=st.sampled_from([None, None, 3.0, 7.0]),
     idempotent=st.sampled_from([True, True, False]),
     isolate_errors=st.sampled_from([True, True, False]),
+    ranks=st.sampled_from(["", "", "", "p", "g", "c", "pgc"]),
     drain_after=st.sampled_from([5, 20, 60]),
     workers_at_first=st.integers(0, 3),
 )
@@ -109,6 +117,8 @@ def make_scheduler(options: Options) -> Scheduler:
         infer_timeout=options.infer_timeout,
         idempotent=options.idempotent,
         isolate_errors=options.isolate_errors,
+        former=BatchFormer(MAX_BATCH_COST, is_padded=True) if "c" in options.ranks else None,
+        is_grouped="g" in options.ranks,
     )
 
 
@@ -173,6 +183,8 @@ class Schedule(RuleBasedStateMachine):
         self.now = 0.0
         self.wake_at: float | None = None
         self.is_draining = False
+        # Since when there has been a free worker and requests that it was not given.
+        self.held_since: float | None = None
         # The books.
         self.deadlines: dict[int, float] = {}
         self.arrivals: dict[int, float] = {}
@@ -204,12 +216,26 @@ class Schedule(RuleBasedStateMachine):
 
     # Events. A shell polls after each; here it may also be late, so that several come together.
 
-    @rule(pause=pauses, patiences=patience_lists, is_polled=usually)
-    def submit(self, pause: float, patiences: list[float | None], is_polled: bool) -> None:
+    @rule(
+        pause=pauses,
+        patiences=patience_lists,
+        is_polled=usually,
+        ranks=st.lists(st.tuples(*[st.integers(0, 2)] * 3), min_size=6, max_size=6),
+    )
+    def submit(
+        self,
+        pause: float,
+        patiences: list[float | None],
+        is_polled: bool,
+        ranks: list[tuple[int, int, int]],
+    ) -> None:
         self.now += pause
         deadlines = [None if p is None else self.now + p for p in patiences]
         pair = [[Request(number, None, d) for number, d in enumerate(deadlines)] for _ in range(2)]
         arriving, twins = pair
+        for requests, scheduler in zip(pair, (self.scheduler, self.twin), strict=True):
+            for request, rank in zip(requests, ranks, strict=False):
+                self.set_rank(request, scheduler, rank)
         room = 0 if self.is_draining else self.options.max_queue_size - len(self.waiting)
         running = any(worker.batches for worker in self.workers.values())
         is_idle = not (self.waiting or self.retrying() or running)
@@ -244,6 +270,16 @@ class Schedule(RuleBasedStateMachine):
             self.waiting.append(number)
         self.most_waiting = max(self.most_waiting, len(self.waiting))
         self.end_turn(is_polled)
+
+    def set_rank(self, request: Request, scheduler: Scheduler, rank: tuple[int, int, int]) -> None:
+        priority, group, cost = rank
+        if "p" in self.options.ranks and priority:
+            scheduler.rank_requests()
+            request.priority = priority
+        if "g" in self.options.ranks:
+            request.group = GROUPS[group]
+        if "c" in self.options.ranks:
+            request.cost = [1.0, 2.5, 7.0][cost]
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
@@ -577,9 +613,14 @@ class Schedule(RuleBasedStateMachine):
         size = len(batch.requests)
         assert 1 <= size <= most
         numbers = [request.id for request in batch.requests]
-        assert numbers == self.waiting[:size], "the oldest go"
+        if self.options.ranks:
+            self.check_company(batch.requests)
+        else:
+            assert numbers == self.waiting[:size], "the oldest go"
         is_smaller = size < min(most, len(self.waiting))
-        if is_smaller or batch.release is not self.expected_release(len(self.waiting) >= most):
+        if self.options.ranks:
+            self.was_smaller = self.was_smaller or batch.release is Release.DEADLINE
+        elif is_smaller or batch.release is not self.expected_release(len(self.waiting) >= most):
             # Targets have had a say.
             assert batch.release is Release.DEADLINE
             assert self.aimed
@@ -592,17 +633,40 @@ class Schedule(RuleBasedStateMachine):
         loads = [len(one.batches) for one in self.workers.values() if one.is_ready]
         assert len(worker.batches) == min(loads), "the least loaded comes first"
         assert len(worker.batches) < MOST_BATCHES_PER_WORKER
-        assert not worker.batches or size == most, "late binding: a second batch is full"
+        is_full = size == most or "c" in self.options.ranks
+        assert not worker.batches or is_full, "late binding: a second batch is full"
+        self.held_since = None
         self.batches_sent += 1
         for number in numbers:
             turn = self.turns[number]
             turns_waited = self.batches_sent - self.retries_sent - turn.batches_before
             if not (self.cap_was_used or self.was_smaller):
-                assert turns_waited <= floor(turn.older / most) + 1, "first come, first served"
+                assert turns_waited <= self.most_turns(turn.older, most), "nobody starves"
         if not worker.batches:
             worker.started_at = self.now
         worker.batches.append(Running(batch, numbers))
-        del self.waiting[:size]
+        self.waiting = [number for number in self.waiting if number not in numbers]
+
+    def most_turns(self, older: int, most: int) -> int:
+        """Batches until a request with so many older ones has to be in one."""
+        if not self.options.ranks:
+            return floor(older / most) + 1  # first come, first served
+        return (AGED_BATCHES if "p" in self.options.ranks else 1) * (older + 1)
+
+    def check_company(self, requests: list[Request]) -> None:
+        waiting = [self.requests[number][0] for number in self.waiting]
+        assert all(request in waiting for request in requests)
+        assert len({getattr(request, "group", None) for request in requests}) == 1
+        if "c" in self.options.ranks and len(requests) > 1:
+            highest = max(request.cost for request in requests)
+            assert len(requests) * highest <= MAX_BATCH_COST
+        if "p" in self.options.ranks:
+            first = requests[0]
+            priorities = [getattr(request, "priority", 0) for request in waiting]
+            goes_by_age = self.batches_sent > 0 and first is waiting[0]
+            assert goes_by_age or getattr(first, "priority", 0) == max(priorities)
+        else:
+            assert requests[0] is waiting[0]
 
     def expected_release(self, is_full: bool) -> Release:
         if is_full:
@@ -610,7 +674,7 @@ class Schedule(RuleBasedStateMachine):
         if self.is_draining:
             return Release.DRAIN
         if self.options.policy != "fixed":
-            return Release.IDLE
+            return Release.IDLE if self.held_since is None else Release.HOLD
         if self.now >= self.window_end():
             return Release.WINDOW
         return Release.DEADLINE
@@ -636,19 +700,32 @@ class Schedule(RuleBasedStateMachine):
     def check_no_needless_wait(self) -> None:
         ready = [worker for worker in self.workers.values() if worker.is_ready]
         free = [worker for worker in ready if not worker.batches]
+        if not (self.waiting and free):
+            self.held_since = None
         assert not self.retrying() or not free
-        if len(self.waiting) >= self.cap.size:
+        if len(self.waiting) >= self.cap.size and not self.options.ranks:
             # A worker must get free for what is to be tried again.
             most = 1 if self.retrying() else MOST_BATCHES_PER_WORKER
             least = 1 if self.aimed else most  # a second batch may be too small for a busy worker
             assert all(len(worker.batches) >= min(most, least) for worker in ready)
         elif self.waiting and free:
-            assert self.options.policy == "fixed"
             assert not self.is_draining
+            if self.options.policy == "adaptive":
+                self.check_hold()
+                return
+            assert self.options.policy == "fixed"
             window_end = self.window_end()
             assert self.now < window_end, "a hold is no longer than max_delay"
             assert all(self.deadlines[number] >= window_end for number in self.waiting)
             self.check_it_wakes_by(window_end)
+
+    def check_hold(self) -> None:
+        assert self.options.max_delay is not None
+        if self.held_since is None:
+            self.held_since = self.now
+        end = self.held_since + self.options.max_delay
+        assert self.now < end, "a hold is no longer than max_delay"
+        self.check_it_wakes_by(end)
 
     def check_it_wakes_by(self, moment: float) -> None:
         if moment != inf:
@@ -708,6 +785,8 @@ class Schedule(RuleBasedStateMachine):
     @invariant()
     def the_queue_forgets_who_has_left(self) -> None:
         if not hasattr(self, "options"):
+            return
+        if self.options.ranks:  # its own tests look at that
             return
         entries = len(list(self.scheduler.queue))
         assert entries <= 2 * max(self.most_waiting, TOLERATED_DEAD_ENTRIES)

@@ -120,3 +120,33 @@ def test_it_finds_any_limit_and_rarely_tries_beyond_it(most: int, limit: int) ->
     assert cap.size >= reachable - max(1, reachable // STEP_SHARE)
     # Halving down, and then tries that become rare.
     assert failures <= most.bit_length() + 20_000 // MAX_WAIT + MAX_WAIT.bit_length()
+
+
+def test_another_maximum_counts_at_once_where_nothing_has_been_learned() -> None:
+    cap = SizeCap(32)
+    for most in (64, 8):
+        cap.limit(most)
+        assert (cap.size, cap.is_watching) == (most, False)
+
+
+def test_another_maximum_leaves_what_memory_has_taught() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(32)
+    cap.limit(64)
+    assert (cap.size, cap.is_watching) == (16, True)
+    while cap.is_watching:
+        cap.went_well(cap.size)
+    assert cap.size == 64, "it grows up to the new one"
+    cap.ran_out(64)
+    cap.limit(5)
+    assert (cap.size, cap.is_watching) == (5, True)
+    go_well(cap, FIRST_WAIT * 4)
+    assert (cap.size, cap.is_watching) == (5, False)
+
+
+def test_one_too_large_alone_never_brings_back_a_larger_maximum() -> None:
+    cap = SizeCap(32)
+    cap.ran_out(32)
+    cap.limit(4)
+    cap.ran_out(1, is_retry=True)
+    assert cap.size == 4

@@ -1,6 +1,7 @@
 """The workers of a batcher, with real processes: started, replaced, ended, and what is told."""
 
 import asyncio
+import math
 import os
 import signal
 import threading
@@ -19,15 +20,16 @@ from sample_models import (
     NeverLoads,
     RaisesOnLoad,
     Stuck,
+    Warm,
     WritesAtExit,
 )
 from waits import LIMIT, SOON, Gate, Watch
 
 from fast_batcher._process.pool import Exit, Pool
 from fast_batcher._transport import codec
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.frames import Frame, Kind, pack_times
 from fast_batcher.config import Settings, check_model
-from fast_batcher.errors import RemoteTraceback, WorkerStartupError
+from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 
 pytestmark = pytest.mark.anyio
 
@@ -38,6 +40,8 @@ class Told:
     def __init__(self) -> None:
         self.events: list[tuple[str, Any]] = []
         self.exits: list[Exit] = []
+        # Of the warm-up of the worker that was ready last.
+        self.times: list[tuple[int, float]] = []
         self.idle: list[int] = []
         self._changed = asyncio.Event()
         self._pools: list[Pool] = []
@@ -61,7 +65,8 @@ class Told:
         self.events.append((event, what))
         self._changed.set()
 
-    def worker_ready(self, worker: int) -> None:
+    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+        self.times = times
         self._tell("ready", worker)
 
     def worker_retired(self, worker: int) -> None:
@@ -285,3 +290,26 @@ async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told:
     (starter,) = [one for one in threading.enumerate() if one.name == "fast_batcher-starter-tested"]
     assert starter.daemon
     assert pids_of(pool) == children_of(starter)
+
+
+async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:
+    await told.ready(Warm, ["warm"], max_batch_size=4)
+    assert [size for size, _ in told.times] == [1, 4]
+    assert all(0 <= seconds < LIMIT for _, seconds in told.times)
+
+
+async def test_a_model_without_a_warm_up_tells_none(told: Told) -> None:
+    await told.ready(Echo)
+    assert told.times == []
+
+
+@pytest.mark.parametrize("body", [b"x", pack_times([(0, 1.0)]), pack_times([(1, math.nan)])])
+async def test_a_worker_that_tells_nonsense_of_its_warm_up_is_not_used(
+    told: Told, body: bytes
+) -> None:
+    pool = told.open(NeverLoads)
+    (handle,) = pool._handles.values()
+    with pytest.raises(TransportError):
+        pool.frame_arrived(handle, Frame(Kind.READY, 0, 0.0, body))
+    assert not handle.is_ready
+    assert told.count("ready") == 0

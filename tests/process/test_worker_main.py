@@ -26,13 +26,10 @@ from sample_models import (
     Numbers,
     Raises,
     RaisesOnLoad,
-    RaisesOnWarmUp,
     Returns,
     Says,
     Slow,
     UnpicklableOutputs,
-    Warm,
-    WarmsUpBadly,
 )
 from waits import LIMIT, Gate
 
@@ -162,7 +159,7 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     # One page, so that the worker waits in the middle of its answer until somebody reads.
     fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
     mark = Mark()
-    arguments = (theirs, mark, MEBI, os.getpid())
+    arguments = (theirs, mark, MEBI, 32, os.getpid())
     process = context.Process(target=worker_main.worker_main, args=arguments)
     process.start()
     for end in theirs:
@@ -414,18 +411,3 @@ def test_a_wrong_call_of_the_constructor_says_what_was_called() -> None:
     assert caught.value.__notes__ == [
         "while calling sample_models:NeedsArguments with model_args=() and {}"
     ]
-
-
-def test_warming_up_computes_the_inputs_once() -> None:
-    model = Warm(["a", "b"])
-    worker_main._warm_up(model)
-    assert model.infer([]) == []
-    assert model.infer(["c"]) == [["a", "b", "c"]]
-    worker_main._warm_up(Warm([]))
-
-
-def test_a_warm_up_that_fails_raises() -> None:
-    with pytest.raises(OutputMismatchError, match="during warm-up: infer returned 1 outputs for 2"):
-        worker_main._warm_up(WarmsUpBadly())
-    with pytest.raises(ValueError, match="too cold"):
-        worker_main._warm_up(RaisesOnWarmUp())

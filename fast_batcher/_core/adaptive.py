@@ -1,0 +1,210 @@
+"""The adaptive policy: greedy, but for a hold that needs evidence. Pure; the scheduler asks it.
+
+To wait pays where the callers of a batch come back soon after it and a batch costs much by itself:
+greedy then sends those who are back, and the others wait for a second small batch. The derivation
+of the gain is in docs/decisions/0012-the-hold.md.
+"""
+
+from collections import deque
+from math import inf
+
+from fast_batcher._core.load import Load
+from fast_batcher._core.messages import Release
+from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.return_curve import ENOUGH, POINTS, ReturnCurve
+
+# A hold must be worth this share of a lone request's time for everyone it concerns; less is within
+# the noise of what has been learned.
+LEAST_GAIN = 0.05
+# Fewer expected arrivals than this are not worth looking at.
+FEWEST = 0.05
+# Clients at once: the most during this many batches.
+PEAK_BATCHES = 16
+# After this many answers without a hold none is thought of for so many more: a decision costs
+# 0.1 to 0.3 ms while caches are cold, while a request waits and a worker idles.
+# The rest doubles while nothing comes of it, up to a second or so of batches of 4 ms.
+PATIENCE = 16
+REST, LONGEST_REST = 64, 256
+# The timer's lateness is averaged over about 16 holds; what is later than 5 ms is no lateness of a
+# timer (1 ms with epoll, whose timeout is in whole milliseconds) but a loop that was blocked.
+LATENESS_SHARE = 1 / 16
+MOST_LATENESS = 0.005
+
+
+class AdaptivePolicy:
+    """Sends what waits at once, unless more is known to come soon and to be worth the wait.
+
+    A hold lasts no longer than `max_delay` and a lone request's time, counted from the first moment
+    at which a worker was free and requests waited; and never beyond the moment at which a waiting
+    request would be late.
+
+    Args:
+        max_delay: The bound in seconds, or None.
+    """
+
+    def __init__(self, max_delay: float | None) -> None:
+        self.learns = True
+        # Until a batch has shown that there are more clients than workers.
+        self.is_greedy = True
+        self.is_holding = False
+        self.rest = 0
+        self._max_delay = inf if max_delay is None else max_delay
+        # After a batch, and after an arrival at an idle system; each with its last event's moment
+        # and size.
+        self._after_batch = ReturnCurve()
+        self._after_idle = ReturnCurve()
+        self._last_batch, self._last_size = -inf, 1
+        self._last_idle = -inf
+        # Seconds of a lone request, as they were at the last batch.
+        self._alone = 0.0
+        self._peaks: deque[int] = deque(maxlen=PEAK_BATCHES)
+        self._in_vain = 0
+        self._next_rest = REST
+        # Of a hold: when it must be over, and until when it is to last as far as is known.
+        self._limit = inf
+        self._hold_until = inf
+        # No new plan before this moment: one takes 20 us, and every arrival asks for one.
+        self._next_plan = -inf
+        self._lateness = 0.0
+
+    def arrived(self, now: float, count: int, is_idle: bool) -> None:
+        """Learn when requests come."""
+        self._after_batch.arrived(now, count)
+        self._after_idle.arrived(now, count)
+        if is_idle and self._alone and now - self._last_batch >= self._alone:
+            # Those that come together are one event and its first returns.
+            self._after_idle.begin(now, self._alone, 1)
+            if count > 1:
+                self._after_idle.arrived(now, count - 1)
+            self._last_idle = now
+
+    def batch_done(self, now: float, size: int, load: Load) -> None:
+        """Learn that so many callers have their answers, and may come back."""
+        self._peaks.append(size + load.running + load.waiting)
+        self._last_batch, self._last_size = now, size
+        if load.service.is_known:
+            self._alone = load.service.median(1)
+            self._after_batch.begin(now, self._alone, size)
+        # Each client could have a worker of its own: there is nobody to wait for.
+        self.is_greedy = max(self._peaks) <= load.workers
+        self._in_vain += 1
+        if self._in_vain == PATIENCE:
+            self._begin_rest()
+
+    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+        """Send now, or hold until the moment at which the expected gain is largest."""
+        was_holding = self.is_holding
+        if was_holding and now >= self._hold_until:
+            late = min(now - self._hold_until, MOST_LATENESS)
+            self._lateness += (late - self._lateness) * LATENESS_SHARE
+        if was_holding and now < self._next_plan:
+            # Planned a moment ago; what has come since had been expected.
+            until = self._hold_until if self._room(load) > 0 else now
+        else:
+            until = self._plan(now, load)
+            self._next_plan = now + self._alone / POINTS
+        if until > now:
+            until = min(until, queue.earliest_deadline() - load.service.high(load.waiting + 1))
+        if until > now:
+            self.is_holding = True
+            self._hold_until = until
+            self._in_vain = 0
+            self._next_rest = REST
+            return until
+        self.is_holding = False
+        return Release.HOLD if was_holding else Release.IDLE
+
+    def end_hold(self) -> None:
+        """What was held has left or is gone, or no worker is free any more."""
+        self.is_holding = False
+
+    def end_rest(self) -> None:
+        """Learn again, and decide from the next batch on if there are enough clients."""
+        self.learns = True
+
+    def _begin_rest(self) -> None:
+        self._in_vain = 0
+        self.rest = self._next_rest
+        self._next_rest = min(2 * self._next_rest, LONGEST_REST)
+        self.learns = False
+        self.is_greedy = True
+        # What was late under a load that has gone must not forbid holds for ever: without a hold
+        # nobody would notice.
+        self._lateness /= 2
+        self._after_batch.forget_open()
+        self._after_idle.forget_open()
+        self._last_batch = self._last_idle = -inf
+
+    def _plan(self, now: float, load: Load) -> float:
+        """The moment until which to wait for the largest gain; `now` if there is none."""
+        room = self._room(load)
+        if room <= 0 or not load.service.is_known:
+            return now
+        alone = self._alone
+        if now - self._last_batch < alone:
+            curve, origin, size = self._after_batch, self._last_batch, self._last_size
+        elif now - self._last_idle < alone:
+            curve, origin, size = self._after_idle, self._last_idle, 1
+        else:
+            return now
+        if not self.is_holding:
+            self._limit = now + min(self._max_delay, alone)
+        if now >= self._limit or curve.count < ENOUGH:
+            return now
+        part = alone / POINTS
+        # Rounding may put the last moment before the end of the last part into the next one.
+        since = min((now - origin) / part, POINTS - 1e-9)
+        expected = [min(returns, room) for returns in curve.expected(since, size)]
+        if expected[-1] <= FEWEST:
+            return now
+        first = origin + (int(since) + 1) * part
+        return _best_moment(now, first, part, self._limit, expected, self._lateness, load)
+
+    def _room(self, load: Load) -> int:
+        """How many more could come into the batch, as far as is known."""
+        peak = max(self._peaks, default=0)
+        if peak <= load.workers:
+            return 0
+        return min(load.max_batch_size, peak - load.running) - load.waiting
+
+
+def _best_moment(
+    now: float,
+    first: float,
+    part: float,
+    limit: float,
+    expected: list[float],
+    lateness: float,
+    load: Load,
+) -> float:
+    """The moment at which the gain of having waited is largest; `now` if it is too small.
+
+    Args:
+        now: The moment of the decision.
+        first: The end of the present part of the curve, seconds.
+        part: Seconds from there to the next one.
+        limit: No moment after this one.
+        expected: Requests that come until the end of each part, from the present one on.
+        lateness: Seconds by which timers are late.
+        load: What waits and how long batches take.
+    """
+    median = load.service.median
+    waiting, total = load.waiting, expected[-1]
+    time_now = median(waiting)
+    greedy = (waiting + total) * time_now + total * median(max(total, 1.0))
+    least = LEAST_GAIN * median(1)
+    best, best_moment = 0.0, now
+    for number, returns in enumerate(expected):
+        moment = first + number * part
+        if moment > limit:
+            break
+        if moment <= now or returns <= FEWEST:
+            continue
+        held = (waiting + total) * (moment - now + lateness + median(waiting + returns))
+        if returns < total:
+            later = total - returns
+            held += later * median(max(later, 1.0))
+        gain = greedy - held
+        if gain > best and gain > least * (waiting + returns):
+            best, best_moment = gain, moment
+    return best_moment

@@ -1,0 +1,19 @@
+"""What the scheduler tells its policy about itself. A pure value."""
+
+from typing import NamedTuple
+
+from fast_batcher._core.service_model import ServiceModel
+
+
+class Load(NamedTuple):
+    """What the scheduler has besides the queue."""
+
+    # Requests waiting in the queue.
+    waiting: int
+    # Requests that workers have and whose callers still wait.
+    running: int
+    # Ready workers.
+    workers: int
+    max_batch_size: int
+    # How long batches take; told of every batch while the policy learns.
+    service: ServiceModel

@@ -1,0 +1,255 @@
+"""The waiting requests where they are not equals: priorities, groups, costs. Pure.
+
+It takes the place of `RequestQueue` when the first of them is used. The next batch is built around
+its *first* request: the oldest of the highest priority. Only requests of the same group join it;
+those of its own priority before those of lower ones, which fill the room that is left.
+
+So that nobody starves, every eighth batch is built by age alone, whatever the priorities. A request
+with j older ones before it leaves at the latest with the 8 (j + 1)th batch after its arrival, and
+without priorities, where every batch goes by age, with the (j + 1)th.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from heapq import heappush, merge
+from itertools import islice
+from math import inf
+from typing import NamedTuple
+
+from fast_batcher._core.batch_former import WINDOW_BATCHES, BatchFormer
+from fast_batcher._core.messages import Group, Request
+from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue
+
+# One batch in so many is built by age. It bounds how long a low priority waits, and takes at most
+# an eighth of the workers from the high ones, be the backlog as long as it may.
+AGED_BATCHES = 8
+
+
+class Ahead(NamedTuple):
+    """What goes before a new request."""
+
+    requests: int
+    cost: float
+    # Groups of them, each of which needs a batch of its own.
+    groups: int
+
+
+class _Lane:
+    """Requests in their order of arrival; those that have left stay until they come up."""
+
+    __slots__ = ("cost", "requests", "size")
+
+    def __init__(self) -> None:
+        self.requests: deque[Request] = deque()
+        # Of those that wait.
+        self.size = 0
+        self.cost = 0.0
+
+    def add(self, request: Request) -> None:
+        self.requests.append(request)
+        self.count(request, 1)
+
+    def count(self, request: Request, step: int) -> None:
+        self.size += step
+        # Nothing is left of rounding when nobody is left.
+        self.cost = self.cost + step * _cost_of(request) if self.size else 0.0
+
+    def head(self) -> Request:
+        """The oldest that waits, of at least one."""
+        while _has_left(self.requests[0]):
+            self.requests.popleft()
+        return self.requests[0]
+
+
+class RankedQueue(RequestQueue):
+    """By priority, then by age; batches of one group, and of near costs.
+
+    Args:
+        former: Chooses by costs, or None: then as many as there are.
+    """
+
+    __slots__ = ("_entries", "_former", "_lanes", "_levels", "batches", "patient_since")
+
+    def __init__(self, former: BatchFormer | None) -> None:
+        super().__init__()
+        self._former = former
+        # By priority: all of it. By priority and group: the same requests once more.
+        self._levels: dict[int, _Lane] = {}
+        self._lanes: dict[tuple[int, Group | None], _Lane] = {}
+        # Entries of the levels, dead ones included.
+        self._entries = 0
+        # Batches that have left.
+        self.batches = 0
+        # A batch whose first request arrived before this moment takes the others in their order.
+        self.patient_since = -inf
+
+    def __iter__(self) -> Iterator[Request]:
+        """Those that wait, and some of those that were cancelled, in no particular order."""
+        for lane in self._lanes.values():
+            for request in lane.requests:
+                if request.batch_id is None:
+                    yield request
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a request may wait that has a deadline of its own."""
+        return bool(self._heap)
+
+    def extend(self, requests: list[Request], own: list[Request]) -> None:
+        """Append requests; their ids rise, and are higher than every id before."""
+        self.size += len(requests)
+        self._entries += len(requests)
+        for request in requests:
+            priority, group = _rank_of(request)
+            if priority not in self._levels:
+                self._levels[priority] = _Lane()
+            self._levels[priority].add(request)
+            if (priority, group) not in self._lanes:
+                self._lanes[priority, group] = _Lane()
+            self._lanes[priority, group].add(request)
+            heappush(self._heap, (request.deadline, request.id, request))
+
+    def is_full(self, count: int) -> bool:
+        """Whether the next batch would have so many requests, or cost as much as it may."""
+        lanes = [lane for _, lane in self._lanes_of(self._first(by_age=self._goes_by_age()))]
+        if sum(lane.size for lane in lanes) >= count:
+            return True
+        if self._former is None:
+            return False
+        return sum(lane.cost for lane in lanes) > self._former.max_batch_cost
+
+    def ahead_of(self, priority: int) -> Ahead:
+        """What waits and goes before a new request of this priority, as far as one can tell."""
+        levels = [level for key, level in self._levels.items() if key >= priority]
+        requests = sum(level.size for level in levels)
+        # Lanes of lower priorities are counted too: counting them apart would take too long.
+        groups = min(len(self._lanes), requests)
+        return Ahead(requests, sum(level.cost for level in levels), groups)
+
+    def take(self, count: int) -> list[Request]:
+        """Remove and return the next batch, of at most `count`; the first of it comes first."""
+        by_age = self._goes_by_age()
+        first = self._first(by_age=by_age)
+        lanes = self._lanes_of(first)
+        chosen: list[Request] = []
+        if by_age:
+            waiting = [_waiting(lane) for _, lane in lanes]
+            self._fill(chosen, merge(*waiting, key=_id_of), count)
+        else:
+            for _, lane in lanes:
+                self._fill(chosen, _waiting(lane), count)
+                if len(chosen) == count:
+                    break
+        self._remove(chosen)
+        return chosen
+
+    def batch_left(self) -> None:
+        """What was taken last has been sent."""
+        self.batches += 1
+        self._sweep()
+
+    def put_back(self, requests: list[Request]) -> None:
+        """Undo `take` for some of those that it has just returned."""
+        self.size += len(requests)
+        for request in requests:
+            rank = _rank_of(request)
+            if rank not in self._lanes:
+                self._lanes[rank] = _Lane()
+            lane = self._lanes[rank]
+            lane.count(request, 1)
+            self._levels[rank[0]].count(request, 1)
+            # Rare, so nothing is kept for it: those of near cost that stayed may be older.
+            lane.requests = deque(sorted([request, *lane.requests], key=_id_of))
+            heappush(self._heap, (request.deadline, request.id, request))
+
+    def discard(self, request: Request) -> None:
+        """Forget a waiting request that its owner has marked as settled."""
+        self.size -= 1
+        priority, group = _rank_of(request)
+        self._levels[priority].count(request, -1)
+        self._count_off((priority, group), request)
+        self._sweep()
+
+    def oldest(self) -> Request | None:
+        """The request that has waited longest."""
+        return self._first(by_age=True) if self.size else None
+
+    def _goes_by_age(self) -> bool:
+        return self.batches % AGED_BATCHES == AGED_BATCHES - 1
+
+    def _first(self, *, by_age: bool) -> Request:
+        levels = {key: level for key, level in self._levels.items() if level.size}
+        if by_age:
+            return min([level.head() for level in levels.values()], key=_id_of)
+        return levels[max(levels)].head()
+
+    def _lanes_of(self, first: Request) -> list[tuple[int, _Lane]]:
+        """The lanes whose requests may join this one, the highest priority first."""
+        group = _rank_of(first)[1]
+        lanes = [(key, self._lanes.get((key, group))) for key in sorted(self._levels, reverse=True)]
+        return [(key, lane) for key, lane in lanes if lane is not None and lane.size]
+
+    def _fill(self, chosen: list[Request], waiting: Iterator[Request], count: int) -> None:
+        if self._former is None:
+            chosen += islice(waiting, count - len(chosen))
+            return
+        window = list(islice(waiting, WINDOW_BATCHES * count))
+        first = chosen[0] if chosen else window[0]
+        in_order = first.arrival < self.patient_since
+        self._former.fill(chosen, window, count, in_order=in_order)
+
+    def _remove(self, chosen: list[Request]) -> None:
+        by_rank: dict[tuple[int, Group | None], set[int]] = {}
+        for request in chosen:
+            by_rank.setdefault(_rank_of(request), set()).add(request.id)
+        for rank, ids in by_rank.items():
+            lane = self._lanes[rank]
+            passed_over: list[Request] = []
+            while ids:
+                request = lane.requests.popleft()
+                if request.id in ids:
+                    ids.remove(request.id)
+                    self._levels[rank[0]].count(request, -1)
+                    self._count_off(rank, request)
+                elif not request.is_settled:
+                    passed_over.append(request)
+            lane.requests.extendleft(reversed(passed_over))
+        self.size -= len(chosen)
+
+    def _count_off(self, rank: tuple[int, Group | None], request: Request) -> None:
+        lane = self._lanes[rank]
+        lane.count(request, -1)
+        if not lane.size:
+            del self._lanes[rank]
+
+    def _sweep(self) -> None:
+        """Requests that have left hold their values: keep no more of them than wait."""
+        if max(self._entries, len(self._heap)) <= 2 * self.size + MIN_DEAD_ENTRIES:
+            return
+        waiting = [request for request in self if not request.is_settled]
+        waiting.sort(key=_id_of)
+        self._levels.clear()
+        self._lanes.clear()
+        self._heap.clear()
+        self.size = self._entries = 0
+        self.extend(waiting, waiting)
+
+
+def _waiting(lane: _Lane) -> Iterator[Request]:
+    return (request for request in lane.requests if not request.is_settled)
+
+
+def _has_left(request: Request) -> bool:
+    return request.is_settled or request.batch_id is not None
+
+
+def _rank_of(request: Request) -> tuple[int, Group | None]:
+    return getattr(request, "priority", 0), getattr(request, "group", None)
+
+
+def _cost_of(request: Request) -> float:
+    return getattr(request, "cost", 1.0)
+
+
+def _id_of(request: Request) -> int:
+    return request.id

@@ -1,0 +1,71 @@
+"""The warm-up: compute the model's own examples before the first request. Worker process.
+
+It has two purposes: kernels are loaded and caches filled when the worker is called ready, and the
+parent learns how long a batch of one and a full batch take, before it has to decide anything.
+"""
+
+import logging
+from collections.abc import Callable
+from itertools import cycle, islice
+from time import monotonic
+from typing import Any
+
+from fast_batcher._transport import codec
+from fast_batcher.errors import OutputMismatchError
+
+logger = logging.getLogger("fast_batcher.worker")
+
+
+def warm_up(
+    model: Any, max_batch_size: int, is_out_of_memory: Callable[[BaseException], bool]
+) -> list[tuple[int, float]]:
+    """Compute a batch of one and full batches of the model's `warmup_inputs`, and time them.
+
+    The full batches hold all the inputs, repeated from the first on until the last batch is full.
+    Each of the two sizes is then computed once more, and it is this second time that counts.
+
+    Args:
+        model: Maybe without `warmup_inputs`, or without any of them.
+        max_batch_size: What is full.
+        is_out_of_memory: Whether an exception says that. Of a full batch that is no reason not to
+            start: batches will become smaller when requests run out of it too.
+
+    Returns:
+        Sizes and seconds; none without inputs.
+
+    Raises:
+        OutputMismatchError: The model returned something other than one output per input.
+        Exception: What the model raises.
+    """
+    warmup_inputs = getattr(model, "warmup_inputs", None)
+    inputs = list(warmup_inputs()) if warmup_inputs is not None else []
+    if not inputs:
+        return []
+    _compute(model, inputs[:1])
+    times = [(1, _compute(model, inputs[:1]))]
+    if max_batch_size == 1:
+        for one in inputs[1:]:
+            _compute(model, [one])
+        return times
+    batches = -(-len(inputs) // max_batch_size)
+    repeated = list(islice(cycle(inputs), batches * max_batch_size))
+    try:
+        for start in range(0, len(repeated), max_batch_size):
+            _compute(model, repeated[start : start + max_batch_size])
+        times.append((max_batch_size, _compute(model, repeated[:max_batch_size])))
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        logger.warning("the warm-up ran out of memory with %d inputs: %s", max_batch_size, error)
+    return times
+
+
+def _compute(model: Any, inputs: list[Any]) -> float:
+    count = len(inputs)
+    started = monotonic()
+    outputs = model.infer(list(inputs))
+    seconds = monotonic() - started
+    checked = codec.check_outputs(outputs, count)
+    if isinstance(checked, str):
+        raise OutputMismatchError(f"during warm-up: {checked}")
+    return seconds

@@ -1,0 +1,321 @@
+"""The hold of the adaptive policy: its bounds, what it brings, and that it costs nobody much."""
+
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from schedules import poll_batches, submit
+from virtual_time import Seconds, World, with_knee
+
+from fast_batcher._core.adaptive import PATIENCE, REST
+from fast_batcher._core.messages import Release, Request
+from fast_batcher._core.policy import Policy
+
+ALONE = with_knee(1)
+GREEDY_IS_AS_GOOD = 0.99
+
+
+def half_fixed(size: float) -> float:
+    return 0.004 + 0.0003 * size
+
+
+def linear(size: float) -> float:
+    return 0.0005 + 0.002 * size
+
+
+SOURCES: dict[str, dict[str, float]] = {
+    "closed": {"clients": 8},
+    "poisson": {"rate": 2000.0},
+    "bursts": {"rate": 60.0, "together": 6},
+    "both": {"clients": 5, "rate": 500.0},
+}
+
+
+def world_of(source: str, **options: object) -> World:
+    return World(**{**SOURCES[source], **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("max_delay", [None, 20.0, 0.5 * ALONE, 0.1 * ALONE])
+@pytest.mark.parametrize("source", SOURCES)
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32), workers=st.integers(1, 3))
+def test_a_hold_is_no_longer_than_its_bounds(
+    max_delay: float | None, source: str, seed: int, workers: int
+) -> None:
+    """And it is never idle in vain: `World` checks both after each poll."""
+    world = world_of(source, max_delay=max_delay, seed=seed, workers=workers).run(0.5)
+    scheduler, tally = world.scheduler, world.scheduler.tally
+    longest = min(inf if max_delay is None else max_delay, 1.1 * ALONE)
+    assert world.longest_hold <= longest * (1 + 1e-9)
+    assert tally.submitted == tally.completed + scheduler.waiting + scheduler.running
+    assert all(size <= 64 for _, _, size in world.log)
+
+
+def test_there_are_holds_to_be_bounded() -> None:
+    assert world_of("closed").run(1.0).share(Release.HOLD) > 0.5
+    assert world_of("closed", max_delay=0.5 * ALONE).run(1.0).share(Release.HOLD) > 0.5
+
+
+@settings(max_examples=20, deadline=None)
+@given(source=st.sampled_from(sorted(SOURCES)), seed=st.integers(0, 2**32))
+def test_the_same_events_lead_to_the_same_decisions(source: str, seed: int) -> None:
+    assert world_of(source, seed=seed).run(0.3).log == world_of(source, seed=seed).run(0.3).log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [1, 2, 3, 4, 8, 16, 24, 32, 48, 64])
+@pytest.mark.parametrize("seconds", [with_knee, half_fixed, linear])
+def test_clients_that_come_back_are_never_worse_off(clients: int, seconds: Seconds) -> None:
+    adaptive = World(clients=clients, seconds=seconds).run(4.0)
+    greedy = World("greedy", clients=clients, seconds=seconds).run(4.0)
+    # One more batch at the end, which holds all of them, is chance.
+    assert adaptive.answered + clients >= GREEDY_IS_AS_GOOD * greedy.answered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_clients_that_come_back_are_served_a_quarter_faster(seed: int) -> None:
+    """32 of them, whom greedy divides into one and 31."""
+    adaptive = World(clients=32, seed=seed).run(4.0)
+    greedy = World("greedy", clients=32, seed=seed).run(4.0)
+    assert adaptive.answered >= 1.25 * greedy.answered
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [50, 500, 2000, 3500])
+@pytest.mark.parametrize("seed", range(2))
+def test_arrivals_that_depend_on_nothing_are_hardly_held(rate: float, seed: int) -> None:
+    adaptive = World(rate=rate, seed=seed).run(8.0)
+    greedy = World("greedy", rate=rate, seed=seed).run(8.0)
+    assert adaptive.share(Release.HOLD) < 0.1
+    assert adaptive.latency / adaptive.answered <= 1.01 * greedy.latency / greedy.answered
+
+
+def test_a_full_queue_is_never_held() -> None:
+    """More than it can do: every batch is full, and as many are answered as without a policy."""
+    adaptive, greedy = (
+        World(policy, rate=8000, max_batch_size=16).run(1.0) for policy in ("adaptive", "greedy")
+    )
+    assert adaptive.answered == greedy.answered
+
+
+@pytest.mark.parametrize(("clients", "workers"), [(1, 1), (1, 2), (2, 2), (3, 4)])
+def test_who_could_have_a_worker_alone_is_not_held(clients: int, workers: int) -> None:
+    world = World(clients=clients, workers=workers).run(2.0)
+    assert world.share(Release.IDLE) == 1.0
+
+
+def test_a_lone_client_is_never_decided_about() -> None:
+    """A decision takes a cold processor tenths of a millisecond."""
+    world = World(clients=1)
+    decisions = 0
+    decide = world.policy.decide
+
+    def counting(*args: object) -> Release | float:
+        nonlocal decisions
+        decisions += 1
+        return decide(*args)  # type: ignore[arg-type]
+
+    world.policy.decide = counting  # type: ignore[method-assign,assignment]
+    world.run(5.0)
+    assert world.answered > 500
+    assert decisions == 0
+
+
+def test_decisions_in_vain_are_followed_by_a_rest() -> None:
+    """Clients whose pauses are long and irregular."""
+    world = World(clients=6, pause=lambda random: random.expovariate(1 / 0.05), seconds=linear)
+    policy = world.policy
+
+    def is_resting() -> bool:
+        return not policy.learns
+
+    while not is_resting():
+        world.run(0.001)
+    assert policy.is_greedy
+    assert len(world.log) >= PATIENCE
+    batches = len(world.log)
+    assert policy.rest == REST
+    while is_resting():
+        world.run(0.001)
+    assert len(world.log) - batches >= REST - 1  # one was running
+
+
+def test_a_drain_ends_the_hold() -> None:
+    world = held(World(clients=8))
+    world.scheduler.begin_drain()
+    (batch,) = poll_batches(world.scheduler, world.now)
+    assert batch.release is Release.DRAIN
+
+
+def held(world: World) -> World:
+    """Run until a batch is being held."""
+    world.run(0.5)
+    while not world.policy.is_holding:
+        world.run(0.0001)
+    return world
+
+
+def test_a_deadline_ends_the_hold() -> None:
+    """Its batch takes its time too."""
+    world = held(World(clients=8))
+    # In time if it goes now, by a hair.
+    high = world.scheduler._service.high(world.scheduler.queue.size + 1)
+    submit(world.scheduler, world.now, deadline=world.now + 1.0005 * high)
+    (batch,) = poll_batches(world.scheduler, world.now)
+    assert batch.release is Release.HOLD
+
+
+def test_a_later_deadline_shortens_it() -> None:
+    world = held(World(clients=8))
+    _, before = world.scheduler.poll(world.now)
+    assert before is not None
+    high = world.scheduler._service.high(world.scheduler.queue.size + 2)
+    deadline = (world.now + before) / 2 + high
+    submit(world.scheduler, world.now, deadline=deadline)
+    actions, wake_at = world.scheduler.poll(world.now)
+    assert actions == []
+    assert wake_at == pytest.approx((world.now + before) / 2, abs=1e-9)
+
+
+def test_a_hold_whose_requests_have_gone_is_forgotten() -> None:
+    world = held(World(clients=8))
+    scheduler = world.scheduler
+    for request in list(scheduler.queue):
+        scheduler.cancel(request)
+    scheduler.poll(world.now)
+    assert not world.policy.is_holding
+
+
+def test_a_hold_without_a_free_worker_is_forgotten() -> None:
+    world = held(World(clients=8))
+    world.scheduler.worker_lost(0)
+    assert world.scheduler.poll(world.now)[0] == []
+    assert not world.policy.is_holding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [2, 8, 32])
+@pytest.mark.parametrize("lateness", [0.0001, 0.001, 0.003])
+def test_a_timer_that_rings_late_costs_no_more_than_it_brings(
+    clients: int, lateness: float
+) -> None:
+    adaptive = World(clients=clients, lateness=lateness, pause=exponential).run(4.0)
+    greedy = World("greedy", clients=clients, pause=exponential).run(4.0)
+    assert adaptive.answered >= GREEDY_IS_AS_GOOD * greedy.answered
+
+
+def exponential(random: Random) -> float:
+    return random.expovariate(1 / 0.0006)
+
+
+@pytest.mark.slow
+def test_lateness_that_is_over_is_forgotten() -> None:
+    """Timers were so late for a while that no hold was worth it."""
+    world = World(clients=8, lateness=0.0045, pause=exponential).run(3.0)
+    end = world.now
+    world.lateness = 0.0
+    world.run(4.0)
+    assert world.share(Release.HOLD, since=end + 2.0) > 0.8
+
+
+@pytest.mark.slow
+def test_a_blocked_loop_leaves_no_trace() -> None:
+    world, undisturbed = World(clients=8), World(clients=8)
+    for _ in range(20):
+        world.run(0.1).stall(10.0)
+    end, before = world.now, world.answered
+    undisturbed.run(4.0)
+    world.run(4.0)
+    assert world.share(Release.HOLD, since=end) > 0.9
+    assert world.answered - before >= 0.97 * undisturbed.answered
+
+
+@pytest.mark.slow
+def test_a_slow_start_is_made_good() -> None:
+    """The first batches take 50 times as long."""
+    slow = [50.0] * 4
+
+    def seconds(size: float) -> float:
+        return (slow.pop() if slow else 1.0) * with_knee(size)
+
+    world = World(clients=32, seconds=seconds).run(2.0)
+    before = world.answered
+    world.run(2.0)
+    greedy = World("greedy", clients=32).run(2.0)
+    assert world.answered - before > 1.2 * greedy.answered
+
+
+# What is learned from.
+
+
+def observed(policy: Policy | str = "adaptive") -> tuple[World, list[tuple[float, float]]]:
+    world = World(policy)
+    seen: list[tuple[float, float]] = []
+    world.scheduler._service.observe = (  # type: ignore[method-assign]
+        lambda size, seconds: seen.append((size, seconds))
+    )
+    return world, seen
+
+
+def test_the_first_batch_of_a_worker_is_no_example() -> None:
+    world, seen = observed()
+    scheduler = world.scheduler
+    for moment in (1.0, 2.0, 3.0):
+        submit(scheduler, moment, count=2)
+        (batch,) = poll_batches(scheduler, moment)
+        scheduler.batch_done(moment + 0.5, 0, batch.id)
+    assert seen == [(2, 0.5), (2, 0.5)]
+    scheduler.worker_lost(0)
+    scheduler.worker_ready(4.0, 0)
+    submit(scheduler, 5.0)
+    (batch,) = poll_batches(scheduler, 5.0)
+    scheduler.batch_done(5.5, 0, batch.id)
+    assert len(seen) == 2
+
+
+def test_a_batch_in_the_pipe_counts_from_when_the_worker_could_begin() -> None:
+    world, seen = observed()
+    scheduler = world.scheduler
+    submit(scheduler, 0.0, count=128)
+    first, second = poll_batches(scheduler, 0.0)
+    scheduler.batch_done(3.0, 0, first.id)
+    scheduler.batch_done(4.0, 0, second.id)
+    assert seen == [(64, 1.0)]
+
+
+def test_failures_and_second_tries_are_no_examples() -> None:
+    world, seen = observed()
+    scheduler = world.scheduler
+    submit(scheduler, 0.0)
+    (batch,) = poll_batches(scheduler, 0.0)
+    scheduler.batch_done(0.5, 0, batch.id)
+    submit(scheduler, 1.0, count=2)
+    (batch,) = poll_batches(scheduler, 1.0)
+    assert scheduler.batch_done(1.5, 0, batch.id, has_raised=True) is batch
+    assert scheduler.batch_raised(1.5, batch, out_of_memory=False, is_fatal=False) == []
+    for _ in range(2):
+        (retry,) = poll_batches(scheduler, 2.0)
+        assert retry.release is Release.RETRY
+        scheduler.batch_done(2.5, 0, retry.id)
+    assert seen == []
+
+
+@pytest.mark.parametrize("policy", ["greedy", "fixed"])
+def test_who_needs_no_times_pays_for_none(policy: str) -> None:
+    world, seen = observed(policy)
+    world.scheduler.submit_at_once(0.0, [Request("input", -1)])
+    for moment in range(1, 5):
+        submit(world.scheduler, moment, count=64)
+        for batch in poll_batches(world.scheduler, moment):
+            world.scheduler.batch_done(moment + 0.5, 0, batch.id)
+    assert seen == []
+
+
+def test_a_warm_up_is_an_example() -> None:
+    world = World()
+    service = world.scheduler._service
+    world.scheduler.worker_ready(0.0, 1, [(1, 0.5), (64, 4.0)])
+    assert (service.median(1), service.median(64)) == pytest.approx((0.5, 4.0), rel=0.1)

@@ -1,0 +1,287 @@
+"""Priorities, groups and costs: who shares a batch, who goes first, and who never starves."""
+
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fast_batcher._core.batch_former import WINDOW_BATCHES, BatchFormer
+from fast_batcher._core.messages import Group, Request
+from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
+from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES
+
+GROUPS = [Group("a"), Group("b"), Group("c")]
+
+
+class Arrivals:
+    """A queue with the parts of the scheduler that number requests and batches."""
+
+    def __init__(self, former: BatchFormer | None = None) -> None:
+        self.queue = RankedQueue(former)
+        self._ids = count()
+
+    def add(
+        self, priority: int = 0, group: int | None = None, cost: float = 1.0, arrival: float = 0.0
+    ) -> Request:
+        request = Request(None, None, deadline=100.0)
+        request.id = next(self._ids)
+        request.arrival = arrival
+        request.priority = priority
+        request.cost = cost
+        if group is not None:
+            request.group = GROUPS[group]
+        self.queue.extend([request], [request])
+        return request
+
+    def add_costs(self, *costs: float) -> list[Request]:
+        return [self.add(cost=cost) for cost in costs]
+
+    def send(self, most: int) -> list[Request]:
+        """The next batch leaves."""
+        requests = self.queue.take(most)
+        for request in requests:
+            request.batch_id = 1
+        self.queue.batch_left()
+        return requests
+
+    def cancel(self, request: Request) -> None:
+        request.is_settled = True
+        self.queue.discard(request)
+
+
+def costs_of(requests: list[Request]) -> list[float]:
+    return [request.cost for request in requests]
+
+
+# Priorities.
+
+
+def test_a_higher_priority_goes_first_and_lower_ones_fill_the_room() -> None:
+    arrivals = Arrivals()
+    low, high, lower, other_high = (arrivals.add(priority) for priority in (0, 5, -1, 5))
+    assert arrivals.send(3) == [high, other_high, low]
+    assert arrivals.send(3) == [lower]
+
+
+def test_one_batch_in_eight_goes_by_age() -> None:
+    arrivals = Arrivals()
+    low = arrivals.add(0)
+    for number in range(1, AGED_BATCHES):
+        high = arrivals.add(1)
+        assert arrivals.send(1) == [high], number
+    arrivals.add(1)
+    assert arrivals.send(1) == [low]
+
+
+def test_priorities_hold_under_a_backlog_however_old_it_is() -> None:
+    arrivals = Arrivals()
+    for _ in range(1000):
+        arrivals.add(0)
+    sent_at = []
+    for number in range(20):
+        high = arrivals.add(1)
+        if high in arrivals.send(2):
+            sent_at.append(number)
+    # All but those that came when a batch went by age, and these went with the next.
+    assert len(sent_at) == 20 - 20 // AGED_BATCHES
+
+
+@given(
+    ranks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=40),
+    late=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=300),
+    most=st.integers(1, 4),
+    are_priorities_used=st.booleans(),
+)
+def test_nobody_waits_longer_than_the_bound(
+    ranks: list[tuple[int, int]],
+    late: list[tuple[int, int]],
+    most: int,
+    are_priorities_used: bool,
+) -> None:
+    arrivals = Arrivals()
+    worth = int(are_priorities_used)
+    waiting = [arrivals.add(priority * worth, group) for priority, group in ranks]
+    newcomers = iter(late)
+    left: dict[int, int] = {}
+    for number in count(1):
+        # More of them come all the time, some more important.
+        for _, (priority, group) in zip(range(most), newcomers, strict=False):
+            arrivals.add(priority * worth, group)
+        if not arrivals.queue.size:
+            break
+        batch = arrivals.send(most)
+        assert 1 <= len(batch) <= most
+        assert len({request.group for request in batch}) == 1
+        for request in batch:
+            assert request.id not in left
+            left[request.id] = number
+    for older, request in enumerate(waiting):
+        bound = (AGED_BATCHES if are_priorities_used else 1) * (older + 1)
+        assert left[request.id] <= bound
+    assert len(left) == len(ranks) + len(late)
+
+
+# Groups.
+
+
+def test_only_like_requests_share_a_batch_and_the_oldest_goes_first() -> None:
+    arrivals = Arrivals()
+    a1, b1, a2, b2, a3 = (arrivals.add(group=group) for group in (0, 1, 0, 1, 0))
+    assert arrivals.send(2) == [a1, a2]
+    assert arrivals.send(2) == [b1, b2]
+    assert arrivals.send(2) == [a3]
+
+
+def test_a_group_without_a_full_batch_is_not_full() -> None:
+    arrivals = Arrivals()
+    for group in (0, 1, 1, 1):
+        arrivals.add(group=group)
+    assert not arrivals.queue.is_full(2), "the next batch is that of the first group"
+    arrivals.add(group=0)
+    assert arrivals.queue.is_full(2)
+
+
+# Costs.
+
+
+def test_a_batch_takes_those_of_near_cost_around_the_oldest() -> None:
+    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals.add_costs(10, 100, 11, 90, 9, 1)
+    assert costs_of(arrivals.send(3)) == [10, 9, 11]
+    assert costs_of(arrivals.send(3)) == [100, 90, 1]
+
+
+def test_a_padded_batch_costs_its_size_times_its_highest_cost() -> None:
+    arrivals = Arrivals(BatchFormer(40, is_padded=True))
+    arrivals.add_costs(10, 20, 9, 10, 10, 12)
+    assert costs_of(arrivals.send(8)) == [10, 10, 10, 9]
+    assert costs_of(arrivals.send(8)) == [20, 12]
+
+
+def test_a_summed_batch_takes_the_oldest_that_fit() -> None:
+    arrivals = Arrivals(BatchFormer(40, is_padded=False))
+    arrivals.add_costs(10, 20, 15, 10, 1)
+    assert costs_of(arrivals.send(8)) == [10, 20, 10]
+    assert costs_of(arrivals.send(8)) == [15, 1]
+
+
+def test_f65_one_that_costs_more_than_a_batch_may_goes_alone() -> None:
+    for is_padded in (True, False):
+        arrivals = Arrivals(BatchFormer(100, is_padded=is_padded))
+        arrivals.add_costs(8192, *[10] * 3)
+        assert costs_of(arrivals.send(8)) == [8192]
+        assert costs_of(arrivals.send(8)) == [10] * 3
+
+
+def test_only_the_oldest_are_looked_at() -> None:
+    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals.add_costs(1, *[100] * (2 * WINDOW_BATCHES - 1), 1)
+    assert costs_of(arrivals.send(2)) == [1, 100]
+
+
+def test_after_a_long_wait_none_is_passed_over() -> None:
+    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals.queue.patient_since = 5.0
+    for cost in (10, 100, 10):
+        arrivals.add(cost=cost, arrival=4.0)
+    assert costs_of(arrivals.send(2)) == [10, 100]
+
+
+def test_a_batch_that_costs_all_that_it_may_is_full() -> None:
+    arrivals = Arrivals(BatchFormer(30, is_padded=True))
+    arrivals.add_costs(10, 10, 10)
+    assert not arrivals.queue.is_full(8)
+    arrivals.add_costs(1)
+    assert arrivals.queue.is_full(8)
+
+
+def test_a_higher_priority_is_company_before_a_nearer_cost() -> None:
+    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals.add(priority=0, cost=10)
+    arrivals.add(priority=1, cost=10)
+    arrivals.add(priority=1, cost=50)
+    assert costs_of(arrivals.send(2)) == [10, 50]
+
+
+@given(
+    costs=st.lists(st.sampled_from([1.0, 2.0, 3.0, 10.0, 50.0]), min_size=1, max_size=60),
+    most=st.integers(1, 5),
+    budget=st.sampled_from([None, 5.0, 20.0, 100.0]),
+    is_padded=st.booleans(),
+    patient_since=st.sampled_from([-1.0, 1.0]),
+)
+def test_batches_keep_to_the_budget_and_leave_with_the_oldest(
+    costs: list[float],
+    most: int,
+    budget: float | None,
+    is_padded: bool,
+    patient_since: float,
+) -> None:
+    former = BatchFormer(budget, is_padded=is_padded)
+    arrivals = Arrivals(former)
+    arrivals.queue.patient_since = patient_since
+    waiting = [request.id for request in arrivals.add_costs(*costs)]
+    while waiting:
+        batch = arrivals.send(most)
+        ids = [request.id for request in batch]
+        assert ids[0] == waiting[0], "the oldest is in every batch"
+        assert len(ids) <= most
+        assert len(ids) == 1 or former.charge(batch) <= former.max_batch_cost
+        assert set(ids) <= set(waiting[: WINDOW_BATCHES * most])
+        if patient_since > 0:
+            assert ids == waiting[: len(ids)]
+        waiting = [number for number in waiting if number not in ids]
+    assert arrivals.queue.size == 0
+
+
+# What it keeps.
+
+
+@given(st.data())
+def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
+    """Any order of arrivals, cancellations, batches that leave and batches that are put back."""
+    former = data.draw(st.sampled_from([None, BatchFormer(20.0, is_padded=True)]))
+    arrivals = Arrivals(former)
+    waiting: dict[int, Request] = {}
+    queue = arrivals.queue
+    for step in data.draw(st.lists(st.sampled_from("aaaacsp"), max_size=60)):
+        if step == "a":
+            rank = data.draw(st.tuples(st.integers(-1, 1), st.sampled_from([None, 0, 1])))
+            request = arrivals.add(*rank, cost=float(len(waiting) % 7 + 1))
+            waiting[request.id] = request
+        elif step == "c" and waiting:
+            request = waiting.pop(data.draw(st.sampled_from(sorted(waiting))))
+            arrivals.cancel(request)
+        elif step == "s" and waiting:
+            for request in arrivals.send(2):
+                del waiting[request.id]
+        elif step == "p" and waiting:
+            before = arrivals.queue.take(3)
+            queue.put_back(before[1:])
+            before[0].batch_id = 1
+            queue.batch_left()
+            del waiting[before[0].id]
+        assert queue.size == len(waiting)
+        live = {request.id for request in queue if not request.is_settled}
+        assert live == set(waiting)
+        oldest = queue.oldest()
+        assert (oldest and oldest.id) == min(waiting, default=None)
+        ahead = queue.ahead_of(0)
+        assert ahead.requests == sum(one.priority >= 0 for one in waiting.values())
+        expected = sum(one.cost for one in waiting.values() if one.priority >= 0)
+        assert ahead.cost == pytest.approx(expected)
+        assert queue.earliest_deadline() == (100.0 if waiting else float("inf"))
+    assert len(queue.pop_expired(100.0)) == len(waiting)
+    assert queue.size == 0
+
+
+def test_it_forgets_who_has_left() -> None:
+    arrivals = Arrivals()
+    for _ in range(10 * MIN_DEAD_ENTRIES):
+        arrivals.add(1)
+        arrivals.send(1)
+    kept = sum(len(level.requests) for level in arrivals.queue._levels.values())
+    assert kept <= MIN_DEAD_ENTRIES + 1
+    assert len(arrivals.queue._heap) <= MIN_DEAD_ENTRIES + 1
+    assert not arrivals.queue._lanes

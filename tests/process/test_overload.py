@@ -1,0 +1,81 @@
+"""Too much at once, and more than that, on real workers. How much is lost is shown in virtual time,
+in `tests/core/test_admission.py`: here everybody gets an answer, and the worker goes on.
+"""
+
+import asyncio
+import pytest
+from sample_models import BatchSize, Echo, Slow
+from waits import LIMIT, assert_balance, call, turns
+
+from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher, QueueFullError
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+async def test_f60_far_too_many_requests_are_refused_and_the_others_answered() -> None:
+    """Bursts of five times what can be answered by the target, one after the other."""
+    target, seconds = 0.2, 0.02
+    refused = answered = 0
+    async with DynBatcher(Slow, 1, model_args=(seconds,), max_latency=target) as batcher:
+        await batcher.process_many(range(8))
+        for _ in range(10):
+            calls = [call(batcher, number) for number in range(50)]
+            await turns()
+            most_waiting = batcher.stats.waiting
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            late = [one for one in outcomes if isinstance(one, BaseException)]
+            assert all(isinstance(one, DeadlineExceededError) for one in late)
+            # By what batches have taken at least: no more are let in than can be in time.
+            assert most_waiting <= target / seconds
+            refused += len(late)
+            answered += len(outcomes) - len(late)
+        assert answered >= 10, "an idle batcher takes at least one"
+        assert refused >= 10 * (50 - target / seconds - 2)
+        assert await batcher.process_batched("after") == "after"
+        assert_balance(batcher)
+
+
+async def test_f61_after_a_pulse_everybody_is_answered() -> None:
+    async with DynBatcher(Slow, 4, model_args=(0.005,), max_latency=0.5) as batcher:
+        await batcher.process_many(range(8))
+        pulse = [call(batcher, number) for number in range(2000)]
+        outcomes = await asyncio.gather(*pulse, return_exceptions=True)
+        refused = [one for one in outcomes if isinstance(one, BatcherError)]
+        assert {type(one) for one in refused} == {DeadlineExceededError, QueueFullError}
+        assert len(refused) >= 2000 - 0.5 / 0.005, "by what batches have taken at least"
+        assert [await batcher.process_batched(number) for number in range(20)] == [*range(20)]
+        assert_balance(batcher)
+
+
+async def test_f63_a_deadline_that_nobody_can_meet_never_stops_the_service() -> None:
+    async with DynBatcher(Slow, 4, model_args=(0.02,)) as batcher:
+        for number in range(20):
+            impossible = [call(batcher, number, timeout=0.001) for _ in range(3)]
+            outcomes = await asyncio.gather(*impossible, return_exceptions=True)
+            assert all(isinstance(one, BatcherError) for one in outcomes)
+            assert await batcher.process_batched("usual", timeout=LIMIT) == "usual"
+        assert_balance(batcher)
+
+
+async def test_f65_one_giant_input_goes_alone() -> None:
+    async with DynBatcher(BatchSize, 32, cost=len, max_batch_cost=640) as batcher:
+        costs = [*[10] * 50, 8192, *[10] * 50]
+        sizes = await asyncio.gather(*[call(batcher, "x" * cost) for cost in costs])
+    assert sizes[50] == 1
+    assert max(sizes) <= 32
+
+
+async def test_f66_ten_thousand_inputs_of_one_call_leave_room_for_others() -> None:
+    async with DynBatcher(Echo, 8, max_queue_size=64) as batcher:
+        many = asyncio.create_task(batcher.process_many(range(10_000)))
+        await turns()
+        others = 0
+        while not many.done():
+            assert await batcher.process_batched("other") == "other"
+            others += 1
+            assert batcher.stats.waiting <= 64
+        assert await many == [*range(10_000)]
+        # One batch of its own goes before each of the others at most a few times.
+        assert others > 100
+        assert batcher.stats.rejected == 0
+        assert_balance(batcher)

@@ -1,0 +1,176 @@
+"""One scheduler, its workers and its callers in virtual time: every moment is an argument."""
+
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from math import inf
+from random import Random
+
+from schedules import make
+
+from fast_batcher._core.messages import Batch, Dispatch, Release, Request
+from fast_batcher._core.policy import Policy, make_policy
+
+Seconds = Callable[[float], float]
+
+
+def with_knee(size: float) -> float:
+    """A model on a GPU: up to 16 inputs cost what one costs."""
+    return 0.004 + 0.00002 * size + 0.00023 * max(0.0, size - 16)
+
+
+class World:
+    """Time goes from event to event; the scheduler is polled after each, as a shell does.
+
+    Args:
+        policy: A policy, or its name.
+        max_delay: Its bound, seconds.
+        clients: Who ask again after each answer; 0 for none.
+        pause: How long that takes them, seconds.
+        rate: Of arrivals that nobody's answers bring about, per second.
+        together: How many of those come at once.
+        seed: Of pauses and arrivals.
+        lateness: Seconds by which the timer rings late.
+        seconds: What a batch of a size takes.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | str = "adaptive",
+        *,
+        max_delay: float | None = None,
+        max_batch_size: int = 64,
+        workers: int = 1,
+        clients: int = 0,
+        pause: Callable[[Random], float] = lambda random: random.uniform(0.1e-3, 1.1e-3),
+        rate: float = 0.0,
+        together: int = 1,
+        seed: int = 0,
+        lateness: float = 0.0,
+        seconds: Seconds = with_knee,
+    ) -> None:
+        self.policy = make_policy(policy, max_delay) if isinstance(policy, str) else policy
+        self.scheduler = make(
+            self.policy,
+            max_batch_size=max_batch_size,
+            max_queue_size=100_000,
+            timeout=30.0,
+            workers=workers,
+        )
+        self.seconds = seconds
+        self.now = 0.0
+        self._max_delay = inf if max_delay is None else max_delay
+        self._random = Random(seed)
+        self._pause = pause
+        self._rate, self._together = rate, together
+        self.lateness = lateness
+        # Moments and clients; those of no client are -1.
+        self._arrivals = [(self._draw_pause(), client) for client in range(clients)]
+        if rate:
+            self._arrivals.append((self._random.expovariate(rate), -1))
+        heapify(self._arrivals)
+        self._running: list[tuple[float, int, Batch]] = []
+        self._busy_until = [0.0] * workers
+        self._wake_at = inf
+        # Since when a worker has been free while requests waited, and the bound at that moment.
+        self._held: tuple[float, float] | None = None
+        # What is to be seen of it.
+        self.answered = 0
+        self.latency = 0.0
+        self.log: list[tuple[float, Release, int]] = []
+        self.longest_hold = 0.0
+
+    def run(self, seconds: float) -> "World":
+        """Let so much time pass."""
+        end = self.now + seconds
+        while True:
+            arrival = self._arrivals[0][0] if self._arrivals else inf
+            answer = self._running[0][0] if self._running else inf
+            now = min(arrival, answer, self._wake_at)
+            if now > end:
+                self.now = end
+                return self
+            self.now = max(now, self.now)
+            while self._running and self._running[0][0] <= now:
+                self._answer(heappop(self._running)[2])
+            arrived = []
+            while self._arrivals and self._arrivals[0][0] <= now:
+                arrived += self._next_arrivals()
+            if arrived and self._goes_at_once(arrived):
+                continue
+            self._poll()
+
+    def stall(self, seconds: float) -> None:
+        """The loop is blocked: all that happens meanwhile is noticed after it."""
+        self.now += seconds
+
+    def share(self, release: Release, since: float = 0.0) -> float:
+        """Of the batches since then."""
+        releases = [how for moment, how, _ in self.log if moment >= since]
+        return releases.count(release) / len(releases)
+
+    def _draw_pause(self) -> float:
+        return self.now + self._pause(self._random)
+
+    def _next_arrivals(self) -> list[Request]:
+        _, client = heappop(self._arrivals)
+        if client >= 0:
+            return [Request("input", client)]
+        heappush(self._arrivals, (self.now + self._random.expovariate(self._rate), -1))
+        return [Request("input", -1) for _ in range(self._together)]
+
+    def _answer(self, batch: Batch) -> None:
+        assert self.scheduler.batch_done(self.now, batch.worker, batch.id) is batch
+        for request in batch.requests:
+            if request.is_settled:
+                continue
+            request.is_settled = True
+            self.scheduler.tally.completed += 1
+            self.answered += 1
+            self.latency += self.now - request.arrival
+            if request.caller >= 0:
+                heappush(self._arrivals, (self._draw_pause(), request.caller))
+
+    def _goes_at_once(self, arrived: list[Request]) -> bool:
+        batch = self.scheduler.submit_at_once(self.now, arrived)
+        if batch is None:
+            assert self.scheduler.submit(self.now, arrived) == []
+            return False
+        self.scheduler.count_batch(batch)
+        self._send(batch)
+        return True
+
+    def _poll(self) -> None:
+        self._notice_hold()
+        actions, wake_at = self.scheduler.poll(self.now)
+        assert wake_at is None or wake_at > self.now
+        for action in actions:
+            assert isinstance(action, Dispatch)
+            self._send(action.batch)
+        self._wake_at = inf if wake_at is None else wake_at
+        self._check_hold()
+
+    def _notice_hold(self) -> None:
+        if self._held is not None:
+            self.longest_hold = max(self.longest_hold, self.now - self._held[0])
+
+    def _check_hold(self) -> None:
+        """It is never idle in vain, and never idle for long."""
+        scheduler = self.scheduler
+        if not scheduler.queue.size or not scheduler.idle_workers:
+            self._held = None
+            return
+        assert self.policy.is_holding
+        if self._held is None:
+            alone = scheduler._service.median(1)
+            self._held = self.now, min(self._max_delay, alone)
+        since, longest = self._held
+        assert self._wake_at <= since + longest * (1 + 1e-9)
+        self._wake_at += self.lateness
+
+    def _send(self, batch: Batch) -> None:
+        self._held = None
+        self.log.append((self.now, batch.release, len(batch.requests)))
+        start = max(self.now, self._busy_until[batch.worker])
+        end = start + self.seconds(len(batch.requests))
+        self._busy_until[batch.worker] = end
+        heappush(self._running, (end, batch.id, batch))
