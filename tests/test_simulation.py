@@ -14,11 +14,12 @@ import pytest
 from benchmarks.simulation.batchers import Ours, Planned
 from benchmarks.simulation.bounds import Estimate, percent_over
 from benchmarks.simulation.cells import (
-    ALL_SYSTEMS,
     LOADS,
+    NO_TARGET,
     OPTIMUM,
     OURS,
     RUNS,
+    SYSTEMS,
     Cell,
     make,
     plan,
@@ -42,7 +43,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLAT = Model("flat", 10e-3, 0.0, 4, target=0.1)
 SINGLE = Model("single", 10e-3, 0.0, 1, target=0.1)
 SEEDS = range(10)
-every_system = pytest.mark.parametrize("name", ALL_SYSTEMS)
+every_system = pytest.mark.parametrize("name", [NO_TARGET, *SYSTEMS])
 
 
 def latencies(batcher: Batcher, moments: Sequence[float], model: Model = FLAT) -> list[float]:
@@ -295,6 +296,16 @@ def test_ours_refuses_what_would_be_late() -> None:
     record = simulate(Ours("greedy", 1, target=0.025), OpenLoop(moments), Worker(FLAT), inf)
     assert [round(answer, 9) for answer in record.answers[:4]] == [0.01, 1.01, 2.01, 2.02]
     assert record.losses[4] == 2.0
+
+
+def test_ours_with_costs_puts_like_lengths_together() -> None:
+    """Four wait, long and short by turns, and two of a length fit into a batch."""
+    costs = [1.0, 2.0, 0.5, 2.0, 0.5]
+    batcher = Ours("greedy", 4, costs=costs)
+    record = simulate(batcher, OpenLoop([1.0, *[1.001] * 4]), Worker(FLAT, costs=costs), inf)
+    assert record.batch_sizes == [1, 2, 2]
+    ended = [round(answer, 6) for answer in record.answers]
+    assert ended[1] == ended[3] != ended[2] == ended[4]
 
 
 def test_fast_dynamic_batcher_opens_a_window_after_every_batch() -> None:

@@ -19,7 +19,7 @@ from time import monotonic
 
 from benchmarks.harness import RESULTS, hardware
 from benchmarks.report import Verdict
-from benchmarks.simulation.cells import FIRST_SEED, RUNS, plan, run_seeds
+from benchmarks.simulation.cells import ALL_SYSTEMS, FIRST_SEED, RUNS, plan, run_seeds
 from benchmarks.simulation.pictures import draw
 from benchmarks.simulation.report import Result, tables, verdicts
 
@@ -36,6 +36,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="minutes, for a rough answer")
     parser.add_argument("--parts", nargs="+", choices=RUNS, default=tuple(RUNS))
+    parser.add_argument("--systems", nargs="+", choices=ALL_SYSTEMS, default=ALL_SYSTEMS)
     parser.add_argument("--seeds", type=int, help=f"{SEEDS}, or {QUICK_SEEDS} if quick")
     parser.add_argument("--scale", type=float, help=f"of lengths: 1, or {QUICK_SCALE} if quick")
     parser.add_argument("--processes", type=int, default=2)
@@ -49,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run_part(arguments: argparse.Namespace, part: str) -> Iterator[Result]:
     """Every cell of a part, with progress on stderr."""
-    cells = plan([part])
+    cells = plan([part], arguments.systems)
     # The seeds of a cell share its optimum, so they stay in one process.
     tasks = [(cell, arguments.seeds, arguments.scale) for cell in cells]
     started = monotonic()

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Batch, Dispatch, Expire, Request
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
@@ -28,6 +29,8 @@ class Ours:
         max_batch_size: Most requests in a batch.
         max_delay: As of `DynBatcher`, seconds.
         target: `max_latency`, seconds, or None.
+        costs: Of the requests by their number; batches are filled by them, and cost no more than a
+            full batch of requests that cost 1. None to know nothing of costs.
     """
 
     answer_tick = 0.0
@@ -39,7 +42,9 @@ class Ours:
         *,
         max_delay: float | None = None,
         target: float | None = None,
+        costs: Sequence[float] | None = None,
     ) -> None:
+        former = None if costs is None else BatchFormer(float(max_batch_size), is_padded=True)
         self._scheduler = Scheduler(
             make_policy(policy, max_delay),
             Tally(),
@@ -50,8 +55,10 @@ class Ours:
             infer_timeout=None,
             idempotent=True,
             isolate_errors=True,
+            former=former,
         )
         self._scheduler.worker_ready(0.0, WORKER)
+        self._costs = costs
         # What `submit_at_once` has decided already.
         self._sent: tuple[Batch, list[int]] | None = None
         self._refused: list[Request] = []
@@ -59,6 +66,9 @@ class Ours:
     def arrive(self, now: float, requests: list[int]) -> None:
         """The short way first, as the shell does."""
         arrived = [Request(request, None) for request in requests]
+        if self._costs is not None:
+            for request in arrived:
+                request.cost = self._costs[request.value]
         batch = self._scheduler.submit_at_once(now, arrived)
         if batch is None:
             self._refused = self._scheduler.submit(now, arrived)

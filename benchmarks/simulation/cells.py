@@ -4,7 +4,7 @@ A cell is one model under one load. All systems of a cell meet the same arrivals
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -49,11 +49,13 @@ SLOW_START_LOAD = 0.6
 SLOW_START_SECONDS = 60.0
 # Log-normal: with this deviation of the logarithm the longest of 32 is seven times the mean.
 COST_SIGMA = 1.0
-COST_LOAD = 0.1
+COST_LOADS = (0.1, 0.2, 0.3)
 
 OURS, GREEDY, BENTO = "adaptive", "greedy", "BentoML"
 # Ours where the user has not set `max_latency`.
 NO_TARGET = "no target"
+# Ours where the user has given a cost function and `max_batch_cost`.
+WITH_COSTS = "with costs"
 # The exact optimum; the best of all policies that send whatever waits or nothing; and a rule that
 # sends less than what waits, if it knows t(n) and the load.
 OPTIMUM, OPTIMUM_OF_ALL, RULE = "optimum", "optimum, sends all", "rule of sizes"
@@ -90,7 +92,7 @@ SYSTEMS = (
     *("batched 5 ms", BENTO, "AIMD"),
 )
 # In the order of the tables.
-ALL_SYSTEMS = (OURS, NO_TARGET, *SYSTEMS[1:])
+ALL_SYSTEMS = (OURS, NO_TARGET, WITH_COSTS, *SYSTEMS[1:])
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,10 @@ def costs(cell: Cell, seed: int, scale: float) -> Outcome:
     seconds = scale * 20_000 / rate
     moments = poisson(rate, seconds, seed)
     lengths = log_normal_costs(len(moments), COST_SIGMA, seed)
+    batchers: dict[str, Batcher] = {name: make(name, model, None) for name in cell.systems}
+    batchers[WITH_COSTS] = Ours("adaptive", model.max_batch_size, costs=lengths)
     return _run_all(
-        {name: make(name, model, None) for name in cell.systems},
+        batchers,
         lambda: OpenLoop(moments),
         lambda: Worker(model, costs=lengths),
         seconds,
@@ -239,8 +243,11 @@ RUNS = {
 TARGET_SYSTEMS = (OURS, NO_TARGET, "FDB 5 ms", "batched 5 ms", BENTO, "AIMD")
 
 
-def plan(parts: Sequence[str]) -> list[Cell]:
-    """All cells of these parts, the longest ones first within a part."""
+def plan(parts: Sequence[str], systems: Sequence[str] = ALL_SYSTEMS) -> list[Cell]:
+    """All cells of these parts, with those of their systems that are wanted.
+
+    The optima are there in any case, and so is ours with costs in the part about them.
+    """
     cells: list[Cell] = []
     for model in MODELS:
         cells += [Cell("open-loop", model, load) for load in LOADS]
@@ -252,8 +259,13 @@ def plan(parts: Sequence[str]) -> list[Cell]:
         cells += [Cell("overload", model, load, systems=TARGET_SYSTEMS) for load in OVERLOADS]
         cells.append(Cell("bursts", model, 0.6, systems=TARGET_SYSTEMS))
         cells.append(Cell("slow-start", model, SLOW_START_LOAD, systems=(OURS, NO_TARGET, BENTO)))
-        cells.append(Cell("costs", model, COST_LOAD, systems=(OURS, GREEDY, BENTO)))
-    return [cell for part in parts for cell in cells if cell.part == part]
+        cells += [Cell("costs", model, load, systems=(OURS, GREEDY, BENTO)) for load in COST_LOADS]
+    return [
+        replace(cell, systems=tuple(name for name in cell.systems if name in systems))
+        for part in parts
+        for cell in cells
+        if cell.part == part
+    ]
 
 
 def run(cell: Cell, seed: int, scale: float) -> Outcome:

@@ -6,7 +6,16 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.simulation.cells import ALL_SYSTEMS, BENTO, GREEDY, NO_TARGET, OPTIMUM, OURS, PAUSES
+from benchmarks.simulation.cells import (
+    ALL_SYSTEMS,
+    BENTO,
+    GREEDY,
+    NO_TARGET,
+    OPTIMUM,
+    OURS,
+    PAUSES,
+    WITH_COSTS,
+)
 from benchmarks.simulation.models import MODELS
 from benchmarks.simulation.report import Result
 
@@ -14,6 +23,7 @@ from benchmarks.simulation.report import Result
 COLOURS = {
     OURS: "#d1495b",
     NO_TARGET: "#999999",
+    WITH_COSTS: "#7a5195",
     GREEDY: "#000000",
     "fixed 1 ms": "#e69f00",
     "fixed 5 ms": "#b07800",
@@ -105,6 +115,8 @@ def _bars(axes: Axes, results: Sequence[Result], capacity: float) -> None:
 
 
 def _line(axes: Axes, system: str, points: list[tuple[float, float]]) -> None:
+    if not points:  # it is not in this part
+        return
     axes.plot(
         [x for x, _ in points],
         [y for _, y in points],
