@@ -19,6 +19,8 @@ from benchmarks.harness import RESULTS, ROOT
 from benchmarks.limit import LIMIT
 from benchmarks.peers import CALLERS, LOADS, SATURATION_CALLERS, load_label, name_callers
 from benchmarks.report import Measurement, Series, Spread, number
+from benchmarks.simulation.cells import RUNS
+from benchmarks.simulation.pictures import PICTURES as PICTURES_OF_PARTS
 
 PEERS_JSON = RESULTS / "peers.json"
 README = ROOT / "README.md"
@@ -31,11 +33,13 @@ REPORTS = (
     "peers",
     "reference_experiment-cpu",
     "load_test",
+    *(f"simulation-{part}" for part in RUNS),
 )
 # The pictures that belong to a report.
 PICTURES = {
     "peers": ("peers-overhead.png", "peers-open-loop.png", "peers-idle.png"),
     "load_test": ("load_test.png",),
+    **{f"simulation-{part}": (f"simulation-{part}.png",) for part in PICTURES_OF_PARTS},
 }
 NOTHING_STORED = "No results are stored; `make bench-all` makes them."
 OURS = "ours"

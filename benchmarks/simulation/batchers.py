@@ -1,0 +1,145 @@
+"""Our core, and the exact optimum, as batchers in virtual time. No process, no clock."""
+
+from collections import deque
+from collections.abc import Sequence
+from math import inf
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.simulation.engine import Decision
+from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.messages import Batch, Dispatch, Expire, Request
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher.stats import Tally
+
+# What `DynBatcher` sets where the user says nothing.
+DEFAULT_TIMEOUT = 30.0
+LEAST_QUEUE_SIZE, QUEUE_BATCHES = 1024, 8
+WORKER = 0
+
+
+class Ours:
+    """The scheduler, driven by its events as the shell drives it.
+
+    Args:
+        policy: "adaptive", "greedy" or "fixed".
+        max_batch_size: Most requests in a batch.
+        max_delay: As of `DynBatcher`, seconds.
+        target: `max_latency`, seconds, or None.
+        costs: Of the requests by their number; batches are filled by them, and cost no more than a
+            full batch of requests that cost 1. None to know nothing of costs.
+    """
+
+    answer_tick = 0.0
+
+    def __init__(
+        self,
+        policy: str,
+        max_batch_size: int,
+        *,
+        max_delay: float | None = None,
+        target: float | None = None,
+        costs: Sequence[float] | None = None,
+    ) -> None:
+        former = None if costs is None else BatchFormer(float(max_batch_size), is_padded=True)
+        self._scheduler = Scheduler(
+            make_policy(policy, max_delay),
+            Tally(),
+            max_batch_size=max_batch_size,
+            max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
+            timeout=DEFAULT_TIMEOUT,
+            max_latency=target,
+            infer_timeout=None,
+            idempotent=True,
+            isolate_errors=True,
+            former=former,
+        )
+        self._scheduler.worker_ready(0.0, WORKER)
+        self._costs = costs
+        # What `submit_at_once` has decided already.
+        self._sent: tuple[Batch, list[int]] | None = None
+        self._refused: list[Request] = []
+
+    def arrive(self, now: float, requests: list[int]) -> None:
+        """The short way first, as the shell does."""
+        arrived = [Request(request, None) for request in requests]
+        if self._costs is not None:
+            for request in arrived:
+                request.cost = self._costs[request.value]
+        batch = self._scheduler.submit_at_once(now, arrived)
+        if batch is None:
+            self._refused = self._scheduler.submit(now, arrived)
+        else:
+            self._scheduler.count_batch(batch)
+            self._sent = _described(batch)
+
+    def done(self, now: float, batch: Any) -> Sequence[int]:
+        """Those whose caller still waits."""
+        found = self._scheduler.batch_done(now, WORKER, batch.id)
+        assert found is not None, "the worker answers what it was sent"
+        answered = [request for request in found.requests if not request.is_settled]
+        for request in answered:
+            request.is_settled = True
+        self._scheduler.tally.completed += len(answered)
+        return [request.value for request in answered]
+
+    def poll(self, now: float) -> Decision:
+        """Its actions, in their order."""
+        if self._sent is not None:
+            sent, self._sent = self._sent, None
+            return Decision([sent], [], self._scheduler.next_expiry)
+        lost = []
+        if self._refused:
+            lost = [request.value for request in self._refused]
+            self._refused = []
+        actions, wake_at = self._scheduler.poll(now)
+        batches = []
+        for action in actions:
+            if isinstance(action, Dispatch):
+                batches.append(_described(action.batch))
+            elif isinstance(action, Expire):
+                lost.append(action.request.value)
+        return Decision(batches, lost, inf if wake_at is None else wake_at)
+
+
+def _described(batch: Batch) -> tuple[Batch, list[int]]:
+    return batch, [request.value for request in batch.requests]
+
+
+class Planned:
+    """Does what a table says.
+
+    Args:
+        sizes: By queue length while the worker is free, how many to send; 0 to wait for the next
+            arrival. A longer queue is treated as the longest in the table.
+    """
+
+    answer_tick = 0.0
+
+    def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
+        self._sizes: list[int] = sizes.tolist()
+        self._queue: deque[int] = deque()
+        self._is_free = True
+
+    def arrive(self, now: float, requests: list[int]) -> None:
+        """They wait."""
+        self._queue.extend(requests)
+
+    def done(self, now: float, batch: Any) -> Sequence[int]:
+        """All of it."""
+        self._is_free = True
+        requests: Sequence[int] = batch
+        return requests
+
+    def poll(self, now: float) -> Decision:
+        """Look it up."""
+        queue = self._queue
+        size = self._sizes[min(len(queue), len(self._sizes) - 1)] if self._is_free else 0
+        if size == 0:
+            return Decision([], [], inf)
+        self._is_free = False
+        batch = [queue.popleft() for _ in range(size)]
+        return Decision([(batch, batch)], [], inf)

@@ -1,0 +1,91 @@
+"""The simulated models: how long a batch takes. No process, no clock.
+
+The front end, the pipe and the event loop cost nothing here, for all systems alike: what is
+compared is the policy alone.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Model:
+    """A batch of n takes `fixed + each * n + knee_each * max(0, n - knee)` seconds."""
+
+    name: str
+    fixed: float
+    each: float
+    max_batch_size: int
+    # Seconds within which an answer is worth something, in the parts with a target: about three
+    # times a full batch, so that a request may meet a running batch and a full queue for one more.
+    target: float
+    knee: int = 0
+    knee_each: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """How long a batch of this size (or padded cost) takes."""
+        return self.fixed + self.each * size + self.knee_each * max(0.0, size - self.knee)
+
+    @property
+    def capacity(self) -> float:
+        """Requests per second on full batches."""
+        return self.max_batch_size / self.seconds(self.max_batch_size)
+
+
+# A small batch costs what one request costs, up to a knee; half fixed; and nearly nothing fixed.
+# They stand for a GPU, a small model on a GPU, and a CPU. Source: the project's policy notes.
+MODELS = {
+    model.name: model
+    for model in (
+        Model("gpu", 4e-3, 0.02e-3, 64, target=0.050, knee=16, knee_each=0.23e-3),
+        Model("mid", 4e-3, 0.3e-3, 32, target=0.050),
+        Model("cpu", 0.5e-3, 2e-3, 16, target=0.100),
+    )
+}
+
+
+class Worker:
+    """Says how long each batch takes on the one worker.
+
+    Args:
+        model: Of all batches.
+        slow_first: How many batches at the start are slow, and how many times as slow.
+        stalls: Moments, rising; the first batch that begins after one of them is slow. Moments and
+            not a share of the batches, so that all systems meet the same ones.
+        stall_factor: How many times as slow.
+        costs: Of the requests by their number; a batch is padded to its most costly one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slow_first: tuple[int, float] = (0, 1.0),
+        stalls: Sequence[float] = (),
+        stall_factor: float = 1.0,
+        costs: Sequence[float] | None = None,
+    ) -> None:
+        self._model = model
+        self._times = [model.seconds(size) for size in range(model.max_batch_size + 1)]
+        self._slow_left, self._slow_factor = slow_first
+        self._stalls = stalls
+        self._stalls_met = 0
+        self._stall_factor = stall_factor
+        self._costs = costs
+
+    def seconds(self, now: float, requests: Sequence[int]) -> float:
+        """How long a batch of these requests takes that begins now."""
+        if self._costs is None:
+            seconds = self._times[len(requests)]
+        else:
+            most = max([self._costs[request] for request in requests])
+            seconds = self._model.seconds(len(requests) * most)
+        if self._slow_left:
+            self._slow_left -= 1
+            seconds *= self._slow_factor
+        if self._stalls_met < len(self._stalls) and self._stalls[self._stalls_met] <= now:
+            # Those that fell into one batch, or into idle time, slow down one batch.
+            self._stalls_met = bisect_right(self._stalls, now)
+            seconds *= self._stall_factor
+        return seconds
