@@ -525,11 +525,13 @@ async def test_a_cancelled_shutdown_goes_on() -> None:
 
 
 async def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
+    function: Any
+
     async def last(items: list[int]) -> list[int]:
         await function.shutdown()
         return items
 
-    function: Any = aio.dynamically(last)
+    function = aio.dynamically(last)
     assert await function(1) == 1
 
 
