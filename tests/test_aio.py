@@ -526,11 +526,11 @@ async def test_a_cancelled_shutdown_goes_on() -> None:
 
 async def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
     async def last(items: list[int]) -> list[int]:
-        await function.shutdown()
+        await decorated.shutdown()
         return items
 
-    function: Any = aio.dynamically(last)
-    assert await function(1) == 1
+    decorated: Any = aio.dynamically(last)
+    assert await decorated(1) == 1
 
 
 def test_shutdown_from_another_loop_settles_those_of_a_loop_that_stands_still() -> None:

@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -899,6 +900,7 @@ def test_a_forked_child_begins_anew() -> None:
         spin_until(lambda: function.stats.queue_size == 1)
         child = os.fork()
         if child == 0:
+            signal.alarm(round(LIMIT))  # or it would outlive a test that fails
             held.let_on(1)
             os._exit(function(3))
         _, status = os.waitpid(child, 0)
