@@ -267,6 +267,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 restarts.
             InferenceError: The model raised; also an instance of what it raised.
             OutputMismatchError: The model returned something other than one output per input.
+            CollationError: The model has a `collation`, and the input cannot be joined to others.
             UnsendableValueError: The input cannot be pickled.
             RequestTooLargeError: The pickled input is larger than `max_frame_bytes`.
             WorkerLostError: The worker died while it computed this input, and `idempotent` is

@@ -211,9 +211,10 @@ def _check_sizes(sizes: object) -> tuple[int, ...]:
 
 
 def _check_pad_value(name: str, value: Any) -> PadValue:
-    if not isinstance(value, bool | int | float | complex):
+    number = value.item() if hasattr(value, "item") else value  # one of NumPy's
+    if not isinstance(number, bool | int | float | complex):
         raise ConfigurationError(f"{name}={value!r:.100}: give a number to pad with")
-    return value
+    return number
 
 
 def _check_names(name: str, by_feature: object) -> Mapping[str, Any]:

@@ -152,7 +152,8 @@ def _walk(tree: Tree) -> Iterator[tuple[str, ...]]:
 
 def _open(value: Any) -> _State | None:
     """What a structure holds; None for a leaf."""
-    opener = _find_opener(type(value))
+    kind: Any = type(value)
+    opener = _find_opener(kind)
     return None if opener is None else opener(value)
 
 

@@ -268,8 +268,8 @@ def test_two_axes_are_filled_up() -> None:
         ([1j, 2.0j], np.ndarray, np.complex128),
     ],
 )
-def test_numbers_become_arrays(rows: list[Any], kind: type, dtype: Any) -> None:
-    batch = join(rows, Collation.stack())
+def test_numbers_become_arrays(rows: list[Any], kind: Any, dtype: Any) -> None:
+    batch: Any = join(rows, Collation.stack())
     assert type(batch) is kind
     assert batch.dtype == dtype
     assert batch.tolist() == rows
@@ -284,6 +284,12 @@ def test_numbers_join_the_tensors_beside_them() -> None:
     assert batch["at"].tolist() == [0.1, 0.1]
     both = join([(torch.zeros(1), np.zeros(1), 1.0)] * 2, Collation.stack())
     assert type(both[2]) is np.ndarray
+
+
+@pytest.mark.parametrize("collation", [Collation.stack(), Collation.pad(value=0)])
+def test_a_batch_has_no_gradients(collation: Collation) -> None:
+    rows = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))]
+    assert not join(rows, collation).requires_grad
 
 
 def test_a_batch_is_laid_out_as_its_axes_say() -> None:

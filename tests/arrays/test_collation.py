@@ -3,6 +3,7 @@
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fast_batcher import Collation, ConfigurationError
@@ -34,6 +35,11 @@ def test_features_have_values_and_sides_of_their_own() -> None:
     assert [padding.side_of(name) for name in ("ids", "labels", "mask")] == [
         *("right", "left", "left")
     ]
+
+
+def test_a_number_of_numpys_is_a_number() -> None:
+    number: Any = np.int64(3)
+    assert Collation.pad(value=number) == Collation.pad(value=3)
 
 
 def test_padded_axes_are_those_that_a_feature_has() -> None:

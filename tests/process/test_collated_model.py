@@ -181,10 +181,11 @@ def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None
     outcomes = compute(recorder, collation, *inputs)
     assert [int(one[0]) for one in outcomes] == list(range(1, count + 1))
     assert {len(batch) for batch in recorder.batches} <= sizes
-    for batch in recorder.batches:
-        last = max(batch[:, 0])
-        assert sorted(batch[:, 0])[-1] == last
-        assert set(batch[:, 0]) <= set(range(count))
+    seen = [number for batch in recorder.batches for number in batch[:, 0].tolist()]
+    assert set(seen) == set(range(count))
+    # Only the last batch is filled up, with its last row.
+    assert seen == sorted(seen)
+    assert seen[count:] == [count - 1] * (len(seen) - count)
 
 
 # What the model returns.
@@ -399,6 +400,9 @@ async def test_features_and_outputs_have_axes_of_their_own() -> None:
         assert found["sum"].shape == (2, 3)
         assert found["sum"].tolist() == (features["x"] + features["y"]).tolist()
         assert found["word"] == ["row"] * 3
+        across = Collation.stack(batch_dim=(1, 0))
+        found = await batcher.process_rows(features, collation=across)
+        assert found["sum"].tolist() == (features["x"] + features["y"]).T.tolist()
         ragged = {"x": [row(), row()], "y": [row(), row()]}
         assert (await batcher.process_rows(ragged))["sum"].shape == (2, 3)
 
