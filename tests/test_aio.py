@@ -280,6 +280,62 @@ async def test_all_callers_of_a_batch_may_go() -> None:
         assert await later == 6
 
 
+def batch_tasks() -> list[asyncio.Task[Any]]:
+    """The tasks that compute batches."""
+    return [task for task in asyncio.all_tasks() if "TaskWorker" in repr(task.get_coro())]
+
+
+async def test_a_batch_whose_task_is_cancelled_fails_and_the_next_one_goes_on() -> None:
+    held = HeldTask()
+    async with aio.dynamically(held) as function:
+        first = asyncio.create_task(function(1))
+        await until(lambda: bool(held.batches))
+        second = asyncio.create_task(function(2))
+        await until(lambda: function.stats.queue_size == 1)
+        (task,) = batch_tasks()
+        task.cancel()
+        with pytest.raises(InferenceError, match="CancelledError"):
+            await first
+        held.let_on()
+        assert await second == 4
+
+
+async def test_one_that_ends_with_its_callers_leaves_the_function_free() -> None:
+    held = HeldTask()
+    async with aio.dynamically(held) as function:
+        calls = [asyncio.create_task(function(1))]
+        await until(lambda: bool(held.batches))
+        calls.append(asyncio.create_task(function(2)))
+        await until(lambda: function.stats.queue_size == 1)
+        for task in (*batch_tasks(), *calls):
+            task.cancel()
+        await asyncio.wait(calls)
+        held.let_on()
+        assert await function(3) == 6
+    assert held.batches == [[1], [3]]
+
+
+async def test_the_loop_gets_a_turn_between_batches_of_a_function_that_never_waits() -> None:
+    turns_had = 0
+    seen: list[int] = []
+
+    async def note(items: list[int]) -> list[int]:
+        seen.append(turns_had)
+        return items
+
+    async def count_turns() -> None:
+        nonlocal turns_had
+        while True:
+            turns_had += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    async with aio.dynamically(batch_size=1)(note) as function:
+        await function(list(range(5)))
+    counting.cancel()
+    assert len(set(seen)) == 5
+
+
 # Several loops.
 
 
@@ -525,14 +581,12 @@ async def test_a_cancelled_shutdown_goes_on() -> None:
 
 
 async def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
-    function: Any
-
     async def last(items: list[int]) -> list[int]:
-        await function.shutdown()
+        await decorated.shutdown()
         return items
 
-    function = aio.dynamically(last)
-    assert await function(1) == 1
+    decorated: Any = aio.dynamically(last)
+    assert await decorated(1) == 1
 
 
 def test_shutdown_from_another_loop_settles_those_of_a_loop_that_stands_still() -> None:

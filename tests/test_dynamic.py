@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -661,6 +662,26 @@ def test_what_a_batch_held_is_released_when_it_has_been_answered() -> None:
         spin_until(lambda: reference() is None)
 
 
+def test_an_error_is_released_with_those_who_hold_it() -> None:
+    def fail(items: list[int]) -> list[int]:
+        raise BadItemError(items[0], "bad")
+
+    def call(function: BatchedFunction[int, int]) -> "weakref.ref[BaseException]":
+        try:
+            function(1)
+        except BadItemError as error:
+            return weakref.ref(error)
+        raise AssertionError
+
+    with dynamically(fail) as function:
+        gc.disable()
+        try:
+            reference = call(function)
+            spin_until(lambda: reference() is None)
+        finally:
+            gc.enable()
+
+
 def test_an_instance_lives_while_calls_wait_for_it() -> None:
     held = Held()
 
@@ -879,6 +900,7 @@ def test_a_forked_child_begins_anew() -> None:
         spin_until(lambda: function.stats.queue_size == 1)
         child = os.fork()
         if child == 0:
+            signal.alarm(round(LIMIT))  # or it would outlive a test that fails
             held.let_on(1)
             os._exit(function(3))
         _, status = os.waitpid(child, 0)

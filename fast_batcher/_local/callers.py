@@ -27,8 +27,9 @@ class Call:
     __slots__ = ("_lock", "_missing", "_waiters", "outcome")
 
     def __init__(self, count: int, future: "Future[Any] | None" = None) -> None:
-        # The outputs by position, or the failure of the first item that has one.
-        self.outcome: list[Any] | Failure = [None] * count
+        # The outputs by position, or the failure of the first item that has one; None when that
+        # has been raised.
+        self.outcome: list[Any] | Failure | None = [None] * count
         self._missing = count
         self._lock: LockType | None = None
         waiter: Any = future
@@ -60,7 +61,12 @@ class Call:
         assert self._lock is not None, "a call of a thread"
         self._lock.acquire()
         if isinstance(self.outcome, Failure):
-            raise self.outcome.error
+            try:
+                raise self.outcome.error
+            finally:
+                # Else the error would hold this frame, and this call the error.
+                self.outcome = None
+        assert self.outcome is not None, "asked once"
         return self.outcome
 
 

@@ -7,7 +7,6 @@ with the instance. Nothing is stored on instances: they can be copied and pickle
 import dataclasses
 import functools
 import inspect
-import threading
 import types
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
@@ -153,27 +152,23 @@ def plan(
 class _Instances:
     """The batchers of a method, by instance.
 
-    By identity: instances need not be hashable, and equal ones are not the same.
+    By identity: instances need not be hashable, and equal ones are not the same. Without a lock:
+    an instance may die in the middle of anything, and a process may be forked there.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._batchers: dict[int, tuple[weakref.ref[Any], Batcher]] = {}
 
     def batcher_of(self, instance: Any, plan: Plan) -> Batcher:
-        known = self._batchers.get(id(instance))
-        if known is not None and known[0]() is instance:
-            return known[1]
-        with self._lock:
-            known = self._batchers.get(id(instance))
-            if known is not None and known[0]() is instance:
-                return known[1]
+        key, batchers = id(instance), self._batchers
+        known = batchers.get(key)
+        if known is None:
             batcher = plan.make_batcher(bind_weakly(plan.target, instance))
-            batchers, key = self._batchers, id(instance)
-            # Takes no lock: it may run in the middle of anything.
             reference = weakref.ref(instance, lambda _: batchers.pop(key, None) and None)
-            self._batchers[key] = (reference, batcher)
-            return batcher
+            # If another thread was faster, this one is dropped: a batcher starts with its first
+            # call.
+            known = batchers.setdefault(key, (reference, batcher))
+        return known[1]
 
 
 class Decorated:

@@ -265,8 +265,9 @@ class Engine:
             return
         with self._lock:
             scheduler = self._scheduler
-            # A batch whose callers have all gone still runs: its worker is not idle.
-            is_done = not scheduler.waiting and (scheduler.is_closed or scheduler.idle_workers)
+            # While anything waits the worker is not idle, nor while a batch runs whose callers have
+            # all gone.
+            is_done = scheduler.is_closed or scheduler.idle_workers
             if not is_done or self._has_ended:
                 return
             self._has_ended = True

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,7 @@ def test_a_forked_child_begins_anew() -> None:
     assert sample_functions.double(1) == 2
     child = os.fork()
     if child == 0:
+        signal.alarm(round(LIMIT))  # or it would outlive a test that fails
         answer = sample_functions.double(3)
         sample_functions.double.shutdown()
         os._exit(answer)
