@@ -378,6 +378,14 @@ def test_a_cell_of_each_part_says_what_is_stored(part: str) -> None:
     assert all(v.measured is not None for v in verdicts([result], part) if "mid" in v.claim)
 
 
+def test_a_plan_has_all_systems_of_a_part_or_those_that_are_wanted() -> None:
+    assert all(NO_TARGET in cell.systems for cell in plan(["bursts", "overload"]))
+    assert {cell.systems for cell in plan(["open-loop"], ["greedy", "AIMD"])} == {
+        ("greedy", "AIMD")
+    }
+    assert {cell.systems for cell in plan(["bursts"], [OURS])} == {(OURS,)}
+
+
 def result_of(part: str, **figures: list[float]) -> Result:
     cell = Cell(part, "gpu", 0.5)
     stored: dict[str, list[float | None]] = {"mean_ms": [*figures.pop("ours")]}

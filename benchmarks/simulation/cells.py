@@ -255,9 +255,8 @@ def plan(parts: Sequence[str], systems: Sequence[str] = ALL_SYSTEMS) -> list[Cel
         cells += [Cell("open-loop", model, load) for load in LOADS]
         for pause in PAUSES:
             for clients in CLIENTS:
-                few = (OURS, GREEDY)
-                systems = SYSTEMS if clients in PEERS_CLIENTS else few
-                cells.append(Cell("closed-loop", model, clients, pause, systems))
+                compared = SYSTEMS if clients in PEERS_CLIENTS else (OURS, GREEDY)
+                cells.append(Cell("closed-loop", model, clients, pause, compared))
         cells += [Cell("overload", model, load, systems=TARGET_SYSTEMS) for load in OVERLOADS]
         cells.append(Cell("bursts", model, 0.6, systems=TARGET_SYSTEMS))
         cells.append(Cell("slow-start", model, SLOW_START_LOAD, systems=(OURS, NO_TARGET, BENTO)))
