@@ -14,7 +14,7 @@ ValueT = TypeVar("ValueT")
 class PriorityStrategy(IntEnum):
     """Who goes first when more items wait than a batch holds; equals go in order of arrival.
 
-    Whatever is chosen, every fourth batch takes along the item that has waited longest.
+    Whatever is chosen, every eighth batch goes by age alone.
     """
 
     NONE = auto()  # first come, first served
