@@ -19,6 +19,9 @@ logger = logging.getLogger("fast_batcher")
 # Seconds that a function may take for one input before it is named in a warning: the event loop
 # waits for it, and at a tenth of a second users notice.
 SLOW = 0.1
+# Sums and products of costs over a whole queue must stay finite; no unit that anybody counts in
+# comes near it.
+MOST_COST = 1e15
 
 
 class Appraisal:
@@ -81,10 +84,10 @@ class Appraisal:
             number = float(cost) if is_number else math.nan  # type: ignore[arg-type]
         except (OverflowError, ValueError, TypeError):
             number = math.nan
-        if not 0 < number < math.inf:
+        if not 0 < number <= MOST_COST:
             raise ConfigurationError(
-                f"cost returned {cost!r:.100}: it must return a finite number above 0 for every "
-                "input"
+                f"cost returned {cost!r:.100}: it must return a number above 0, at most "
+                f"{MOST_COST:g}, for every input"
             )
         if number > self._max_request_cost:
             raise RequestTooLargeError(

@@ -154,7 +154,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             turns out late while it waits is dropped if others can run in its place. Both fail with
             `DeadlineExceededError`, which tells in `retry_after` when to come again. One that runs
             past it is answered all the same, until its `timeout`.
-        cost: What an input costs, for example its number of tokens: a finite number above 0. Called
+        cost: What an input costs, for example its number of tokens: above 0, at most 1e15. Called
             once per input on the event loop's thread, so it must be quick. Default: the model's
             `cost`, if its class has a static or class method of that name. Batches are then formed
             of near costs.
@@ -398,19 +398,24 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Raises:
             BatcherError: As `process_batched`, the error of the first input that has one. The
-                others are abandoned.
+                others are abandoned. So with `max_latency` one input that is refused fails the
+                call.
 
         Cancellation: safe at any time; all of them are abandoned.
         """
         limit = self._settings.timeout if timeout is None else _checked(timeout)
         deadline = math.inf if limit is None else monotonic() + limit
-        window = MANY_BATCHES_PER_WORKER * self._settings.max_batch_size
+        # With a target a batch that waits behind another of its own call might be refused.
+        batches = MANY_BATCHES_PER_WORKER if self._settings.max_latency is None else 1
+        window = batches * self._settings.max_batch_size
         window *= self._settings.num_workers
         outputs: list[OutputT] = []
         in_flight: deque[Request] = deque()
         try:
             for value in values:
                 request = Request(value, get_running_loop().create_future(), deadline)
+                if timeout is None:
+                    request.target = math.inf  # the default timeout is no target
                 if priority != 0:
                     request.priority = _checked_priority(priority)
                 # With requests of its own under way it waits for room; else it is refused.

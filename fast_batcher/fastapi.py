@@ -441,7 +441,9 @@ def _make_response(
         logger.debug("%s, error id %s: %s", code, error_id, error)
     text = str(error) if detail is None else detail
     body: dict[str, Any] = {"detail": text, "code": code, "error_id": error_id}
-    retry_after = getattr(error, "retry_after", None)
+    # Not of what the model raised: that is the user's, and whatever it is.
+    is_ours = not isinstance(error, errors.InferenceError)
+    retry_after = getattr(error, "retry_after", None) if is_ours else None
     if retry_after is not None:
         body["retry_after"] = retry_after
     response = JSONResponse(body, status, headers)

@@ -44,7 +44,9 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         """Inputs to compute before the worker is called ready; none by default.
 
         `infer` gets the first of them alone, and all of them, repeated as needed, in batches of
-        `max_batch_size`; then one batch of either size again, to see how long it takes.
+        `max_batch_size`; then one batch of either size again, to see how long it takes. Each time
+        it gets copies, as far as they can be pickled. All of them share batches, whatever `group_by`
+        and `max_batch_cost` say.
         """
         return ()
 

@@ -205,16 +205,16 @@ def test_small_calls_go_before_large_ones_and_large_ones_are_not_starved() -> No
         held.next_batch()
         calls.append(InThread(function, [1, 2, 3, 4]))
         spin_until(lambda: function.stats.queue_size == 4)
-        for number in range(5, 13):
+        for number in range(5, 21):
             calls.append(InThread(function, number))
             spin_until(lambda number=number: function.stats.queue_size == number)  # type: ignore[misc]
-        held.let_on(7)
+        held.let_on(11)
         results = [call.result() for call in calls]
         assert results[:2] == [200, [2, 4, 6, 8]]
-        batches = [held.next_batch() for _ in range(6)]
-        # Small ones first, in order of arrival; the fourth batch that leaves the queue takes along
-        # the one that has waited longest.
-        assert batches == [[5, 6], [7, 8], [1, 9], [10, 11], [12, 2], [3, 4]]
+        batches = [held.next_batch() for _ in range(10)]
+        # Small ones first, in order of arrival; the eighth batch that leaves the queue goes by age.
+        small = [[first, first + 1] for first in range(5, 19, 2)]
+        assert batches == [*small, [1, 2], [19, 20], [3, 4]]
 
 
 def test_a_batch_stays_within_its_length() -> None:

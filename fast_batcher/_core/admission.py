@@ -13,8 +13,9 @@ none: that timeout is a safety net, and nothing is predicted for it.
 A target ends nothing by itself: a request that runs past it is answered, until its deadline.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -123,7 +124,8 @@ class Admission:
         full, batches = float(self.max_batch_size), ceil(outlook.ahead / self.max_batch_size)
         if self._former is not None and outlook.ahead:
             full = self._full_charge(outlook.cost, outlook.ahead)
-            batches = ceil(outlook.cost / full)
+            # Rounding may have left nothing of the costs of those that wait.
+            batches = ceil(outlook.cost / full) if full else batches
         return outlook.delay + batches * self._service.median(full) / outlook.workers
 
     def _full_charge(self, cost: float, requests: int) -> float:
@@ -261,12 +263,18 @@ class Admission:
     def _make_smaller(
         self, start: float, requests: list[Request], late: list[Request], queue: RequestQueue
     ) -> Selection:
-        size = len(requests)
-        while size > 1:
-            finish = start + self._service.high(self.size_of(requests[:size]))
-            if finish <= min(map(_target_of, requests[:size])):
-                break
-            size -= 1
+        # The more, the later, and the earlier the first target among them: so it can be searched.
+        targets = list(accumulate(map(_target_of, requests), min))
+        size = (
+            bisect_left(
+                range(2, len(requests) + 1),
+                True,
+                key=lambda size: (
+                    start + self._service.high(self.size_of(requests[:size])) > targets[size - 1]
+                ),
+            )
+            + 1
+        )
         queue.put_back(requests[size:])
         return Selection(requests[:size], late, is_smaller=size < len(requests))
 

@@ -9,6 +9,7 @@ with j older ones before it leaves at the latest with the 8 (j + 1)th batch afte
 without priorities, where every batch goes by age, with the (j + 1)th.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from heapq import heappush, merge
@@ -51,8 +52,8 @@ class _Lane:
 
     def count(self, request: Request, step: int) -> None:
         self.size += step
-        # Nothing is left of rounding when nobody is left.
-        self.cost = self.cost + step * _cost_of(request) if self.size else 0.0
+        # Nothing is left of rounding when nobody is left, and never less than nothing.
+        self.cost = max(0.0, self.cost + step * _cost_of(request)) if self.size else 0.0
 
     def head(self) -> Request:
         """The oldest that waits, of at least one."""
@@ -68,7 +69,7 @@ class RankedQueue(RequestQueue):
         former: Chooses by costs, or None: then as many as there are.
     """
 
-    __slots__ = ("_entries", "_former", "_lanes", "_levels", "batches", "patient_since")
+    __slots__ = ("_entries", "_former", "_lanes", "_levels", "_order", "batches", "patient_since")
 
     def __init__(self, former: BatchFormer | None) -> None:
         super().__init__()
@@ -76,6 +77,8 @@ class RankedQueue(RequestQueue):
         # By priority: all of it. By priority and group: the same requests once more.
         self._levels: dict[int, _Lane] = {}
         self._lanes: dict[tuple[int, Group | None], _Lane] = {}
+        # The priorities of the levels, rising. A level goes with its last request.
+        self._order: list[int] = []
         # Entries of the levels, dead ones included.
         self._entries = 0
         # Batches that have left.
@@ -94,9 +97,7 @@ class RankedQueue(RequestQueue):
         self._entries += len(requests)
         for request in requests:
             priority, group = _rank_of(request)
-            if priority not in self._levels:
-                self._levels[priority] = _Lane()
-            self._levels[priority].add(request)
+            self._level_of(priority).add(request)
             if (priority, group) not in self._lanes:
                 self._lanes[priority, group] = _Lane()
             self._lanes[priority, group].add(request)
@@ -104,12 +105,18 @@ class RankedQueue(RequestQueue):
 
     def is_full(self, count: int) -> bool:
         """Whether the next batch would have so many requests, or cost as much as it may."""
-        lanes = [lane for _, lane in self._lanes_of(self._first(by_age=self._goes_by_age()))]
-        if sum(lane.size for lane in lanes) >= count:
-            return True
-        if self._former is None:
-            return False
-        return sum(lane.cost for lane in lanes) > self._former.max_batch_cost
+        most = inf if self._former is None else self._former.max_batch_cost
+        size, cost = 0, 0.0
+        for _, lane in self._lanes_of(self._first(by_age=self._goes_by_age())):
+            size += lane.size
+            cost += lane.cost
+            if size >= count or cost > most:
+                return True
+        return False
+
+    def has_full_group(self, count: int) -> bool:
+        """Whether so many requests of one group and priority wait."""
+        return self.size >= count and any(lane.size >= count for lane in self._lanes.values())
 
     @property
     def cost(self) -> float:
@@ -134,9 +141,11 @@ class RankedQueue(RequestQueue):
             waiting = [_waiting(lane) for _, lane in lanes]
             self._fill(chosen, merge(*waiting, key=_id_of), count)
         else:
+            left = WINDOW_BATCHES * count
             for _, lane in lanes:
                 self._fill(chosen, _waiting(lane), count)
-                if len(chosen) == count:
+                left -= lane.size
+                if len(chosen) == count or left <= 0:
                     break
         self._remove(chosen)
         return chosen
@@ -155,7 +164,10 @@ class RankedQueue(RequestQueue):
                 self._lanes[rank] = _Lane()
             lane = self._lanes[rank]
             lane.count(request, 1)
-            self._levels[rank[0]].count(request, 1)
+            level = self._level_of(rank[0])
+            level.count(request, 1)
+            level.requests.append(request)
+            level.requests = deque(sorted(set(level.requests), key=_id_of))
             # Rare, so nothing is kept for it: those of near cost that stayed may be older.
             lane.requests = deque(sorted([request, *lane.requests], key=_id_of))
             heappush(self._heap, (request.deadline, request.id, request))
@@ -163,9 +175,7 @@ class RankedQueue(RequestQueue):
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
         self.size -= 1
-        priority, group = _rank_of(request)
-        self._levels[priority].count(request, -1)
-        self._count_off((priority, group), request)
+        self._count_off(_rank_of(request), request)
         self._sweep()
 
     def oldest(self) -> Request | None:
@@ -176,16 +186,17 @@ class RankedQueue(RequestQueue):
         return self.batches % AGED_BATCHES == AGED_BATCHES - 1
 
     def _first(self, *, by_age: bool) -> Request:
-        levels = {key: level for key, level in self._levels.items() if level.size}
         if by_age:
-            return min([level.head() for level in levels.values()], key=_id_of)
-        return levels[max(levels)].head()
+            return min([level.head() for level in self._levels.values()], key=_id_of)
+        return self._levels[self._order[-1]].head()
 
-    def _lanes_of(self, first: Request) -> list[tuple[int, _Lane]]:
+    def _lanes_of(self, first: Request) -> Iterator[tuple[int, _Lane]]:
         """The lanes whose requests may join this one, the highest priority first."""
         group = _rank_of(first)[1]
-        lanes = [(key, self._lanes.get((key, group))) for key in sorted(self._levels, reverse=True)]
-        return [(key, lane) for key, lane in lanes if lane is not None and lane.size]
+        for key in reversed(self._order):
+            lane = self._lanes.get((key, group))
+            if lane is not None and lane.size:
+                yield key, lane
 
     def _fill(self, chosen: list[Request], waiting: Iterator[Request], count: int) -> None:
         if self._former is None:
@@ -207,7 +218,6 @@ class RankedQueue(RequestQueue):
                 request = lane.requests.popleft()
                 if request.id in ids:
                     ids.remove(request.id)
-                    self._levels[rank[0]].count(request, -1)
                     self._count_off(rank, request)
                 elif not request.is_settled:
                     passed_over.append(request)
@@ -219,14 +229,28 @@ class RankedQueue(RequestQueue):
         lane.count(request, -1)
         if not lane.size:
             del self._lanes[rank]
+        level = self._levels[rank[0]]
+        level.count(request, -1)
+        if not level.size:
+            self._entries -= len(level.requests)
+            del self._levels[rank[0]]
+            del self._order[bisect_left(self._order, rank[0])]
+
+    def _level_of(self, priority: int) -> _Lane:
+        level = self._levels.get(priority)
+        if level is None:
+            level = self._levels[priority] = _Lane()
+            insort(self._order, priority)
+        return level
 
     def _sweep(self) -> None:
         """Requests that have left hold their values: keep no more of them than wait."""
-        if max(self._entries, len(self._heap)) <= 2 * self.size + MIN_DEAD_ENTRIES:
+        if self.size and max(self._entries, len(self._heap)) <= 2 * self.size + MIN_DEAD_ENTRIES:
             return
         waiting = [request for request in self if not request.is_settled]
         waiting.sort(key=_id_of)
         self._levels.clear()
+        self._order.clear()
         self._lanes.clear()
         self._heap.clear()
         self.size = self._entries = 0

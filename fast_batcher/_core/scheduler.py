@@ -50,7 +50,7 @@ _B = TypeVar("_B", bound=Batch)
 class _Slot:
     """A worker that has been ready and has not been lost."""
 
-    __slots__ = ("batches", "has_answered", "id", "is_stalled", "started_at")
+    __slots__ = ("batches", "has_answered", "has_put_back", "id", "is_stalled", "started_at")
 
     def __init__(self, worker: int) -> None:
         self.id = worker
@@ -62,6 +62,9 @@ class _Slot:
         self.is_stalled = False
         # The first batch of a process is slow for reasons of its own.
         self.has_answered = False
+        # Its second batch would have been late: none is tried before it answers, for to try takes
+        # a batch out of the queue and puts it back, at every arrival.
+        self.has_put_back = False
 
 
 class Scheduler:
@@ -112,6 +115,8 @@ class Scheduler:
         # The same, where requests are not equals.
         self._ranked: RankedQueue | None = None
         self._former = former
+        # Whether any requests may share a batch, in which their priorities make no difference.
+        self._shares_freely = former is None and not is_grouped
         self._batches_per_worker = batches_per_worker
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
@@ -183,7 +188,9 @@ class Scheduler:
             for request in requests
             if request.deadline is not None  # type: ignore[redundant-expr]  # see Request
         ]
-        if requests and (own or self._max_latency != inf):
+        if requests and (
+            self._max_latency != inf or any(not hasattr(one, "target") for one in own)
+        ):
             late = self._turn_away(now, requests, own)
             if late:
                 refused += late
@@ -355,10 +362,11 @@ class Scheduler:
         """Set targets; returns those that will not be answered by theirs, with their refusals."""
         self._is_measuring = True
         target = now + self._max_latency
+        asked = [request for request in own if not hasattr(request, "target")]
         if target != inf:
             for request in requests:
                 request.target = target
-        for request in own:
+        for request in asked:
             request.target = min(request.deadline, target)
         outlook = self._outlook(now)
         if self._ranked is not None:
@@ -516,7 +524,7 @@ class Scheduler:
         del self._batches[batch_id]
         slot = self._all_slots[worker]
         slot.batches.remove(batch)
-        slot.is_stalled = False
+        slot.is_stalled = slot.has_put_back = False
         started_at = slot.started_at
         if slot.batches:
             self._begin_batch(slot, now)
@@ -647,12 +655,14 @@ class Scheduler:
         queue = self.queue
         is_held = False
         while queue.size:
-            is_full = self._has_full_batch()
-            # One that has nothing, or one batch if the next one is full. What is to be tried again
-            # needs one that has nothing, so that workers must get free first.
-            load = self._batches_per_worker if is_full and not self.retries else 1
-            slot = self._least_loaded(load)
+            slot = self._least_loaded(self._batches_per_worker)
             if slot is None:
+                break
+            # One that has nothing, or one batch if the next one is full. What is to be tried again
+            # needs one that has nothing, so that workers must get free first. Ranks make it dear to
+            # ask whether it is full, so that is not asked for busy workers.
+            is_full = self._has_full_batch()
+            if slot.batches and (self.retries or not is_full):
                 break
             release = Release.FULL if is_full else self._decide(now)
             if not isinstance(release, Release):
@@ -682,6 +692,8 @@ class Scheduler:
             return Release.DRAIN
         if self._policy.is_greedy:
             return Release.HOLD if self._policy.is_holding else _IDLE
+        if self._ranked is not None and self._ranked.has_full_group(self._max_batch_size):
+            return _IDLE  # of another group than the first request's, which stands in its way
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release) or self._max_latency == inf:
             return decision
@@ -704,6 +716,8 @@ class Scheduler:
         """Take the next batch, without those that would be late; nothing if it is to wait."""
         if self._ranked is None and self._max_latency == inf and not self.queue.has_own:
             return self.queue.take(self._max_batch_size), release
+        if slot.batches and slot.has_put_back:
+            return [], release
         start = now + self._seconds_until_free(now, slot)
         if self._ranked is not None and self._former is not None and self._charges.is_known:
             # As long as this many of its largest batches, one accepts that others go before it.
@@ -718,6 +732,7 @@ class Scheduler:
             if slot.batches and len(requests) < self._max_batch_size:
                 # A second batch is full, or open to those that come.
                 self.queue.put_back(requests)
+                slot.has_put_back = True
                 return [], release
             release = Release.DEADLINE
         return requests, release
@@ -769,7 +784,7 @@ class Scheduler:
         # requests of one turn are taken, on either way.
         self._most_at_once = min(self._max_batch_size, self._max_queue_size)
         self._admission.max_batch_size = self._max_batch_size
-        if self._max_latency != inf or self._ranked is not None:
+        if self._max_latency != inf or not self._shares_freely:
             self._most_at_once = 0
 
     def _begin_batch(self, slot: _Slot, now: float) -> None:

@@ -143,7 +143,7 @@ class LocalBatcher:
 
     def _wait(self, engine: Engine, items: Sequence[Any]) -> list[Any]:
         call = Call(len(items))
-        requests = requests_of(call, items, self._settings)
+        requests = requests_of(call, items, self._settings, engine.rank_requests)
         engine.submit_together(requests)
         try:
             return call.wait()

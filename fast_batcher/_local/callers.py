@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from _thread import LockType, allocate_lock
 from asyncio import Future, InvalidStateError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fast_batcher._core.messages import Request
@@ -44,8 +44,9 @@ class Call:
         if type(outcome) is Failure:
             self.outcome = outcome
             return True
-        if type(self.outcome) is list:
-            self.outcome[position] = outcome
+        outputs = self.outcome  # looked at once: another thread may put a failure there
+        if type(outputs) is list:
+            outputs[position] = outcome
         self._missing -= 1
         return not self._missing
 
@@ -80,13 +81,16 @@ class Place:
         self.position = position
 
 
-def requests_of(call: Call, items: Sequence[Any], settings: LocalSettings) -> list[Request]:
-    """The requests of a call, with what the queue goes by."""
+def requests_of(
+    call: Call, items: Sequence[Any], settings: LocalSettings, rank: Callable[[], None]
+) -> list[Request]:
+    """The requests of a call, with what the queue goes by; `rank` is called if they have ranks."""
     requests = [Request(item, Place(call, position)) for position, item in enumerate(items)]
     if settings.max_batch_length is not None:
         for request in requests:
-            request.cost = length_of(request.value)
+            request.cost = max(1, length_of(request.value))
     if settings.is_ranked and len(items) > settings.small_batch_threshold:
+        rank()
         for request in requests:
             request.priority = settings.priority(request.value)
     return requests

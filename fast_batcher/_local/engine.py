@@ -101,8 +101,6 @@ class Engine:
             batches_per_worker=1,
             former=None if length is None else BatchFormer(length, is_padded=False),
         )
-        if settings.is_ranked:
-            self._scheduler.rank_requests()
         self._scheduler.worker_ready(monotonic(), _WORKER)
         self._lock = threading.Lock()
         self._is_closing = False
@@ -118,6 +116,11 @@ class Engine:
         """Requests that no batch has yet."""
         with self._lock:
             return self._scheduler.waiting
+
+    def rank_requests(self) -> None:
+        """From now on priorities count. Not before the first, for that costs every call."""
+        with self._lock:
+            self._scheduler.rank_requests()
 
     def submit(self, requests: list[Request]) -> None:
         """Take each request for itself; those for which there is no room are told."""

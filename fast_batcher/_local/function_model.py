@@ -5,6 +5,7 @@ import importlib
 import inspect
 from typing import Any
 
+from fast_batcher._local.decorated import Decorated
 from fast_batcher._local.function import Failure, Function, is_async
 from fast_batcher.model import InferenceModel
 
@@ -23,7 +24,8 @@ class FunctionModel(InferenceModel[Any, Any]):
         for name in qualname.split("."):
             target = getattr(target, name)
         # The decorated function stands in its place, and knows it.
-        target = getattr(target, "__wrapped__", target)
+        if isinstance(target, Decorated):
+            target = target.__wrapped__
         self._function: Function = (
             Function(target, qualname, is_async=is_async(target))
             if form is None

@@ -43,7 +43,8 @@ class LoopShell:
         """Wait for the outputs of at least one item; the first error ends the wait for all."""
         self.engine.require_room(len(items), behind=len(self.arrivals))
         future: Future[list[Any]] = Future(loop=self.loop)
-        requests = requests_of(Call(len(items), future), items, self._settings)
+        call = Call(len(items), future)
+        requests = requests_of(call, items, self._settings, self.engine.rank_requests)
         self.arrivals += requests
         if not self.has_pump:
             self.has_pump = True

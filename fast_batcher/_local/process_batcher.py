@@ -132,7 +132,8 @@ class ProcessBatcher:
                 self._running = _Running(self._name, self._make_batcher)
                 weakref.finalize(self, self._running.stop_loop).atexit = False
             running = self._running
-        return running.run(running.batcher.process_many(items))
+            # Under the lock: after a shutdown its loop would take it and never run it.
+            return running.run(running.batcher.process_many(items))
 
     def _make_batcher(self) -> DynBatcher[Any, Any]:
         return DynBatcher(

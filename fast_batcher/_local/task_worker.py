@@ -23,12 +23,17 @@ class TaskWorker:
         self._loop = loop
         # The loop itself keeps no hold of its tasks.
         self._task: asyncio.Task[None] | None = None
+        # What the task computes next. A task may be cancelled before it has begun, and then nothing
+        # of it ever runs.
+        self._next: Batch | None = None
 
     def start(self, batch: Batch) -> None:
         """Compute a batch, and then those that follow from it."""
         # In a context of its own: whichever caller happens to be the first of a batch, what is in
         # its context variables is not meant for the others.
-        self._task = Context().run(self._loop.create_task, self._serve(batch))
+        self._next = batch
+        self._task = Context().run(self._loop.create_task, self._serve())
+        self._task.add_done_callback(self._go_on)
 
     def stop(self) -> None:
         """The task ends with its batch, so there is nothing to end."""
@@ -37,11 +42,10 @@ class TaskWorker:
     def join(self) -> None:
         """Nothing to wait for."""
 
-    async def _serve(self, batch: Batch) -> None:
+    async def _serve(self) -> None:
         running_engine.set(self._engine)
-        following: Batch | None = batch
-        while following is not None:
-            batch = following
+        while (batch := self._next) is not None:
+            self._next = None
             started = monotonic()
             try:
                 # In this very frame, which `fail` takes out of the traceback.
@@ -50,16 +54,12 @@ class TaskWorker:
                 if inspect.isawaitable(result):
                     result = await result
             except BaseException as error:
-                following = self._engine.fail(batch, error, monotonic() - started)
+                self._next = self._engine.fail(batch, error, monotonic() - started)
                 if self._is_for_the_loop(error):
-                    if following is not None:
-                        # A loop that is ending has cancelled those who wait too: give them the turn
-                        # that they need to say so.
-                        self._loop.call_soon(self._go_on, following)
                     raise
             else:
-                following = self._engine.finish(batch, result, monotonic() - started)
-            if following is not None:
+                self._next = self._engine.finish(batch, result, monotonic() - started)
+            if self._next is not None:
                 # A function that never waits must not keep the loop for all that is queued.
                 await asyncio.sleep(0)
 
@@ -71,8 +71,13 @@ class TaskWorker:
             return task is not None and task.cancelling() > 0
         return isinstance(error, KeyboardInterrupt | SystemExit)
 
-    def _go_on(self, batch: Batch) -> None:
-        following: Batch | None = batch
+    def _go_on(self, task: asyncio.Task[None]) -> None:
+        """Go on where a task was cancelled. Those who wait may be too: they have had their turn."""
+        if not task.cancelled():
+            task.exception()  # it has ended the loop, and everybody has been told
+        if task is not self._task:
+            return
+        following, self._next = self._next, None
         while following is not None and not following.open_count:
             following = self._engine.drop(following)
         if following is not None:
