@@ -1,7 +1,9 @@
 """Functions that tests decorate for a worker process, which imports them from here."""
 
 import asyncio
+import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 from fast_batcher import aio, dynamically, inference
@@ -53,3 +55,22 @@ class Model:
     def halve(items: list[int]) -> list[int]:
         """Halve each item."""
         return [item // 2 for item in items]
+
+
+def add_one(func: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+    """Add one to each output: a decorator of the usual kind."""
+
+    @functools.wraps(func)
+    def wrapper(items: list[int]) -> list[int]:
+        return [1 + output for output in func(items)]
+
+    return wrapper
+
+
+@add_one
+def double_and_add_one(items: list[int]) -> list[int]:
+    """Double each item."""
+    return [2 * item for item in items]
+
+
+double_and_add_one_in_a_worker = dynamically(process=True)(double_and_add_one)

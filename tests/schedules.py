@@ -25,6 +25,7 @@ def make(
     idempotent: bool = True,
     isolate_errors: bool = True,
     former: BatchFormer | None = None,
+    is_grouped: bool = False,
     workers: int = 1,
 ) -> Scheduler:
     """A scheduler whose workers are ready since moment 0."""
@@ -40,6 +41,7 @@ def make(
         idempotent=idempotent,
         isolate_errors=isolate_errors,
         former=former,
+        is_grouped=is_grouped,
     )
     for worker in range(workers):
         scheduler.worker_ready(0.0, worker)

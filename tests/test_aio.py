@@ -157,6 +157,18 @@ async def test_priorities(strategy: PriorityStrategy, expected: list[str]) -> No
     assert held.batches[1] == expected
 
 
+async def test_any_number_of_lengths_goes_the_shortest_first() -> None:
+    held = HeldTask()
+    held.let_on(9)
+    # So large that no batch goes by age: the eighth would.
+    decorate = aio.dynamically(batch_size=100, priority_strategy=PriorityStrategy.LENGTH)
+    items = ["x" * (1 + 7 * number % 600) for number in range(600)]
+    async with decorate(held) as function:
+        assert await function(items) == double(items)
+    lengths = [len(item) for batch in held.batches for item in batch]
+    assert lengths == list(range(1, 601))
+
+
 async def test_a_full_queue_refuses_the_call_as_a_whole() -> None:
     held = HeldTask()
     async with aio.dynamically(max_queue_size=2)(held) as function:
@@ -179,6 +191,14 @@ async def test_a_batch_stays_within_its_length() -> None:
         assert await function("abc") == "abcabc"
         await function(["ab", "cd", "e", "much too long"])
     assert held.batches == [["abc"], ["ab", "cd"], ["e"], ["much too long"]]
+
+
+async def test_what_is_empty_counts_as_one_long() -> None:
+    held = HeldTask()
+    held.let_on(9)
+    async with aio.dynamically(max_batch_length=2)(held) as function:
+        assert await function(["", "", "", "ab", ""]) == ["", "", "", "abab", ""]
+    assert held.batches == [["", ""], ["", ""], ["ab"]]
 
 
 # Errors.
@@ -313,6 +333,40 @@ async def test_one_that_ends_with_its_callers_leaves_the_function_free() -> None
         held.let_on()
         assert await function(3) == 6
     assert held.batches == [[1], [3]]
+
+
+async def test_a_batch_whose_task_is_cancelled_before_its_first_step_is_computed() -> None:
+    seen: list[list[int]] = []
+
+    async def note(items: list[int]) -> list[int]:
+        seen.append(items)
+        return double(items)
+
+    async with asyncio.timeout(LIMIT), aio.dynamically(note) as function:
+        first = asyncio.create_task(function(1))
+        await until(lambda: bool(batch_tasks()))
+        assert seen == []
+        batch_tasks()[0].cancel()
+        assert await first == 2
+        assert await function(2) == 4
+    assert seen == [[1], [2]]
+
+
+async def test_a_task_that_is_cancelled_between_batches_leaves_nobody_waiting() -> None:
+    seen: list[list[int]] = []
+
+    async def cancel_own_task(items: list[int]) -> list[int]:
+        seen.append(items)
+        if items == [1]:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()  # takes effect when it waits next, and this function never does
+        return double(items)
+
+    async with asyncio.timeout(LIMIT), aio.dynamically(batch_size=1)(cancel_own_task) as function:
+        assert await function([1, 2, 3]) == [2, 4, 6]
+        assert await function(4) == 8
+    assert seen == [[1], [2], [3], [4]]
 
 
 async def test_the_loop_gets_a_turn_between_batches_of_a_function_that_never_waits() -> None:

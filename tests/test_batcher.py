@@ -711,6 +711,34 @@ async def test_other_callers_get_their_turns_between_many(gate: Gate) -> None:
         assert await outcome(many) == list(range(200))
 
 
+async def test_with_a_target_many_go_one_batch_at_a_time(gate: Gate) -> None:
+    """The next one would wait for its own call, and might be refused for it."""
+    async with DynBatcher(Gated, 8, model_args=(gate.path,), max_latency=LIMIT) as batcher:
+        many = asyncio.create_task(batcher.process_many(range(24)))
+        for first in (0, 8, 16):
+            visit = await gate.visit()
+            assert visit.note == list(range(first, first + 8))
+            stats = batcher.stats
+            assert (stats.running, stats.waiting, stats.completed) == (8, 0, first)
+            visit.let_on()
+        assert await outcome(many) == list(range(24))
+
+
+async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -> None:
+    async with DynBatcher(Slow, 1, model_args=(0.02,), timeout=SOON) as batcher:
+        await batcher.process_many(range(4), timeout=LIMIT)
+        calls = [call(batcher, number, timeout=LIMIT) for number in range(32)]
+        await turns()
+        with pytest.raises(DeadlineExceededError, match="the answer would take"):
+            await batcher.process_batched("in a hurry", timeout=SOON)
+        with pytest.raises(DeadlineExceededError) as caught:
+            await batcher.process_many(["patient"])
+        assert caught.value.retry_after is None
+        assert (batcher.stats.rejected, batcher.stats.expired) == (1, 1)
+        for one in calls:
+            one.cancel()
+
+
 async def test_many_are_cancelled_together(gate: Gate) -> None:
     async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
         many = asyncio.create_task(batcher.process_many(range(20)))

@@ -261,6 +261,19 @@ def test_a_full_queue_is_429_by_choice_and_nothing_else_is() -> None:
     assert answer_to(errors.NotReadyError("starting"), queue_full_status=429).status_code == 503
 
 
+def test_what_the_model_calls_retry_after_is_not_in_the_answer() -> None:
+    class RateLimitedError(Exception):
+        retry_after = "canary"
+
+    error = errors.from_model(RateLimitedError("canary"), "text", "traceback")
+    assert getattr(error, "retry_after", None) == "canary"
+    response = answer_to(error)
+    assert response.status_code == 500
+    assert "canary" not in response.text
+    assert "retry_after" not in response.json()
+    assert "Retry-After" not in response.headers
+
+
 def test_a_wrong_status_for_a_full_queue_is_refused() -> None:
     with pytest.raises(errors.ConfigurationError, match="queue_full_status=418: 503 or 429"):
         install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]

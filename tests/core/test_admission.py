@@ -263,6 +263,21 @@ def test_the_default_timeout_predicts_nothing() -> None:
     assert refused_at(scheduler, now, 50) == [], "though most of them will expire"
 
 
+def test_a_deadline_without_a_target_predicts_nothing() -> None:
+    scheduler = make(max_batch_size=2)
+    now = taught_by_deadlines(scheduler)
+    assert arrive(scheduler, now, 2) is not None
+    assert len(refused_at(scheduler, now, deadline=now + 0.1)) == 1
+    request = Request("input", None, now + 0.1)
+    request.target = inf
+    assert scheduler.submit(now, [request]) == []
+    assert scheduler.poll(now) == ([], now + 0.1)
+    actions, _ = scheduler.poll(now + 0.1)
+    assert [(one.request, one.reason) for one in actions if isinstance(one, Expire)] == [
+        (request, ExpiryReason.WAITING)
+    ]
+
+
 def test_nobody_is_refused_while_no_worker_is_ready() -> None:
     scheduler = make(max_batch_size=2, max_latency=1.6)
     taught_from(scheduler, 0.0)
@@ -290,6 +305,36 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     assert isinstance(error, QueueFullError)
     assert error.retry_after == pytest.approx(4 * linear(2))
     assert batch is not None
+
+
+def test_a_full_queue_of_which_rounding_has_left_no_cost_tells_how_long_it_takes() -> None:
+    former = BatchFormer(None, is_padded=True)
+    scheduler = make(max_batch_size=4, max_queue_size=3, max_latency=1e100, former=former)
+
+    def arrivals(*costs: float) -> list[Request]:
+        requests = [Request("input", None) for _ in costs]
+        for request, cost in zip(requests, costs, strict=True):
+            request.cost = cost
+        return requests
+
+    now = 0.0
+    for _ in range(LESSONS):
+        assert scheduler.submit(now, arrivals(1.0)) == []
+        (batch,) = poll_batches(scheduler, now)
+        now += 1.0
+        settle(scheduler, now, batch)
+    assert scheduler.submit(now, arrivals(1.0)) == []
+    poll_batches(scheduler, now)
+    large, *small = arrivals(1e15, 0.06, 0.06)
+    assert scheduler.submit(now, [large, *small]) == []
+    scheduler.cancel(large)
+    assert scheduler.queue.cost == 0.0
+    _, refused = more = arrivals(1.0, 1.0)
+    assert scheduler.submit(now, more) == [refused]
+    error = refused.refusal.to_error()
+    assert isinstance(error, QueueFullError)
+    assert error.retry_after is not None
+    assert 1.0 <= error.retry_after < inf
 
 
 # When a batch leaves.
@@ -364,6 +409,24 @@ def test_a_busy_worker_is_given_no_batch_that_targets_have_made_smaller() -> Non
     now += linear(2)
     settle(scheduler, now, busy)
     assert poll_batches(scheduler, now)[0].requests == [second]
+
+
+def test_a_busy_worker_is_tried_once_and_again_when_it_has_answered() -> None:
+    scheduler = make(max_batch_size=2)
+    now = taught_by_deadlines(scheduler)
+    busy = arrive(scheduler, now, 2)
+    assert busy is not None
+    _, second = waiting(scheduler, now, 1.0, 9.0)
+    actions, _ = scheduler.poll(now)
+    assert [type(action) for action in actions] == [Expire]
+    (third,) = waiting(scheduler, now, 9.0)
+    assert poll_batches(scheduler, now) == []
+    now += linear(2)
+    settle(scheduler, now, busy)
+    (busy,) = poll_batches(scheduler, now)
+    assert busy.requests == [second, third]
+    others = waiting(scheduler, now, 9.0, 9.0)
+    assert poll_batches(scheduler, now)[0].requests == others
 
 
 def test_a_second_batch_counts_the_rest_of_the_first() -> None:

@@ -1,5 +1,6 @@
 """Priorities, groups and costs: who shares a batch, who goes first, and who never starves."""
 
+import weakref
 from itertools import count
 
 import pytest
@@ -285,3 +286,29 @@ def test_it_forgets_who_has_left() -> None:
     assert kept <= MIN_DEAD_ENTRIES + 1
     assert len(arrivals.queue._heap) <= MIN_DEAD_ENTRIES + 1
     assert not arrivals.queue._lanes
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "cancelled"])
+def test_an_empty_one_keeps_no_values(is_sent: bool) -> None:
+    arrivals = Arrivals()
+    values: weakref.WeakSet[Group] = weakref.WeakSet()
+    for priority, group in ((1, 0), (0, 0), (0, 1), (5, None)):
+        request = arrivals.add(priority, group)
+        request.value = Group("a value that can be seen to go")
+        values.add(request.value)
+        if not is_sent:
+            arrivals.cancel(request)
+    while arrivals.queue.size:
+        arrivals.send(2)
+    del request
+    assert not values
+
+
+def test_rounding_leaves_no_cost_below_nothing() -> None:
+    arrivals = Arrivals()
+    # Next to it the others vanish.
+    large, small, _ = arrivals.add_costs(1e15, 0.06, 0.06)
+    arrivals.cancel(large)
+    arrivals.cancel(small)
+    assert arrivals.queue.cost >= 0
+    assert arrivals.queue.ahead_of(0).cost >= 0

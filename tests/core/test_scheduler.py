@@ -13,6 +13,7 @@ from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Expire,
     ExpiryReason,
+    Group,
     Release,
     Replace,
     Request,
@@ -191,6 +192,20 @@ def test_the_policy_learns_of_every_answered_batch() -> None:
 
 
 # The fixed window.
+
+
+def test_a_fixed_window_holds_no_full_batch_of_another_group() -> None:
+    scheduler = make(FixedPolicy(5.0), max_batch_size=3, is_grouped=True)
+    one, other = Group("one"), Group("other")
+    requests = [Request(number, None) for number in range(4)]
+    for request in requests:
+        request.group = other
+    requests[0].group = one
+    assert scheduler.submit(0.0, requests[:3]) == []
+    assert scheduler.poll(0.0) == ([], 5.0)
+    assert scheduler.submit(1.0, requests[3:]) == []
+    batches = poll_batches(scheduler, 1.0)
+    assert [batch.requests for batch in batches] == [requests[:1], requests[1:]]
 
 
 def test_a_fixed_window_holds_until_its_end() -> None:

@@ -90,6 +90,11 @@ def test_features_are_joined_in_the_worker() -> None:
     assert sample_functions.double_features({"ids": rows}).tolist() == [[2, 18], [4, 6]]
 
 
+def test_a_function_in_a_decorator_runs_with_it() -> None:
+    with sample_functions.double_and_add_one_in_a_worker as function:
+        assert function([1, 2]) == [3, 5]
+
+
 def test_a_forked_child_begins_anew() -> None:
     assert sample_functions.double(1) == 2
     child = os.fork()

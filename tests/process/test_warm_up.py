@@ -1,5 +1,6 @@
 """What is computed before the worker is ready, and what is told of it; in this process."""
 
+import io
 from typing import Any
 
 import pytest
@@ -72,3 +73,21 @@ def test_a_warm_up_that_fails_raises() -> None:
         warm_up(WarmsUpBadly(), 4, is_out_of_memory)
     with pytest.raises(ValueError, match="too cold"):
         warm_up(RaisesOnWarmUp(), 4, is_out_of_memory)
+
+
+def test_a_model_may_use_its_inputs_up() -> None:
+    class Consuming(Sizes):
+        def infer(self, inputs: list[Any]) -> list[Any]:
+            self.seen.append([(one.pop("text"), one["file"].read()) for one in inputs])
+            return inputs
+
+    model = Consuming(*[{"text": text, "file": io.BytesIO(b"file")} for text in "ab"])
+    assert [size for size, _ in warm_up(model, 3, is_out_of_memory)] == [1, 3]
+    a, b = ("a", b"file"), ("b", b"file")
+    assert model.seen == [[a], [a], [a, b, a], [a, b, a]]
+
+
+def test_inputs_that_cannot_be_sent_are_computed_as_they_are() -> None:
+    model = Sizes(lambda: None)
+    warm_up(model, 2, is_out_of_memory)
+    assert model.seen == [[*model.inputs]] * 2 + [[*model.inputs] * 2] * 2
