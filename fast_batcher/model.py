@@ -45,8 +45,8 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
 
         `infer` gets the first of them alone, and all of them, repeated as needed, in batches of
         `max_batch_size`; then one batch of either size again, to see how long it takes. Each time
-        it gets copies, as far as they can be pickled. All of them share batches, whatever `group_by`
-        and `max_batch_cost` say.
+        it gets copies, as far as they can be pickled. They share batches, whatever `group_by` and
+        `max_batch_cost` say.
         """
         return ()
 
