@@ -12,7 +12,7 @@ from fast_batcher._core.admission import Admission, Outlook
 from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Batch, Dispatch, Expire, ExpiryReason, Release, Request
 from fast_batcher._core.policy import FixedPolicy
-from fast_batcher._core.ranked_queue import Ahead
+from fast_batcher._core.ranked_queue import Ahead, RankedQueue
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -328,6 +328,7 @@ def test_a_full_queue_of_which_rounding_has_left_no_cost_tells_how_long_it_takes
     large, *small = arrivals(1e15, 0.06, 0.06)
     assert scheduler.submit(now, [large, *small]) == []
     scheduler.cancel(large)
+    assert isinstance(scheduler.queue, RankedQueue)
     assert scheduler.queue.cost == 0.0
     _, refused = more = arrivals(1.0, 1.0)
     assert scheduler.submit(now, more) == [refused]

@@ -292,15 +292,18 @@ def test_it_forgets_who_has_left() -> None:
 def test_an_empty_one_keeps_no_values(is_sent: bool) -> None:
     arrivals = Arrivals()
     values: weakref.WeakSet[Group] = weakref.WeakSet()
-    for priority, group in ((1, 0), (0, 0), (0, 1), (5, None)):
+
+    def add(priority: int, group: int | None) -> None:
         request = arrivals.add(priority, group)
         request.value = Group("a value that can be seen to go")
         values.add(request.value)
         if not is_sent:
             arrivals.cancel(request)
+
+    for priority, group in ((1, 0), (0, 0), (0, 1), (5, None)):
+        add(priority, group)
     while arrivals.queue.size:
         arrivals.send(2)
-    del request
     assert not values
 
 
