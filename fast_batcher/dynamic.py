@@ -34,7 +34,8 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         Raises:
             InferenceError: The function raised; also an instance of what it raised.
             OutputMismatchError: The function returned something other than one output per input.
-            QueueFullError: There is no room for all items; none was queued.
+            QueueFullError: There is no room for all items; none was queued. With `process=True`
+                there is no room for the first item.
             BatcherClosedError: It was shut down.
         """
         return self._call(args, kwargs)
@@ -131,13 +132,15 @@ def dynamically(
             the calls on each instance for itself, as long as that instance lives.
         batch_size: Most items that the function is given.
         timeout_ms: Bound on how long a batch may be held back while the function is free,
-            milliseconds. It never is: a batch leaves as soon as the function is free.
+            milliseconds. In this process it never is: a batch leaves as soon as the function is
+            free. With `process=True` it is the `max_delay` of an adaptive `DynBatcher`.
         small_batch_threshold: With a `priority_strategy`, calls of up to so many items go before
             calls with more; every eighth batch goes by age alone, so that none waits for ever.
         max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
             computed alone. The length of a dict is that of its first value.
         max_queue_size: Most items that wait; None for no limit. A call for whose items there is no
-            room is refused.
+            room is refused. With `process=True` one is refused that finds no room at all; else its
+            items are queued a few batches at a time.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
             computed again, until only the guilty items fail. Out of memory makes batches smaller.
         process: Whether the function runs in a worker process, as with `DynBatcher`. It has to be a

@@ -36,7 +36,8 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
         Raises:
             InferenceError: The function raised; also an instance of what it raised.
             OutputMismatchError: The function returned something other than one output per input.
-            QueueFullError: There is no room for all items; none was queued.
+            QueueFullError: There is no room for all items; none was queued. With `process=True`
+                there is no room for the first item.
             BatcherClosedError: It was shut down.
 
         Cancellation: safe at any time. Items that wait are forgotten; those that are being computed
@@ -135,17 +136,20 @@ def dynamically(
         func: A function, a method, or nothing for a decorator with settings.
         batch_size: Most items that the function is given.
         timeout_ms: Bound on how long a batch may be held back while the function is free,
-            milliseconds. It never is: a batch leaves as soon as the function is free.
+            milliseconds. In this process it never is: a batch leaves as soon as the function is
+            free. With `process=True` it is the `max_delay` of an adaptive `DynBatcher`.
         small_batch_threshold: How many items a call may have to go before the others, where
             `priority_strategy` says so.
         max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
             computed alone. The length of a dict is that of its first value.
-        priority_strategy: Who goes first when more items wait than a batch holds.
+        priority_strategy: Who goes first when more items wait than a batch holds. LENGTH is refused
+            with `process=True`.
         cache: Where an output is looked for before it is computed. One that raises is done without,
             and logged once.
         batch_item_cls: Accepted for programs written for `batched`, and not used.
         max_queue_size: Most items that wait; None for no limit. A call for whose items there is no
-            room is refused.
+            room is refused. With `process=True` one is refused that finds no room at all; else its
+            items are queued a few batches at a time.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
             computed again, until only the guilty items fail. Out of memory makes batches smaller.
         process: Whether the function runs in a worker process, as with `DynBatcher`. It has to be a
