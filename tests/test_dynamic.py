@@ -891,6 +891,19 @@ def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
     spin_until(lambda: not any("last" in t.name for t in threading.enumerate()))
 
 
+def test_nothing_is_left_of_a_thread_that_was_shut_down() -> None:
+    function = dynamically(double)
+    with function:
+        assert function(1) == 2
+        (thread,) = (
+            weakref.ref(one) for one in threading.enumerate() if one.name.endswith(" double")
+        )
+    gc.collect()
+    assert thread() is None
+    with function:
+        assert function(2) == 4
+
+
 def test_a_forked_child_begins_anew() -> None:
     held = Held()
     with dynamically(held) as function:

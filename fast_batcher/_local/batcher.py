@@ -58,6 +58,8 @@ class LocalBatcher:
         self._shells: dict[asyncio.AbstractEventLoop, LoopShell] = {}
         # The one that was used last.
         self._shell: LoopShell | None = None
+        # Ends the thread, if there is one, when this batcher is collected.
+        self._finalizer: weakref.finalize[[], LocalBatcher] | None = None
 
     # Calls.
 
@@ -207,6 +209,10 @@ class LocalBatcher:
             self._shell = None
             engines = dict(self._engines)
             self._engines.clear()
+            if self._finalizer is not None:
+                # The engine ends its thread. It would be kept for as long as this batcher lives.
+                self._finalizer.detach()
+                self._finalizer = None
         for loop, engine in engines.items():
             if loop is None or loop.is_running():
                 engine.close(cancel=cancel)
@@ -239,7 +245,8 @@ class LocalBatcher:
                 engine.worker = ThreadWorker(engine)
                 # The thread knows the engine, and nobody in there knows this batcher: so it can be
                 # collected, and its thread with it.
-                weakref.finalize(self, engine.worker.stop).atexit = False
+                self._finalizer = weakref.finalize(self, engine.worker.stop)
+                self._finalizer.atexit = False
             else:
                 engine.worker = TaskWorker(engine, loop)
             self._engines[loop] = engine
