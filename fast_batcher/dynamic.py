@@ -59,7 +59,7 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
     def shutdown(self, *, cancel: bool = False) -> None:
         """Take no more calls, settle all that have come, and end the thread. May be called again.
 
-        Called by the function itself, it does not wait for that.
+        Called by the function itself, or by one that it waits for, it does not wait for that.
 
         Args:
             cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
@@ -121,7 +121,8 @@ def dynamically(
     returns. The function runs in a thread of its own, with one batch at a time, in a context of its
     own: context variables of its callers are not seen. It may be an `async def`, which runs on an
     event loop of that thread. A function that calls itself is computed at once, without batching,
-    where waiting for its own batch would never end.
+    where waiting for its own batch would never end; so is what it calls from tasks on that loop,
+    even from those that go on after their batch.
 
     The thread begins with the first call. It ends with `shutdown()`, with the function or instance
     that it belongs to, and with the program, which does not wait for a batch that is being

@@ -52,7 +52,7 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
     async def shutdown(self, *, cancel: bool = False) -> None:
         """Take no more calls, and wait until all that have come are settled. May be called again.
 
-        Called by the function itself, it does not wait for that.
+        Called by the function itself, or by one that it waits for, it does not wait for that.
 
         Args:
             cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
@@ -131,6 +131,9 @@ def dynamically(
     task on the loop of its callers; with calls from several loops it runs on each of them, with one
     batch at a time on each. Any other function runs in a thread of its own, with one batch at a
     time for all loops.
+
+    What a task calls that an `async def` has started and that goes on after its batch is batched as
+    for any other caller. No later batch may wait for such a task, for that would never end.
 
     Args:
         func: A function, a method, or nothing for a decorator with settings.
