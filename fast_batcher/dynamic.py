@@ -35,7 +35,7 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
             InferenceError: The function raised; also an instance of what it raised.
             OutputMismatchError: The function returned something other than one output per input.
             QueueFullError: There is no room for all items; none was queued. With `process=True`
-                there is no room for the first item.
+                there was no room for one while none of its others was under way.
             BatcherClosedError: It was shut down.
         """
         return self._call(args, kwargs)
@@ -140,8 +140,8 @@ def dynamically(
         max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
             computed alone. The length of a dict is that of its first value.
         max_queue_size: Most items that wait; None for no limit. A call for whose items there is no
-            room is refused. With `process=True` one is refused that finds no room at all; else its
-            items are queued a few batches at a time.
+            room is refused. With `process=True` its items are queued a few batches at a time, and
+            wait for room while others of the call are under way; else it is refused.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
             computed again, until only the guilty items fail. Out of memory makes batches smaller.
         process: Whether the function runs in a worker process, as with `DynBatcher`. It has to be a

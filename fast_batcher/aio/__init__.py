@@ -37,7 +37,7 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
             InferenceError: The function raised; also an instance of what it raised.
             OutputMismatchError: The function returned something other than one output per input.
             QueueFullError: There is no room for all items; none was queued. With `process=True`
-                there is no room for the first item.
+                there was no room for one while none of its others was under way.
             BatcherClosedError: It was shut down.
 
         Cancellation: safe at any time. Items that wait are forgotten; those that are being computed
@@ -151,8 +151,8 @@ def dynamically(
             and logged once.
         batch_item_cls: Accepted for programs written for `batched`, and not used.
         max_queue_size: Most items that wait; None for no limit. A call for whose items there is no
-            room is refused. With `process=True` one is refused that finds no room at all; else its
-            items are queued a few batches at a time.
+            room is refused. With `process=True` its items are queued a few batches at a time, and
+            wait for room while others of the call are under way; else it is refused.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
             computed again, until only the guilty items fail. Out of memory makes batches smaller.
         process: Whether the function runs in a worker process, as with `DynBatcher`. It has to be a
