@@ -34,7 +34,8 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         Raises:
             InferenceError: The function raised; also an instance of what it raised.
             OutputMismatchError: The function returned something other than one output per input.
-            QueueFullError: There is no room for all items; none was queued.
+            QueueFullError: There is no room for all items; none was queued. With `process=True`
+                there was no room for one while none of its others was under way.
             BatcherClosedError: It was shut down.
         """
         return self._call(args, kwargs)
@@ -58,7 +59,7 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
     def shutdown(self, *, cancel: bool = False) -> None:
         """Take no more calls, settle all that have come, and end the thread. May be called again.
 
-        Called by the function itself, it does not wait for that.
+        Called by the function itself, or by one that it waits for, it does not wait for that.
 
         Args:
             cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
@@ -120,7 +121,8 @@ def dynamically(
     returns. The function runs in a thread of its own, with one batch at a time, in a context of its
     own: context variables of its callers are not seen. It may be an `async def`, which runs on an
     event loop of that thread. A function that calls itself is computed at once, without batching,
-    where waiting for its own batch would never end.
+    where waiting for its own batch would never end; so is what it calls from tasks on that loop,
+    even from those that go on after their batch.
 
     The thread begins with the first call. It ends with `shutdown()`, with the function or instance
     that it belongs to, and with the program, which does not wait for a batch that is being
@@ -131,13 +133,15 @@ def dynamically(
             the calls on each instance for itself, as long as that instance lives.
         batch_size: Most items that the function is given.
         timeout_ms: Bound on how long a batch may be held back while the function is free,
-            milliseconds. It never is: a batch leaves as soon as the function is free.
+            milliseconds. In this process it never is: a batch leaves as soon as the function is
+            free. With `process=True` it is the `max_delay` of an adaptive `DynBatcher`.
         small_batch_threshold: With a `priority_strategy`, calls of up to so many items go before
             calls with more; every eighth batch goes by age alone, so that none waits for ever.
         max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
             computed alone. The length of a dict is that of its first value.
         max_queue_size: Most items that wait; None for no limit. A call for whose items there is no
-            room is refused.
+            room is refused. With `process=True` its items are queued a few batches at a time, and
+            wait for room while others of the call are under way; else it is refused.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
             computed again, until only the guilty items fail. Out of memory makes batches smaller.
         process: Whether the function runs in a worker process, as with `DynBatcher`. It has to be a

@@ -2,8 +2,10 @@
 
 import asyncio
 import functools
+import itertools
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fast_batcher import aio, dynamically, inference
@@ -40,6 +42,35 @@ def fail_for_negative(items: list[int]) -> list[Any]:
 def double_features(features: dict[str, Any]) -> Any:
     """Double an array."""
     return features["ids"] * 2
+
+
+@dynamically(process=True, batch_size=4)
+def number_held(items: list[int | str]) -> list[int]:
+    """The place of each item in the order of computing; a path is read from, which may wait."""
+    for item in items:
+        if isinstance(item, str):
+            Path(item).read_bytes()
+    return [next(_numbers) for _ in items]
+
+
+@dynamically(process=True, batch_size=4, max_queue_size=4)
+def double_few(items: list[int]) -> list[int]:
+    """Double each item; few may wait."""
+    return [2 * item for item in items]
+
+
+def plain(items: list[int]) -> list[int]:
+    """Not decorated."""
+    return items
+
+
+_numbers = itertools.count()
+
+
+@dynamically(process=True, max_batch_length=5)
+def total_length(items: list[str]) -> list[int]:
+    """The length of its batch, for each item."""
+    return [sum(map(len, items)) for _ in items]
 
 
 class Model:

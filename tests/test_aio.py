@@ -643,6 +643,48 @@ async def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> N
     assert await decorated(1) == 1
 
 
+async def test_a_function_that_another_one_waits_for_may_shut_that_down() -> None:
+    async def shut_down(items: list[int]) -> list[int]:
+        await outer.shutdown()
+        return double(items)
+
+    async def call(items: list[int]) -> list[int]:
+        return [await inner(item) for item in items]
+
+    inner: Any = aio.dynamically(shut_down)
+    outer: Any = aio.dynamically(call)
+    async with asyncio.timeout(LIMIT):
+        assert await outer(1) == 2
+    with pytest.raises(BatcherClosedError):
+        await outer(2)
+    await inner.shutdown()
+
+
+async def test_a_task_that_outlives_its_batch_is_a_caller_like_any_other() -> None:
+    is_over = asyncio.Event()
+    batches: list[list[int]] = []
+    tasks: list[asyncio.Task[int]] = []
+
+    async def call_later(item: int) -> int:
+        await is_over.wait()
+        output: int = await decorated(item)
+        return output
+
+    async def begin(items: list[int]) -> list[int]:
+        batches.append(items)
+        if 0 in items:
+            tasks.extend(asyncio.create_task(call_later(item)) for item in (1, 2))
+        return items
+
+    decorated: Any = aio.dynamically(begin)
+    assert await decorated(0) == 0
+    is_over.set()
+    assert await asyncio.gather(*tasks) == [1, 2]
+    assert batches == [[0], [1, 2]]
+    assert decorated.stats.total_processed == 3
+    await decorated.shutdown()
+
+
 def test_shutdown_from_another_loop_settles_those_of_a_loop_that_stands_still() -> None:
     async def forever(items: list[int]) -> list[int]:
         await asyncio.sleep(3600)

@@ -22,6 +22,7 @@ from held import Held, InThread, spin_until
 from waits import LIMIT, turns
 
 from fast_batcher import dynamically
+from fast_batcher._local import nesting
 from fast_batcher.dynamic import BatchedFunction
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -889,6 +890,69 @@ def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
     with pytest.raises(BatcherClosedError):
         last(2)
     spin_until(lambda: not any("last" in t.name for t in threading.enumerate()))
+
+
+def test_a_function_that_another_one_waits_for_may_shut_that_down() -> None:
+    @dynamically
+    def inner(items: list[int]) -> list[int]:
+        outer.shutdown()
+        return double(items)
+
+    @dynamically
+    def outer(items: list[int]) -> list[int]:
+        return [inner(item) for item in items]
+
+    with inner:
+        assert InThread(outer, 1).result() == 2
+        with pytest.raises(BatcherClosedError):
+            outer(2)
+
+
+def test_a_function_that_is_being_shut_down_may_call_the_one_that_does_it() -> None:
+    held = Held()
+
+    @dynamically
+    def ending(items: list[int]) -> list[int]:
+        last.shutdown()
+        return double(items)
+
+    @dynamically
+    def last(items: list[int]) -> list[int]:
+        return [ending(item) for item in held(items)]
+
+    with ending:
+        calls = [InThread(last, 1)]
+        held.next_batch()
+        calls.append(InThread(ending, 5))
+        spin_until(lambda: bool(nesting._waits))  # for the end of the other
+        held.let_on()
+        assert [call.result() for call in calls] == [4, 10]
+
+
+def test_shutdown_on_a_loop_computes_the_calls_of_that_turn() -> None:
+    function = dynamically(double)
+
+    async def main() -> list[int]:
+        calls = [asyncio.create_task(function.acall(number)) for number in range(2)]
+        await turns(1)  # they have called, and the loop has not turned since
+        function.shutdown()
+        outputs: list[int] = await asyncio.gather(*calls)
+        return outputs
+
+    assert asyncio.run(main()) == [0, 2]
+
+
+def test_nothing_is_left_of_a_thread_that_was_shut_down() -> None:
+    function = dynamically(double)
+    with function:
+        assert function(1) == 2
+        (thread,) = (
+            weakref.ref(one) for one in threading.enumerate() if one.name.endswith(" double")
+        )
+    gc.collect()
+    assert thread() is None
+    with function:
+        assert function(2) == 4
 
 
 def test_a_forked_child_begins_anew() -> None:

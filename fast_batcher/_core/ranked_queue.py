@@ -81,7 +81,7 @@ class RankedQueue(RequestQueue):
         self._order: list[int] = []
         # Entries of the levels, dead ones included.
         self._entries = 0
-        # Batches that have left.
+        # Batches that have left; those that are tried again left once.
         self.batches = 0
         # A batch whose first request arrived before this moment takes the others in their order.
         self.patient_since = -inf
@@ -150,9 +150,10 @@ class RankedQueue(RequestQueue):
         self._remove(chosen)
         return chosen
 
-    def batch_left(self) -> None:
-        """What was taken last has been sent."""
-        self.batches += 1
+    def batch_left(self, *, is_retry: bool = False) -> None:
+        """What was taken last has been sent, or a batch that left before and is tried again."""
+        # One that did not leave the queue must not take the place of one that goes by age.
+        self.batches += not is_retry
         self._sweep()
 
     def put_back(self, requests: list[Request]) -> None:

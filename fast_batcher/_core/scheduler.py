@@ -430,6 +430,8 @@ class Scheduler:
         self.tally.cancelled += 1
         if request.batch_id is None:
             self.queue.discard(request)
+            if self._policy.is_holding and not self.queue.size:
+                self._policy.end_hold()  # nobody is left to be held
         elif request.batch_id in self._batches:  # else it waits for another try
             self._batches[request.batch_id].open_count -= 1
 
@@ -774,7 +776,7 @@ class Scheduler:
         slot.batches.append(batch)
         self._batches[batch.id] = batch
         if self._ranked is not None:
-            self._ranked.batch_left()
+            self._ranked.batch_left(is_retry=release is _RETRY)
         self.count_batch(batch)
         return batch
 

@@ -18,7 +18,13 @@ from fast_batcher._local.callers import Call, requests_of
 from fast_batcher._local.engine import Counts, Engine
 from fast_batcher._local.function import Function
 from fast_batcher._local.loop_shell import LoopShell
-from fast_batcher._local.nesting import compute_here, drive, running_engine, waiting
+from fast_batcher._local.nesting import (
+    RunningBatch,
+    compute_here,
+    drive,
+    running_batch,
+    waiting,
+)
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher._local.task_worker import TaskWorker
 from fast_batcher._local.thread_worker import ThreadWorker
@@ -58,6 +64,8 @@ class LocalBatcher:
         self._shells: dict[asyncio.AbstractEventLoop, LoopShell] = {}
         # The one that was used last.
         self._shell: LoopShell | None = None
+        # Ends the thread, if there is one, when this batcher is collected.
+        self._finalizer: weakref.finalize[[], LocalBatcher] | None = None
 
     # Calls.
 
@@ -74,10 +82,10 @@ class LocalBatcher:
             return []
         with self._lock:
             engine = self._engine_on(None)
-        waiter = running_engine.get()
-        if waiter is None:
+        batch = running_batch.get()
+        if batch is None:
             return self._wait(engine, items)
-        with waiting(waiter, engine) as may_wait:
+        with waiting(batch, engine) as may_wait:
             if may_wait:
                 return self._wait(engine, items)
         computing = compute_here(self._function, items, self._settings.batch_size)
@@ -93,9 +101,9 @@ class LocalBatcher:
         shell = self._shell
         if shell is None or shell.loop is not loop:
             shell = self._shell_of(loop)
-        waiter = running_engine.get()
-        if waiter is not None:
-            (output,) = await self._aprocess_nested(waiter, shell, [item])
+        batch = running_batch.get()
+        if batch is not None:
+            (output,) = await self._aprocess_nested(batch, shell, [item])
             return output
         if not shell.is_plain:
             (output,) = await shell.process_many([item])
@@ -125,15 +133,15 @@ class LocalBatcher:
         if not items:
             return []
         shell = self._shell_of(get_running_loop())
-        waiter = running_engine.get()
-        if waiter is None:
+        batch = running_batch.get()
+        if batch is None:
             return await shell.process_many(items)
-        return await self._aprocess_nested(waiter, shell, items)
+        return await self._aprocess_nested(batch, shell, items)
 
     async def _aprocess_nested(
-        self, waiter: Any, shell: LoopShell, items: Sequence[Any]
+        self, batch: RunningBatch, shell: LoopShell, items: Sequence[Any]
     ) -> list[Any]:
-        with waiting(waiter, shell.engine) as may_wait:
+        with waiting(batch, shell.engine) as may_wait:
             if may_wait:
                 return await shell.process_many(items)
         computing = compute_here(self._function, items, self._settings.batch_size)
@@ -180,33 +188,42 @@ class LocalBatcher:
     def shutdown(self, *, cancel: bool = False) -> None:
         """End, and wait until everything is settled and the thread has ended.
 
-        From within the function itself it does not wait.
+        From within the function itself, or one that it waits for, it does not wait. On an event
+        loop, calls that were made there in this turn have come before.
 
         Args:
             cancel: Whether what still waits is told at once that it is over; else it is computed.
         """
         for engine in self._close(cancel=cancel):
-            if running_engine.get() is not engine:
-                engine.ended.result()
-                engine.worker.join()
+            with waiting(running_batch.get(), engine) as may_wait:
+                if may_wait:
+                    engine.ended.result()
+                    engine.worker.join()
 
     async def ashutdown(self, *, cancel: bool = False) -> None:
         """The same from an event loop. What other loops have queued is settled there."""
-        shell = self._shells.get(get_running_loop())
-        if shell is not None:
-            shell.pump()  # calls of this very turn have come before
         for engine in self._close(cancel=cancel):
-            if running_engine.get() is not engine:
-                await asyncio.shield(asyncio.wrap_future(engine.ended))
-                engine.worker.join()
+            with waiting(running_batch.get(), engine) as may_wait:
+                if may_wait:
+                    await asyncio.shield(asyncio.wrap_future(engine.ended))
+                    engine.worker.join()
 
     def _close(self, *, cancel: bool) -> list[Engine]:
+        # Documented for those who implement event loops; `get_running_loop` would raise.
+        here = asyncio._get_running_loop()  # noqa: SLF001
+        shell = None if here is None else self._shells.get(here)
+        if shell is not None:
+            shell.pump()  # calls of this very turn have come before
         with self._lock:
             self._is_closed = True
             self._shells.clear()
             self._shell = None
             engines = dict(self._engines)
             self._engines.clear()
+            if self._finalizer is not None:
+                # The engine ends its thread. It would be kept for as long as this batcher lives.
+                self._finalizer.detach()
+                self._finalizer = None
         for loop, engine in engines.items():
             if loop is None or loop.is_running():
                 engine.close(cancel=cancel)
@@ -239,7 +256,8 @@ class LocalBatcher:
                 engine.worker = ThreadWorker(engine)
                 # The thread knows the engine, and nobody in there knows this batcher: so it can be
                 # collected, and its thread with it.
-                weakref.finalize(self, engine.worker.stop).atexit = False
+                self._finalizer = weakref.finalize(self, engine.worker.stop)
+                self._finalizer.atexit = False
             else:
                 engine.worker = TaskWorker(engine, loop)
             self._engines[loop] = engine

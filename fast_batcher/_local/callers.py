@@ -13,7 +13,7 @@ from typing import Any
 
 from fast_batcher._core.messages import Request
 from fast_batcher._local.function import Failure
-from fast_batcher._local.settings import LocalSettings, length_of
+from fast_batcher._local.settings import LocalSettings, cost_of
 
 
 class Call:
@@ -88,7 +88,7 @@ def requests_of(
     requests = [Request(item, Place(call, position)) for position, item in enumerate(items)]
     if settings.max_batch_length is not None:
         for request in requests:
-            request.cost = max(1, length_of(request.value))
+            request.cost = cost_of(request.value)
     if settings.is_ranked and len(items) > settings.small_batch_threshold:
         rank()
         for request in requests:

@@ -16,9 +16,27 @@ from typing import Any
 
 from fast_batcher._local.function import Failure, Function, as_error
 
-# The engine whose batch this thread or task computes, None outside of all batches. A thread that a
-# function starts by itself does not have it: nobody can know what it waits for.
-running_engine: ContextVar[Hashable | None] = ContextVar("running_engine", default=None)
+
+class RunningBatch:
+    """What is being computed, as those see it who are called from there.
+
+    Args:
+        engine: Whose batch it is.
+    """
+
+    __slots__ = ("engine", "has_ended")
+
+    def __init__(self, engine: Hashable) -> None:
+        self.engine = engine
+        # A task that an async function has started may go on after its batch. From then on the
+        # engine does not wait for what it does, and it is a caller like any other. Never set on an
+        # engine's own thread: whatever runs there keeps the engine from its next batch.
+        self.has_ended = False
+
+
+# The batch that this thread or task computes, None outside of all batches. A thread that a function
+# starts by itself does not have it: nobody can know what it waits for.
+running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", default=None)
 
 _lock = threading.Lock()
 # For each engine those that its batch waits for, as often as it does.
@@ -26,13 +44,17 @@ _waits: dict[Hashable, list[Hashable]] = {}
 
 
 @contextmanager
-def waiting(waiter: Hashable, target: Hashable) -> Iterator[bool]:
-    """Note for the duration of the block that one engine's batch waits for another engine.
+def waiting(batch: RunningBatch | None, target: Hashable) -> Iterator[bool]:
+    """Note for the duration of the block that a batch, and so its engine, waits for an engine.
 
     Gives:
-        False if that would never end: the target waits for the waiter already, or is the waiter.
-        Then nothing is noted.
+        False if that would never end: the target waits for the batch's engine already, or is that
+        engine. Then nothing is noted, nor for no batch or one that has ended.
     """
+    if batch is None or batch.has_ended:
+        yield True
+        return
+    waiter = batch.engine
     with _lock:
         may_wait = not _is_reached(waiter, target)
         if may_wait:

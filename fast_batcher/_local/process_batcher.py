@@ -13,10 +13,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._local.function_model import FunctionModel
-from fast_batcher._local.settings import LocalSettings
+from fast_batcher._local.settings import LocalSettings, cost_of
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherClosedError, ConfigurationError
-from fast_batcher.types import BatchProcessorStats
+from fast_batcher.types import BatchProcessorStats, PriorityStrategy
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -35,15 +35,16 @@ class ProcessBatcher:
         form: See `FunctionModel`.
 
     Raises:
-        ConfigurationError: The worker process could not import the function.
+        ConfigurationError: The worker process could not import the function, or `priority_strategy`
+            is LENGTH: items of one call have one priority there.
     """
 
     def __init__(self, target: Callable[..., Any], settings: LocalSettings, form: Any) -> None:
         self._name = _require_importable(target)
-        if settings.max_batch_length is not None:
+        if settings.priority_strategy is PriorityStrategy.LENGTH:
             raise ConfigurationError(
-                f"max_batch_length={settings.max_batch_length}: process=True has no limit on the "
-                "length of a batch; leave one of the two"
+                "priority_strategy=PriorityStrategy.LENGTH: with process=True all items of a call "
+                "have one priority; choose PriorityStrategy.PRIORITY, or leave one of the two"
             )
         self._model_args = (target.__module__, target.__qualname__, form)
         self._settings = settings
@@ -54,11 +55,17 @@ class ProcessBatcher:
         self._lock = threading.Lock()
         self._is_closed = False
         self._running: _Running | None = None
+        # Stops its loop when this batcher is collected.
+        self._finalizer: weakref.finalize[[], ProcessBatcher] | None = None
         # Counts of the batcher at the last `clear_stats`.
         self._cleared = BatchProcessorStats()
 
     def process(self, items: Sequence[Any]) -> list[Any]:
-        """Wait in this thread for the outputs of so many items."""
+        """Wait in this thread for the outputs of so many items.
+
+        More than there is room for are queued bit by bit, and not refused: see
+        `DynBatcher.process_many`.
+        """
         if not items:
             return []
         return self._send(items).result()
@@ -120,6 +127,10 @@ class ProcessBatcher:
             self._is_closed = True
             running, self._running = self._running, None
             self._cleared = BatchProcessorStats()
+            if self._finalizer is not None:
+                # `_Running.end` stops the loop. It would be kept for as long as this batcher lives.
+                self._finalizer.detach()
+                self._finalizer = None
         return running
 
     def _send(self, items: Sequence[Any]) -> "Future[list[Any]]":
@@ -130,20 +141,32 @@ class ProcessBatcher:
                 )
             if self._running is None:
                 self._running = _Running(self._name, self._make_batcher)
-                weakref.finalize(self, self._running.stop_loop).atexit = False
+                self._finalizer = weakref.finalize(self, self._running.stop_loop)
+                self._finalizer.atexit = False
             running = self._running
             # Under the lock: after a shutdown its loop would take it and never run it.
-            return running.run(running.batcher.process_many(items))
+            priority = self._priority_of(items)
+            return running.run(running.batcher.process_many(items, priority=priority))
+
+    def _priority_of(self, items: Sequence[Any]) -> int:
+        settings = self._settings
+        is_large = settings.is_ranked and len(items) > settings.small_batch_threshold
+        return settings.priority(items[0]) if is_large else 0
 
     def _make_batcher(self) -> DynBatcher[Any, Any]:
+        settings = self._settings
         return DynBatcher(
             FunctionModel,
-            max_batch_size=self._settings.batch_size,
+            max_batch_size=settings.batch_size,
+            max_delay=settings.timeout_ms / 1000,
             model_args=self._model_args,
-            max_queue_size=self._settings.max_queue_size or sys.maxsize,
+            max_queue_size=settings.max_queue_size or sys.maxsize,
             timeout=None,
-            isolate_errors=self._settings.isolate_errors,
+            isolate_errors=settings.isolate_errors,
             name=self._name,
+            cost=None if settings.max_batch_length is None else cost_of,
+            max_batch_cost=settings.max_batch_length,
+            cost_is_padded=False,
         )
 
 

@@ -68,6 +68,11 @@ def length_of(item: object) -> int:
         return 1
 
 
+def cost_of(item: object) -> int:
+    """What an item adds to `max_batch_length`: its length, and 1 if that is 0."""
+    return max(1, length_of(item))
+
+
 def _check_count(name: str, value: object, least: int, most: float) -> None:
     # bool is an int to Python, and never a count to a person.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:

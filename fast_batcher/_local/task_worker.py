@@ -7,7 +7,7 @@ from time import monotonic
 
 from fast_batcher._core.messages import Batch
 from fast_batcher._local.engine import Engine
-from fast_batcher._local.nesting import running_engine
+from fast_batcher._local.nesting import RunningBatch, running_batch
 
 
 class TaskWorker:
@@ -43,9 +43,10 @@ class TaskWorker:
         """Nothing to wait for."""
 
     async def _serve(self) -> None:
-        running_engine.set(self._engine)
         while (batch := self._next) is not None:
             self._next = None
+            running = RunningBatch(self._engine)
+            running_batch.set(running)
             started = monotonic()
             try:
                 # In this very frame, which `fail` takes out of the traceback.
@@ -54,10 +55,12 @@ class TaskWorker:
                 if inspect.isawaitable(result):
                     result = await result
             except BaseException as error:
+                running.has_ended = True
                 self._next = self._engine.fail(batch, error, monotonic() - started)
                 if self._is_for_the_loop(error):
                     raise
             else:
+                running.has_ended = True
                 self._next = self._engine.finish(batch, result, monotonic() - started)
             if self._next is not None:
                 # A function that never waits must not keep the loop for all that is queued.

@@ -14,7 +14,7 @@ from typing import Any
 
 from fast_batcher._core.messages import Batch
 from fast_batcher._local.engine import Engine
-from fast_batcher._local.nesting import running_engine
+from fast_batcher._local.nesting import RunningBatch, running_batch
 
 
 class ThreadWorker:
@@ -53,7 +53,7 @@ class ThreadWorker:
 
 
 def _serve(engine: Engine, inbox: "SimpleQueue[Batch | None]") -> None:
-    running_engine.set(engine)
+    running_batch.set(RunningBatch(engine))
     with _Awaiter() as awaiter:
         while (batch := inbox.get()) is not None:
             while batch is not None:

@@ -36,7 +36,8 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
         Raises:
             InferenceError: The function raised; also an instance of what it raised.
             OutputMismatchError: The function returned something other than one output per input.
-            QueueFullError: There is no room for all items; none was queued.
+            QueueFullError: There is no room for all items; none was queued. With `process=True`
+                there was no room for one while none of its others was under way.
             BatcherClosedError: It was shut down.
 
         Cancellation: safe at any time. Items that wait are forgotten; those that are being computed
@@ -51,7 +52,7 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
     async def shutdown(self, *, cancel: bool = False) -> None:
         """Take no more calls, and wait until all that have come are settled. May be called again.
 
-        Called by the function itself, it does not wait for that.
+        Called by the function itself, or by one that it waits for, it does not wait for that.
 
         Args:
             cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
@@ -131,21 +132,27 @@ def dynamically(
     batch at a time on each. Any other function runs in a thread of its own, with one batch at a
     time for all loops.
 
+    What a task calls that an `async def` has started and that goes on after its batch is batched as
+    for any other caller. No later batch may wait for such a task, for that would never end.
+
     Args:
         func: A function, a method, or nothing for a decorator with settings.
         batch_size: Most items that the function is given.
         timeout_ms: Bound on how long a batch may be held back while the function is free,
-            milliseconds. It never is: a batch leaves as soon as the function is free.
+            milliseconds. In this process it never is: a batch leaves as soon as the function is
+            free. With `process=True` it is the `max_delay` of an adaptive `DynBatcher`.
         small_batch_threshold: How many items a call may have to go before the others, where
             `priority_strategy` says so.
         max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
             computed alone. The length of a dict is that of its first value.
-        priority_strategy: Who goes first when more items wait than a batch holds.
+        priority_strategy: Who goes first when more items wait than a batch holds. LENGTH is refused
+            with `process=True`.
         cache: Where an output is looked for before it is computed. One that raises is done without,
             and logged once.
         batch_item_cls: Accepted for programs written for `batched`, and not used.
         max_queue_size: Most items that wait; None for no limit. A call for whose items there is no
-            room is refused.
+            room is refused. With `process=True` its items are queued a few batches at a time, and
+            wait for room while others of the call are under way; else it is refused.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
             computed again, until only the guilty items fail. Out of memory makes batches smaller.
         process: Whether the function runs in a worker process, as with `DynBatcher`. It has to be a

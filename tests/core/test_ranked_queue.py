@@ -6,11 +6,13 @@ from itertools import count
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedules import make, poll_batches, settle
 
 from fast_batcher._core.batch_former import WINDOW_BATCHES, BatchFormer
-from fast_batcher._core.messages import Group, Request
+from fast_batcher._core.messages import Group, Release, Request
 from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES
+from fast_batcher._core.scheduler import Scheduler
 
 GROUPS = [Group("a"), Group("b"), Group("c")]
 
@@ -63,6 +65,36 @@ def test_a_higher_priority_goes_first_and_lower_ones_fill_the_room() -> None:
     low, high, lower, other_high = (arrivals.add(priority) for priority in (0, 5, -1, 5))
     assert arrivals.send(3) == [high, other_high, low]
     assert arrivals.send(3) == [lower]
+
+
+def test_a_batch_that_is_tried_again_takes_no_turn_of_age() -> None:
+    scheduler = make(max_batch_size=2)
+    scheduler.rank_requests()
+    low = submit_ranked(scheduler, 0, GROUPS[0])
+    high = submit_ranked(scheduler, 1, GROUPS[1])
+    for number in range(1, AGED_BATCHES - 1):
+        (batch,) = poll_batches(scheduler, 0.0)
+        assert batch.requests == [high], number
+        high = submit_ranked(scheduler, 1, GROUPS[1])
+        settle(scheduler, 0.0, batch)
+    (batch,) = poll_batches(scheduler, 0.0)
+    submit_ranked(scheduler, 1, GROUPS[1])
+    # The worker dies with the seventh; another try of that is not the eighth.
+    scheduler.worker_lost(0, taken=batch.id, begun=batch.id)
+    scheduler.worker_ready(0.0, 0)
+    (again,) = poll_batches(scheduler, 0.0)
+    assert again.release is Release.RETRY
+    settle(scheduler, 0.0, again)
+    (aged,) = poll_batches(scheduler, 0.0)
+    assert aged.requests == [low]
+
+
+def submit_ranked(scheduler: Scheduler, priority: int, group: Group) -> Request:
+    request = Request(None, None)
+    request.priority = priority
+    request.group = group
+    assert scheduler.submit(0.0, [request]) == []
+    return request
 
 
 def test_one_batch_in_eight_goes_by_age() -> None:

@@ -1,38 +1,51 @@
 """Who may wait for whom."""
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
 
 from fast_batcher._local.function import Function
-from fast_batcher._local.nesting import compute_here, drive, waiting
+from fast_batcher._local.nesting import RunningBatch, compute_here, drive, waiting
+
+
+def wait(waiter: str, target: str) -> AbstractContextManager[bool]:
+    return waiting(RunningBatch(waiter), target)
 
 
 def test_nobody_waits_for_itself() -> None:
-    with waiting("a", "a") as may_wait:
+    with wait("a", "a") as may_wait:
         assert not may_wait
+
+
+def test_a_batch_that_has_ended_may_wait_for_its_engine() -> None:
+    batch = RunningBatch("a")
+    batch.has_ended = True
+    with waiting(batch, "a") as may_wait:
+        assert may_wait
+        with wait("a", "a") as may_wait_too:
+            assert not may_wait_too, "nothing was noted"
 
 
 def test_no_circle_is_closed_however_long() -> None:
     with ExitStack() as stack:
         for waiter, target in (("a", "b"), ("b", "c"), ("c", "d"), ("b", "d")):
-            assert stack.enter_context(waiting(waiter, target))
+            assert stack.enter_context(wait(waiter, target))
         for waiter, target in (("d", "a"), ("c", "a"), ("d", "b"), ("b", "a")):
-            with waiting(waiter, target) as may_wait:
+            with wait(waiter, target) as may_wait:
                 assert not may_wait
-        with waiting("e", "a") as may_wait:
+        with wait("e", "a") as may_wait:
             assert may_wait
-    with waiting("d", "a") as may_wait:
+    with wait("d", "a") as may_wait:
         assert may_wait
 
 
 def test_a_wait_that_is_had_twice_ends_twice() -> None:
-    with waiting("a", "b"):
-        with waiting("a", "b"):
+    with wait("a", "b"):
+        with wait("a", "b"):
             pass
-        with waiting("b", "a") as may_wait:
+        with wait("b", "a") as may_wait:
             assert not may_wait
 
 

@@ -2,21 +2,28 @@
 
 import asyncio
 import functools
+import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import sample_functions
-from held import InThread
+from held import InThread, spin_until
 from waits import LIMIT
 
 from fast_batcher import aio, dynamically
+from fast_batcher._local.process_batcher import ProcessBatcher
+from fast_batcher._local.settings import LocalSettings
 from fast_batcher.errors import BatcherClosedError, ConfigurationError, InferenceError
+from fast_batcher.types import PriorityStrategy
 
 pytestmark = pytest.mark.slow
 
@@ -30,6 +37,9 @@ def _ends_what_is_global() -> Iterator[None]:
         sample_functions.fail_for_negative,
         sample_functions.double_features,
         sample_functions.Model.halve,
+        sample_functions.number_held,
+        sample_functions.total_length,
+        sample_functions.double_few,
     ):
         function.shutdown()
         function.start()
@@ -136,9 +146,53 @@ def test_a_method_is_refused_where_it_is_looked_up() -> None:
         sample_functions.Model().scale(1)
 
 
-def test_a_length_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="max_batch_length=5"):
-        dynamically(process=True, max_batch_length=5)(test_a_length_is_refused)
+def test_a_priority_by_length_is_refused() -> None:
+    decorate = aio.dynamically(process=True, priority_strategy=PriorityStrategy.LENGTH)
+    with pytest.raises(ConfigurationError, match=r"PriorityStrategy\.LENGTH: with process=True"):
+        decorate(test_a_priority_by_length_is_refused)
+
+
+def test_small_calls_go_before_large_ones(tmp_path: Path) -> None:
+    path = str(tmp_path / "gate")
+    os.mkfifo(path)
+    function = sample_functions.number_held
+    running = InThread(function, path)
+    with open(path, "wb"):  # it has begun, and goes on when this is closed
+        # A full batch goes to the worker ahead, and one waits.
+        large = InThread(function, [*range(12)])
+        spin_until(lambda: function.stats.queue_size == 4)
+        small = InThread(function, 0)
+        spin_until(lambda: function.stats.queue_size == 5)
+    assert running.result() == 0
+    assert small.result() == 5
+    assert large.result() == [1, 2, 3, 4, *range(6, 14)]
+
+
+def test_batches_are_as_long_as_they_may_be() -> None:
+    lengths = sample_functions.total_length(["aaa", "bb", "cccccc", "dddd", "", ""])
+    assert max(lengths[:2] + lengths[3:]) == 5
+    assert lengths[2] == 6
+
+
+def test_the_wait_of_a_batch_is_bounded() -> None:
+    for timeout_ms, max_delay in ((0.0, 0.0), (250.0, 0.25)):
+        settings = LocalSettings(timeout_ms=timeout_ms)
+        batcher = ProcessBatcher(sample_functions.plain, settings, None)._make_batcher()
+        assert batcher._settings.max_delay == max_delay
+
+
+def test_a_call_larger_than_the_queue_is_fed_in() -> None:
+    assert sample_functions.double_few([*range(40)]) == [*range(0, 80, 2)]
+
+
+def test_nothing_is_left_of_a_loop_that_was_shut_down() -> None:
+    assert sample_functions.double(1) == 2
+    (thread,) = (
+        weakref.ref(one) for one in threading.enumerate() if one.name == "fast_batcher double"
+    )
+    sample_functions.double.shutdown()
+    gc.collect()
+    assert thread() is None
 
 
 def test_a_program_that_forgets_to_shut_down_ends() -> None:
