@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.arrivals import RECORD
 from benchmarks.cpu import TreeCpu, process_cpu
-from benchmarks.models import MODELS
+from benchmarks.models import MODELS, SIZED
 from benchmarks.wake import wake_us
 
 Process = Callable[[Any], Awaitable[object]]
@@ -67,6 +67,8 @@ class Load:
             return bool(answer == 0)
         if self.model == "ArrayEcho":
             return bool((answer == self.payload()).all())
+        if self.model in SIZED:
+            return bool(answer[0] == self.payload())
         return bool(answer == self.payload())
 
 
@@ -109,7 +111,7 @@ async def full_speed(process: Process, load: Load) -> Figures:
     return {
         "requests_per_second": times * load.callers / elapsed,
         **_cpu_per_request(used, times * load.callers),
-        **_percentiles(latencies),
+        **percentiles(latencies),
         "wake_us": wake_us(),
     }
 
@@ -141,11 +143,14 @@ async def saturation(process: Process, load: Load) -> Figures:
     await asyncio.gather(*tasks)
     used = TreeCpu.read().since(before)
     return {
-        "requests_per_second": sum(
-            (len(times) - 1) / (times[-1] - times[0]) for times in answered if len(times) > 1
-        ),
+        "requests_per_second": steady_rate(answered),
         **_cpu_per_request(used, sum(len(times) for times in answered)),
     }
+
+
+def steady_rate(answered: list[list[float]]) -> float:
+    """Requests/s of callers, from the moments at which each was answered."""
+    return sum((len(times) - 1) / (times[-1] - times[0]) for times in answered if len(times) > 1)
 
 
 async def lone_requests(process: Process, load: Load) -> Figures:
@@ -163,7 +168,7 @@ async def lone_requests(process: Process, load: Load) -> Figures:
         asked = time.perf_counter()
         await process(payload)
         latencies.append(time.perf_counter() - asked)
-    return _percentiles(latencies[WARM_UP_REQUESTS:])
+    return percentiles(latencies[WARM_UP_REQUESTS:])
 
 
 async def open_loop(process: Process, load: Load) -> Figures:
@@ -299,7 +304,7 @@ def _cpu_per_request(used: TreeCpu, requests: int) -> Figures:
     }
 
 
-def _percentiles(latencies: list[float]) -> Figures:
+def percentiles(latencies: list[float]) -> Figures:
     """In milliseconds; the maximum stands for the 99th percentile of fewer than 100."""
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
     return {"p50_ms": cuts[49] * 1e3, "p99_ms": cuts[98] * 1e3}

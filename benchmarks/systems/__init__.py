@@ -56,5 +56,10 @@ SYSTEMS: dict[str, System] = {
 
 # What batches and is not ours, with its defaults and tuned; bars are about these.
 PEERS = tuple(name for name, system in SYSTEMS.items() if system.environment is not None)
+# Choices that one question each is about: not among those that are measured beside all others.
+COMPARED = tuple(SYSTEMS)
+SYSTEMS |= {
+    "ours greedy": System("ours", {"policy": "greedy"}),
+}
 # Of those, what has the model in a process of its own, as we have.
 PEERS_WITH_A_PROCESS = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")
