@@ -20,6 +20,7 @@ from benchmarks.scenarios import (
     Figures,
     Load,
     Process,
+    mean_batch_size,
     percentiles,
     steady_rate,
 )
@@ -59,11 +60,6 @@ async def closed_loop(process: Process, load: Load) -> Figures:
         "batch_size": mean_batch_size([size for _, _, size in requests.answers]),
         "lost": requests.lost / (requests.lost + len(latencies)),
     }
-
-
-def mean_batch_size(sizes: list[int]) -> float:
-    """Of the batches, from the sizes of the batches that each request was in."""
-    return len(sizes) / math.fsum(1 / size for size in sizes)
 
 
 class _ClosedLoop:

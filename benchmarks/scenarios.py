@@ -155,6 +155,11 @@ def steady_rate(answered: list[list[float]]) -> float:
     return sum((len(times) - 1) / (times[-1] - times[0]) for times in answered if len(times) > 1)
 
 
+def mean_batch_size(sizes: list[int]) -> float:
+    """Of the batches, from the sizes of the batches that each request was in."""
+    return len(sizes) / math.fsum(1 / size for size in sizes)
+
+
 async def lone_requests(process: Process, load: Load) -> Figures:
     """Latency of one request at a time, with the system idle in between.
 
@@ -198,15 +203,23 @@ async def open_loop(process: Process, load: Load) -> Figures:
     lost = requests.count - len(answered)
     # The lost ones took for ever; a percentile that falls on one of them is left out.
     latencies = answered + [math.inf] * lost
+    in_time = sum(latency <= 0.050 for latency in answered)
     figures = {
         "arrivals_per_second": load.rate,
         "p50_ms": latencies[len(latencies) // 2] * 1e3,
         "p99_ms": latencies[len(latencies) * 99 // 100] * 1e3,
         "lost": lost / requests.count,
-        "within_50_ms": sum(latency <= 0.050 for latency in answered) / requests.count,
+        "within_50_ms": in_time / requests.count,
+        "in_time_per_second": in_time / load.seconds,
         "requests_per_second": len(answered) / load.seconds,
         **cpu_per_request(used, max(1, len(answered))),
     }
+    if requests.refusals:
+        refusals = sorted(requests.refusals)
+        figures["refusal_p99_ms"] = 1e3 * refusals[len(refusals) * 99 // 100]
+    if requests.sizes:
+        figures["mean_ms"] = 1e3 * statistics.fmean(answered)
+        figures["batch_size"] = mean_batch_size(requests.sizes)
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
@@ -220,6 +233,9 @@ class _OpenLoop:
         # Counted requests, the latencies of those that were answered, and the CPU before the first.
         self.count = 0
         self.latencies: list[float] = []
+        # After how long others failed, and, where answers tell it, the sizes of their batches.
+        self.refusals: list[float] = []
+        self.sizes: list[int] = []
         self._arrivals = arrivals
         self.cpu_at_start = self.read_cpu()
         self._process = process
@@ -255,11 +271,15 @@ class _OpenLoop:
 
     async def _ask(self, payload: Any, due: float, is_counted: bool) -> None:
         try:
-            await self._process(payload)
+            answer: Any = await self._process(payload)
         except Exception:  # noqa: BLE001  whatever a system refuses with, the request is lost
+            if is_counted:
+                self.refusals.append(time.perf_counter() - due)
             return
         if is_counted:
             self.latencies.append(time.perf_counter() - due)
+            if self._load.model in SIZED:
+                self.sizes.append(answer[1])
 
 
 async def idle(process: Process, load: Load) -> Figures:

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from benchmarks import hold
-from benchmarks.closed_loop import bursts, closed_loop, mean_batch_size
+from benchmarks.closed_loop import bursts, closed_loop
 from benchmarks.models import MODELS, SIZED
 from benchmarks.report import Measurement
-from benchmarks.scenarios import Load, steady_rate
+from benchmarks.scenarios import Load, mean_batch_size, steady_rate
 
 
 def pair(

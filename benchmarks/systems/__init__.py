@@ -60,6 +60,10 @@ PEERS = tuple(name for name, system in SYSTEMS.items() if system.environment is 
 COMPARED = tuple(SYSTEMS)
 SYSTEMS |= {
     "ours greedy": System("ours", {"policy": "greedy"}),
+    "ours 50 ms": System("ours", {"max_latency": 0.05}),
+    "BentoML dispatcher 50 ms": System(
+        "bentoml_dispatcher", {"max_latency_ms": 50}, environment="bentoml"
+    ),
     "embeddings in order": System("ours_embeddings"),
     # A full batch of the longest texts, 256 tokens; and a full one of texts of 64, eight of 256.
     "embeddings by cost": System("ours_embeddings", {"max_batch_tokens": 8192.0}),
