@@ -74,6 +74,7 @@ bench-all: bench-setup
 	$(BIN)/python -m benchmarks.hold
 	$(BIN)/python -m benchmarks.padding
 	$(BIN)/python -m benchmarks.overload
+	$(BIN)/python -m benchmarks.differential
 	$(BIN)/python -m benchmarks.reference_experiment
 	$(BIN)/python -m benchmarks.load_test --batch-sizes 1 8 32
 	$(BIN)/python -m benchmarks.simulation

@@ -64,6 +64,7 @@ SYSTEMS |= {
     "BentoML dispatcher 50 ms": System(
         "bentoml_dispatcher", {"max_latency_ms": 50}, environment="bentoml"
     ),
+    "at once": System("at_once"),
     "embeddings in order": System("ours_embeddings"),
     # A full batch of the longest texts, 256 tokens; and a full one of texts of 64, eight of 256.
     "embeddings by cost": System("ours_embeddings", {"max_batch_tokens": 8192.0}),
