@@ -1,4 +1,4 @@
-"""Loads of clients that wait for their answers. Runs in the measured process, as `scenarios` does.
+"""Clients that ask again a pause after their answer. Runs in the measured process.
 
 For the models that answer with their batch's size (`benchmarks.models.SIZED`).
 """
@@ -24,12 +24,6 @@ from benchmarks.scenarios import (
     percentiles,
     steady_rate,
 )
-
-# Of `bursts`: times that each size is sent, and seconds between an answer and the next burst.
-BURSTS = 60
-BURST_PAUSE = 0.02
-# Bursts of each size left out at the start.
-WARM_UP_BURSTS = 5
 
 
 async def closed_loop(process: Process, load: Load) -> Figures:
@@ -118,32 +112,6 @@ class _ClosedLoop:
         self._settled.clear()
 
 
-async def bursts(process: Process, load: Load) -> Figures:
-    """Mean latency of `callers` requests that come in one turn of the loop, to a system at rest.
-
-    Less the model's time, it is what the way there and back costs a batch of that size.
-    """
-    payloads = [load.payload(caller) for caller in range(load.callers)]
-    answers: list[tuple[float, int]] = []
-    for burst in range(WARM_UP_BURSTS + BURSTS):
-        await asyncio.sleep(BURST_PAUSE)
-        start = time.perf_counter()
-        found = await asyncio.gather(*(_ask_timed(process, value, start) for value in payloads))
-        if burst >= WARM_UP_BURSTS:
-            answers += found
-    latencies = [latency for latency, _ in answers]
-    return {
-        "mean_ms": 1e3 * statistics.fmean(latencies),
-        **percentiles(latencies),
-        "batch_size": mean_batch_size([size for _, size in answers]),
-    }
-
-
-async def _ask_timed(process: Process, value: Any, start: float) -> tuple[float, int]:
-    answer: Any = await process(value)
-    return time.perf_counter() - start, answer[1]
-
-
 SCENARIOS: dict[str, Callable[[Process, Load], Awaitable[Figures]]] = {
-    scenario.__name__: scenario for scenario in (closed_loop, bursts)
+    closed_loop.__name__: closed_loop
 }

@@ -3,8 +3,9 @@
 The same arrivals, or clients with the same pauses, seed by seed: once through `DynBatcher` with a
 worker that sleeps as long as the model would compute, and once through the simulator. It is given
 the model's times and what was measured apart, in loads of another kind: what the way there and back
-costs a batch at rest (`bursts`), and how late a request that is due comes in (`at once`). Nothing
-is fitted to the runs that are compared. Mean latency and mean batch size are to agree within 10 %.
+takes from the worker (full batches of three sizes, one after the other), and how late a request
+that is due comes in (`at once`). Nothing is fitted to the runs that are compared. Mean latency and
+mean batch size are to agree within 10 %.
 """
 
 import itertools
@@ -16,7 +17,7 @@ from random import Random
 from benchmarks.arrivals import due_times
 from benchmarks.harness import SEED, Job, finish, hardware, measure_all, parse_arguments
 from benchmarks.models import SIZED
-from benchmarks.report import Measurement, Series, Verdict, table
+from benchmarks.report import Measurement, Series, Verdict, number, table
 from benchmarks.scenarios import WARM_UP_SECONDS, Figures, Load
 from benchmarks.simulation.batchers import Ours
 from benchmarks.simulation.engine import simulate
@@ -31,8 +32,8 @@ CLIENTS = (1, 8, 32, 64)
 # Shares of the model's capacity, by its times.
 LOADS = (0.3, 0.7, 0.9)
 LARGEST_DIFFERENCE = 0.1
-# Of what is measured apart, the median: one hold-up of the machine is no property of the way.
-APART = "p50_ms"
+# So many callers for each place in a batch: the next batch is always full.
+CROWD = 4
 FIGURES = {"mean ms": "mean_ms", "batch size": "batch_size"}
 # Requests/s at which requests find the event loop at rest.
 LATENESS_RATE = 500.0
@@ -72,7 +73,7 @@ CELLS = (
 )
 
 
-def burst_sizes(model: str) -> tuple[int, ...]:
+def sizes_of(model: str) -> tuple[int, ...]:
     """The batches whose way is measured; between them it is interpolated."""
     most = SIZED[model].max_batch_size
     return (1, most // 4, most)
@@ -135,39 +136,60 @@ def simulated(cell: Cell, load: Load, transport: Sequence[float], lateness: floa
     }
 
 
-def apart(model: str, loop: str, seconds: float) -> list[Job]:
-    """What is measured apart, for one model on one event loop."""
-    most = SIZED[model].max_batch_size
-    jobs = [
-        Job("ours greedy", "bursts", loop, Load(model, most, size, seconds), f"{model}, bursts")
-        for size in burst_sizes(model)
-    ]
-    closed = Load(model, most, 1, seconds)
-    opened = Load(model, most, 0, seconds, rate=LATENESS_RATE)
+def transport_jobs(model: str, loop: str, seconds: float) -> list[Job]:
+    """What is measured apart of one model's batches on one event loop."""
     return [
-        *jobs,
-        Job(AT_ONCE, "closed_loop", loop, closed, f"{model}, closed_loop"),
-        Job(AT_ONCE, "open_loop", loop, opened, f"{model}, open_loop"),
+        Job(
+            "ours greedy",
+            "saturation",
+            loop,
+            Load(model, size, CROWD * size, seconds),
+            batches_label(model, size),
+        )
+        for size in sizes_of(model)
     ]
+
+
+def batches_label(model: str, size: int) -> str:
+    """What the results call batches that are always full."""
+    return f"{model}, batches of {size}"
+
+
+def lateness_jobs(loop: str, seconds: float) -> list[Job]:
+    """The same of how late requests are seen; no model has a part in it."""
+    closed = Load("Gpu", 1, 1, seconds)
+    opened = Load("Gpu", 1, 0, seconds, rate=LATENESS_RATE)
+    return [
+        Job(AT_ONCE, "closed_loop", loop, closed),
+        Job(AT_ONCE, "open_loop", loop, opened),
+    ]
+
+
+def apart(cells: Iterable[Cell], loop: str, seconds: float) -> list[Job]:
+    """All that is measured apart for these cells."""
+    models = dict.fromkeys(cell.model for cell in cells)
+    ways = [job for model in models for job in transport_jobs(model, loop, seconds)]
+    return [*ways, *lateness_jobs(loop, seconds)]
 
 
 def transport_of(measurements: Iterable[Measurement], model: str, loop: str) -> list[float] | None:
-    """Seconds that a batch's way takes, by its size; None if a burst could not be measured."""
+    """Seconds that a batch's way takes, by its size; None if one was not measured."""
     runs = list(measurements)
     points = []
-    for size in burst_sizes(model):
-        found = Series.of(runs, "ours greedy", f"{model}, bursts", loop, size).spread(APART)
+    for size in sizes_of(model):
+        series = Series.of(runs, "ours greedy", batches_label(model, size), loop, CROWD * size)
+        found = series.spread("requests_per_second")
         if found is None:
             return None
-        points.append((size, found.median / 1e3 - SIZED[model].seconds(size)))
+        points.append((size, size / found.median - SIZED[model].seconds(size)))
     return interpolate(points, SIZED[model].max_batch_size)
 
 
 def lateness_of(measurements: Iterable[Measurement], cell: Cell, loop: str) -> float | None:
     """Seconds from when a request is due until it is seen; None if that was not measured."""
-    label = f"{cell.model}, {cell.scenario}"
-    found = Series.of(measurements, AT_ONCE, label, loop, 1 if cell.clients else 0)
-    spread = found.spread(APART)
+    callers = 1 if cell.clients else 0
+    spread = Series.of(measurements, AT_ONCE, cell.scenario, loop, callers).spread("p50_ms")
+    # The median: one hold-up of the machine would be that of every request.
     return None if spread is None else spread.median / 1e3
 
 
@@ -206,11 +228,14 @@ def text_of(measurements: list[Measurement], cells: Sequence[Cell], loops: Itera
     parts = []
     for loop in loops:
         ways: list[list[object]] = []
-        for model in dict.fromkeys(cell.model for cell in cells):
-            for job in apart(model, loop, 0.0):
-                size = job.load.callers
-                series = Series.of(measurements, job.system, job.label, loop, size)
-                ways.append([job.label, size, series.spread(APART), series.spread("batch_size")])
+        for job in apart(cells, loop, 0.0):
+            callers, size = job.load.callers, job.load.max_batch_size
+            series = Series.of(measurements, job.system, job.label or job.scenario, loop, callers)
+            rate, late = series.spread("requests_per_second"), series.spread("p50_ms")
+            way = None
+            if job.system != AT_ONCE and rate is not None:
+                way = number(1e3 * (size / rate.median - SIZED[job.load.model].seconds(size)))
+            ways.append([f"{job.system}, {job.label or job.scenario}", rate, way, late])
         rows: list[list[object]] = []
         for cell in cells:
             real, virtual = pair(measurements, cell, loop)
@@ -219,7 +244,7 @@ def text_of(measurements: list[Measurement], cells: Sequence[Cell], loops: Itera
             rows.append([cell.label, POLICIES[cell.system], *spreads, *ratios])
         ratio_names = [f"{title}, real over simulated" for title in FIGURES]
         parts += [
-            f"Measured apart, {loop}\n{table(['load', 'requests', 'p50 ms', 'batch size'], ways)}",
+            f"Measured apart, {loop}\n{table(['load', 'requests/s', 'way ms', 'late ms'], ways)}",
             f"{loop}\n{table(['load', 'policy', *names, *ratio_names], rows)}",
         ]
     return "\n\n".join(parts)
@@ -261,7 +286,7 @@ def main() -> int:
     for repetition in range(arguments.repetitions):
         for loop in arguments.loops:
             # Right before what it is for.
-            jobs = [job for model in SIZED for job in apart(model, loop, arguments.seconds)]
+            jobs = apart(cells, loop, arguments.seconds)
             jobs += [
                 Job(c.system, c.scenario, loop, c.load(arguments.seconds), c.label) for c in cells
             ]

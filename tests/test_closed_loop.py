@@ -6,7 +6,7 @@ import time
 import pytest
 
 from benchmarks import hold
-from benchmarks.closed_loop import bursts, closed_loop
+from benchmarks.closed_loop import closed_loop
 from benchmarks.models import MODELS, SIZED
 from benchmarks.report import Measurement
 from benchmarks.scenarios import Load, mean_batch_size, steady_rate
@@ -79,23 +79,6 @@ def test_a_client_whose_request_fails_asks_again() -> None:
     figures = asyncio.run(closed_loop(refuse_every_other, Load("Gpu", 1, 1, 0.2, seed=1)))
     assert asked > 2
     assert 0 < figures["lost"] < 1
-
-
-def test_a_burst_is_sent_at_once() -> None:
-    waiting: list[asyncio.Future[object]] = []
-
-    async def answer_fives(value: object) -> object:
-        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        waiting.append(future)
-        if len(waiting) == 5:
-            for one in waiting:
-                one.set_result((value, 5))
-            waiting.clear()
-        return await future
-
-    figures = asyncio.run(bursts(answer_fives, Load("Gpu", 5, 5, 0.1)))
-    assert figures["batch_size"] == pytest.approx(5)
-    assert not waiting
 
 
 def test_the_gain_is_taken_pair_by_pair() -> None:
