@@ -53,7 +53,7 @@ def parse_arguments(
     systems: Sequence[str],
     seconds: float,
     quick_seconds: float,
-    callers: int | None = None,
+    callers: Sequence[int] = (),
     loops: Sequence[str] = LOOPS,
     parts: Sequence[str] | None = None,
     repetitions: int = 5,
@@ -68,8 +68,8 @@ def parse_arguments(
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=loops)
     if parts is not None:
         parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    if callers is not None:
-        parser.add_argument("--callers", nargs="+", type=int, default=[callers])
+    if callers:
+        parser.add_argument("--callers", nargs="+", type=int, default=callers)
     parser.add_argument(
         "--repetitions", type=int, help=f"{repetitions}, or {quick_repetitions} if quick"
     )

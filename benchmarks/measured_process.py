@@ -12,7 +12,10 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from benchmarks.scenarios import SCENARIOS, Figures, Load, bare_loop
+from benchmarks import closed_loop, scenarios, texts
+from benchmarks.scenarios import Figures, Load, bare_loop
+
+SCENARIOS = scenarios.SCENARIOS | closed_loop.SCENARIOS | texts.SCENARIOS
 
 
 async def _measure(adapter: Any, job: dict[str, Any]) -> None:

@@ -7,6 +7,8 @@ noticed.
 import time
 from typing import Any, Protocol
 
+from benchmarks.simulation import models as simulated
+
 
 class NoOp:
     """Takes no time: what remains is the batching itself."""
@@ -39,6 +41,24 @@ class Linear5ms:
         return inputs
 
 
+class Gpu:
+    """The simulation's model of that name; tells each input the size of its batch too."""
+
+    def infer(self, inputs: list[str]) -> list[tuple[str, int]]:
+        """Answer each input with itself and the size, after the model's time."""
+        time.sleep(simulated.MODELS["gpu"].seconds(len(inputs)))
+        return [(value, len(inputs)) for value in inputs]
+
+
+class Mid:
+    """As `Gpu`."""
+
+    def infer(self, inputs: list[str]) -> list[tuple[str, int]]:
+        """Answer each input with itself and the size, after the model's time."""
+        time.sleep(simulated.MODELS["mid"].seconds(len(inputs)))
+        return [(value, len(inputs)) for value in inputs]
+
+
 class ArrayLabel:
     """A number for each array, in no time: large inputs, small outputs."""
 
@@ -64,5 +84,7 @@ class Model(Protocol):
 
 
 MODELS: dict[str, type[Model]] = {
-    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, ArrayLabel, ArrayEcho)
+    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, Gpu, Mid, ArrayLabel, ArrayEcho)
 }
+# Those whose answers tell the size of the batch, and what the simulation calls them.
+SIZED = {"Gpu": simulated.MODELS["gpu"], "Mid": simulated.MODELS["mid"]}

@@ -79,7 +79,7 @@ def main() -> int:
         "overhead",
         __doc__ or "",
         systems=("floor", "ours", *PEER_BARS),
-        callers=CALLERS,
+        callers=(CALLERS,),
         seconds=2.0,
         quick_seconds=0.5,
     )

@@ -14,7 +14,7 @@ from benchmarks.harness import SEED, Job, finish, hardware, measure_all, parse_a
 from benchmarks.limit import LIMIT, open_loop_limit
 from benchmarks.report import Measurement, Series, Spread, Verdict, table
 from benchmarks.scenarios import Load
-from benchmarks.systems import PEERS, PEERS_WITH_A_PROCESS, SYSTEMS
+from benchmarks.systems import COMPARED, PEERS, PEERS_WITH_A_PROCESS, SYSTEMS
 
 # Like uvicorn, which takes uvloop where it is installed.
 LOOP = "uvloop"
@@ -252,7 +252,7 @@ def main() -> int:
     arguments = parse_arguments(
         "peers",
         __doc__ or "",
-        systems=tuple(SYSTEMS),
+        systems=COMPARED,
         seconds=0.7,
         quick_seconds=0.3,
         loops=(LOOP,),

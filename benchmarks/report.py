@@ -75,13 +75,14 @@ class Series:
 
     def ratio(self, figure: str, other: "Series") -> Spread | None:
         """This over the other, repetition by repetition: what slows both cancels out."""
-        return Spread.of([mine / theirs for mine, theirs in self._pairs(figure, other)])
+        return Spread.of([mine / theirs for mine, theirs in self.pairs(figure, other)])
 
     def difference(self, figure: str, other: "Series") -> Spread | None:
         """This minus the other, repetition by repetition."""
-        return Spread.of([mine - theirs for mine, theirs in self._pairs(figure, other)])
+        return Spread.of([mine - theirs for mine, theirs in self.pairs(figure, other)])
 
-    def _pairs(self, figure: str, other: "Series") -> list[tuple[float, float]]:
+    def pairs(self, figure: str, other: "Series") -> list[tuple[float, float]]:
+        """This and the other of each repetition in which both were measured."""
         others = {m.repetition: m.figures for m in other.measurements if figure in m.figures}
         return [
             (m.figures[figure], others[m.repetition][figure])

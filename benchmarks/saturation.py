@@ -43,7 +43,7 @@ def main() -> int:
         "saturation",
         __doc__ or "",
         systems=("bare loop", "ours"),
-        callers=CALLERS,
+        callers=(CALLERS,),
         seconds=5.0,
         quick_seconds=2.0,
     )

@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.arrivals import RECORD
 from benchmarks.cpu import TreeCpu, process_cpu
-from benchmarks.models import MODELS
+from benchmarks.models import MODELS, SIZED
 from benchmarks.wake import wake_us
 
 Process = Callable[[Any], Awaitable[object]]
@@ -41,7 +41,7 @@ PATIENCE = 5.0
 class Load:
     """What a system is put under; the same for all systems of a comparison."""
 
-    # A name in `benchmarks.models.MODELS`.
+    # A name in `benchmarks.models.MODELS`, or "MiniLM", the example's embedding model.
     model: str
     max_batch_size: int
     callers: int
@@ -67,6 +67,10 @@ class Load:
             return bool(answer == 0)
         if self.model == "ArrayEcho":
             return bool((answer == self.payload()).all())
+        if self.model in SIZED:
+            return bool(answer[0] == self.payload())
+        if self.model == "MiniLM":
+            return math.isclose(math.hypot(*answer), 1.0, abs_tol=1e-3)
         return bool(answer == self.payload())
 
 
@@ -108,8 +112,8 @@ async def full_speed(process: Process, load: Load) -> Figures:
     await asyncio.gather(*(call_timed(payload, fewer) for payload in payloads))
     return {
         "requests_per_second": times * load.callers / elapsed,
-        **_cpu_per_request(used, times * load.callers),
-        **_percentiles(latencies),
+        **cpu_per_request(used, times * load.callers),
+        **percentiles(latencies),
         "wake_us": wake_us(),
     }
 
@@ -141,11 +145,19 @@ async def saturation(process: Process, load: Load) -> Figures:
     await asyncio.gather(*tasks)
     used = TreeCpu.read().since(before)
     return {
-        "requests_per_second": sum(
-            (len(times) - 1) / (times[-1] - times[0]) for times in answered if len(times) > 1
-        ),
-        **_cpu_per_request(used, sum(len(times) for times in answered)),
+        "requests_per_second": steady_rate(answered),
+        **cpu_per_request(used, sum(len(times) for times in answered)),
     }
+
+
+def steady_rate(answered: list[list[float]]) -> float:
+    """Requests/s of callers, from the moments at which each was answered."""
+    return sum((len(times) - 1) / (times[-1] - times[0]) for times in answered if len(times) > 1)
+
+
+def mean_batch_size(sizes: list[int]) -> float:
+    """Of the batches, from the sizes of the batches that each request was in."""
+    return len(sizes) / math.fsum(1 / size for size in sizes)
 
 
 async def lone_requests(process: Process, load: Load) -> Figures:
@@ -163,7 +175,7 @@ async def lone_requests(process: Process, load: Load) -> Figures:
         asked = time.perf_counter()
         await process(payload)
         latencies.append(time.perf_counter() - asked)
-    return _percentiles(latencies[WARM_UP_REQUESTS:])
+    return percentiles(latencies[WARM_UP_REQUESTS:])
 
 
 async def open_loop(process: Process, load: Load) -> Figures:
@@ -191,15 +203,23 @@ async def open_loop(process: Process, load: Load) -> Figures:
     lost = requests.count - len(answered)
     # The lost ones took for ever; a percentile that falls on one of them is left out.
     latencies = answered + [math.inf] * lost
+    in_time = sum(latency <= 0.050 for latency in answered)
     figures = {
         "arrivals_per_second": load.rate,
         "p50_ms": latencies[len(latencies) // 2] * 1e3,
         "p99_ms": latencies[len(latencies) * 99 // 100] * 1e3,
         "lost": lost / requests.count,
-        "within_50_ms": sum(latency <= 0.050 for latency in answered) / requests.count,
+        "within_50_ms": in_time / requests.count,
+        "in_time_per_second": in_time / load.seconds,
         "requests_per_second": len(answered) / load.seconds,
-        **_cpu_per_request(used, max(1, len(answered))),
+        **cpu_per_request(used, max(1, len(answered))),
     }
+    if requests.refusals:
+        refusals = sorted(requests.refusals)
+        figures["refusal_p99_ms"] = 1e3 * refusals[len(refusals) * 99 // 100]
+    if requests.sizes:
+        figures["mean_ms"] = 1e3 * statistics.fmean(answered)
+        figures["batch_size"] = mean_batch_size(requests.sizes)
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
@@ -213,6 +233,9 @@ class _OpenLoop:
         # Counted requests, the latencies of those that were answered, and the CPU before the first.
         self.count = 0
         self.latencies: list[float] = []
+        # After how long others failed, and, where answers tell it, the sizes of their batches.
+        self.refusals: list[float] = []
+        self.sizes: list[int] = []
         self._arrivals = arrivals
         self.cpu_at_start = self.read_cpu()
         self._process = process
@@ -248,11 +271,15 @@ class _OpenLoop:
 
     async def _ask(self, payload: Any, due: float, is_counted: bool) -> None:
         try:
-            await self._process(payload)
+            answer: Any = await self._process(payload)
         except Exception:  # noqa: BLE001  whatever a system refuses with, the request is lost
+            if is_counted:
+                self.refusals.append(time.perf_counter() - due)
             return
         if is_counted:
             self.latencies.append(time.perf_counter() - due)
+            if self._load.model in SIZED:
+                self.sizes.append(answer[1])
 
 
 async def idle(process: Process, load: Load) -> Figures:
@@ -290,7 +317,7 @@ def _infer_in_a_loop(connection: Connection, load: Load) -> None:
     connection.send(batches * load.max_batch_size / elapsed)
 
 
-def _cpu_per_request(used: TreeCpu, requests: int) -> Figures:
+def cpu_per_request(used: TreeCpu, requests: int) -> Figures:
     """In microseconds, which is the same as milliseconds per 1000 requests."""
     return {
         "api_cpu_us": used.api / requests * 1e6,
@@ -299,7 +326,7 @@ def _cpu_per_request(used: TreeCpu, requests: int) -> Figures:
     }
 
 
-def _percentiles(latencies: list[float]) -> Figures:
+def percentiles(latencies: list[float]) -> Figures:
     """In milliseconds; the maximum stands for the 99th percentile of fewer than 100."""
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
     return {"p50_ms": cuts[49] * 1e3, "p99_ms": cuts[98] * 1e3}

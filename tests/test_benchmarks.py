@@ -216,6 +216,9 @@ def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     figures = asyncio.run(open_loop(refuse_every_fourth, load))
     assert figures["lost"] == pytest.approx(0.25, abs=0.01)
     assert figures["within_50_ms"] <= 1 - figures["lost"]
+    assert figures["in_time_per_second"] <= 2200 * figures["within_50_ms"]
+    assert figures["refusal_p99_ms"] > 0
+    assert "batch_size" not in figures
     assert figures["p50_ms"] > 0
     # A quarter took for ever.
     assert "p99_ms" not in figures

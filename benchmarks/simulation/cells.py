@@ -17,6 +17,7 @@ from benchmarks.simulation.loads import (
     bursty,
     log_normal_costs,
     poisson,
+    short_pause,
     stall_moments,
 )
 from benchmarks.simulation.models import MODELS, Model, Worker
@@ -31,11 +32,10 @@ OVERLOADS = (1.2, 2.0, 5.0)
 CLIENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # Where the peers are shown besides greedy.
 PEERS_CLIENTS = (1, 8, 16, 32, 64)
-# A client's pause between an answer and its next request, seconds. The first one is chosen so that
-# greedy and a 1 ms window answer 32 clients of the gpu model about as often as in the project's
-# policy notes, which do not say what theirs was; the last one is about as long as the model.
+# A client's pause between an answer and its next request, seconds. The last one is about as long as
+# the model.
 PAUSES: dict[str, Callable[[Random], float]] = {
-    "uniform 0.1 to 1.1 ms": lambda random: random.uniform(0.1e-3, 1.1e-3),
+    "uniform 0.1 to 1.1 ms": short_pause,
     "exponential 0.6 ms": lambda random: random.expovariate(1 / 0.6e-3),
     "exponential 5 ms": lambda random: random.expovariate(1 / 5e-3),
 }

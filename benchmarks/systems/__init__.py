@@ -56,5 +56,19 @@ SYSTEMS: dict[str, System] = {
 
 # What batches and is not ours, with its defaults and tuned; bars are about these.
 PEERS = tuple(name for name, system in SYSTEMS.items() if system.environment is not None)
+# Choices that one question each is about: not among those that are measured beside all others.
+COMPARED = tuple(SYSTEMS)
+SYSTEMS |= {
+    "ours greedy": System("ours", {"policy": "greedy"}),
+    "ours 50 ms": System("ours", {"max_latency": 0.05}),
+    "BentoML dispatcher 50 ms": System(
+        "bentoml_dispatcher", {"max_latency_ms": 50}, environment="bentoml"
+    ),
+    "at once": System("at_once"),
+    "embeddings in order": System("ours_embeddings"),
+    # A full batch of the longest texts, 256 tokens; and a full one of texts of 64, eight of 256.
+    "embeddings by cost": System("ours_embeddings", {"max_batch_tokens": 8192.0}),
+    "embeddings by cost, 2048": System("ours_embeddings", {"max_batch_tokens": 2048.0}),
+}
 # Of those, what has the model in a process of its own, as we have.
 PEERS_WITH_A_PROCESS = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")

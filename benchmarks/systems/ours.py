@@ -23,6 +23,14 @@ class Linear5ms(models.Linear5ms, InferenceModel[Any, Any]):
     """See `benchmarks.models`."""
 
 
+class Gpu(models.Gpu, InferenceModel[Any, Any]):
+    """See `benchmarks.models`."""
+
+
+class Mid(models.Mid, InferenceModel[Any, Any]):
+    """See `benchmarks.models`."""
+
+
 class ArrayLabel(models.ArrayLabel, InferenceModel[Any, Any]):
     """See `benchmarks.models`."""
 
@@ -32,7 +40,7 @@ class ArrayEcho(models.ArrayEcho, InferenceModel[Any, Any]):
 
 
 MODELS: dict[str, type[InferenceModel[Any, Any]]] = {
-    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, ArrayLabel, ArrayEcho)
+    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, Gpu, Mid, ArrayLabel, ArrayEcho)
 }
 
 
