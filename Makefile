@@ -61,7 +61,6 @@ bench-setup: install
 bench: bench-setup
 	$(BIN)/python -m benchmarks.overhead --quick
 	$(BIN)/python -m benchmarks.idle_latency --quick
-	$(BIN)/python -m benchmarks.decorators --quick
 	$(BIN)/python -m benchmarks.saturation --quick
 	$(BIN)/python -m benchmarks.peers --quick --parts overhead open-loop
 
