@@ -135,6 +135,8 @@ def test_the_constructor() -> None:
         ("restart_backoff", 0.1),
         ("max_batches_per_worker", None),
         ("max_rss_bytes", None),
+        ("max_shared_bytes", 512 * 2**20),
+        ("shared_memory_threshold", 16 * 2**10),
     ]
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert by_position == ["model", "max_batch_size", "max_delay"]
