@@ -131,14 +131,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         restart_backoff: Seconds from the first death to the restart; doubles up to 10 s.
         max_batches_per_worker: Batches after which a worker is replaced, or None. The replacement
             is ready first, so that for a while there is one copy more of the model.
-        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. Linux.
+        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. What it
+            shares for large inputs counts, once they have been there. Linux.
         max_shared_bytes: Most bytes of memory that each worker shares with this process for large
             inputs, taken as they are needed; 0 for none. What finds no room goes through a pipe,
             as everything does on other systems than Linux.
         shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer goes
-            there, at most 64 KiB counting; pickled batches do from 64 KiB on. Arrays and tensors
-            are then views of that memory, which the model may change, and keeps occupied as long as
-            it keeps a view.
+            there; 64 KiB is enough in any case, also for the pickle of a whole batch. The model
+            gets views of that memory, and may change them; it is occupied as long as there is one.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
