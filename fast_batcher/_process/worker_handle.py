@@ -126,7 +126,7 @@ class WorkerHandle:
             self._share_memory(self._channel)
             process = _context.Process(
                 target=worker_main,
-                args=(theirs, self._mark, self._settings.max_frame_bytes, os.getpid(), self._slabs),
+                args=(theirs, self._mark, self._settings.max_frame_bytes, os.getpid(), self.slabs),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).
                 daemon=False,
@@ -138,8 +138,8 @@ class WorkerHandle:
                 self._channel.close()
             if self._mark is not None:
                 self._mark.close()
-            if self._slabs is not None:
-                self._slabs.close()
+            if self.slabs is not None:
+                self.slabs.close()
             raise
         finally:
             # The child has its own copies; while ours are open there is never an end of file.
@@ -160,7 +160,7 @@ class WorkerHandle:
                 self.lane = error.with_traceback(None)
 
     @property
-    def _slabs(self) -> Slabs | None:
+    def slabs(self) -> Slabs | None:
         return self.lane.slabs if isinstance(self.lane, Lane) else None
 
     def attach(self, loop: "AbstractEventLoop") -> None:
@@ -244,8 +244,8 @@ class WorkerHandle:
         if self._mark is not None:
             self.taken, self.begun = self._mark.taken, self._mark.begun
             self._mark.close()
-        if self._slabs is not None:
-            self._slabs.close()
+        if self.slabs is not None and not self.slabs.retire():
+            self.slabs.close()
         self._process.close()
 
     @property
