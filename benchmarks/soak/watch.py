@@ -3,15 +3,28 @@
 import asyncio
 import gc
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from time import monotonic, thread_time
+from traceback import StackSummary
+from typing import IO
 
 from benchmarks.soak.report import Findings, Histogram
 
 # Between questions, seconds.
 PROBE_INTERVAL = 0.005
+# While the loop is late, between looks at what it is at, seconds.
+LOOK_INTERVAL = 0.010
+# Of its calls, the innermost: enough to tell who called what.
+CALLS_TOLD = 4
 # The promise: the loop is never blocked for longer, and hardly ever for as long; seconds.
 MOST_LAG = 0.050
 MOST_LAG_P99 = 0.005
@@ -26,8 +39,9 @@ class LagProbe:
     """Asks the loop for a turn at fixed times; how late it comes is how long it was blocked.
 
     By the work of its own thread, or because the machine had its cores for other processes: the
-    former is told apart. A virtual machine's clocks take for work what its host takes from it, so
-    of the longest it is told how much that was (steal), and how much Python's garbage collector.
+    former is told apart. Of the longest it is told what Python's garbage collector took, what the
+    host took as far as it says so (steal), how long a core stood still even for a process that
+    comes before all others, and what the loop's thread was found at, most often.
     """
 
     def __init__(self) -> None:
@@ -35,8 +49,14 @@ class LagProbe:
         self._own = Histogram()
         # Seconds of garbage collection so far, and when the one that runs began.
         self._collected = self._collecting_since = 0.0
-        # Of the longest lag, seconds: stolen, and collected.
+        # Of the longest lag, seconds: stolen, and collected. When it began. What was found.
         self._causes = (0.0, 0.0)
+        self._longest_since = 0.0
+        self._longest_at: list[str] = []
+        # When the next turn is due, and what the loop's thread was found at since then.
+        self._due = monotonic()
+        self._at: list[str] = []
+        self._metronomes = _Metronomes()
 
     def tell(self, findings: Findings) -> None:
         """Add the figures."""
@@ -50,40 +70,107 @@ class LagProbe:
         stolen, collected = self._causes
         findings.tell("of the longest, taken by the host (steal), ms", 1000 * stolen)
         findings.tell("of the longest, garbage collection, ms", 1000 * collected)
+        findings.tell("of the longest, a core stood still, ms", self._stood_still())
+        found = Counter(self._longest_at).most_common(1)
+        findings.tell("of the longest, found at", found[0][0] if found else "nothing")
+
+    def _stood_still(self) -> float | str:
+        """Milliseconds of the longest lag in which one core gave nobody a turn, at most."""
+        if self._metronomes.stalls is None:
+            return "not known: no real-time priority"
+        since, until = self._longest_since, self._longest_since + self._lags.longest
+        stalls = self._metronomes.stalls
+        shares = (min(until, begun + late) - max(since, begun) for begun, late in stalls)
+        return 1000 * max(0.0, max(shares, default=0.0))
 
     async def run(self) -> None:
         """Until it is cancelled."""
         gc.callbacks.append(self._note_collection)
+        ended = threading.Event()
+        looking = threading.Thread(target=self._look, args=(threading.get_ident(), ended))
+        looking.start()
         # Kept open and read in one piece: this happens 200 times a second, beside what is measured.
         statistics = os.open("/proc/stat", os.O_RDONLY)
         try:
-            while True:
-                await self._ask(statistics)
+            with _metronomes() as metronomes:
+                self._metronomes = metronomes
+                while True:
+                    await self._ask(statistics)
         finally:
             os.close(statistics)
             gc.callbacks.remove(self._note_collection)
+            ended.set()
+            looking.join()
 
     async def _ask(self, statistics: int) -> None:
         stolen = _stolen(statistics)
-        due = monotonic() + PROBE_INTERVAL
+        self._due = due = monotonic() + PROBE_INTERVAL
         worked, collected = thread_time(), self._collected
         await asyncio.sleep(PROBE_INTERVAL)
         lag = max(0.0, monotonic() - due)
+        found, self._at = self._at, []
         if lag > self._lags.longest:
             # On whatever core the loop was, no more was taken from it than from the one that lost
             # most.
             now = _stolen(statistics)
             most = max(after - before for after, before in zip(now, stolen, strict=True))
             self._causes = most, self._collected - collected
+            self._longest_since, self._longest_at = due, found
         self._lags.add(lag)
         # At most: some of its work was done before it was due.
         self._own.add(min(lag, thread_time() - worked))
+
+    def _look(self, thread: int, ended: threading.Event) -> None:
+        """In a thread: what the loop is at, while it is late."""
+        while not ended.wait(LOOK_INTERVAL):
+            if monotonic() - self._due < LOOK_INTERVAL:
+                continue
+            frames = sys._current_frames()  # noqa: SLF001  there is no public way
+            calls = StackSummary.extract(
+                traceback.walk_stack(frames[thread]), limit=CALLS_TOLD, lookup_lines=False
+            )
+            self._at.append(
+                " < ".join(f"{Path(call.filename).name}:{call.lineno}" for call in calls)
+            )
 
     def _note_collection(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
             self._collecting_since = monotonic()
         else:
             self._collected += monotonic() - self._collecting_since
+
+
+class _Metronomes:
+    """One process per core; what they have found is there after the block."""
+
+    def __init__(self) -> None:
+        # Start and seconds; None where the machine doesn't let them come first.
+        self.stalls: list[tuple[float, float]] | None = None
+
+
+@contextmanager
+def _metronomes() -> Iterator[_Metronomes]:
+    found = _Metronomes()
+    command = [sys.executable, "-m", "benchmarks.soak.metronome"]
+    with ExitStack() as files:
+        # Files, as nobody reads meanwhile and a pipe would be full some day.
+        running = []
+        for core in sorted(os.sched_getaffinity(0)):
+            file = files.enter_context(TemporaryFile())
+            running.append((subprocess.Popen([*command, str(core)], stdout=file), file))
+        try:
+            yield found
+        finally:
+            for process, _ in running:
+                process.terminate()
+            if all(process.wait() == -signal.SIGTERM for process, _ in running):
+                found.stalls = [stall for _, file in running for stall in _read_stalls(file)]
+
+
+def _read_stalls(file: IO[bytes]) -> list[tuple[float, float]]:
+    file.seek(0)
+    lines = (line.split() for line in file)
+    return [(float(begun), float(late)) for begun, late in lines]
 
 
 def _stolen(statistics: int) -> list[float]:
