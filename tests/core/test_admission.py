@@ -495,6 +495,45 @@ def test_with_costs_what_has_waited_for_four_batches_lets_none_pass_by() -> None
         requests = [Request(cost, None) for cost in costs]
         for request in requests:
             request.cost = request.value
+def without_max_latency(scheduler: Scheduler, max_batch_size: int) -> None:
+    scheduler.reconfigure(
+        max_batch_size=max_batch_size, max_queue_size=100, max_latency=None, policy=None
+    )
+
+
+def test_what_waits_keeps_its_target_when_there_are_none_any_more() -> None:
+    scheduler = make(max_batch_size=1, max_latency=10.0)
+    now = 0.0
+    for _ in range(LESSONS):
+        batch = arrive(scheduler, now)
+        assert batch is not None
+        now += 1.0
+        settle(scheduler, now, batch)
+    slow = arrive(scheduler, now)
+    assert slow is not None
+    requests = [Request(number, None) for number in range(3)]
+    assert scheduler.submit(now, requests) == []
+    (second,) = poll_batches(scheduler, now)
+    without_max_latency(scheduler, 1)
+    assert scheduler.submit(now, [new := Request("without a target", None)]) == []
+    now += 20.0
+    settle(scheduler, now, slow)
+    settle(scheduler, now, second)
+    actions, _ = scheduler.poll(now)
+    late = [action for action in actions if isinstance(action, Expire)]
+    assert [one.request for one in late] == requests[1:]
+    assert {one.reason for one in late} == {ExpiryReason.UNREACHABLE}
+    (batch,) = [action.batch for action in actions if isinstance(action, Dispatch)]
+    assert batch.requests == [new]
+
+
+def test_a_hold_makes_nobody_late_when_there_are_no_targets_any_more() -> None:
+    scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
+    assert scheduler.submit(0.0, [Request("input", None)]) == []
+    without_max_latency(scheduler, 3)
+    assert scheduler.poll(0.0) == ([], 5.0)
+
+
         assert scheduler.submit(now, requests) == []
         return requests
 
