@@ -180,6 +180,15 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
     assert scheduler.tally.rejected == 1
 
 
+def test_however_many_wait_their_number_is_told() -> None:
+    admission = Admission(learned(), 4)
+    assert "; 1234567 requests" in admission.refusal_of_late(outlook(1_234_567)).text
+    (refused,) = late = [Request("input", None)]
+    refused.target = 1.0
+    assert admission.find_late(0.0, outlook(1_234_567), late) == late
+    assert "; 1234567 requests" in refused.refusal.text
+
+
 def taught_by_deadlines(scheduler: Scheduler) -> float:
     """As `taught`, for a scheduler that begins to measure with the first deadline."""
     batch = arrive(scheduler, 0.0, 1, 1000.0)
@@ -486,15 +495,6 @@ def test_a_hold_makes_nobody_late() -> None:
     assert scheduler.poll(20.0) == ([], 24.0)
 
 
-def test_with_costs_what_has_waited_for_four_batches_lets_none_pass_by() -> None:
-    scheduler = make(max_batch_size=2, former=BatchFormer(None, is_padded=True))
-    scheduler.rank_requests()
-    now = 0.0
-
-    def come(*costs: float) -> list[Request]:
-        requests = [Request(cost, None) for cost in costs]
-        for request in requests:
-            request.cost = request.value
 def without_max_latency(scheduler: Scheduler, max_batch_size: int) -> None:
     scheduler.reconfigure(
         max_batch_size=max_batch_size, max_queue_size=100, max_latency=None, policy=None
@@ -534,6 +534,15 @@ def test_a_hold_makes_nobody_late_when_there_are_no_targets_any_more() -> None:
     assert scheduler.poll(0.0) == ([], 5.0)
 
 
+def test_with_costs_what_has_waited_for_four_batches_lets_none_pass_by() -> None:
+    scheduler = make(max_batch_size=2, former=BatchFormer(None, is_padded=True))
+    scheduler.rank_requests()
+    now = 0.0
+
+    def come(*costs: float) -> list[Request]:
+        requests = [Request(cost, None) for cost in costs]
+        for request in requests:
+            request.cost = request.value
         assert scheduler.submit(now, requests) == []
         return requests
 
