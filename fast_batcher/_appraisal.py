@@ -28,7 +28,7 @@ class Appraisal:
     """Asks the functions `cost` and `group_by` about requests.
 
     Args:
-        cost: From an input to its cost, a finite number above 0; or None.
+        cost: From an input to its cost, a number above 0, at most `MOST_COST`; or None.
         group_by: From an input to a key, hashable and equal to itself; or None.
         max_request_cost: Most that a request may cost, or None.
         name: The batcher's, for the log.
@@ -97,7 +97,7 @@ class Appraisal:
         return number
 
     def _group_of(self, key: Any) -> Group:
-        # The key's own methods run here and nowhere else.
+        # The key's own methods run here; nowhere else but when the group is forgotten.
         try:
             is_itself = bool(key == key)  # NaN is not
             group = self._groups.get(key) if is_itself else None

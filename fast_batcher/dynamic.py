@@ -135,8 +135,8 @@ def dynamically(
         timeout_ms: Bound on how long a batch may be held back while the function is free,
             milliseconds. In this process it never is: a batch leaves as soon as the function is
             free. With `process=True` it is the `max_delay` of an adaptive `DynBatcher`.
-        small_batch_threshold: With a `priority_strategy`, calls of up to so many items go before
-            calls with more; every eighth batch goes by age alone, so that none waits for ever.
+        small_batch_threshold: Calls of up to so many items go before calls with more; every eighth
+            batch goes by age alone, so that none waits for ever.
         max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
             computed alone. The length of a dict is that of its first value.
         max_queue_size: Most items that wait; None for no limit. A call for whose items there is no

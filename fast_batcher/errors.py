@@ -21,11 +21,16 @@ All of them survive pickling. HTTP statuses are the business of `fast_batcher.fa
 """
 
 import builtins
+import inspect
+from contextlib import suppress
+from traceback import walk_tb
 from typing import Any
 
 # A model may raise with a whole tensor printed in its message; a log line or a response needs less.
 # Source: the reference limit for error texts in the fault catalogue, 64 KiB.
 MAX_ERROR_TEXT = 64 * 1024
+# Code whose frames may be suspended.
+_SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 class BatcherError(Exception):
@@ -138,6 +143,18 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
         error = InferenceError(text)
     error.__cause__ = RemoteTraceback(remote_traceback) if remote_traceback else None
     return error
+
+
+def clear_frames(error: BaseException) -> None:
+    """Drop what the functions through which it came still hold.
+
+    Generators and coroutines keep what they hold. One that caught the error may be suspended, and
+    to clear its frame would end it; whether it is, its frame does not tell.
+    """
+    for frame, _ in walk_tb(error.__traceback__):
+        if not frame.f_code.co_flags & _SUSPENDABLE:
+            with suppress(RuntimeError):  # it still runs
+                frame.clear()
 
 
 def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:

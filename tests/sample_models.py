@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import fcntl
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -572,6 +573,31 @@ class OutOfMemory(InferenceModel[Any, int]):
         if len(inputs) > self._room:
             raise MemoryError(f"no memory for {len(inputs)} inputs")
         return [len(inputs) for _ in inputs]
+
+
+class StreamsInput(InferenceModel[Any, int]):
+    """Computes in a generator that outlives running out of memory; answers how often it went on."""
+
+    def __init__(self) -> None:
+        self._stream = self._compute()
+        self._input: Any = None
+
+    def infer(self, inputs: list[Any]) -> list[int]:
+        (self._input,) = inputs
+        outcome = next(self._stream)
+        if isinstance(outcome, MemoryError):
+            raise outcome
+        return [outcome]
+
+    def _compute(self) -> Iterator[int | MemoryError]:
+        for rounds in itertools.count():
+            outcome: int | MemoryError = rounds
+            try:
+                if self._input == "large":
+                    raise MemoryError
+            except MemoryError as error:
+                outcome = error
+            yield outcome
 
 
 class CrashesAbove(InferenceModel[Any, int]):

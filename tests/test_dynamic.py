@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from held import Held, InThread, spin_until
@@ -382,6 +382,40 @@ def test_out_of_memory_makes_batches_smaller() -> None:
 
     with dynamically(batch_size=16)(answer) as function:
         assert function(list(range(100))) == list(range(100))
+
+
+def test_out_of_memory_lets_go_of_the_batch_and_ends_no_generator_of_the_model() -> None:
+    class Batch:
+        pass
+
+    batches: list[weakref.ref[Batch]] = []
+
+    def fail() -> NoReturn:
+        batch = Batch()
+        batches.append(weakref.ref(batch))
+        raise MemoryError
+
+    def stream() -> Iterator[Any]:
+        try:
+            fail()
+        except MemoryError as error:
+            caught = error
+        yield caught
+        yield "goes on"
+
+    outcomes = stream()
+
+    def answer(items: list[int]) -> list[Any]:
+        outcome = next(outcomes)
+        if isinstance(outcome, MemoryError):
+            raise outcome
+        return [outcome for _ in items]
+
+    with dynamically(answer) as function:
+        with pytest.raises(MemoryError):
+            function(1)
+        assert batches[0]() is None
+        assert function(1) == "goes on"
 
 
 def test_the_first_error_ends_the_wait_for_the_whole_list() -> None:

@@ -7,7 +7,8 @@ import json
 import os
 import pickle
 import traceback
-from collections.abc import Callable
+import weakref
+from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any, NoReturn
 
 import numpy as np
@@ -35,6 +36,7 @@ from fast_batcher.errors import (
     WorkerError,
     WorkerLostError,
     WorkerStartupError,
+    clear_frames,
     from_model,
     rebuild,
     take_apart,
@@ -480,3 +482,70 @@ def test_an_exception_can_be_made_again_from_its_parts(make: Callable[[], Except
 
 def test_the_remote_traceback_is_set_off_from_the_local_one() -> None:
     assert str(RemoteTraceback("text\n\n")) == "\n\ntext\n"
+
+
+# What the frames of a traceback hold.
+
+
+class Held:
+    """What a frame may hold."""
+
+
+def test_frames_are_cleared_but_for_those_that_still_run() -> None:
+    held: list[weakref.ref[Held]] = []
+
+    def fail() -> NoReturn:
+        value = Held()
+        held.append(weakref.ref(value))
+        raise MemoryError
+
+    value = Held()
+    try:
+        fail()
+    except MemoryError as error:
+        clear_frames(error)
+    assert held[0]() is None
+    assert isinstance(value, Held)
+
+
+class Pause:
+    """What to await to be suspended."""
+
+    def __await__(self) -> Generator[None, None, None]:
+        yield
+
+
+def test_what_is_suspended_goes_on() -> None:
+    caught: list[MemoryError] = []
+
+    async def catch() -> str:
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            caught.append(error)
+        await Pause()
+        return "went on"
+
+    async def catch_and_yield() -> AsyncIterator[str]:
+        try:
+            raise MemoryError
+        except MemoryError as error:
+            caught.append(error)
+        yield "first"
+        yield "went on"
+
+    coroutine = catch()
+    coroutine.send(None)
+    generator = catch_and_yield()
+    with pytest.raises(StopIteration, match="first"):
+        anext(generator).__await__().__next__()
+    for error in caught:
+        clear_frames(error)
+    with pytest.raises(StopIteration, match="went on"):
+        coroutine.send(None)
+    with pytest.raises(StopIteration, match="went on"):
+        anext(generator).__await__().__next__()
+
+
+def test_an_error_that_was_never_raised_has_no_frames() -> None:
+    clear_frames(MemoryError())

@@ -197,7 +197,7 @@ class Admission:
         return Refusal(
             DeadlineExceededError,
             "the answer would have come too late, and others could be answered in time; "
-            f"{outlook.ahead:.6g} requests wait",
+            f"{outlook.ahead} requests wait",
             self.seconds_until_drained(outlook),
         )
 
@@ -205,7 +205,7 @@ class Admission:
         return Refusal(
             DeadlineExceededError,
             f"the answer would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are left; "
-            f"{outlook.ahead + taken:.6g} requests wait already",
+            f"{outlook.ahead + taken} requests wait already",
             max(0.0, seconds - left),
         )
 

@@ -45,7 +45,13 @@ class Policy(Protocol):
         """
 
     def arrived(self, now: float, count: int, is_idle: bool) -> None:
-        """Learn that so many requests have come together, to a scheduler that had nothing else?"""
+        """Learn that requests have come together.
+
+        Args:
+            now: The moment.
+            count: How many.
+            is_idle: Whether there were no others, waiting or running.
+        """
 
     def batch_done(self, now: float, size: int, load: Load) -> None:
         """Learn that a worker has answered a batch of this size; `load` is without it."""

@@ -55,6 +55,12 @@ class _Lane:
         # Nothing is left of rounding when nobody is left, and never less than nothing.
         self.cost = max(0.0, self.cost + step * _cost_of(request)) if self.size else 0.0
 
+    def put_back(self, requests: list[Request]) -> None:
+        """Those of them that it still has, it has once; those that stayed may be older."""
+        for request in requests:
+            self.count(request, 1)
+        self.requests = deque(sorted({*self.requests, *requests}, key=_id_of))
+
     def head(self) -> Request:
         """The oldest that waits, of at least one."""
         while _has_left(self.requests[0]):
@@ -79,7 +85,7 @@ class RankedQueue(RequestQueue):
         self._lanes: dict[tuple[int, Group | None], _Lane] = {}
         # The priorities of the levels, rising. A level goes with its last request.
         self._order: list[int] = []
-        # Entries of the levels, dead ones included.
+        # At least as many as the levels have entries, dead ones included.
         self._entries = 0
         # Batches that have left; those that are tried again left once.
         self.batches = 0
@@ -98,9 +104,7 @@ class RankedQueue(RequestQueue):
         for request in requests:
             priority, group = _rank_of(request)
             self._level_of(priority).add(request)
-            if (priority, group) not in self._lanes:
-                self._lanes[priority, group] = _Lane()
-            self._lanes[priority, group].add(request)
+            self._lane_of(priority, group).add(request)
             heappush(self._heap, (request.deadline, request.id, request))
 
     def is_full(self, count: int) -> bool:
@@ -158,20 +162,17 @@ class RankedQueue(RequestQueue):
 
     def put_back(self, requests: list[Request]) -> None:
         """Undo `take` for some of those that it has just returned."""
+        # Their entries of the heap have stayed.
         self.size += len(requests)
+        by_rank: dict[tuple[int, Group | None], list[Request]] = {}
         for request in requests:
-            rank = _rank_of(request)
-            if rank not in self._lanes:
-                self._lanes[rank] = _Lane()
-            lane = self._lanes[rank]
-            lane.count(request, 1)
-            level = self._level_of(rank[0])
-            level.count(request, 1)
-            level.requests.append(request)
-            level.requests = deque(sorted(set(level.requests), key=_id_of))
-            # Rare, so nothing is kept for it: those of near cost that stayed may be older.
-            lane.requests = deque(sorted([request, *lane.requests], key=_id_of))
-            heappush(self._heap, (request.deadline, request.id, request))
+            by_rank.setdefault(_rank_of(request), []).append(request)
+        for (priority, group), equals in by_rank.items():
+            level = self._level_of(priority)
+            self._entries -= len(level.requests)
+            level.put_back(equals)
+            self._entries += len(level.requests)
+            self._lane_of(priority, group).put_back(equals)
 
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
@@ -243,6 +244,12 @@ class RankedQueue(RequestQueue):
             level = self._levels[priority] = _Lane()
             insort(self._order, priority)
         return level
+
+    def _lane_of(self, priority: int, group: Group | None) -> _Lane:
+        lane = self._lanes.get((priority, group))
+        if lane is None:
+            lane = self._lanes[priority, group] = _Lane()
+        return lane
 
     def _sweep(self) -> None:
         """Requests that have left hold their values: keep no more of them than wait."""

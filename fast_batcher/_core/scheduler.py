@@ -109,6 +109,8 @@ class Scheduler:
         self._max_queue_bytes = max_queue_bytes
         self._timeout = inf if timeout is None else timeout
         self._max_latency = inf if max_latency is None else max_latency
+        # Whether a request may wait that has a target for which it did not ask itself.
+        self._has_had_targets = max_latency is not None
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
         # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
         self.queue = RequestQueue()
@@ -303,6 +305,7 @@ class Scheduler:
         """
         self._max_queue_size = max_queue_size
         self._max_latency = inf if max_latency is None else max_latency
+        self._has_had_targets = self._has_had_targets or max_latency is not None
         self._is_measuring = self._is_measuring or max_latency is not None
         self._policy = policy or self._policy
         self._size_cap.limit(max_batch_size)
@@ -697,7 +700,7 @@ class Scheduler:
         if self._ranked is not None and self._ranked.has_full_group(self._max_batch_size):
             return _IDLE  # of another group than the first request's, which stands in its way
         decision = self._policy.decide(now, self.queue, self._load())
-        if isinstance(decision, Release) or self._max_latency == inf:
+        if isinstance(decision, Release) or not self._has_had_targets:
             return decision
         # No hold makes its oldest request late.
         oldest = self.queue.oldest()
@@ -716,7 +719,7 @@ class Scheduler:
         self, now: float, slot: _Slot, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
         """Take the next batch, without those that would be late; nothing if it is to wait."""
-        if self._ranked is None and self._max_latency == inf and not self.queue.has_own:
+        if self._ranked is None and not self._has_had_targets and not self.queue.has_own:
             return self.queue.take(self._max_batch_size), release
         if slot.batches and slot.has_put_back:
             return [], release

@@ -26,7 +26,12 @@ from fast_batcher._local.function import (
     without_own_frame,
 )
 from fast_batcher._local.settings import LocalSettings
-from fast_batcher.errors import BatcherClosedError, OutputMismatchError, QueueFullError
+from fast_batcher.errors import (
+    BatcherClosedError,
+    OutputMismatchError,
+    QueueFullError,
+    clear_frames,
+)
 from fast_batcher.stats import Tally
 
 # An engine has one worker: functions written for `batched` are never called twice at a time, and
@@ -208,6 +213,8 @@ class Engine:
         """The function raised for a batch; returns the next one, which may be half of this one."""
         without_own_frame(raised)
         out_of_memory = is_out_of_memory(raised)
+        if out_of_memory:  # its frames hold the batch that was too large
+            clear_frames(raised)
         self._counts.add(len(batch.requests), seconds)
         with self._lock:
             now = monotonic()

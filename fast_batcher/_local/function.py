@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,13 +114,10 @@ def without_own_frame(raised: BaseException) -> BaseException:
 
 
 def is_out_of_memory(raised: BaseException) -> bool:
-    """Whether it is that; its frames, which hold the batch that was too large, are cleared then."""
+    """Whether it is that."""
     # By name, so that torch need not be here: torch.OutOfMemoryError.
     names = {kind.__name__ for kind in type(raised).__mro__}
-    if isinstance(raised, MemoryError) or "OutOfMemoryError" in names:
-        traceback.clear_frames(raised.__traceback__)
-        return True
-    return False
+    return isinstance(raised, MemoryError) or "OutOfMemoryError" in names
 
 
 def is_async(call: object) -> bool:

@@ -5,30 +5,28 @@ parent learns how long a batch of one and a full batch take, before it has to de
 """
 
 import logging
-from collections.abc import Callable
 from itertools import cycle, islice
 from time import monotonic
 from typing import Any
 
+from fast_batcher._process.out_of_memory import is_out_of_memory, let_go
 from fast_batcher._transport import codec
 from fast_batcher.errors import CollationError, OutputMismatchError
 
 logger = logging.getLogger("fast_batcher.worker")
 
 
-def warm_up(
-    model: Any, max_batch_size: int, is_out_of_memory: Callable[[BaseException], bool]
-) -> list[tuple[int, float]]:
+def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     """Compute a batch of one and full batches of the model's `warmup_inputs`, and time them.
 
     The full batches hold all the inputs, repeated from the first on until the last batch is full.
-    Each of the two sizes is then computed once more, and it is this second time that counts.
+    Each of the two sizes is then computed once more, and it is this second time that counts. That
+    memory does not suffice for a full batch is no reason not to start: batches will become smaller
+    when requests run out of it too.
 
     Args:
         model: Maybe without `warmup_inputs`, or without any of them.
         max_batch_size: What is full.
-        is_out_of_memory: Whether an exception says that. Of a full batch that is no reason not to
-            start: batches will become smaller when requests run out of it too.
 
     Returns:
         Sizes and seconds; none without inputs.
@@ -57,6 +55,7 @@ def warm_up(
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
+        let_go(error)
         logger.warning("the warm-up ran out of memory with %d inputs: %s", max_batch_size, error)
     return times
 

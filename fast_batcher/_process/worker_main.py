@@ -12,12 +12,12 @@ import os
 import signal
 import sys
 import threading
-import traceback
 from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._process.collated_model import collate
+from fast_batcher._process.out_of_memory import cuda_message, is_out_of_memory, let_go
 from fast_batcher._process.warm_up import warm_up
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
@@ -25,11 +25,7 @@ from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header, pack_times
 from fast_batcher._transport.mark import Mark
 from fast_batcher.config import find_model_fault
-from fast_batcher.errors import (
-    InferenceError,
-    OutputMismatchError,
-    WorkerStartupError,
-)
+from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +73,7 @@ def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]", max_batch
     try:
         model = load_model(first.body)
         computing = collate(model)
-        times = warm_up(computing, max_batch_size, _ran_out_of_memory)
+        times = warm_up(computing, max_batch_size)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
@@ -236,9 +232,6 @@ def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
     return codec.describe(OutputMismatchError(checked)) if isinstance(checked, str) else checked
 
 
-# What a message of CUDA's begins with, as PyTorch, Triton and CuPy pass it on. Only what it begins
-# with: behind that, and in errors of other types, stand inputs, which may say anything.
-_FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
 # The process cannot use its device any more.
 _FATAL_SIGNS = (
     "device-side assert",
@@ -252,53 +245,12 @@ def _judge(error: BaseException) -> tuple[Kind, bytes]:
     """How bad it is that `infer` raised this, as the kind of a frame, and the frame's body."""
     failure = codec.describe(error)
     kind = Kind.RAISED
-    if _ran_out_of_memory(error):
+    if is_out_of_memory(error):
         kind = Kind.OUT_OF_MEMORY
-    elif any(sign in _cuda_message(error) for sign in _FATAL_SIGNS):
+        let_go(error)
+    elif any(sign in cuda_message(error) for sign in _FATAL_SIGNS):
         kind = Kind.FATAL
     return kind, codec.dumps(failure)
-
-
-def _ran_out_of_memory(error: BaseException) -> bool:
-    """Whether it is about memory; then what the batch has left there is given back."""
-    if not _is_out_of_memory(error):
-        return False
-    # Its frames hold the tensors of the batch that was too large.
-    traceback.clear_frames(error.__traceback__)
-    _empty_cuda_cache()
-    return True
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    # By name, so that torch need not be here: torch.OutOfMemoryError.
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return (
-        isinstance(error, MemoryError)
-        or "OutOfMemoryError" in names
-        or "out of memory" in _cuda_message(error)
-    )
-
-
-def _cuda_message(error: BaseException) -> str:
-    """What CUDA said, empty if it was not CUDA."""
-    if not isinstance(error, RuntimeError):
-        return ""
-    try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001  __str__ is the user's code
-        return ""
-    return text if text.startswith(_FROM_CUDA) else ""
-
-
-def _empty_cuda_cache() -> None:
-    """Give back what PyTorch keeps for reuse: in other sizes it may be of use to the next batch."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return
-    try:
-        torch.cuda.empty_cache()
-    except Exception:
-        logger.exception("torch.cuda.empty_cache() raised")
 
 
 def _answer_items(

@@ -180,6 +180,15 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
     assert scheduler.tally.rejected == 1
 
 
+def test_however_many_wait_their_number_is_told() -> None:
+    admission = Admission(learned(), 4)
+    assert "; 1234567 requests" in admission.refusal_of_late(outlook(1_234_567)).text
+    (refused,) = late = [Request("input", None)]
+    refused.target = 1.0
+    assert admission.find_late(0.0, outlook(1_234_567), late) == late
+    assert "; 1234567 requests" in refused.refusal.text
+
+
 def taught_by_deadlines(scheduler: Scheduler) -> float:
     """As `taught`, for a scheduler that begins to measure with the first deadline."""
     batch = arrive(scheduler, 0.0, 1, 1000.0)
@@ -484,6 +493,45 @@ def test_a_hold_makes_nobody_late() -> None:
     settle(scheduler, 16.0, batch)
     assert scheduler.submit(20.0, [Request("input", None)]) == []
     assert scheduler.poll(20.0) == ([], 24.0)
+
+
+def without_max_latency(scheduler: Scheduler, max_batch_size: int) -> None:
+    scheduler.reconfigure(
+        max_batch_size=max_batch_size, max_queue_size=100, max_latency=None, policy=None
+    )
+
+
+def test_what_waits_keeps_its_target_when_there_are_none_any_more() -> None:
+    scheduler = make(max_batch_size=1, max_latency=10.0)
+    now = 0.0
+    for _ in range(LESSONS):
+        batch = arrive(scheduler, now)
+        assert batch is not None
+        now += 1.0
+        settle(scheduler, now, batch)
+    slow = arrive(scheduler, now)
+    assert slow is not None
+    requests = [Request(number, None) for number in range(3)]
+    assert scheduler.submit(now, requests) == []
+    (second,) = poll_batches(scheduler, now)
+    without_max_latency(scheduler, 1)
+    assert scheduler.submit(now, [new := Request("without a target", None)]) == []
+    now += 20.0
+    settle(scheduler, now, slow)
+    settle(scheduler, now, second)
+    actions, _ = scheduler.poll(now)
+    late = [action for action in actions if isinstance(action, Expire)]
+    assert [one.request for one in late] == requests[1:]
+    assert {one.reason for one in late} == {ExpiryReason.UNREACHABLE}
+    (batch,) = [action.batch for action in actions if isinstance(action, Dispatch)]
+    assert batch.requests == [new]
+
+
+def test_a_hold_makes_nobody_late_when_there_are_no_targets_any_more() -> None:
+    scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
+    assert scheduler.submit(0.0, [Request("input", None)]) == []
+    without_max_latency(scheduler, 3)
+    assert scheduler.poll(0.0) == ([], 5.0)
 
 
 def test_with_costs_what_has_waited_for_four_batches_lets_none_pass_by() -> None:

@@ -290,12 +290,15 @@ def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
             for request in arrivals.send(2):
                 del waiting[request.id]
         elif step == "p" and waiting:
-            before = arrivals.queue.take(3)
-            queue.put_back(before[1:])
-            before[0].batch_id = 1
+            first, *others = queue.take(3)
+            # Those behind a batch that becomes smaller come back first.
+            queue.put_back(others[1:])
+            queue.put_back(others[:1])
+            first.batch_id = 1
             queue.batch_left()
-            del waiting[before[0].id]
+            del waiting[first.id]
         assert queue.size == len(waiting)
+        assert queue._entries >= sum(len(level.requests) for level in queue._levels.values())
         live = {request.id for request in queue if not request.is_settled}
         assert live == set(waiting)
         oldest = queue.oldest()
@@ -318,6 +321,18 @@ def test_it_forgets_who_has_left() -> None:
     assert kept <= MIN_DEAD_ENTRIES + 1
     assert len(arrivals.queue._heap) <= MIN_DEAD_ENTRIES + 1
     assert not arrivals.queue._lanes
+
+
+def test_what_is_put_back_is_kept_once() -> None:
+    arrivals = Arrivals()
+    requests = [arrivals.add(priority) for priority in (0, 1, 0, 1)]
+    queue = arrivals.queue
+    for most in (1, 2, 3, 4) * MIN_DEAD_ENTRIES:
+        queue.put_back(queue.take(most))
+    assert queue._entries == len(queue._heap) == len(requests)
+    assert sum(len(level.requests) for level in queue._levels.values()) == len(requests)
+    assert len(list(queue)) == len(requests)
+    assert arrivals.send(4) == [requests[1], requests[3], requests[0], requests[2]]
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "cancelled"])

@@ -10,10 +10,6 @@ from fast_batcher._process.warm_up import warm_up
 from fast_batcher.errors import OutputMismatchError
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, MemoryError)
-
-
 class Sizes(Echo):
     """Knows what it was given."""
 
@@ -34,7 +30,7 @@ class Sizes(Echo):
 
 def test_one_input_and_a_full_batch_are_computed_twice() -> None:
     model = Sizes("a", "b")
-    times = warm_up(model, 3, is_out_of_memory)
+    times = warm_up(model, 3)
     assert model.seen == [["a"], ["a"], ["a", "b", "a"], ["a", "b", "a"]]
     assert [size for size, _ in times] == [1, 3]
     assert all(seconds >= 0 for _, seconds in times)
@@ -42,13 +38,13 @@ def test_one_input_and_a_full_batch_are_computed_twice() -> None:
 
 def test_every_input_is_computed_and_no_batch_is_too_large() -> None:
     model = Sizes("a", "b", "c")
-    assert [size for size, _ in warm_up(model, 2, is_out_of_memory)] == [1, 2]
+    assert [size for size, _ in warm_up(model, 2)] == [1, 2]
     assert model.seen == [["a"], ["a"], ["a", "b"], ["c", "a"], ["a", "b"]]
 
 
 def test_without_batching_every_input_is_computed_too() -> None:
     model = Sizes("a", "b")
-    assert [size for size, _ in warm_up(model, 1, is_out_of_memory)] == [1]
+    assert [size for size, _ in warm_up(model, 1)] == [1]
     assert model.seen == [["a"], ["a"], ["b"]]
 
 
@@ -57,22 +53,22 @@ def test_without_inputs_there_is_nothing_to_tell() -> None:
         def infer(self, inputs: list[Any]) -> list[Any]:
             raise AssertionError("it has no inputs")
 
-    assert warm_up(Plain(), 4, is_out_of_memory) == []
-    assert warm_up(Warm([]), 4, is_out_of_memory) == []
+    assert warm_up(Plain(), 4) == []
+    assert warm_up(Warm([]), 4) == []
 
 
 def test_a_full_batch_that_is_too_large_is_no_reason_not_to_start() -> None:
     """Requests may never fill one, and batches become smaller if they do."""
-    assert [size for size, _ in warm_up(Sizes("a", most=2), 8, is_out_of_memory)] == [1]
+    assert [size for size, _ in warm_up(Sizes("a", most=2), 8)] == [1]
     with pytest.raises(MemoryError):
-        warm_up(Sizes("a", most=0), 8, is_out_of_memory)
+        warm_up(Sizes("a", most=0), 8)
 
 
 def test_a_warm_up_that_fails_raises() -> None:
     with pytest.raises(OutputMismatchError, match="during warm-up: infer returned 0 outputs for 1"):
-        warm_up(WarmsUpBadly(), 4, is_out_of_memory)
+        warm_up(WarmsUpBadly(), 4)
     with pytest.raises(ValueError, match="too cold"):
-        warm_up(RaisesOnWarmUp(), 4, is_out_of_memory)
+        warm_up(RaisesOnWarmUp(), 4)
 
 
 def test_a_model_may_use_its_inputs_up() -> None:
@@ -82,12 +78,12 @@ def test_a_model_may_use_its_inputs_up() -> None:
             return inputs
 
     model = Consuming(*[{"text": text, "file": io.BytesIO(b"file")} for text in "ab"])
-    assert [size for size, _ in warm_up(model, 3, is_out_of_memory)] == [1, 3]
+    assert [size for size, _ in warm_up(model, 3)] == [1, 3]
     a, b = ("a", b"file"), ("b", b"file")
     assert model.seen == [[a], [a], [a, b, a], [a, b, a]]
 
 
 def test_inputs_that_cannot_be_sent_are_computed_as_they_are() -> None:
     model = Sizes(lambda: None)
-    warm_up(model, 2, is_out_of_memory)
+    warm_up(model, 2)
     assert model.seen == [[*model.inputs]] * 2 + [[*model.inputs] * 2] * 2

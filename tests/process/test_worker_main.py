@@ -29,6 +29,7 @@ from sample_models import (
     Returns,
     Says,
     Slow,
+    StreamsInput,
     UnpicklableOutputs,
 )
 from waits import LIMIT, Gate
@@ -40,11 +41,7 @@ from fast_batcher._transport.channel import BlockingChannel, open_pipes
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.mark import Mark
-from fast_batcher.errors import (
-    InferenceError,
-    OutputMismatchError,
-    WorkerStartupError,
-)
+from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
 
 MEBI = 2**20
 
@@ -212,6 +209,12 @@ def test_what_the_model_raises_tells_what_can_be_done(
     served: Served, kind: Kind, text: str
 ) -> None:
     assert text in str(failure_in(served.ask(text), kind))
+
+
+@serves(StreamsInput)
+def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served) -> None:
+    assert served.ask("large").kind is Kind.OUT_OF_MEMORY
+    assert codec.loads(served.ask("small").body) == [1]
 
 
 @serves(Numbers)
