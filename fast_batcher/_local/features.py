@@ -29,6 +29,8 @@ class FeatureForm:
         ConfigurationError: One of them is wrong.
     """
 
+    takes_apart = True
+
     def __init__(
         self,
         pad_tokens: Mapping[str, float] | None,
