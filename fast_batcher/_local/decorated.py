@@ -28,8 +28,8 @@ class Batcher(Protocol):
     def process(self, items: Sequence[Any]) -> list[Any]:
         """Wait in this thread for the outputs of so many items."""
 
-    def aprocess(self, item: Any) -> Coroutine[Any, Any, Any]:
-        """Wait for the output of one item."""
+    def aprocess(self, item: Any, owner: object = None) -> Coroutine[Any, Any, Any]:
+        """Wait for the output of one item; `owner` is kept until then."""
 
     def aprocess_many(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
         """Wait for the outputs of so many items."""
@@ -269,7 +269,7 @@ class Decorated:
             and plan.cache is None
             and not isinstance(args[0], list)
         ):
-            return self._batcher.aprocess(args[0])
+            return self._batcher.aprocess(args[0], self)
         return self._acall_form(args, kwargs)
 
     async def _acall_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
