@@ -30,8 +30,9 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, NoReturn, Self, TypedDict, Unpack, overload
 
 from fast_batcher._appraisal import Appraisal
-from fast_batcher._arrays.batches import join, split_rows
+from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._aside import aside
 from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
 from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.lifecycle import Event, State, next_state
@@ -471,14 +472,16 @@ class DynBatcher(Generic[InputT, OutputT]):
             raise ConfigurationError(
                 f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"
             )
-        rows = split_rows(batch, collation)
+        is_long = is_much(batch, dim=collation.batch_dim[0])
+        rows = await aside(is_long, split_rows, batch, collation)
         if not rows:
             raise CollationError(
                 "the input is a batch of no rows, for which nobody knows what the outputs would "
                 "look like; do not send it"
             )
         outputs = await self.process_many(rows, timeout=timeout, priority=priority)
-        return join(outputs, collation, dim=collation.batch_dim[1])
+        joining = functools.partial(join, dim=collation.batch_dim[1])
+        return await aside(is_much(outputs), joining, outputs, collation)
 
     def submit(
         self, value: InputT, *, timeout: float | None = None, priority: int = 0

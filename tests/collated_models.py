@@ -3,7 +3,8 @@
 Those that need PyTorch load it themselves: it takes seconds.
 """
 
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -122,3 +123,20 @@ class Compiled(InferenceModel[Any, Any]):
         if (inputs < 0).any():
             raise ValueError("negative")
         return inputs
+
+
+class Noted(dict[str, Any]):
+    """Features that note which thread has looked at which of them last."""
+
+    threads: ClassVar[dict[str, int]] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        Noted.threads[key] = threading.get_ident()
+        return super().__getitem__(key)
+
+
+class Notes(InferenceModel[Any, Any]):
+    """Gives feature "in" back as "out"."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return [Noted(out=row["in"]) for row in inputs]

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextvars
+import gc
 import logging
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -120,6 +122,37 @@ async def test_methods_have_a_batcher_for_each_instance() -> None:
     outcomes: Any = await asyncio.gather(two.scale(5), three.scale([1, 2]), on_the_class(two, 7))
     assert list(outcomes) == [10, [3, 6], 14]
     assert two.scale.stats.total_processed == 2
+
+
+async def test_an_instance_of_which_only_a_call_is_left_is_there_until_it_is_answered() -> None:
+    class Model:
+        @aio.dynamically
+        async def on_loop(self, items: list[int]) -> list[int]:
+            return double(items)
+
+    assert await Model().on_loop(2) == 4
+    assert await Model().on_loop([2, 3]) == [4, 6]
+
+
+@pytest.mark.parametrize("make", [lambda item: item, lambda item: [item]], ids=["item", "list"])
+async def test_a_call_that_fails_keeps_nothing_alive(make: Any) -> None:
+    class Thing:
+        pass
+
+    async def fail(items: list[Thing]) -> list[Thing]:
+        raise ValueError("bad")
+
+    async with aio.dynamically(fail) as function:
+        gc.disable()
+        try:
+            thing = Thing()
+            reference = weakref.ref(thing)
+            with pytest.raises(ValueError, match="bad"):
+                await function(make(thing))
+            del thing
+            await until(lambda: reference() is None)
+        finally:
+            gc.enable()
 
 
 async def test_what_comes_while_the_function_computes_is_one_batch() -> None:

@@ -1,11 +1,13 @@
 """`@aio.inference.dynamically`: what it adds to its two parents, caches and priorities of rows."""
 
 import asyncio
+import threading
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from collated_models import Noted
 from test_aio import HeldTask, Memory
 from waits import until
 
@@ -75,6 +77,25 @@ async def test_rows_are_cached() -> None:
         result = await answer(x=numpy.array([[5, 6], [3, 4]]))
         assert result.tolist() == [[10, 12], [6, 8]]
     assert seen == [2, 1]
+
+
+@pytest.mark.parametrize(("length", "is_large"), [(10, False), (2**20, True)])
+async def test_large_calls_are_split_and_joined_beside_the_loop(
+    length: int, is_large: bool
+) -> None:
+    @inference.dynamically(outputs="rows")
+    async def answer(features: Features) -> list[Any]:
+        return [Noted(out=row) for row in features["in"]]
+
+    here = threading.get_ident()
+    batch = Noted({"in": numpy.arange(3 * length, dtype="i4").reshape(3, length)})
+    async with answer:
+        found = await answer(batch)
+    assert {name: where != here for name, where in Noted.threads.items()} == {
+        "in": is_large,
+        "out": is_large,
+    }
+    assert numpy.array_equal(found["out"], batch["in"])
 
 
 async def test_short_rows_first() -> None:

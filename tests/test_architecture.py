@@ -31,6 +31,7 @@ FLOORS: dict[str, int] = {
     "_transport": 2,
     "_process": 3,
     "_appraisal": 4,
+    "_aside": 4,
     "_callers": 4,
     "_signals": 4,
     "batcher": 4,
@@ -58,6 +59,7 @@ NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
     "batcher",
     "_appraisal",
+    "_aside",
     "_callers",
     "_signals",
     "fastapi",

@@ -717,6 +717,29 @@ def test_an_error_is_released_with_those_who_hold_it() -> None:
             gc.enable()
 
 
+@pytest.mark.parametrize("make", [lambda item: item, lambda item: [item]], ids=["item", "list"])
+def test_an_awaited_call_that_fails_keeps_nothing_alive(make: Any) -> None:
+    class Thing:
+        pass
+
+    def fail(items: list[Thing]) -> list[Thing]:
+        raise ValueError("bad")
+
+    async def main(function: BatchedFunction[Thing, Thing]) -> "weakref.ref[Thing]":
+        thing = Thing()
+        with pytest.raises(ValueError, match="bad"):
+            await function.acall(make(thing))
+        return weakref.ref(thing)
+
+    with dynamically(fail) as function:
+        gc.disable()
+        try:
+            reference = asyncio.run(main(function))
+            spin_until(lambda: reference() is None)
+        finally:
+            gc.enable()
+
+
 def test_an_instance_lives_while_calls_wait_for_it() -> None:
     held = Held()
 
@@ -738,6 +761,18 @@ def test_an_instance_lives_while_calls_wait_for_it() -> None:
         function.shutdown()
 
     asyncio.run(main())
+
+
+def test_an_instance_of_which_only_a_call_is_left_is_there_until_it_is_answered() -> None:
+    before = set(threading.enumerate())
+
+    async def main() -> None:
+        assert await Model(2).scale.acall(3) == 6
+        assert await Model(2).scale.acall([3, 4]) == [6, 8]
+
+    asyncio.run(main())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LIMIT)
 
 
 def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> None:

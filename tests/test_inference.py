@@ -1,6 +1,7 @@
 """`@inference.dynamically`: features to batches and back, as arrays and as tensors."""
 
 import asyncio
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_tensors_in_a_tensor_out() -> None:
         assert isinstance(result, torch.Tensor)
         assert result.tolist() == [3, 7]
         assert result.dtype == torch.int64
+
+
+def test_features_may_be_in_any_mapping() -> None:
+    """As the answer of a tokenizer, which is no dict."""
+    with inference.dynamically(sums) as function:
+        features = UserDict(ids=numpy.array([[1, 2], [3, 4]]))
+        assert function(features).tolist() == [3, 7]
+        assert asyncio.run(_acall(function, features)).tolist() == [3, 7]
+
+
+async def _acall(function: Any, features: Any) -> Any:
+    return await function.acall(features)
 
 
 @pytest.mark.parametrize("make", [numpy.asarray, torch.as_tensor], ids=["numpy", "torch"])

@@ -302,6 +302,13 @@ def row_count(batch: Any, dim: int) -> int | None:
     return batch.shape[dim] if -ndim <= dim < ndim else None
 
 
+def size_of(leaf: Any) -> int:
+    """How many bytes are copied with an array or tensor."""
+    if is_tensor(leaf):
+        return 0 if find_tensor_fault(leaf) else leaf.numel() * leaf.element_size()
+    return int(leaf.nbytes)
+
+
 def unstack(batch: Any, dim: int, *, to_cpu: bool) -> list[Any]:
     """The rows of an array or tensor that has this axis.
 

@@ -91,8 +91,13 @@ class LocalBatcher:
         computing = compute_here(self._function, items, self._settings.batch_size)
         return drive(computing, is_async=self._function.is_async)
 
-    async def aprocess(self, item: Any) -> Any:
+    async def aprocess(self, item: Any, owner: object = None) -> Any:
         """Wait for the output of one item; errors are those of `process`.
+
+        Args:
+            item: What to compute.
+            owner: What the caller may have let go of, and is kept until then: the instance of a
+                method.
 
         Cancellation: safe at any time. An item that waits is forgotten; one that is being computed
         is computed, and its output dropped.
@@ -127,6 +132,9 @@ class LocalBatcher:
             if not request.is_settled:
                 shell.abandon((request,))
             raise
+        finally:
+            # An error holds this frame, which must not hold the error.
+            del future, request
 
     async def aprocess_many(self, items: Sequence[Any]) -> list[Any]:
         """The same for so many items, which may be none; the first error ends the wait for all."""

@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, Self
 
+from fast_batcher._arrays.batches import is_much
+from fast_batcher._aside import aside
 from fast_batcher._local.batcher import LocalBatcher
 from fast_batcher._local.cache import Cache
 from fast_batcher._local.function import Function, bind_weakly, is_async
@@ -26,8 +28,8 @@ class Batcher(Protocol):
     def process(self, items: Sequence[Any]) -> list[Any]:
         """Wait in this thread for the outputs of so many items."""
 
-    def aprocess(self, item: Any) -> Coroutine[Any, Any, Any]:
-        """Wait for the output of one item."""
+    def aprocess(self, item: Any, owner: object = None) -> Coroutine[Any, Any, Any]:
+        """Wait for the output of one item; `owner` is kept until then."""
 
     def aprocess_many(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
         """Wait for the outputs of so many items."""
@@ -51,6 +53,9 @@ class Batcher(Protocol):
 class Form(Protocol):
     """How the arguments of a call become items, and their outputs what the call returns."""
 
+    # Whether that takes time where they are large.
+    takes_apart: bool
+
     def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
         """The items, and whether it is a single one that wants a single output."""
 
@@ -60,6 +65,8 @@ class Form(Protocol):
 
 class ListForm:
     """A list is several items, anything else is one."""
+
+    takes_apart = False
 
     def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
         """The items of the one argument."""
@@ -262,7 +269,7 @@ class Decorated:
             and plan.cache is None
             and not isinstance(args[0], list)
         ):
-            return self._batcher.aprocess(args[0])
+            return self._batcher.aprocess(args[0], self)
         return self._acall_form(args, kwargs)
 
     async def _acall_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -270,12 +277,15 @@ class Decorated:
             bound = self.__get__(args[0], type(args[0]))
             return await bound._acall(args[1:], kwargs)  # noqa: SLF001  another of this class
         form, cache, batcher = self._plan.form, self._plan.cache, self._batcher
-        items, is_single = form.items_of(args, kwargs)
+        is_long = form.takes_apart and is_much((args, kwargs), dim=0)
+        items, is_single = await aside(is_long, form.items_of, args, kwargs)
         if cache is not None:
             outputs = await cache.process(items, batcher.aprocess_many)
         else:
             outputs = await batcher.aprocess_many(items)
-        return outputs[0] if is_single else form.result_of(outputs)
+        if is_single:
+            return outputs[0]
+        return await aside(form.takes_apart and is_much(outputs), form.result_of, outputs)
 
     def _is_unbound_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it is `Class.method(instance, ...)`."""

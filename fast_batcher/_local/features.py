@@ -29,6 +29,8 @@ class FeatureForm:
         ConfigurationError: One of them is wrong.
     """
 
+    takes_apart = True
+
     def __init__(
         self,
         pad_tokens: Mapping[str, float] | None,
@@ -53,12 +55,14 @@ class FeatureForm:
 
     def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
         """The rows of the features; never a single one, for features always have a batch axis."""
-        if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance((*args, kwargs)[0], dict):
+        features = args[0] if args else kwargs
+        # A tokenizer's answer is a mapping, and no dict.
+        if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance(features, Mapping):
             raise TypeError(
                 "a batched inference function is called with one dict of features, or with the "
                 "features as keyword arguments"
             )
-        return split_rows(args[0] if args else kwargs, self._collation), False
+        return split_rows(features, self._collation), False
 
     def result_of(self, outputs: list[Any]) -> Any:
         """The outputs of the rows of one call as one batch."""

@@ -54,6 +54,9 @@ class LoopShell:
         except BaseException:
             self.abandon(requests)
             raise
+        finally:
+            # An error holds this frame, which must not hold the error.
+            del future, call, requests
 
     def pump(self) -> None:
         """Hand over what has come in this turn."""

@@ -70,8 +70,8 @@ class ProcessBatcher:
             return []
         return self._send(items).result()
 
-    async def aprocess(self, item: Any) -> Any:
-        """Wait for the output of one item."""
+    async def aprocess(self, item: Any, owner: object = None) -> Any:
+        """Wait for the output of one item; `owner` is kept until then."""
         return (await self.aprocess_many([item]))[0]
 
     async def aprocess_many(self, items: Sequence[Any]) -> list[Any]:

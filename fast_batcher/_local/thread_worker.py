@@ -70,7 +70,10 @@ def _compute(engine: Engine, batch: Batch, awaiter: "_Awaiter") -> Batch | None:
         if inspect.isawaitable(result):
             result = awaiter.wait_for(result)
     except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
-        return engine.fail(batch, error, monotonic() - started)
+        following = engine.fail(batch, error, monotonic() - started)
+        # The error holds the function's frame, and that one this: it must not hold the batch.
+        del batch
+        return following
     return engine.finish(batch, result, monotonic() - started)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from fast_batcher import Collation, CollationError, OutputMismatchError
-from fast_batcher._arrays.batches import join, split, split_rows
+from fast_batcher._arrays.batches import is_much, join, split, split_rows
 from fast_batcher._arrays.trees import flatten
 
 Make = Callable[[np.random.Generator], Any]
@@ -367,3 +367,41 @@ def test_a_wrong_number_of_rows_is_never_made_to_fit() -> None:
         for batch in (np.zeros(2), torch.zeros(2), ["a", "b"], {"a": np.zeros(2)}):
             with pytest.raises(OutputMismatchError, match=f"has 2 rows for {count} inputs"):
                 split(batch, count, Collation.stack())
+
+
+# What an event loop leaves to a thread.
+
+
+endless: list[Any] = []
+endless.append(endless)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (np.zeros((4, 2**16), "f4"), False),
+        (np.zeros((4, 2**16 + 1), "f4"), True),
+        ({"x": torch.zeros(4, 2**16), "y": torch.zeros(1)}, True),
+        ({"x": torch.zeros(4, 2**15), "y": [torch.zeros(2**15)] * 4}, False),
+        ({"x": torch.zeros(4, 2**15), "y": [torch.zeros(2**15)] * 5}, True),
+        (np.zeros((2, 1000)), False),
+        (np.zeros((1001, 2)), True),
+        ([np.zeros(2)] * 900, False),
+        ([np.zeros(2)] * 1001, True),
+        ([{"x": 1, "y": 2}] * 300, False),
+        ([{"x": 1, "y": 2}] * 400, True),
+        (endless, True),
+        (torch.zeros(2, 2**20).to_sparse(), False),
+        ("text", False),
+    ],
+)
+def test_much_is_many_bytes_or_many_parts(batch: Any, expected: bool) -> None:
+    assert is_much(batch, dim=0) is expected
+
+
+def test_the_rows_of_a_batch_are_counted_along_its_axis() -> None:
+    batch = np.zeros((2, 1001))
+    assert not is_much(batch, dim=0)
+    assert is_much(batch, dim=1)
+    assert not is_much([batch])
+    assert not is_much(batch, dim=2)

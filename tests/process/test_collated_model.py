@@ -4,6 +4,7 @@ The calls of the model are looked at here; real workers with such models are at 
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from collated_models import (
     Doubles,
     Fills,
     Keeps,
+    Noted,
+    Notes,
     OnGrad,
     OutOfMemory,
     Sequences,
@@ -428,6 +431,25 @@ async def test_what_is_no_batch_is_refused_before_anything_is_queued(
         with pytest.raises(ConfigurationError, match="collation=0: make one with"):
             await batcher.process_rows(np.zeros((1, 1)), collation=0)  # type: ignore[arg-type]
         assert batcher.stats.submitted == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_large"),
+    [((3, 10), False), ((3, 2**20), True), ((1001, 1), True)],
+    ids=["small", "bytes", "rows"],
+)
+async def test_large_batches_are_split_and_joined_beside_the_loop(
+    shape: tuple[int, int], is_large: bool
+) -> None:
+    here = threading.get_ident()
+    batch = Noted({"in": np.arange(shape[0] * shape[1], dtype="i4").reshape(shape)})
+    async with DynBatcher(Notes) as batcher:
+        found = await batcher.process_rows(batch)
+    assert {name: where != here for name, where in Noted.threads.items()} == {
+        "in": is_large,
+        "out": is_large,
+    }
+    assert np.array_equal(found["out"], batch["in"])
 
 
 async def test_outputs_of_unequal_lengths_are_padded_by_choice() -> None:
