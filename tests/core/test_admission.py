@@ -1,7 +1,9 @@
 """Refusing and dropping what would be late: rule by rule, and whole services in virtual time."""
 
 import random
+import sys
 from math import inf
+from types import FrameType
 
 import pytest
 from hypothesis import given
@@ -266,6 +268,33 @@ def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
     opens = now + 3 * linear(2) - 3.3 / LEEWAY
     assert len(refused_at(scheduler, opens - 0.01, 2)) == 2
     assert refused_at(scheduler, opens + 0.01) == []
+
+
+def test_who_is_refused_after_another_costs_no_prediction() -> None:
+    """Nearly all are, under overload, and their time is taken from those that can be answered."""
+    scheduler = make(max_batch_size=2, max_latency=3.3)
+    now = taught_from(scheduler, 0.0)
+    arrive(scheduler, now, 2)
+    arrive(scheduler, now, 2)
+
+    def predictions(count: int) -> int:
+        called = 0
+
+        def notice(frame: FrameType, event: str, _: object) -> None:
+            nonlocal called
+            called += event == "call" and frame.f_code.co_name == "seconds_until_answered"
+
+        before = sys.getprofile()
+        sys.setprofile(notice)
+        try:
+            assert len(refused_at(scheduler, now, count)) == count
+        finally:
+            sys.setprofile(before)
+        return called
+
+    assert predictions(1) > 0
+    assert predictions(1) == 0
+    assert predictions(3) == 0
 
 
 def test_a_refusal_is_not_repeated_once_something_has_changed() -> None:
