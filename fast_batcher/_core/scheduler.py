@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from math import inf
 from typing import TypeVar
 
-from fast_batcher._core.admission import Admission, Outlook
+from fast_batcher._core.admission import LEEWAY, Admission, Outlook
 from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
@@ -132,6 +132,10 @@ class Scheduler:
         # The largest batch that it has measured.
         self._largest_seen = 1.0
         self._admission = Admission(self._charges, max_batch_size, former)
+        # Before this moment every request with no target but `max_latency` is refused, unless what
+        # that depends on has changed: see `_refuse_all`.
+        self._shut_until = -inf
+        self._shut_by: tuple[int, ...] = ()
         self._size_cap = SizeCap(max_batch_size)
         self._limit_size()
         if former is not None or is_grouped:
@@ -184,6 +188,8 @@ class Scheduler:
         Returns:
             Those that were refused, and whose `refusal` tells the reason.
         """
+        if now < self._shut_until and self._refuse_all(now, requests):
+            return requests
         requests, refused = self._refuse_without_room(now, requests)
         own = [
             request
@@ -196,6 +202,8 @@ class Scheduler:
             late = self._turn_away(now, requests, own)
             if late:
                 refused += late
+                if not own and self._ranked is None:
+                    self._shut(now, late[-1].refusal, len(requests) - len(late))
                 requests = [request for request in requests if not hasattr(request, "refusal")]
                 own = [request for request in own if not hasattr(request, "refusal")]
         self.tally.rejected += len(refused)
@@ -218,6 +226,50 @@ class Scheduler:
         if self._policy.learns:
             self._tell_arrival(now, len(requests))
         return refused
+
+    def _refuse_all(self, now: float, requests: list[Request]) -> bool:
+        """Refuse arrivals for the reason of the last one, if that is certain; False if it is not.
+
+        Under overload most requests are refused, one after the other, for the same reason: nothing
+        has been taken or answered meanwhile, and too little time has passed. They are told in the
+        least time that it can take, for it is taken from those that can be answered.
+        """
+        if (
+            self._is_draining
+            or self._shut_by != self._outlook_depends_on(0)
+            or len(requests) > self._max_queue_size - self.queue.size
+        ):
+            return False
+        for request in requests:
+            if request.deadline is not None:
+                return False
+        left = self._max_latency
+        seconds = left + (self._shut_until - now) * LEEWAY
+        refusal = self._admission.refusal(self.queue.size, seconds, left)
+        for request in requests:
+            request.target = now + left
+            request.refusal = refusal
+        self.tally.rejected += len(requests)
+        return True
+
+    def _shut(self, now: float, refusal: Refusal, taken: int) -> None:
+        """A request with no target but `max_latency` has just been refused, after so many others.
+
+        A prediction falls `LEEWAY` seconds in each second if nothing else happens, or less where
+        a batch takes longer than expected.
+        """
+        assert refusal.retry_after is not None, "it is late by so much"
+        self._shut_until = now + refusal.retry_after / LEEWAY
+        self._shut_by = self._outlook_depends_on(taken)
+
+    def _outlook_depends_on(self, more: int) -> tuple[int, ...]:
+        """Differs whenever a prediction may have become better, with so many more that wait."""
+        return (
+            self.queue.size + more,
+            len(self._batches),
+            self._next_batch_id,
+            len(self._slots),
+        )
 
     def _tell_arrival(self, now: float, count: int) -> None:
         if count:
@@ -398,18 +450,30 @@ class Scheduler:
         slots = self._slots.values()
         return Outlook(
             ahead=self.queue.size,
-            delay=min([self._seconds_until_free(now, slot) for slot in slots], default=inf),
+            delay=min(
+                [self._seconds_until_free(now, slot, self._charges.high) for slot in slots],
+                default=inf,
+            ),
             workers=len(slots),
             is_idle=not self.queue.size and not self._batches and not self.retries,
             cost=0.0 if self._ranked is None else self._ranked.cost,
+            is_behind=bool(slots) and all(len(slot.batches) > 1 for slot in slots),
         )
 
-    def _seconds_until_free(self, now: float, slot: _Slot) -> float:
-        """Until a worker has answered all that it has; 0.0 while nothing is known."""
+    def _seconds_until_free(
+        self, now: float, slot: _Slot, seconds: Callable[[float], float]
+    ) -> float:
+        """Until a worker has answered all that it has; 0.0 while nothing is known.
+
+        Args:
+            now: The moment.
+            slot: The worker.
+            seconds: Which reading of the service model says how long a batch of a size takes.
+        """
         if not slot.batches or not self._charges.is_known:
             return 0.0
         size_of = self._admission.size_of
-        first, *others = [self._charges.median(size_of(b.requests)) for b in slot.batches]
+        first, *others = [seconds(size_of(batch.requests)) for batch in slot.batches]
         return max(0.0, first - (now - slot.started_at)) + sum(others)
 
     def count_fitting(self, requests: list[Request]) -> int:
@@ -454,6 +518,7 @@ class Scheduler:
         """
         assert worker not in self._all_slots, "a worker is lost before it can be ready again"
         self._slots[worker] = self._all_slots[worker] = _Slot(worker)
+        self._shut_until = -inf
         for size, seconds in times:
             self._service.observe(size, seconds)
 
@@ -597,6 +662,7 @@ class Scheduler:
 
         A batch that has none left is as if it had never been sent.
         """
+        self._shut_until = -inf  # the batch takes less time
         gone = {request.id for request in requests}
         batch.requests = [request for request in batch.requests if request.id not in gone]
         for request in requests:
@@ -723,7 +789,7 @@ class Scheduler:
             return self.queue.take(self._max_batch_size), release
         if slot.batches and slot.has_put_back:
             return [], release
-        start = now + self._seconds_until_free(now, slot)
+        start = now + self._seconds_until_free(now, slot, self._charges.median)
         if self._ranked is not None and self._former is not None and self._charges.is_known:
             # As long as this many of its largest batches, one accepts that others go before it.
             patience = PATIENT_BATCHES * self._charges.median(self._largest_seen)
@@ -785,6 +851,7 @@ class Scheduler:
 
     def _limit_size(self) -> None:
         self._max_batch_size = self._size_cap.size
+        self._shut_until = -inf
         # A batch that passes by the queue still finds room in it: `max_queue_size` says how many
         # requests of one turn are taken, on either way.
         self._most_at_once = min(self._max_batch_size, self._max_queue_size)

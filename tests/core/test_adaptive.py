@@ -163,7 +163,9 @@ def test_a_deadline_ends_the_hold() -> None:
     world = held(World(clients=8))
     # In time if it goes now, by a hair.
     high = world.scheduler._service.high(world.scheduler.queue.size + 1)
-    submit(world.scheduler, world.now, deadline=world.now + 1.0005 * high)
+    request = Request("input", None, world.now + 1.0005 * high)
+    request.target = inf  # the door asks for more than a hair
+    assert world.scheduler.submit(world.now, [request]) == []
     (batch,) = poll_batches(world.scheduler, world.now)
     assert batch.release is Release.HOLD
 

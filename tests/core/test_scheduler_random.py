@@ -240,8 +240,12 @@ class Schedule(RuleBasedStateMachine):
         running = any(worker.batches for worker in self.workers.values())
         is_idle = not (self.waiting or self.retrying() or running)
         refused = self.scheduler.submit(self.now, list(arriving))
+        # The twin works out anew what the other one may remember of its last refusal.
+        self.twin._shut_by = ()
         twins_refused = self.twin.submit(self.now, list(twins))
         assert [one.value for one in refused] == [twin.value for twin in twins_refused]
+        for one, twin in zip(refused, twins_refused, strict=True):
+            assert one.refusal.kind is twin.refusal.kind
         without_room = arriving[max(room, 0) :]
         assert refused[: len(without_room)] == without_room
         full = BatcherClosedError if self.is_draining else QueueFullError
