@@ -32,6 +32,7 @@ from benchmarks.simulation.loads import (
     bursty,
     log_normal_costs,
     poisson,
+    short_pause,
 )
 from benchmarks.simulation.models import MODELS, Model, Worker
 from benchmarks.simulation.optimum import Optimum, optimum, poisson_weights, ruled_sizes
@@ -306,6 +307,41 @@ def test_ours_with_costs_puts_like_lengths_together() -> None:
     assert record.batch_sizes == [1, 2, 2]
     ended = [round(answer, 6) for answer in record.answers]
     assert ended[1] == ended[3] != ended[2] == ended[4]
+
+
+class PaddedWorker(Worker):
+    """Counts what it computes, and what of that is not padding."""
+
+    def __init__(self, model: Model, costs: Sequence[float]) -> None:
+        super().__init__(model, costs=costs)
+        self._costs_of = costs
+        self.real = self.computed = 0.0
+
+    def seconds(self, now: float, requests: Sequence[int]) -> float:
+        costs = [self._costs_of[request] for request in requests]
+        self.real += sum(costs)
+        self.computed += len(costs) * max(costs)
+        return super().seconds(now, requests)
+
+
+@pytest.mark.parametrize("fixed", [0, 40, 1000])
+def test_lengths_are_padded_much_less_than_in_order_whatever_the_budget(fixed: int) -> None:
+    """Texts of 40 tokens in the mean and 256 at most; a batch costs `fixed` tokens by itself."""
+    model = Model("tokens", fixed * 1e-4, 1e-4, 32, target=1.0)
+    costs = [min(256.0, 40 * cost) for cost in log_normal_costs(20_000, 1.0, 1)]
+
+    def answers_and_padding(batcher: Batcher) -> tuple[int, float]:
+        worker = PaddedWorker(model, costs)
+        record = simulate(batcher, ClosedLoop(128, short_pause, 1), worker, 30.0)
+        answers = np.array(record.answers)
+        return int((~np.isnan(answers)).sum()), worker.computed / worker.real
+
+    answers, padding = answers_and_padding(Ours("adaptive", 32))
+    for budget in (512.0, 2048.0, 4096.0, 8192.0, inf):
+        batcher = Ours("adaptive", 32, costs=costs, max_batch_cost=budget)
+        more_answers, less_padding = answers_and_padding(batcher)
+        assert less_padding < 0.5 * padding, budget
+        assert more_answers > 1.5 * answers, budget
 
 
 def test_fast_dynamic_batcher_opens_a_window_after_every_batch() -> None:

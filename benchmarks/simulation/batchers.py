@@ -29,8 +29,9 @@ class Ours:
         max_batch_size: Most requests in a batch.
         max_delay: As of `DynBatcher`, seconds.
         target: `max_latency`, seconds, or None.
-        costs: Of the requests by their number; batches are filled by them, and cost no more than a
-            full batch of requests that cost 1. None to know nothing of costs.
+        costs: Of the requests by their number; batches are filled by them. None to know nothing of
+            costs.
+        max_batch_cost: Most that a batch costs; None for a full batch of requests that cost 1.
     """
 
     answer_tick = 0.0
@@ -43,8 +44,11 @@ class Ours:
         max_delay: float | None = None,
         target: float | None = None,
         costs: Sequence[float] | None = None,
+        max_batch_cost: float | None = None,
     ) -> None:
-        former = None if costs is None else BatchFormer(float(max_batch_size), is_padded=True)
+        former = None
+        if costs is not None:
+            former = BatchFormer(max_batch_cost or float(max_batch_size), is_padded=True)
         self._scheduler = Scheduler(
             make_policy(policy, max_delay),
             Tally(),

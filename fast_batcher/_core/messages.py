@@ -56,6 +56,7 @@ class Request:
         "id",
         "is_settled",
         "losses",
+        "place",
         "priority",
         "refusal",
         "size",
@@ -92,6 +93,8 @@ class Request:
         self.priority: int
         self.group: Group
         self.cost: float
+        # How many had come before it to its part of that queue.
+        self.place: int
         # Why it was not taken; absent otherwise.
         self.refusal: Refusal
 

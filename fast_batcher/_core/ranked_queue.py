@@ -7,13 +7,19 @@ those of its own priority before those of lower ones, which fill the room that i
 So that nobody starves, every eighth batch is built by age alone, whatever the priorities. A request
 with j older ones before it leaves at the latest with the 8 (j + 1)th batch after its arrival, and
 without priorities, where every batch goes by age, with the (j + 1)th.
+
+Where costs decide who joins, a request may be passed over, but not by many: one that came a window
+later or more (`WINDOW_BATCHES` full batches) does not go before the oldest of its group and
+priority. So at most the j and one window less one are served before it. That bound is in requests
+and not in seconds, because in a backlog everyone has waited long: to go by age then would keep the
+padding, and with it the backlog.
 """
 
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
-from heapq import heappush, merge
-from itertools import islice
+from heapq import heapify, heappush, merge
+from itertools import islice, takewhile
 from math import inf
 from typing import NamedTuple
 
@@ -38,10 +44,12 @@ class Ahead(NamedTuple):
 class _Lane:
     """Requests in their order of arrival; those that have left stay until they come up."""
 
-    __slots__ = ("cost", "requests", "size")
+    __slots__ = ("cost", "places", "requests", "size")
 
     def __init__(self) -> None:
         self.requests: deque[Request] = deque()
+        # How many have come.
+        self.places = 0
         # Of those that wait.
         self.size = 0
         self.cost = 0.0
@@ -75,7 +83,7 @@ class RankedQueue(RequestQueue):
         former: Chooses by costs, or None: then as many as there are.
     """
 
-    __slots__ = ("_entries", "_former", "_lanes", "_levels", "_order", "batches", "patient_since")
+    __slots__ = ("_entries", "_former", "_lanes", "_levels", "_order", "batches")
 
     def __init__(self, former: BatchFormer | None) -> None:
         super().__init__()
@@ -89,8 +97,6 @@ class RankedQueue(RequestQueue):
         self._entries = 0
         # Batches that have left; those that are tried again left once.
         self.batches = 0
-        # A batch whose first request arrived before this moment takes the others in their order.
-        self.patient_since = -inf
 
     def __iter__(self) -> Iterator[Request]:
         """Those that wait, and some of those that were cancelled, in no particular order."""
@@ -104,7 +110,10 @@ class RankedQueue(RequestQueue):
         for request in requests:
             priority, group = _rank_of(request)
             self._level_of(priority).add(request)
-            self._lane_of(priority, group).add(request)
+            lane = self._lane_of(priority, group)
+            lane.add(request)
+            request.place = lane.places
+            lane.places += 1
             heappush(self._heap, (request.deadline, request.id, request))
 
     def is_full(self, count: int) -> bool:
@@ -141,13 +150,15 @@ class RankedQueue(RequestQueue):
         first = self._first(by_age=by_age)
         lanes = self._lanes_of(first)
         chosen: list[Request] = []
+        # Without costs nobody is passed over.
+        reach = inf if self._former is None else WINDOW_BATCHES * count
         if by_age:
-            waiting = [_waiting(lane) for _, lane in lanes]
-            self._fill(chosen, merge(*waiting, key=_id_of), count)
+            windows = [_window(lane, reach) for _, lane in lanes]
+            self._fill(chosen, merge(*windows, key=_id_of), count)
         else:
-            left = WINDOW_BATCHES * count
+            left = reach
             for _, lane in lanes:
-                self._fill(chosen, _waiting(lane), count)
+                self._fill(chosen, _window(lane, reach), count)
                 left -= lane.size
                 if len(chosen) == count or left <= 0:
                     break
@@ -172,7 +183,10 @@ class RankedQueue(RequestQueue):
             self._entries -= len(level.requests)
             level.put_back(equals)
             self._entries += len(level.requests)
-            self._lane_of(priority, group).put_back(equals)
+            lane = self._lane_of(priority, group)
+            lane.put_back(equals)
+            # If it is a new one, those that come are behind those that come back.
+            lane.places = max(lane.places, *[request.place + 1 for request in equals])
 
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
@@ -204,10 +218,7 @@ class RankedQueue(RequestQueue):
         if self._former is None:
             chosen += islice(waiting, count - len(chosen))
             return
-        window = list(islice(waiting, WINDOW_BATCHES * count))
-        first = chosen[0] if chosen else window[0]
-        in_order = first.arrival < self.patient_since
-        self._former.fill(chosen, window, count, in_order=in_order)
+        self._former.fill(chosen, list(waiting), count)
 
     def _remove(self, chosen: list[Request]) -> None:
         by_rank: dict[tuple[int, Group | None], set[int]] = {}
@@ -255,18 +266,18 @@ class RankedQueue(RequestQueue):
         """Requests that have left hold their values: keep no more of them than wait."""
         if self.size and max(self._entries, len(self._heap)) <= 2 * self.size + MIN_DEAD_ENTRIES:
             return
-        waiting = [request for request in self if not request.is_settled]
-        waiting.sort(key=_id_of)
-        self._levels.clear()
-        self._order.clear()
-        self._lanes.clear()
-        self._heap.clear()
-        self.size = self._entries = 0
-        self.extend(waiting, waiting)
+        for lane in (*self._levels.values(), *self._lanes.values()):
+            lane.requests = deque(one for one in lane.requests if not _has_left(one))
+        self._entries = self.size
+        self._heap = [entry for entry in self._heap if not _has_left(entry[2])]
+        heapify(self._heap)
 
 
-def _waiting(lane: _Lane) -> Iterator[Request]:
-    return (request for request in lane.requests if not request.is_settled)
+def _window(lane: _Lane, reach: float) -> Iterator[Request]:
+    """Those that may go before the oldest: none that came so many places after it."""
+    end = lane.head().place + reach
+    waiting = (request for request in lane.requests if not request.is_settled)
+    return takewhile(lambda request: request.place < end, waiting)
 
 
 def _has_left(request: Request) -> bool:

@@ -39,9 +39,6 @@ from fast_batcher.stats import Tally
 # A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
 # costs no latency below it. Source: LIMITS "second batch in flight", eager +60 % p50, this none.
 BATCHES_PER_WORKER = 2
-# One that has waited for as many batches takes all that are behind it in their order, whatever they
-# cost. Source: POLICY 5.6.
-PATIENT_BATCHES = 4
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _FULL, _IDLE, _RETRY = Release.FULL, Release.IDLE, Release.RETRY
 _B = TypeVar("_B", bound=Batch)
@@ -128,9 +125,7 @@ class Scheduler:
         # batch some microseconds, so it begins when the first one does.
         self._is_measuring = max_latency is not None or former is not None
         # The same by what batches are charged, where there are costs.
-        self._charges = self._service if former is None else ServiceModel()
-        # The largest batch that it has measured.
-        self._largest_seen = 1.0
+        self._charges = self._service if former is None else former.service
         self._admission = Admission(self._charges, max_batch_size, former)
         # Before this moment every request with no target but `max_latency` is refused, unless what
         # that depends on has changed: see `_refuse_all`.
@@ -623,9 +618,7 @@ class Scheduler:
             return
         self._service.observe(len(batch.requests), now - started_at)
         if self._former is not None:
-            charge = self._former.charge(batch.requests)
-            self._largest_seen = max(self._largest_seen, charge)
-            self._charges.observe(charge, now - started_at)
+            self._charges.observe(self._former.charge(batch.requests), now - started_at)
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
@@ -790,10 +783,6 @@ class Scheduler:
         if slot.batches and slot.has_put_back:
             return [], release
         start = now + self._seconds_until_free(now, slot, self._charges.median)
-        if self._ranked is not None and self._former is not None and self._charges.is_known:
-            # As long as this many of its largest batches, one accepts that others go before it.
-            patience = PATIENT_BATCHES * self._charges.median(self._largest_seen)
-            self._ranked.patient_since = now - patience
         requests, late, is_smaller = self._admission.take(start, self.queue)
         if late:
             refusal = self._admission.refusal_of_late(self._outlook(now))

@@ -632,33 +632,6 @@ def test_a_hold_makes_nobody_late_when_there_are_no_targets_any_more() -> None:
     assert scheduler.poll(0.0) == ([], 5.0)
 
 
-def test_with_costs_what_has_waited_for_four_batches_lets_none_pass_by() -> None:
-    scheduler = make(max_batch_size=2, former=BatchFormer(None, is_padded=True))
-    scheduler.rank_requests()
-    now = 0.0
-
-    def come(*costs: float) -> list[Request]:
-        requests = [Request(cost, None) for cost in costs]
-        for request in requests:
-            request.cost = request.value
-        assert scheduler.submit(now, requests) == []
-        return requests
-
-    for _ in range(3):
-        come(10)
-        (batch,) = poll_batches(scheduler, now)
-        now += 1.0
-        settle(scheduler, now, batch)
-    come(10)
-    (batch,) = poll_batches(scheduler, now)
-    first, far, near = come(10, 90, 11)
-    # As long as no batch has taken: now it is the order of arrival that counts.
-    now += 4.5
-    settle(scheduler, now, batch)
-    assert poll_batches(scheduler, now)[0].requests == [first, far]
-    assert near.batch_id is None
-
-
 # Whole services.
 
 

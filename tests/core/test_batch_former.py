@@ -20,15 +20,19 @@ def requests_of(*costs: float) -> list[Request]:
 
 
 def filled(
-    former: BatchFormer,
-    chosen: Sequence[float],
-    window: Sequence[float],
-    most: int,
-    in_order: bool = False,
+    former: BatchFormer, chosen: Sequence[float], window: Sequence[float], most: int
 ) -> list[float]:
     batch = requests_of(*chosen)
-    former.fill(batch, requests_of(*window), most, in_order=in_order)
+    former.fill(batch, requests_of(*window), most)
     return [request.cost for request in batch]
+
+
+def padded(budget: float | None, fixed: float, each: float) -> BatchFormer:
+    """One that has seen batches take `fixed` seconds and `each` more for what they are charged."""
+    former = BatchFormer(budget, is_padded=True)
+    for power in range(14):
+        former.service.observe(2.0**power, fixed + each * 2.0**power)
+    return former
 
 
 def test_what_a_batch_is_charged() -> None:
@@ -51,10 +55,33 @@ def test_it_goes_on_from_what_is_there() -> None:
     assert filled(BatchFormer(None, is_padded=True), [5, 7], [1, 6, 50], 3) == [5, 7, 6]
 
 
-def test_in_order_it_ends_at_the_first_that_does_not_fit() -> None:
-    former = BatchFormer(20, is_padded=True)
-    assert filled(former, [], [4, 5, 9, 1], 8, in_order=True) == [4, 5]
-    assert filled(former, [], [4, 5, 9, 1], 8) == [4, 5, 1]
+def test_summed_costs_are_taken_in_order_as_far_as_they_fit() -> None:
+    assert filled(BatchFormer(10, is_padded=False), [], [4, 5, 9, 1], 8) == [4, 5, 1]
+
+
+def test_a_long_one_is_not_filled_up_with_short_ones() -> None:
+    """Each of them would take as long as the long one."""
+    window = [200, 10, 10, 190, 10, 10]
+    assert filled(padded(2048, 50, 1), [], window, 8) == [200, 190]
+
+
+def test_where_a_batch_costs_much_by_itself_padding_is_cheap() -> None:
+    window = [200, 10, 10, 190, 10, 10]
+    assert sorted(filled(padded(2048, 1e6, 1), [], window, 8)) == sorted(window)
+
+
+def test_where_a_batch_costs_what_it_computes_it_holds_one_length() -> None:
+    assert filled(padded(2048, 0, 1), [], [20, 21, 20, 19, 20], 8) == [20, 20, 20]
+
+
+def test_until_batches_have_been_timed_it_takes_all_that_fit() -> None:
+    assert filled(BatchFormer(600, is_padded=True), [], [200, 10, 190, 10], 8) == [200, 190, 10]
+
+
+def test_one_of_a_lower_priority_joins_only_if_it_is_worth_it() -> None:
+    former = padded(2048, 50, 1)
+    assert filled(former, [200, 190], [10, 10], 8) == [200, 190]
+    assert filled(former, [200, 190], [10, 180], 8) == [200, 190, 180]
 
 
 @pytest.mark.parametrize("is_padded", [True, False])
@@ -62,16 +89,15 @@ def test_in_order_it_ends_at_the_first_that_does_not_fit() -> None:
     chosen=st.lists(st.integers(1, 9), max_size=3),
     window=st.lists(st.integers(1, 20), max_size=20),
     most=st.integers(3, 6),
-    in_order=st.booleans(),
 )
 def test_it_keeps_to_its_budget_and_takes_all_that_it_can(
-    is_padded: bool, chosen: list[float], window: list[float], most: int, in_order: bool
+    is_padded: bool, chosen: list[float], window: list[float], most: int
 ) -> None:
     budget = 30.0
     former = BatchFormer(budget, is_padded=is_padded)
     if former.charge(requests_of(*chosen or [1])) > budget:
         return
-    batch = filled(former, chosen, window, most, in_order)
+    batch = filled(former, chosen, window, most)
     assert batch[: len(chosen)] == chosen
     assert len(batch) <= most
     if len(batch) > max(1, len(chosen)):
@@ -79,6 +105,32 @@ def test_it_keeps_to_its_budget_and_takes_all_that_it_can(
     left = sorted(window)
     for cost in batch[len(chosen) :]:
         left.remove(cost)
-    if not in_order and batch and left and len(batch) < most:
+    if batch and left and len(batch) < most:
         cheapest = requests_of(*batch, min(left))
         assert former.charge(cheapest) > budget
+
+
+@given(
+    window=st.lists(st.integers(1, 300), min_size=1, max_size=40),
+    most=st.integers(1, 32),
+    budget=st.sampled_from([None, 100.0, 1000.0, 8192.0]),
+    fixed=st.sampled_from([0.0, 10.0, 100.0, 1e4]),
+)
+def test_it_does_no_less_work_per_second_than_the_first_alone_or_all_that_fit(
+    window: list[float], most: int, budget: float | None, fixed: float
+) -> None:
+    def work_per_second(batch: list[float]) -> float:
+        return sum(batch) / former.service.median(former.charge(requests_of(*batch)))
+
+    former = padded(budget, fixed, 1.0)
+    batch = filled(former, [], window, most)
+    assert batch[0] == window[0], "the oldest is in every batch"
+    assert len(batch) <= most
+    assert len(batch) == 1 or former.charge(requests_of(*batch)) <= former.max_batch_cost
+    left = sorted(window)
+    for cost in batch:
+        left.remove(cost)
+    whole = filled(BatchFormer(budget, is_padded=True), [], window, most)
+    for other in ([window[0]], whole):
+        # Of equals it takes the larger one.
+        assert (work_per_second(batch), len(batch)) >= (work_per_second(other), len(other))

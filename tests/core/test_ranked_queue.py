@@ -213,12 +213,79 @@ def test_only_the_oldest_are_looked_at() -> None:
     assert costs_of(arrivals.send(2)) == [1, 100]
 
 
-def test_after_a_long_wait_none_is_passed_over() -> None:
+def test_those_of_one_cost_leave_in_their_order() -> None:
     arrivals = Arrivals(BatchFormer(None, is_padded=True))
-    arrivals.queue.patient_since = 5.0
-    for cost in (10, 100, 10):
-        arrivals.add(cost=cost, arrival=4.0)
-    assert costs_of(arrivals.send(2)) == [10, 100]
+    requests = arrivals.add_costs(*[10] * 5)
+    assert arrivals.send(2) == requests[:2]
+    assert arrivals.send(3) == requests[2:]
+
+
+def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
+    """However few of those between them are left."""
+    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    requests = arrivals.add_costs(*[1] * (2 * WINDOW_BATCHES), 2)
+    for request in requests[1:-1]:
+        arrivals.cancel(request)
+    assert arrivals.send(2) == requests[:1]
+    assert arrivals.send(2) == requests[-1:]
+
+
+def test_who_is_put_back_is_still_before_those_that_come() -> None:
+    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    requests = arrivals.add_costs(1, 1, 50)
+    queue = arrivals.queue
+    queue.put_back(queue.take(3)[1:])
+    requests[0].batch_id = 1
+    queue.batch_left()
+    # The last of them is beyond the window, which begins with the second.
+    arrivals.add_costs(*[100] * (2 * WINDOW_BATCHES - 1), 1)
+    assert arrivals.send(2) == requests[1:]
+
+
+def test_one_that_is_like_no_other_is_not_passed_over_by_all_that_come() -> None:
+    """Those before it have seven each that came later and are of their cost."""
+    most = 8
+    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    older = [10.0 * number for number in range(1, most + 1)]
+    arrivals.add_costs(*older)
+    other = arrivals.add(cost=1000.0)
+    for cost in older:
+        arrivals.add_costs(*[cost] * (most - 1))
+    overtaken = 0
+    while other not in (batch := arrivals.send(most)):
+        overtaken += sum(request.id > other.id for request in batch)
+    assert 0 < overtaken < WINDOW_BATCHES * most
+
+
+@given(
+    steps=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 10.0, 50.0]), max_size=150),
+    most=st.integers(1, 4),
+    budget=st.sampled_from([None, 5.0, 20.0, 100.0]),
+    is_padded=st.booleans(),
+)
+def test_nobody_is_overtaken_by_a_window_of_requests(
+    steps: list[float], most: int, budget: float | None, is_padded: bool
+) -> None:
+    """Requests of these costs come, at 0 a batch leaves, and then all that are left."""
+    arrivals = Arrivals(BatchFormer(budget, is_padded=is_padded))
+    overtaken: dict[int, int] = {}
+    batches: dict[int, int] = {}
+    for cost in [*steps, *[0.0] * len(steps)]:
+        if cost:
+            number = arrivals.add(cost=cost).id
+            # As many batches as requests before it, and its own.
+            batches[number] = len(overtaken) + 1
+            overtaken[number] = 0
+        elif overtaken:
+            left = [request.id for request in arrivals.send(most)]
+            for number in left:
+                del overtaken[number], batches[number]
+            for number in overtaken:
+                overtaken[number] += sum(other > number for other in left)
+                batches[number] -= 1
+                assert overtaken[number] < WINDOW_BATCHES * most
+                assert batches[number] > 0
+    assert not overtaken
 
 
 def test_a_batch_that_costs_all_that_it_may_is_full() -> None:
@@ -242,18 +309,12 @@ def test_a_higher_priority_is_company_before_a_nearer_cost() -> None:
     most=st.integers(1, 5),
     budget=st.sampled_from([None, 5.0, 20.0, 100.0]),
     is_padded=st.booleans(),
-    patient_since=st.sampled_from([-1.0, 1.0]),
 )
 def test_batches_keep_to_the_budget_and_leave_with_the_oldest(
-    costs: list[float],
-    most: int,
-    budget: float | None,
-    is_padded: bool,
-    patient_since: float,
+    costs: list[float], most: int, budget: float | None, is_padded: bool
 ) -> None:
     former = BatchFormer(budget, is_padded=is_padded)
     arrivals = Arrivals(former)
-    arrivals.queue.patient_since = patient_since
     waiting = [request.id for request in arrivals.add_costs(*costs)]
     while waiting:
         batch = arrivals.send(most)
@@ -261,9 +322,7 @@ def test_batches_keep_to_the_budget_and_leave_with_the_oldest(
         assert ids[0] == waiting[0], "the oldest is in every batch"
         assert len(ids) <= most
         assert len(ids) == 1 or former.charge(batch) <= former.max_batch_cost
-        assert set(ids) <= set(waiting[: WINDOW_BATCHES * most])
-        if patient_since > 0:
-            assert ids == waiting[: len(ids)]
+        assert max(ids) < waiting[0] + WINDOW_BATCHES * most
         waiting = [number for number in waiting if number not in ids]
     assert arrivals.queue.size == 0
 
