@@ -376,6 +376,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             return await future
         except BaseException as error:
             if request.is_settled:
+                # The error holds this frame, which must not hold the error.
+                del future, request
                 raise
             if not isinstance(error, RuntimeError) or get_running_loop() is loop:
                 self._abandon(request)
