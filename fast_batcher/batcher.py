@@ -15,6 +15,7 @@ import concurrent.futures
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import math
 import multiprocessing.process
@@ -375,6 +376,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             return await future
         except BaseException as error:
             if request.is_settled:
+                # The error holds this frame, which must not hold the error.
+                del future, request
                 raise
             if not isinstance(error, RuntimeError) or get_running_loop() is loop:
                 self._abandon(request)
@@ -404,6 +407,13 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Cancellation: safe at any time; all of them are abandoned.
         """
+        priorities = itertools.repeat(_checked_priority(priority))
+        return await self.process_ranked(values, priorities, timeout=timeout)
+
+    async def process_ranked(
+        self, values: Iterable[InputT], priorities: Iterable[int], *, timeout: float | None = None
+    ) -> list[OutputT]:
+        """`process_many` with a priority for each value, of any size. For decorated functions."""
         limit = self._settings.timeout if timeout is None else _checked(timeout)
         deadline = math.inf if limit is None else monotonic() + limit
         # With a target a batch that waits behind another of its own call might be refused.
@@ -413,12 +423,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         outputs: list[OutputT] = []
         in_flight: deque[Request] = deque()
         try:
-            for value in values:
+            for value, priority in zip(values, priorities, strict=False):
                 request = Request(value, get_running_loop().create_future(), deadline)
                 if timeout is None:
                     request.target = math.inf  # the default timeout is no target
                 if priority != 0:
-                    request.priority = _checked_priority(priority)
+                    request.priority = priority
                 # With requests of its own under way it waits for room; else it is refused.
                 while in_flight and (len(in_flight) >= window or not self._has_room(request)):
                     outputs.append(await in_flight[0].caller)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, overload
 
-from fast_batcher._local.decorated import Decorated, plan
+from fast_batcher._local.decorated import Decorated, mark_async, plan
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.types import PriorityStrategy
 
@@ -44,6 +44,7 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
     def acall(self, item: list[InT], /) -> Coroutine[Any, Any, list[OutT]]: ...
     @overload
     def acall(self, item: InT, /) -> Coroutine[Any, Any, OutT]: ...
+    @mark_async
     def acall(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """The same to be awaited, on any event loop.
 

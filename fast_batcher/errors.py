@@ -141,7 +141,7 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
     error = _as_inference_error(original) if original is not None else None
     if error is None:
         error = InferenceError(text)
-    error.__cause__ = RemoteTraceback(remote_traceback) if remote_traceback else None
+    assign(error, "__cause__", RemoteTraceback(remote_traceback) if remote_traceback else None)
     return error
 
 
@@ -155,6 +155,11 @@ def clear_frames(error: BaseException) -> None:
         if not frame.f_code.co_flags & _SUSPENDABLE:
             with suppress(RuntimeError):  # it still runs
                 frame.clear()
+
+
+def assign(error: BaseException, name: str, value: object) -> None:
+    """Set an attribute of an exception whose class may refuse that, as a frozen dataclass does."""
+    BaseException.__setattr__(error, name, value)
 
 
 def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:
@@ -176,7 +181,7 @@ def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any])
     error: Exception = new(kind, *args)
     _builtin_base(kind).__init__(error, *args)
     for name, value in state.items():
-        setattr(error, name, value)
+        assign(error, name, value)
     return error
 
 
@@ -230,5 +235,5 @@ def _rebuild_combined(
     kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any], traceback: str
 ) -> Exception:
     error = rebuild(_combined_class(kind), args, state)
-    error.__cause__ = RemoteTraceback(traceback) if traceback else None
+    assign(error, "__cause__", RemoteTraceback(traceback) if traceback else None)
     return error

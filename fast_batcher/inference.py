@@ -6,7 +6,7 @@ The function runs in a thread of its own, in this process.
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal, overload
 
-from fast_batcher._local.decorated import plan
+from fast_batcher._local.decorated import mark_async, plan
 from fast_batcher._local.features import FeatureForm, merge_pad_tokens
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.dynamic import BatchedFunction
@@ -32,6 +32,7 @@ class BatchedInference(BatchedFunction[Any, Any]):
         """
         return self._call(args, kwargs)
 
+    @mark_async
     def acall(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """The same to be awaited, on any event loop; cancellation is safe at any time."""
         return self._acall(args, kwargs)

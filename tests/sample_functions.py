@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fast_batcher import aio, dynamically, inference
+from fast_batcher.types import PriorityStrategy
 
 
 @dynamically(process=True, batch_size=4)
@@ -53,10 +54,36 @@ def number_held(items: list[int | str]) -> list[int]:
     return [next(_numbers) for _ in items]
 
 
+@aio.dynamically(
+    process=True,
+    batch_size=2,
+    small_batch_threshold=1,
+    priority_strategy=PriorityStrategy.LENGTH,
+)
+def number_by_length(items: list[str]) -> list[int]:
+    """The same."""
+    for item in items:
+        if item.startswith("/"):
+            Path(item).read_bytes()
+    return [next(_numbers) for _ in items]
+
+
 @dynamically(process=True, batch_size=4, max_queue_size=4)
 def double_few(items: list[int]) -> list[int]:
     """Double each item; few may wait."""
     return [2 * item for item in items]
+
+
+def tensor_of(items: list[int]) -> Any:
+    """A row of 1000 numbers for each item."""
+    import torch  # others need not load it
+
+    return torch.tensor(items, dtype=torch.float32)[:, None].repeat(1, 1000)
+
+
+def tensors_of(items: list[int]) -> list[Any]:
+    """The same as a list."""
+    return list(tensor_of(items))
 
 
 def plain(items: list[int]) -> list[int]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from held import Held, InThread, spin_until
-from waits import LIMIT, turns, until
+from starlette.background import BackgroundTask
+from waits import LIMIT, outcome, turns, until
 
 import fast_batcher
-from fast_batcher import aio
+from fast_batcher import aio, dynamically
 from fast_batcher._local.cache import CachedNone
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -106,6 +107,17 @@ async def test_the_names_can_be_found_from_the_package() -> None:
     assert callable(fast_batcher.aio.inference.dynamically)
     with pytest.raises(AttributeError, match="no_such"):
         _ = aio.no_such
+
+
+@both
+async def test_frameworks_see_what_is_to_be_awaited(func: Any) -> None:
+    async with aio.dynamically(func) as function:
+        await BackgroundTask(function, 1)()
+        assert function.stats.total_processed == 1
+    with dynamically(func) as function:
+        await BackgroundTask(function.acall, 1)()
+        await BackgroundTask(function, 1)()  # in a thread
+        assert function.stats.total_processed == 2
 
 
 async def test_methods_have_a_batcher_for_each_instance() -> None:
@@ -598,6 +610,31 @@ async def test_a_cache_that_raises_is_done_without_and_named_once(
     (record,) = caplog.records
     assert f"the cache's {what}() raised" in record.getMessage()
     assert record.exc_info is not None
+
+
+async def test_a_cache_that_cancels_itself_is_done_without() -> None:
+    class Cancels(Memory):
+        async def get(self, key: Any) -> Any:
+            raise asyncio.CancelledError
+
+    async with aio.dynamically(cache=Cancels())(double) as function:
+        assert await function([1, 2, 3]) == [2, 4, 6]
+
+
+async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled() -> None:
+    looking = asyncio.Event()
+
+    class Waits(Memory):
+        async def get(self, key: Any) -> Any:
+            looking.set()
+            await asyncio.Event().wait()
+
+    async with aio.dynamically(cache=Waits())(double) as function:
+        call = asyncio.create_task(function(1))
+        await looking.wait()
+        call.cancel()
+        assert isinstance(await outcome(call), asyncio.CancelledError)
+        assert function.stats.total_processed == 0
 
 
 async def test_an_error_is_not_cached() -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import math
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
 from pathlib import Path
@@ -764,6 +766,27 @@ async def test_the_first_error_of_many_is_raised_and_the_others_are_abandoned() 
         assert (stats.running, stats.waiting) == (0, 0)
         # No more than the two batches that may be under way were ever queued behind the bad one.
         assert stats.submitted <= 4 + 2 * 2 + 2
+
+
+class Bad(str):
+    """An input that fails, and can be seen to go."""
+
+    def __reduce__(self) -> Any:
+        return str, ("bad",)
+
+
+async def test_a_call_that_fails_keeps_its_input_no_longer_than_its_error() -> None:
+    async with DynBatcher(FailsPositions) as batcher:
+        gc.disable()
+        try:
+            value = Bad("bad")
+            reference = weakref.ref(value)
+            with pytest.raises(ValueError, match="this one is bad"):
+                await batcher.process_batched(value)
+            del value
+            await until(lambda: reference() is None)
+        finally:
+            gc.enable()
 
 
 async def test_an_iterable_that_raises_abandons_what_it_gave(gate: Gate) -> None:

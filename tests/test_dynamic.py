@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
@@ -280,6 +281,25 @@ def test_the_error_is_an_inference_error_and_what_was_raised() -> None:
         assert type(cause) is BadItemError
         assert cause.__traceback__ is not None
         assert cause.__traceback__.tb_frame.f_code.co_name == "fail"
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses all attributes that are set."""
+
+    item: int
+
+
+def test_an_error_that_refuses_attributes_is_like_any_other() -> None:
+    def fail(items: list[int]) -> list[int]:
+        raise FrozenError(items[0])
+
+    with dynamically(fail) as function:
+        for item in (1, 2):
+            with pytest.raises(FrozenError) as caught:
+                function(item)
+            assert isinstance(caught.value, InferenceError)
+            assert caught.value.item == item
 
 
 def test_one_bad_item_fails_alone() -> None:
@@ -655,6 +675,13 @@ def test_a_method_can_be_called_on_its_class() -> None:
     assert asyncio.run(Model.scale.acall(model, 3)) == 9  # type: ignore[call-overload]  # the same
     assert model.scale.stats.total_processed == 2
     end(model.scale)
+
+
+def test_two_arguments_are_an_item_too_many_where_there_is_no_class() -> None:
+    for function in (dynamically(double), dynamically(lambda items: items)):
+        for first in (1, Model(1)):
+            with pytest.raises(TypeError, match="called with one argument"):
+                function(first, 2)  # type: ignore[call-overload]  # as types know
 
 
 def test_class_and_static_methods_in_either_order() -> None:
@@ -1068,6 +1095,25 @@ def test_a_program_that_forgets_to_shut_down_ends_at_once() -> None:
         "begun.wait()\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+
+
+def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
+    """No thread ever starts, and it would wait for one."""
+    done = run_program(
+        "from fast_batcher import dynamically\n"
+        "@dynamically\n"
+        "def double(items):\n"
+        "    return [2 * item for item in items]\n"
+        "class Late:\n"
+        "    def __del__(self, double=double, print=print):\n"
+        "        try:\n"
+        "            double(1)\n"
+        "        except Exception as error:\n"
+        "            print(error)\n"
+        "late = Late()\n"
+    )
+    assert done.stdout == "double: the interpreter is ending\n"
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_threads_that_wait_at_the_end_of_the_program_get_their_answers() -> None:

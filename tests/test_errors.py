@@ -1,6 +1,7 @@
 """The tree of errors, their pickling, and what becomes of an exception that a model raises."""
 
 import copy
+import dataclasses
 import inspect
 import io
 import json
@@ -225,6 +226,14 @@ class StrOfItsOwnError(Exception):
         return f"code {self.code}"
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses all attributes that are set, those that Python itself sets included."""
+
+    code: int
+    reason: str
+
+
 def raised(function: Callable[[], Any]) -> Exception:
     """What this raises by itself, as a model would."""
     try:
@@ -264,6 +273,7 @@ ORIGINALS: dict[str, Callable[[], Exception]] = {
     "lock": lambda: HoldsLockError("holds a lock"),
     "own OSError": lambda: OwnOsError("/dev/nvidia0"),
     "own str": lambda: StrOfItsOwnError(4),
+    "frozen": lambda: FrozenError(4, "frozen"),
     "HTTPException": lambda: HTTPException(404, "no such thing", {"x-reason": "none"}),
     "HTTPException by name": lambda: HTTPException(status_code=418, detail={"tea": True}),
     "BatcherError": lambda: QueueFullError("full", retry_after=2.0),

@@ -263,7 +263,9 @@ def test_a_full_queue_is_429_by_choice_and_nothing_else_is() -> None:
 
 def test_what_the_model_calls_retry_after_is_not_in_the_answer() -> None:
     class RateLimitedError(Exception):
-        retry_after = "canary"
+        def __init__(self, message: str) -> None:
+            super().__init__(message)
+            self.retry_after = "canary"
 
     error = errors.from_model(RateLimitedError("canary"), "text", "traceback")
     assert getattr(error, "retry_after", None) == "canary"

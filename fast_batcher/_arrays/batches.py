@@ -38,21 +38,31 @@ def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -
         CollationError: There is no row, they are not of one kind, or one cannot be joined at all.
         MemoryError: As it comes, and that of a GPU likewise.
     """
-    apart = [take_apart(row, collation, dim=dim) for row in rows]
-    if not apart:
+    if not rows:
         raise CollationError("there are no rows to join: what is joined needs one or more")
-    for row in apart:
-        if row.signature != apart[0].signature:
-            raise CollationError(describe_difference(apart[0], row))
-    return join_apart(apart, collation, dim=dim)
+    first = take_apart(rows[0], collation, dim=dim)
+    # Of the others the leaves alone are kept: the garbage collector stops all threads for as long
+    # as it looks through a hundred thousand rows with all that describes them.
+    leaves = [first.leaves]
+    for value in rows[1:]:
+        row = take_apart(value, collation, dim=dim)
+        if row.signature != first.signature:
+            raise CollationError(describe_difference(first, row))
+        leaves.append(row.leaves)
+    return _join_leaves(first, leaves, collation, dim)
 
 
-def join_apart(rows: Sequence[Row], collation: Collation, *, dim: int | None = None) -> Any:
+def join_apart(rows: Sequence[Row], collation: Collation) -> Any:
     """The same of rows that are known to be of one kind."""
-    first = rows[0]
+    return _join_leaves(rows[0], [row.leaves for row in rows], collation, None)
+
+
+def _join_leaves(
+    first: Row, leaves: Sequence[list[Any]], collation: Collation, dim: int | None
+) -> Any:
     axis = collation.batch_dim[0] if dim is None else dim
     like = _find_like(first.specs)
-    columns = zip(*[row.leaves for row in rows], strict=True)
+    columns = zip(*leaves, strict=True)
     features = zip(columns, first.specs, paths(first.tree), strict=True)
     stacked = [
         arrays.stack(column, spec, path, axis, collation.padding, like)

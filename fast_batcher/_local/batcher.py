@@ -7,6 +7,7 @@ has an engine for each loop.
 
 import asyncio
 import os
+import sys
 import threading
 import weakref
 from asyncio import Future, get_running_loop
@@ -80,6 +81,8 @@ class LocalBatcher:
         """
         if not items:
             return []
+        if sys.is_finalizing():  # its thread is never heard of again
+            raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
         with self._lock:
             engine = self._engine_on(None)
         batch = running_batch.get()

@@ -75,6 +75,12 @@ class Cache:
     async def _get(self, item: Any) -> Any:
         try:
             return await self._cache.get(item)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            self._warn("get", error)  # nobody has cancelled the call
+            return None
         except Exception as error:  # noqa: BLE001  it is the user's code
             self._warn("get", error)
             return None
@@ -85,7 +91,7 @@ class Cache:
         except Exception as error:  # noqa: BLE001  it is the user's code
             self._warn("set", error)
 
-    def _warn(self, what: str, error: Exception) -> None:
+    def _warn(self, what: str, error: BaseException) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -4,13 +4,15 @@ Used as a function it has one batcher; used as a method one for each instance, w
 with the instance. Nothing is stored on instances: they can be copied and pickled as before.
 """
 
+import asyncio
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from fast_batcher._arrays.batches import is_much
 from fast_batcher._aside import aside
@@ -20,6 +22,19 @@ from fast_batcher._local.function import Function, bind_weakly, is_async
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.types import AsyncCache, BatchProcessorStats
+
+_CallT = TypeVar("_CallT", bound=Callable[..., Any])
+
+
+def mark_async(call: _CallT) -> _CallT:
+    """Have frameworks await what this returns, as if it were written with `async def`.
+
+    It returns a coroutine of another function: one around it would cost every call.
+    """
+    if sys.version_info >= (3, 12):
+        return inspect.markcoroutinefunction(call)
+    call._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # noqa: SLF001  there it is the only way
+    return call
 
 
 class Batcher(Protocol):
@@ -91,6 +106,8 @@ class Plan:
     # Whether looking it up on an instance or on its class binds it.
     binds_instance: bool
     binds_class: bool
+    # Whether it stands in a class, where it may be called as `Class.method(instance, ...)`.
+    is_in_class: bool
     # Makes the batcher of a function, or of a method bound to an instance.
     make_batcher: Callable[[Callable[..., Any]], Batcher]
     form: Form
@@ -133,6 +150,11 @@ def plan(
     name = getattr(target, "__qualname__", type(target).__qualname__)
 
     def make_batcher(call: Callable[..., Any]) -> Batcher:
+        if process and (call is not target or isinstance(call, types.MethodType)):
+            raise ConfigurationError(
+                f"process=True: {name} is a method, and its instance is not in the worker process; "
+                "decorate a function at the top level of a module, or give a DynBatcher a class"
+            )
         if process:
             # Only who wants a process loads what makes one.
             from fast_batcher._local.process_batcher import ProcessBatcher
@@ -150,6 +172,7 @@ def plan(
         target=target,
         binds_instance=binds and not is_static,
         binds_class=is_class,
+        is_in_class=name.rpartition(".")[0].rpartition(".")[2] not in ("", "<locals>"),
         make_batcher=make_batcher,
         form=ListForm() if form is None else form,
         cache=None if cache is None else Cache(cache, name),
@@ -289,7 +312,8 @@ class Decorated:
 
     def _is_unbound_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it is `Class.method(instance, ...)`."""
-        binds = self._bound is None and self._plan.binds_instance
+        plan = self._plan
+        binds = self._bound is None and plan.binds_instance and plan.is_in_class
         return binds and len(args) + bool(kwargs) == 2 and bool(args)
 
     async def _ashutdown(self, *, cancel: bool) -> None:

@@ -68,15 +68,24 @@ class FeatureForm:
         """The outputs of the rows of one call as one batch."""
         return join(outputs, _STACKED)
 
-    def function(self, target: Callable[..., Any], name: str, *, is_async: bool) -> Function:
-        """A function of rows made of one of features."""
+    def function(
+        self, target: Callable[..., Any], name: str, *, is_async: bool, to_cpu: bool = False
+    ) -> Function:
+        """A function of rows made of one of features.
+
+        Args:
+            target: The function of features.
+            name: For messages.
+            is_async: Whether it gives a coroutine.
+            to_cpu: Whether rows of tensors have to leave their device.
+        """
 
         def call(rows: list[Any]) -> Any:
             features = join(rows, self._collation)
             return target(**features) if self._spread_kwargs else target(features)
 
         def split_outputs(outputs: Any, count: int) -> list[Any]:
-            return split(outputs, count, self._collation)
+            return split(outputs, count, self._collation, to_cpu=to_cpu)
 
         return Function(call, name, is_async=is_async, split=split_outputs)
 

@@ -12,6 +12,7 @@ from fast_batcher.errors import (
     ConfigurationError,
     InferenceError,
     OutputMismatchError,
+    assign,
     from_model,
 )
 
@@ -98,7 +99,7 @@ def as_error(raised: BaseException) -> BatcherError:
     """The error for one caller; also an instance of what was raised, which is its cause."""
     original = raised if isinstance(raised, Exception) else None
     error = from_model(original, f"the function raised {one_line(raised)}", "")
-    error.__cause__ = raised
+    assign(error, "__cause__", raised)
     return error
 
 
@@ -109,7 +110,7 @@ def without_own_frame(raised: BaseException) -> BaseException:
     ever free them.
     """
     if raised.__traceback__ is not None:
-        raised.__traceback__ = raised.__traceback__.tb_next
+        assign(raised, "__traceback__", raised.__traceback__.tb_next)
     return raised
 
 

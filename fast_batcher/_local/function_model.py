@@ -5,6 +5,7 @@ import importlib
 import inspect
 from typing import Any
 
+from fast_batcher._arrays.leaves import own
 from fast_batcher._local.decorated import Decorated
 from fast_batcher._local.function import Failure, Function, is_async
 from fast_batcher.model import InferenceModel
@@ -29,7 +30,7 @@ class FunctionModel(InferenceModel[Any, Any]):
         self._function: Function = (
             Function(target, qualname, is_async=is_async(target))
             if form is None
-            else form.function(target, qualname, is_async=is_async(target))
+            else form.function(target, qualname, is_async=is_async(target), to_cpu=True)
         )
         self._runner: asyncio.Runner | None = None
 
@@ -39,7 +40,11 @@ class FunctionModel(InferenceModel[Any, Any]):
         if inspect.isawaitable(result):
             result = self._wait_for(result)
         outcomes = self._function.outcomes(result, len(inputs))
-        return [one.error.__cause__ if type(one) is Failure else one for one in outcomes]
+        # A row of a tensor would be sent with all of its batch.
+        return [
+            one.error.__cause__ if type(one) is Failure else own(one, to_cpu=True)
+            for one in outcomes
+        ]
 
     def close(self) -> None:
         """End the event loop, if there is one."""

@@ -16,7 +16,7 @@ from fast_batcher._local.function_model import FunctionModel
 from fast_batcher._local.settings import LocalSettings, cost_of
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherClosedError, ConfigurationError
-from fast_batcher.types import BatchProcessorStats, PriorityStrategy
+from fast_batcher.types import BatchProcessorStats
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -35,17 +35,11 @@ class ProcessBatcher:
         form: See `FunctionModel`.
 
     Raises:
-        ConfigurationError: The worker process could not import the function, or `priority_strategy`
-            is LENGTH: items of one call have one priority there.
+        ConfigurationError: The worker process could not import the function.
     """
 
     def __init__(self, target: Callable[..., Any], settings: LocalSettings, form: Any) -> None:
         self._name = _require_importable(target)
-        if settings.priority_strategy is PriorityStrategy.LENGTH:
-            raise ConfigurationError(
-                "priority_strategy=PriorityStrategy.LENGTH: with process=True all items of a call "
-                "have one priority; choose PriorityStrategy.PRIORITY, or leave one of the two"
-            )
         self._model_args = (target.__module__, target.__qualname__, form)
         self._settings = settings
         self._begin_anew()
@@ -68,6 +62,8 @@ class ProcessBatcher:
         """
         if not items:
             return []
+        if sys.is_finalizing():  # its loop has stopped
+            raise BatcherClosedError(f"{self._name}: the interpreter is ending")
         return self._send(items).result()
 
     async def aprocess(self, item: Any, owner: object = None) -> Any:
@@ -145,13 +141,7 @@ class ProcessBatcher:
                 self._finalizer.atexit = False
             running = self._running
             # Under the lock: after a shutdown its loop would take it and never run it.
-            priority = self._priority_of(items)
-            return running.run(running.batcher.process_many(items, priority=priority))
-
-    def _priority_of(self, items: Sequence[Any]) -> int:
-        settings = self._settings
-        is_large = settings.is_ranked and len(items) > settings.small_batch_threshold
-        return settings.priority(items[0]) if is_large else 0
+            return running.run(_process(running.batcher, items, self._settings))
 
     def _make_batcher(self) -> DynBatcher[Any, Any]:
         settings = self._settings
@@ -168,6 +158,22 @@ class ProcessBatcher:
             max_batch_cost=settings.max_batch_length,
             cost_is_padded=False,
         )
+
+
+async def _process(
+    batcher: DynBatcher[Any, Any], items: Sequence[Any], settings: LocalSettings
+) -> list[Any]:
+    """The outputs of one call; runs on the batcher's loop."""
+    if not settings.is_ranked or len(items) <= settings.small_batch_threshold:
+        return await batcher.process_many(items)
+    # They are queued a few batches at a time, so they go in the order in which they are wanted.
+    ranks = [settings.priority(item) for item in items]
+    order = sorted(range(len(items)), key=ranks.__getitem__, reverse=True)
+    ranked = await batcher.process_ranked([items[at] for at in order], [ranks[at] for at in order])
+    outputs: list[Any] = [None] * len(items)
+    for at, output in zip(order, ranked, strict=True):
+        outputs[at] = output
+    return outputs
 
 
 class _Running:

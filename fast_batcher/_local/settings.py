@@ -57,8 +57,8 @@ class LocalSettings:
 def length_of(item: object) -> int:
     """The length of an item, for `max_batch_length` and `PriorityStrategy.LENGTH`.
 
-    A dict of features counts as long as its first feature, and what has no length counts 1. That is
-    what `batched` counts.
+    A dict of features counts as long as its first feature, and what has no length counts 1. So
+    `batched` means to count, but it comes to the number of features.
     """
     if isinstance(item, dict):
         item = next(iter(item.values()), ())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Self, overload
 
-from fast_batcher._local.decorated import Decorated, plan
+from fast_batcher._local.decorated import Decorated, mark_async, plan
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.dynamic import InT, Outputs, OutT
 from fast_batcher.types import AsyncCache, PriorityStrategy
@@ -27,6 +27,7 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
     def __call__(self, item: list[InT], /) -> Coroutine[Any, Any, list[OutT]]: ...
     @overload
     def __call__(self, item: InT, /) -> Coroutine[Any, Any, OutT]: ...
+    @mark_async
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Wait for the output of an item, or for the outputs of a list of items.
 
@@ -145,8 +146,8 @@ def dynamically(
             `priority_strategy` says so.
         max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
             computed alone. The length of a dict is that of its first value.
-        priority_strategy: Who goes first when more items wait than a batch holds. LENGTH is refused
-            with `process=True`.
+        priority_strategy: Who goes first when more items wait than a batch holds. With
+            `process=True` an error of several items is that of the first in this order.
         cache: Where an output is looked for before it is computed. One that raises is done without,
             and logged once.
         batch_item_cls: Accepted for programs written for `batched`, and not used.

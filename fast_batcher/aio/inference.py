@@ -6,7 +6,7 @@ An async function runs on the loop of its callers, any other in a thread of its 
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal, overload
 
-from fast_batcher._local.decorated import plan
+from fast_batcher._local.decorated import mark_async, plan
 from fast_batcher._local.features import FeatureForm, merge_pad_tokens
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.aio import AsyncBatchedFunction, note_batch_item_cls
@@ -16,6 +16,7 @@ from fast_batcher.types import AsyncCache, PriorityStrategy
 class AsyncBatchedInference(AsyncBatchedFunction[Any, Any]):
     """A function of features whose calls are batched and awaited."""
 
+    @mark_async
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Wait for the outputs of a batch of rows; cancellation is safe at any time.
 

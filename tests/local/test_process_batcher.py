@@ -4,6 +4,7 @@ import asyncio
 import functools
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,13 +18,13 @@ import numpy
 import pytest
 import sample_functions
 from held import InThread, spin_until
-from waits import LIMIT
+from waits import LIMIT, until
 
 from fast_batcher import aio, dynamically
+from fast_batcher._local.function_model import FunctionModel
 from fast_batcher._local.process_batcher import ProcessBatcher
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.errors import BatcherClosedError, ConfigurationError, InferenceError
-from fast_batcher.types import PriorityStrategy
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +101,14 @@ def test_features_are_joined_in_the_worker() -> None:
     assert sample_functions.double_features({"ids": rows}).tolist() == [[2, 18], [4, 6]]
 
 
+@pytest.mark.parametrize("as_list", [False, True])
+def test_rows_of_a_tensor_are_sent_without_the_rest(as_list: bool) -> None:
+    model = FunctionModel("sample_functions", "tensor_of" if not as_list else "tensors_of")
+    rows = model.infer([*range(100)])
+    assert [int(row[0]) for row in rows] == [*range(100)]
+    assert all(len(pickle.dumps(row)) < 10_000 for row in rows), "one has 4 kB, all 400"
+
+
 def test_a_function_in_a_decorator_runs_with_it() -> None:
     with sample_functions.double_and_add_one_in_a_worker as function:
         assert function([1, 2]) == [3, 5]
@@ -141,15 +150,36 @@ def test_what_a_worker_cannot_import_is_refused(func: Any) -> None:
             decorate(func)
 
 
-def test_a_method_is_refused_where_it_is_looked_up() -> None:
-    with pytest.raises(ConfigurationError, match="no lambda, closure, method"):
+def test_a_method_is_refused_where_it_is_bound() -> None:
+    with pytest.raises(ConfigurationError, match=r"Model\.scale is a method, and its instance"):
         sample_functions.Model().scale(1)
+    with pytest.raises(ConfigurationError, match=r"Path\.exists is a method, and its instance"):
+        dynamically(process=True)(Path().exists)
 
 
-def test_a_priority_by_length_is_refused() -> None:
-    decorate = aio.dynamically(process=True, priority_strategy=PriorityStrategy.LENGTH)
-    with pytest.raises(ConfigurationError, match=r"PriorityStrategy\.LENGTH: with process=True"):
-        decorate(test_a_priority_by_length_is_refused)
+def test_short_items_go_before_long_ones_of_any_call(tmp_path: Path) -> None:
+    path = str(tmp_path / "gate")
+    os.mkfifo(path)
+    function = sample_functions.number_by_length
+
+    async def main() -> None:
+        running = asyncio.create_task(function(path))
+        with await asyncio.to_thread(open, path, "wb"):
+            # A full batch goes to the worker ahead. Lengths may be more than priorities may.
+            long = asyncio.create_task(function(["x" * 900, "x" * 500, "x" * 700]))
+            await until(lambda: function.stats.queue_size == 1)
+            mixed = asyncio.create_task(function(["x" * 800, "x", "x" * 600]))
+            await until(lambda: function.stats.queue_size == 4)
+            small = asyncio.create_task(function("x" * 999))
+            await until(lambda: function.stats.queue_size == 5)
+        assert await running == 0
+        assert await long == [7, 1, 2]
+        assert await small == 3
+        assert await mixed == [6, 4, 5]
+
+    asyncio.run(main())
+    asyncio.run(function.shutdown())
+    function.start()
 
 
 def test_small_calls_go_before_large_ones(tmp_path: Path) -> None:
@@ -195,13 +225,33 @@ def test_nothing_is_left_of_a_loop_that_was_shut_down() -> None:
     assert thread() is None
 
 
-def test_a_program_that_forgets_to_shut_down_ends() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import sample_functions; print(sample_functions.double(21))"],
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=LIMIT,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+def test_a_program_that_forgets_to_shut_down_ends() -> None:
+    done = run_program("import sample_functions; print(sample_functions.double(21))")
     assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
+
+
+def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
+    done = run_program(
+        "from sample_functions import double\n"
+        "print(double(21))\n"
+        "class Late:\n"
+        "    def __del__(self, double=double, print=print):\n"
+        "        try:\n"
+        "            double(1)\n"
+        "        except Exception as error:\n"
+        "            print(error)\n"
+        "late = Late()\n"
+    )
+    assert done.stdout == "42\ndouble: the interpreter is ending\n"
+    assert (done.returncode, done.stderr) == (0, "")
