@@ -621,7 +621,9 @@ async def test_a_cache_that_cancels_itself_is_done_without() -> None:
         assert await function([1, 2, 3]) == [2, 4, 6]
 
 
-async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled() -> None:
+async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     looking = asyncio.Event()
 
     class Waits(Memory):
@@ -635,6 +637,7 @@ async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled() -> 
         call.cancel()
         assert isinstance(await outcome(call), asyncio.CancelledError)
         assert function.stats.total_processed == 0
+    assert not caplog.records
 
 
 async def test_an_error_is_not_cached() -> None:

@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
@@ -283,11 +282,11 @@ def test_the_error_is_an_inference_error_and_what_was_raised() -> None:
         assert cause.__traceback__.tb_frame.f_code.co_name == "fail"
 
 
-@dataclass(frozen=True)
 class FrozenError(Exception):
-    """Refuses all attributes that are set."""
+    """Refuses all attributes that are set, as a frozen dataclass does."""
 
-    item: int
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(name)
 
 
 def test_an_error_that_refuses_attributes_is_like_any_other() -> None:
@@ -299,7 +298,7 @@ def test_an_error_that_refuses_attributes_is_like_any_other() -> None:
             with pytest.raises(FrozenError) as caught:
                 function(item)
             assert isinstance(caught.value, InferenceError)
-            assert caught.value.item == item
+            assert caught.value.args == (item,)
 
 
 def test_one_bad_item_fails_alone() -> None:

@@ -162,20 +162,24 @@ def test_short_items_go_before_long_ones_of_any_call(tmp_path: Path) -> None:
     os.mkfifo(path)
     function = sample_functions.number_by_length
 
+    def items_of(*lengths: int) -> list[str]:
+        return ["x" * length for length in lengths]
+
     async def main() -> None:
         running = asyncio.create_task(function(path))
         with await asyncio.to_thread(open, path, "wb"):
-            # A full batch goes to the worker ahead. Lengths may be more than priorities may.
-            long = asyncio.create_task(function(["x" * 900, "x" * 500, "x" * 700]))
-            await until(lambda: function.stats.queue_size == 1)
-            mixed = asyncio.create_task(function(["x" * 800, "x", "x" * 600]))
-            await until(lambda: function.stats.queue_size == 4)
-            small = asyncio.create_task(function("x" * 999))
+            # Two batches of a call are queued at a time, of which one goes to the worker ahead.
+            # Lengths may be more than priorities may.
+            long = asyncio.create_task(function(items_of(900, 500, 700, 950, 850, 550)))
+            await until(lambda: function.stats.queue_size == 2)
+            mixed = asyncio.create_task(function(items_of(800, 1, 600)))
             await until(lambda: function.stats.queue_size == 5)
+            small = asyncio.create_task(function("x" * 999))
+            await until(lambda: function.stats.queue_size == 6)
         assert await running == 0
-        assert await long == [7, 1, 2]
+        assert await long == [9, 1, 6, 10, 8, 2]
         assert await small == 3
-        assert await mixed == [6, 4, 5]
+        assert await mixed == [7, 4, 5]
 
     asyncio.run(main())
     asyncio.run(function.shutdown())
