@@ -30,7 +30,8 @@ from fast_batcher.errors import DeadlineExceededError
 # the edge of being late: the model is off by one or two percent, for that is how it learns, and the
 # event loop takes a request before its arrival is noticed and after its answer is known. With 1.0
 # and one such millisecond in 50 the simulated goodput at five times the capacity falls to 88 %,
-# with 1.05 it stays at 98 % or more; it costs the room for so many more to wait in.
+# with 1.05 it stays at 98 % or more; it costs the room for so many more to wait in. A request that
+# finds a free worker is not on that edge.
 LEEWAY = 1.05
 
 
@@ -104,7 +105,7 @@ class Admission:
         most = self.max_batch_size
         batches, rest = divmod(outlook.ahead + more, most)
         if not batches and not outlook.is_behind:
-            return LEEWAY * (outlook.delay + self._service.high(rest + 1))
+            return _leeway(outlook) * (outlook.delay + self._service.high(rest + 1))
         full = self._service.high(most)
         return LEEWAY * (outlook.delay + batches * full / outlook.workers + full)
 
@@ -121,7 +122,7 @@ class Admission:
         full = self._full_charge(ahead.cost + cost, ahead.requests + 1)
         batches = max(ahead.cost // full, ahead.groups - 1)
         if not batches and not outlook.is_behind:
-            return LEEWAY * (outlook.delay + self._service.high(ahead.cost + cost))
+            return _leeway(outlook) * (outlook.delay + self._service.high(ahead.cost + cost))
         # Batches of small groups are smaller.
         usual = min(full, ahead.cost / max(batches, 1))
         before = batches * self._service.high(usual) / outlook.workers
@@ -294,3 +295,8 @@ class Admission:
 
 def _target_of(request: Request) -> float:
     return getattr(request, "target", inf)
+
+
+def _leeway(outlook: Outlook) -> float:
+    """A target just above a batch's time must not keep requests from a free worker."""
+    return LEEWAY if outlook.delay or outlook.ahead else 1.0

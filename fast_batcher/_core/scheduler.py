@@ -264,6 +264,7 @@ class Scheduler:
             len(self._batches),
             self._next_batch_id,
             len(self._slots),
+            bool(self.retries),
         )
 
     def _tell_arrival(self, now: float, count: int) -> None:

@@ -71,7 +71,7 @@ def outlook(
 def test_the_first_of_all_takes_a_batch_of_one() -> None:
     admission = Admission(learned(), 4)
     predicted = admission.seconds_until_answered(outlook())
-    assert predicted == pytest.approx(LEEWAY * linear(1), rel=0.02)
+    assert predicted == pytest.approx(linear(1), rel=0.02)
 
 
 def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own() -> None:
@@ -325,6 +325,45 @@ def test_a_refusal_is_not_repeated_once_something_has_changed() -> None:
     assert len(refused_at(scheduler, now + 0.1, 9)) > 0
     scheduler.reconfigure(max_batch_size=2, max_queue_size=100, max_latency=50.0, policy=None)
     assert refused_at(scheduler, now + 0.1) == []
+
+
+def test_a_refusal_is_not_repeated_once_nobody_waits_for_another_try() -> None:
+    """What is to be tried again makes a batcher busy, and an idle one takes a request."""
+    scheduler = make(max_batch_size=1, max_latency=0.1, workers=2)
+    now = 0.0
+    for _ in range(LESSONS):
+        batch = arrive(scheduler, now)
+        assert batch is not None
+        now += 50.0
+        settle(scheduler, now, batch)
+    other = arrive(scheduler, now)
+    lost = Request("input", None)
+    assert other is not None
+    assert refused_at(scheduler, now) != [], "busy"
+    settle(scheduler, now, other)
+    assert scheduler.submit(now, [lost]) == []
+    (batch,) = poll_batches(scheduler, now)
+    scheduler.worker_lost(batch.worker)
+    scheduler.cancel(lost)
+    assert refused_at(scheduler, now) != [], "nobody has looked at those that are to be tried again"
+    assert poll_batches(scheduler, now) == []
+    assert refused_at(scheduler, now) == []
+
+
+def test_a_target_just_above_the_time_of_a_batch_keeps_no_free_worker_idle() -> None:
+    scheduler = make(max_batch_size=1, max_latency=1.01 * linear(1), workers=3)
+    taught = arrive(scheduler, 0.0)
+    assert taught is not None
+    settle(scheduler, linear(1), taught)
+    now = linear(1)
+    for _ in range(LESSONS):
+        taught = arrive(scheduler, now)
+        assert taught is not None
+        now += linear(1)
+        settle(scheduler, now, taught)
+    for _ in range(3):
+        assert arrive(scheduler, now) is not None
+    assert refused_at(scheduler, now) != []
 
 
 def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
