@@ -49,6 +49,7 @@ from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._process.exchange import Exchange, Failure, UnreadableOutputsError
 from fast_batcher._process.pool import Exit, Pool
+from fast_batcher._process.sharing import Sharing
 from fast_batcher._signals import call_on_sigterm
 from fast_batcher._transport.codec import loads, size_of
 from fast_batcher._transport.frames import Frame, Kind
@@ -56,7 +57,9 @@ from fast_batcher.config import (
     MAX_FRAME_BYTES,
     MAX_PRIORITY,
     MAX_SECONDS,
+    MAX_SHARED_BYTES,
     RECONFIGURABLE,
+    SHARED_MEMORY_THRESHOLD,
     PolicyName,
     change_settings,
     check_costs,
@@ -86,7 +89,7 @@ _new = object.__new__
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _OUTPUTS = Kind.OUTPUTS
 # Frames that leave their batch unanswered.
-UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART, Kind.PONG})
+UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART, Kind.PONG, Kind.FREED})
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
@@ -164,6 +167,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             padded to the longest; False for the sum of the costs.
         group_by: From an input to a hashable key: only inputs with equal keys share a batch. Called
             as `cost` is.
+        max_shared_bytes: Most bytes of memory that each worker shares with this process for large
+            inputs, taken as they are needed; 0 for none. What finds no room goes through a pipe,
+            as everything does on other systems than Linux.
+        shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer goes
+            there, at most 64 KiB counting; pickled batches do from 64 KiB on. Arrays and tensors
+            are then views of that memory, which the model may change, and keeps occupied as long as
+            it keeps a view.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
@@ -205,6 +215,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         max_request_cost: float | None = None,
         cost_is_padded: bool = True,
         group_by: Callable[[InputT], Hashable] | None = None,
+        max_shared_bytes: int = MAX_SHARED_BYTES,
+        shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD,
     ) -> None:
         self._settings = check_settings(
             max_batch_size=max_batch_size,
@@ -228,6 +240,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             max_batches_per_worker=max_batches_per_worker,
             max_rss_bytes=max_rss_bytes,
             max_latency=max_latency,
+            max_shared_bytes=max_shared_bytes,
+            shared_memory_threshold=shared_memory_threshold,
         )
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)
@@ -281,7 +295,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             is_grouped=costs.group_by is not None,
         )
         self._pool = Pool(self._model, settings, self, self.name)
-        self._exchange = Exchange(self._pool.senders, settings.max_frame_bytes)
+        self._exchange = Exchange(
+            self._pool.senders,
+            settings.max_frame_bytes,
+            settings.shared_memory_threshold,
+            Sharing(self._pool.lanes, self._pool.run_aside, self.name),
+            self._refused_late,
+        )
         # Why it is broken.
         self._start_error: WorkerStartupError | None = None
         # SIGTERM has come: calls are answered, and no new clients are wanted.
@@ -929,6 +949,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         if frame.kind is Kind.PONG:
             self._pool.answered_ping(worker)
             return
+        if frame.kind is Kind.FREED:
+            self._exchange.free(worker, frame)
+            return
         batch = self._scheduler.find_batch(worker, frame.batch_id)
         if batch is None:
             self._refuse_answer(frame)
@@ -1193,6 +1216,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._scheduler.withdraw(monotonic(), batch, [request for request, _ in refused])
         # A batch of which nothing was left has left its worker free.
         self._pump_soon(get_running_loop())
+
+    def _refused_late(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+        """The same of a batch that was thought to be sent."""
+        if self._scheduler.find_batch(batch.worker, batch.id) is batch:
+            self._withdraw(batch, refused)
 
     def _tell_expired(
         self, request: Request, reason: ExpiryReason, refusal: Refusal | None

@@ -9,6 +9,7 @@ import atexit
 import ctypes
 import faulthandler
 import fcntl
+import hashlib
 import importlib
 import json
 import multiprocessing
@@ -840,3 +841,72 @@ class Noisy(InferenceModel[int, int]):
                 stream.write(("noise " * 170 + "\n") * count)
                 stream.flush()
         return inputs
+
+
+# Large inputs.
+
+
+class Digests(InferenceModel[Any, Any]):
+    """Answers with the SHA-256 of each input, of b"whereabouts" with its process id.
+
+    Of ("killed", input) it dies, of ("raise", input) it raises.
+    """
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        for one in inputs:
+            if isinstance(one, tuple) and one[0] == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if isinstance(one, tuple):
+                raise ValueError(one[0])  # noqa: TRY004  it is what it was asked for
+        return [
+            os.getpid() if _is(one, b"whereabouts") else hashlib.sha256(one).hexdigest()
+            for one in inputs
+        ]
+
+
+def _is(value: Any, expected: bytes) -> bool:
+    return isinstance(value, bytes) and value == expected
+
+
+class WritesInputs(InferenceModel[Any, Any]):
+    """Adds one to every array, in place."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        for one in inputs:
+            one += 1
+        return inputs
+
+
+class KeepsInputs(InferenceModel[Any, Any]):
+    """Keeps slices of its inputs and answers with the sums of them all, until one is "forget"."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        for one in inputs:
+            if isinstance(one, str):
+                self._kept.clear()
+            else:
+                self._kept.append(one[0:].reshape(1, -1))
+        return [[int(kept.sum()) for kept in self._kept] for _ in inputs]
+
+
+class ForksAndKeeps(InferenceModel[Any, Any]):
+    """Forks with its first input, which the child sums up once it is let on; tells the gate."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+        self._has_forked = False
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        if self._has_forked:
+            return [int(one.sum()) for one in inputs]
+        self._has_forked = True
+        # The child is of the system, so that this process need not wait for it.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        if os.fork() == 0:
+            pass_gate(self._gate)
+            call_at_gate(self._gate, int(inputs[0].sum())).close()
+            os._exit(0)
+        return ["forked" for _ in inputs]

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
+from fast_batcher._process.sharing import Send, Sharing
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.pickler import MOST_REUSED, PartsPickler
 from fast_batcher.errors import (
     BatcherError,
     InferenceError,
@@ -52,16 +54,27 @@ class Exchange:
 
     Args:
         senders: How to send one frame (kind, batch id, body) to each ready worker.
-        max_frame_bytes: Longest body of a frame.
+        max_frame_bytes: Longest body of a frame, and most bytes of a batch in shared memory.
+        threshold: Bytes from which on a buffer goes into shared memory.
+        sharing: Sends batches through that.
+        refused_late: Told of requests whose input cannot be sent, of a batch that `send` has taken.
     """
 
     def __init__(
         self,
-        senders: Mapping[int, Callable[[Kind, int, bytes], None]],
+        senders: Mapping[int, Send],
         max_frame_bytes: int,
+        threshold: int,
+        sharing: Sharing,
+        refused_late: Callable[[Batch, list[tuple[Request, BatcherError]]], None],
     ) -> None:
         self._senders = senders
         self._max_frame_bytes = max_frame_bytes
+        self._sharing = sharing
+        self._refused_late = refused_late
+        self._pickler = PartsPickler(threshold)
+        # Up to this length a body is sent as it comes.
+        self._most_whole = min(MOST_REUSED, max_frame_bytes)
         # Outcomes that came ahead of the last frame of their batch, by worker: each answers one
         # batch at a time.
         self._parts: dict[int, list[Any]] = {}
@@ -74,20 +87,65 @@ class Exchange:
             the batch has to be told.
         """
         requests = batch.requests
+        pickler = self._pickler
         try:
             if len(requests) == 1:
-                body = dumps([requests[0].value])  # on Python 3.11 the below is one more call
+                pickler.dump([requests[0].value])  # on Python 3.11 the below is one more call
             else:
-                body = dumps([request.value for request in requests])
+                pickler.dump([request.value for request in requests])
         except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
+            pickler.renew()
             return self.send_by_item(batch)
-        if len(body) > self._max_frame_bytes:
-            return self.send_by_item(batch)
+        chunks = pickler.chunks
+        body = chunks[0]
+        if len(body) > self._most_whole or len(chunks) > 1 or pickler.buffers:
+            return self._send_large(batch)
+        chunks.clear()
+        pickler.clear_memo()
         self._senders[batch.worker](_INPUTS, batch.id, body)
         return []
 
     def send_by_item(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
         """The same with each input pickled apart."""
+        return self._send_items(batch, self._senders[batch.worker])
+
+    def _send_large(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
+        """Send a batch that has just been pickled, and is not small."""
+        pickler = self._pickler
+        is_in_one_piece = len(pickler.chunks) == 1 and not pickler.buffers
+        if not is_in_one_piece and pickler.learn_tensors():
+            return self.send(batch)
+        parts = pickler.take_parts()
+        send = self._senders[batch.worker]
+        if parts.size > self._max_frame_bytes:
+            parts.release()
+            return self._send_items(batch, send)
+        if not is_in_one_piece and self._sharing.send(batch, parts, send, self._send_late):
+            return []
+        body = parts.join()
+        parts.release()
+        return self._send_whole(batch, send, body)
+
+    def _send_late(self, batch: Batch, send: Send) -> None:
+        """Send a batch that was to be shared, and found no memory."""
+        refused = self._send_whole(batch, send, None)
+        if refused:
+            self._refused_late(batch, refused)
+
+    def _send_whole(
+        self, batch: Batch, send: Send, body: bytes | None
+    ) -> list[tuple[Request, BatcherError]]:
+        """Send a batch as one pickle, which is made if there is none, or by item."""
+        try:
+            body = dumps([request.value for request in batch.requests]) if body is None else body
+        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
+            return self._send_items(batch, send)
+        if len(body) > self._max_frame_bytes:
+            return self._send_items(batch, send)
+        send(_INPUTS, batch.id, body)
+        return []
+
+    def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
         items: list[bytes | RemoteFailure] = []
         refused: list[tuple[Request, BatcherError]] = []
         for request in batch.requests:
@@ -97,12 +155,15 @@ class Exchange:
             else:
                 refused.append((request, item))
         if items:
-            send = self._senders[batch.worker]
             bodies = list(codec.split_parts(items, self._max_frame_bytes))
             for body in bodies[:-1]:
                 send(Kind.INPUT_ITEMS_PART, batch.id, body)
             send(Kind.INPUT_ITEMS, batch.id, bodies[-1])
         return refused
+
+    def free(self, worker: int, frame: Frame) -> None:
+        """The worker has no view any more of the slabs that it names."""
+        self._sharing.free(worker, loads(frame.body))
 
     def keep_part(self, worker: int, frame: Frame) -> None:
         """Keep a part of the outcomes of a batch until the last one comes."""

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
@@ -28,8 +28,12 @@ from fast_batcher._process.worker_handle import WorkerHandle
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind, read_times
+from fast_batcher._transport.slabs import Slabs
 from fast_batcher.config import ModelSpec, Settings
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
+
+if TYPE_CHECKING:
+    from fast_batcher._process.sharing import Lane
 
 logger = logging.getLogger("fast_batcher")
 
@@ -39,6 +43,9 @@ TERMINATE_GRACE = 0.5
 # A killed process is gone within milliseconds; one in an uninterruptible system call (a driver, a
 # network file system) may never be, and is not worth waiting for.
 KILL_GRACE = 5.0
+# Shared memory that no batch has used for so many heartbeats, a minute, goes back to the system.
+# Getting it again costs some milliseconds per batch of images, which is nothing once a minute.
+BEATS_TO_KEEP_MEMORY = 12
 _LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 
 
@@ -99,7 +106,7 @@ class Pool:
         self.stop_timeout = settings.stop_timeout
         # The process whose children the workers are; a forked copy of it leaves them alone.
         self.owner_pid = 0
-        self._starter = _Starter(f"fast_batcher-starter-{name}")
+        self._starter = _JobThread(f"fast_batcher-starter-{name}")
         # The live handle at each place; absent while it waits for its replacement.
         self._handles: dict[int, WorkerHandle] = {}
         # One that loads its model to take the place of a worker that still serves.
@@ -117,6 +124,13 @@ class Pool:
         # waiting.
         self._serving: dict[int, WorkerHandle] = {}
         self.senders: dict[int, Callable[[Kind, int, bytes], None]] = {}
+        # How large batches reach each of them that shares memory with us.
+        self.lanes: dict[int, Lane] = {}
+        # Copies them; what has been copied, or done otherwise there, waits for the loop here.
+        self._copier = _JobThread(f"fast_batcher-copier-{name}")
+        self._done_aside: deque[tuple[_Done, BaseException | None]] = deque()
+        self._has_warned_of_sharing = False
+        self._beats = 0
         # Processes started at each place.
         self._generations = [0] * settings.num_workers
         self._restarts = [
@@ -156,6 +170,7 @@ class Pool:
             if handle.is_ending or handle in self._retired:
                 handle.kill()
         self._take_spawned()
+        self._take_done_aside()
         for index in range(self._settings.num_workers):
             # A place with a timer has just been found empty.
             if index not in self._handles and index not in self._restart_timers:
@@ -202,6 +217,14 @@ class Pool:
         if is_due and is_free and is_current and time.monotonic() >= self._recycle_at:
             self._successor = self._make(handle.index)
             self._load(self._successor)
+
+    def run_aside(self, job: "_Job", done: "_Done") -> None:
+        """Do a job on a thread of its own, and then call `done` with its error or None here.
+
+        Jobs are done one after the other. A pool that is ended forgets those it has not begun, and
+        calls nothing any more.
+        """
+        self._copier.run(job, functools.partial(self._done_in_thread, done))
 
     def answered_ping(self, worker: int) -> None:
         """A worker has said PONG."""
@@ -302,6 +325,18 @@ class Pool:
         while self._spawned:
             self._finish_spawn(*self._spawned.popleft())
 
+    def _done_in_thread(self, done: "_Done", error: BaseException | None) -> None:
+        """On the copier thread: pass the word to whichever loop there is now."""
+        assert self._loop is not None, "set by open"
+        self._done_aside.append((done, error))
+        with contextlib.suppress(RuntimeError):  # that loop is closed; the next one looks itself
+            self._loop.call_soon_threadsafe(self._take_done_aside)
+
+    def _take_done_aside(self) -> None:
+        while self._done_aside:
+            done, error = self._done_aside.popleft()
+            done(error)
+
     def _finish_spawn(self, handle: WorkerHandle, error: BaseException | None) -> None:
         assert self._loop is not None, "set by open"
         self._starting.discard(handle)
@@ -327,6 +362,9 @@ class Pool:
         handle.set_timer(None)
         self._serving[handle.id] = handle
         self.senders[handle.id] = handle.send
+        if handle.lane is not None:
+            self.lanes[handle.id] = handle.lane
+        self._warn_of_no_sharing(handle.sharing_error)
         handle.deliver_to(functools.partial(self._events.frame_arrived, handle.id))
         self._restarts[index].ready(time.monotonic())
         self._given_up.discard(index)
@@ -340,6 +378,16 @@ class Pool:
             self._retire(before)
         else:
             self._events.worker_ready(handle.id, times)
+
+    def _warn_of_no_sharing(self, error: OSError | None) -> None:
+        if error is not None and not self._has_warned_of_sharing:
+            self._has_warned_of_sharing = True
+            logger.warning(
+                "%s: large inputs go through a pipe, which is slower: there is no memory to share "
+                "(%s); max_shared_bytes=0 asks for none",
+                self._name,
+                error,
+            )
 
     def _retire(self, handle: WorkerHandle) -> None:
         logger.info("%s: worker %d (pid %s) is recycled", self._name, handle.index, handle.pid)
@@ -397,6 +445,7 @@ class Pool:
     def _lose(self, handle: WorkerHandle) -> None:
         del self._serving[handle.id]
         del self.senders[handle.id]
+        self.lanes.pop(handle.id, None)
         self._heartbeat.answered(handle.id)
         is_expected = self._is_closing or (handle.exit_code == 0 and handle.was_asked_to_end)
         if not is_expected:
@@ -462,7 +511,16 @@ class Pool:
                 handle.kill()
         for worker in to_ping:
             self.senders[worker](Kind.PING, 0, b"")
+        self._beats += 1
+        if self._beats % BEATS_TO_KEEP_MEMORY == 0:
+            for lane in self.lanes.values():
+                self._give_back_memory(lane.slabs)
         self._heartbeat_timer = self._loop.call_later(INTERVAL, self._beat)
+
+    def _give_back_memory(self, slabs: Slabs) -> None:
+        slab = slabs.take_unused()
+        if slab is not None:
+            self.run_aside(functools.partial(slabs.punch, slab), lambda _: slabs.discard(slab))
 
     # Ending.
 
@@ -502,6 +560,7 @@ class Pool:
         self._is_closing = True
         self._cancel_timers()
         self._starter.hold()
+        self._copier.hold()
         for handle in self.remaining():
             handle.disconnect()
 
@@ -514,40 +573,43 @@ class Pool:
         self._starting.clear()
         self._serving.clear()
         self.senders.clear()
+        self.lanes.clear()
         self._starter.stop()
+        self._copier.stop()
+        self._done_aside.clear()
         _open_pools.discard(self)
 
 
-class _Starter:
-    """The thread that starts worker processes, one after the other.
+class _JobThread:
+    """A thread that does one job after the other; there is none before the first job.
 
-    Starting a process takes milliseconds, which are not the event loop's. And it must be a thread
-    that lives as long as the workers: on Linux the kernel ends them when the *thread* that forked
-    them ends.
+    Two things are not the event loop's: copying what is large, and starting worker processes, which
+    takes milliseconds. And that must be a thread that lives as long as the workers: on Linux the
+    kernel ends them when the *thread* that forked them ends.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_Job, _Done] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Held while a process is being started, and to forbid it.
+        # Held while a job is being done, and to forbid it.
         self._lock = threading.Lock()
         self._is_held = False
 
-    def run(self, spawn: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-        """Call `spawn` and then `done`, with its error or None, on the starter thread."""
+    def run(self, job: "_Job", done: "_Done") -> None:
+        """Call `job` and then `done`, with its error or None, on the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        self._jobs.put((spawn, done))
+        self._jobs.put((job, done))
 
     def hold(self) -> None:
-        """From the return of this call on nothing is started any more."""
+        """From the return of this call on nothing is done any more."""
         with self._lock:
             self._is_held = True
 
     def stop(self) -> None:
-        """End the thread; the workers it has started are dead by now."""
+        """End the thread; workers that it has started are dead by now."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -562,24 +624,25 @@ class _Starter:
 
     def _run_next(self) -> bool:
         """Wait for a job and do it; a method of its own, so that nothing of it is kept after it."""
-        job = self._jobs.get()
-        if job is None:
+        next_one = self._jobs.get()
+        if next_one is None:
             return False
-        spawn, done = job
+        job, done = next_one
         error: BaseException | None = None
         with self._lock:
             if self._is_held:
                 return True
             try:
-                spawn()
+                job()
             except BaseException as caught:  # noqa: BLE001  the loop's thread must hear of it
-                # Its frames hold the pipes of the start that failed.
+                # Its frames hold the pipes of a start that failed.
                 error = caught.with_traceback(None)
         done(error)
         return True
 
 
-_Job = tuple[Callable[[], None], Callable[[BaseException | None], None]]
+_Job = Callable[[], None]
+_Done = Callable[[BaseException | None], None]
 
 # Pools that have not been ended, for the end of the interpreter. They are held here: a pool whose
 # batcher was dropped has workers all the same, and the program would wait for one that computes.

@@ -16,10 +16,12 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fast_batcher._process.environment import limited_threads
+from fast_batcher._process.sharing import Lane
 from fast_batcher._process.worker_main import worker_main
 from fast_batcher._transport.channel import LoopChannel, drop, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.mark import Mark
+from fast_batcher._transport.slabs import Slabs
 from fast_batcher.config import ModelSpec, Settings
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ class WorkerHandle:
         self._channel: LoopChannel | None = None
         # What the worker is doing; read once it is dead.
         self._mark: Mark | None = None
+        # How large batches reach it, and why none do; neither if none are to.
+        self.lane: Lane | None = None
+        self.sharing_error: OSError | None = None
         # Ids of the batches that it had read and begun last, None before its death or without any.
         self.taken: int | None = None
         self.begun: int | None = None
@@ -119,6 +124,8 @@ class WorkerHandle:
             self._channel = LoopChannel(
                 ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
             )
+            self._share_memory(self._channel)
+            slabs = None if self.lane is None else self.lane.slabs
             process = _context.Process(
                 target=worker_main,
                 args=(
@@ -127,6 +134,7 @@ class WorkerHandle:
                     self._settings.max_frame_bytes,
                     self._settings.max_batch_size,
                     os.getpid(),
+                    slabs,
                 ),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).
@@ -139,6 +147,8 @@ class WorkerHandle:
                 self._channel.close()
             if self._mark is not None:
                 self._mark.close()
+            if self.lane is not None:
+                self.lane.slabs.close()
             raise
         finally:
             # The child has its own copies; while ours are open there is never an end of file.
@@ -148,6 +158,15 @@ class WorkerHandle:
         self._process = process
         self.pid = process.pid
         self._death_fd, self._owns_death_fd = _open_death_fd(process)
+
+    def _share_memory(self, channel: LoopChannel) -> None:
+        if self._settings.max_shared_bytes:
+            try:
+                slabs = Slabs(self._settings.max_shared_bytes)
+            except OSError as error:
+                self.sharing_error = error
+            else:
+                self.lane = Lane(slabs, channel.reserve, channel.fill)
 
     def attach(self, loop: "AbstractEventLoop") -> None:
         """Let this loop watch the process; a loop that did so before is closed by now."""
@@ -230,6 +249,8 @@ class WorkerHandle:
         if self._mark is not None:
             self.taken, self.begun = self._mark.taken, self._mark.begun
             self._mark.close()
+        if self.lane is not None:
+            self.lane.slabs.close()
         self._process.close()
 
     @property

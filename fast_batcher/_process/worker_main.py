@@ -24,6 +24,7 @@ from fast_batcher._transport.channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header, pack_times
 from fast_batcher._transport.mark import Mark
+from fast_batcher._transport.pickler import load as load_parts
 from fast_batcher.config import find_model_fault
 from fast_batcher.errors import (
     InferenceError,
@@ -34,6 +35,8 @@ from fast_batcher.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fast_batcher._transport.slabs import SlabViews
+
 logger = logging.getLogger("fast_batcher.worker")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -43,7 +46,12 @@ MOST_HARMLESS = 100
 
 
 def worker_main(
-    ends: Any, mark: Mark, max_frame_bytes: int, max_batch_size: int, parent_pid: int
+    ends: Any,
+    mark: Mark,
+    max_frame_bytes: int,
+    max_batch_size: int,
+    parent_pid: int,
+    slabs: "SlabViews | None",
 ) -> None:
     """The target of the worker process; which model to load is the first frame.
 
@@ -53,6 +61,7 @@ def worker_main(
         max_frame_bytes: Longest frame body either way.
         max_batch_size: Of the warm-up.
         parent_pid: The process to end with.
+        slabs: Memory in which large batches arrive, None if there is none.
     """
     _set_signals()
     _end_with_parent(parent_pid)
@@ -63,13 +72,18 @@ def worker_main(
     # exit hooks.
     _kept_open.append(ends)
     try:
-        exit_code = _load_and_serve(channel, mark.numbers, max_batch_size)
+        exit_code = _load_and_serve(channel, mark.numbers, max_batch_size, slabs)
     except OSError:  # the parent has closed its end: there is nobody left to answer
         exit_code = 0
     sys.exit(exit_code)
 
 
-def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]", max_batch_size: int) -> int:
+def _load_and_serve(
+    channel: BlockingChannel,
+    mark: "memoryview[int]",
+    max_batch_size: int,
+    slabs: "SlabViews | None",
+) -> int:
     """The life of a worker; returns its exit code."""
     first = channel.receive()
     if first is None:  # the parent has thought better of it
@@ -83,7 +97,7 @@ def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]", max_batch
         return 1
     try:
         channel.send(Kind.READY, body=pack_times(times))
-        serve(channel, computing, mark)
+        serve(channel, computing, mark, slabs)
     finally:
         _close_model(model)
     return 0
@@ -116,7 +130,10 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
 
 
 def serve(  # noqa: C901, PLR0912  flat on purpose
-    channel: BlockingChannel, model: Any, mark: "memoryview[int]"
+    channel: BlockingChannel,
+    model: Any,
+    mark: "memoryview[int]",
+    slabs: "SlabViews | None" = None,
 ) -> None:
     """Answer batches until the parent says STOP or closes its end.
 
@@ -130,11 +147,16 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
     send, write, infer = channel.send, channel.write, model.infer
     loads, dumps = codec.loads, codec.dumps
     most_joined = min(MAX_JOINED, channel.max_frame_bytes)
-    inputs_kind, outputs_kind, parts = Kind.INPUTS, Kind.OUTPUTS, _Parts()
+    inputs_kind, outputs_kind = Kind.INPUTS, Kind.OUTPUTS
     # Types of outputs that have been seen not to be exceptions: what a model answers with is of few
     # types, and this question is asked of each output.
     harmless: set[type] = set()
+    # Parts of batches, and slabs of which the last view has died, which the answers tell, but for
+    # those that the model has kept for longer.
+    parts, freed = _Parts(), [] if slabs is None else slabs.freed
     while True:
+        if freed:
+            channel.write_rest(_pack_freed(slabs), 0)
         try:
             frame = None if reader.rest else read()
         except (EOFError, ConnectionError):
@@ -144,9 +166,7 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
         if frame.kind is not inputs_kind:
             if frame.kind is Kind.STOP:
                 return
-            if frame.kind is Kind.PING:
-                send(Kind.PONG)
-            elif _answer_items(channel, model, frame, parts, mark) is Kind.FATAL:
+            if _answer_other(channel, model, frame, parts, slabs, mark) is Kind.FATAL:
                 return
             continue
         batch_id = frame.batch_id
@@ -186,6 +206,80 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
         _send_outputs(channel, batch_id, outputs, count, seconds)
 
 
+def _answer_other(
+    channel: BlockingChannel,
+    model: Any,
+    frame: Frame,
+    parts: "_Parts",
+    slabs: "SlabViews | None",
+    mark: "memoryview[int]",
+) -> Kind | None:
+    """Answer a ping, or a batch that is not one pickle in its frame.
+
+    Returns:
+        How bad it is if `infer` raised, None if it did not.
+    """
+    if frame.kind is Kind.PING:
+        channel.send(Kind.PONG)
+        return None
+    if frame.kind is Kind.SHARED_INPUTS:
+        return _answer_shared(channel, model, frame, slabs, mark)
+    return _answer_items(channel, model, frame, parts, mark)
+
+
+def _answer_shared(
+    channel: BlockingChannel,
+    model: Any,
+    frame: Frame,
+    slabs: "SlabViews | None",
+    mark: "memoryview[int]",
+) -> Kind | None:
+    """Compute a batch that lies in shared memory, and tell of it before the answer if it is free.
+
+    Returns:
+        How bad it is if `infer` raised, None if it did not.
+    """
+    assert slabs is not None, "the parent knows that it shares no memory"
+    mark[0] = frame.batch_id + 1
+    start, length, sizes = codec.loads(frame.body)
+    try:
+        inputs = load_parts(slabs.view(start, length), sizes)
+    except BaseException:  # noqa: BLE001  unpickling is the user's code too
+        inputs = None
+    if inputs is None:
+        channel.send(Kind.UNREADABLE, frame.batch_id, ahead=_pack_freed(slabs))
+        return None
+    count = len(inputs)
+    mark[1] = frame.batch_id + 1
+    started = monotonic()
+    kind: Kind | None = None
+    try:
+        outputs = model.infer(inputs)
+    except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
+        seconds = monotonic() - started
+        kind, failure = _judge(error)
+        # An error is often kept by a frame of its own, and they hold the inputs.
+        traceback.clear_frames(error.__traceback__)
+        answer = [(kind, failure)]
+    else:
+        seconds = monotonic() - started
+        answer = _pack_answer(channel, outputs, count)
+        # They may be views of the inputs.
+        del outputs
+    del inputs
+    _send_answer(channel, frame.batch_id, answer, seconds, ahead=_pack_freed(slabs))
+    return kind
+
+
+def _pack_freed(slabs: "SlabViews | None") -> bytes:
+    """A frame that says which slabs are free, empty if none has become so."""
+    freed = [] if slabs is None else slabs.take_freed()
+    if not freed:
+        return b""
+    body = codec.dumps(freed)
+    return pack_header(Kind.FREED, len(body), 0, 0.0) + body
+
+
 _Parts = dict[int, list[bytes]]
 
 
@@ -217,15 +311,33 @@ def _send_outputs(
     channel: BlockingChannel, batch_id: int, outputs: Any, count: int, seconds: float
 ) -> None:
     """Send outputs of any kind: arrays row by row, exceptions and what cannot be pickled apart."""
+    _send_answer(channel, batch_id, _pack_answer(channel, outputs, count), seconds)
+
+
+_Answer = list[tuple[Kind, bytes]]
+
+
+def _pack_answer(channel: BlockingChannel, outputs: Any, count: int) -> _Answer:
+    """The frames, as kinds and bodies, that answer a batch with these outputs."""
     checked = _check(outputs, count)
     if isinstance(checked, RemoteFailure):
-        channel.send(Kind.FAILED, batch_id, codec.dumps(checked), seconds)
-        return
+        return [(Kind.FAILED, codec.dumps(checked))]
     body = _dump_whole(checked, count)
     if body is not None and len(body) <= channel.max_frame_bytes:
-        channel.send(Kind.OUTPUTS, batch_id, body, seconds)
-    else:
-        _send_items(channel, batch_id, [_pack(channel, output) for output in checked], seconds)
+        return [(Kind.OUTPUTS, body)]
+    return _pack_items(channel, [_pack(channel, output) for output in checked])
+
+
+def _send_answer(
+    channel: BlockingChannel,
+    batch_id: int,
+    answer: _Answer,
+    seconds: float,
+    ahead: bytes = b"",
+) -> None:
+    for kind, body in answer:
+        channel.send(kind, batch_id, body, seconds, ahead)
+        ahead = b""
 
 
 def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
@@ -338,7 +450,8 @@ def _answer_items(
         else:
             computed = _pack_outputs(channel, outputs, count)
             outcomes = [next(computed) if known is None else known for known in outcomes]
-    _send_items(channel, frame.batch_id, outcomes, monotonic() - started)
+    seconds = monotonic() - started
+    _send_answer(channel, frame.batch_id, _pack_items(channel, outcomes), seconds)
     return None
 
 
@@ -377,13 +490,10 @@ def _unsendable(output: Any, error: BaseException) -> InferenceError:
     return result
 
 
-def _send_items(
-    channel: BlockingChannel, batch_id: int, outcomes: list[Any], seconds: float
-) -> None:
+def _pack_items(channel: BlockingChannel, outcomes: list[Any]) -> _Answer:
     bodies = list(codec.split_parts(outcomes, channel.max_frame_bytes))
-    for body in bodies[:-1]:
-        channel.send(Kind.OUTPUT_ITEMS_PART, batch_id, body)
-    channel.send(Kind.OUTPUT_ITEMS, batch_id, bodies[-1], seconds)
+    parts = [(Kind.OUTPUT_ITEMS_PART, body) for body in bodies[:-1]]
+    return [*parts, (Kind.OUTPUT_ITEMS, bodies[-1])]
 
 
 def _resolve(name: str) -> Any:

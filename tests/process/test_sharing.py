@@ -1,0 +1,548 @@
+"""Large batches through shared memory: which way they take, in which order, and what is left.
+
+`Sharing` by itself first, with a list for its worker and real slabs; then real workers.
+"""
+
+import asyncio
+import gc
+import hashlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_models import (
+    BrokenOnArrival,
+    Digests,
+    Echo,
+    ForksAndKeeps,
+    Gated,
+    KeepsInputs,
+    RefusesPickling,
+    Whereabouts,
+    WritesInputs,
+)
+from waits import Gate, assert_balance, call, outcome, turns, until
+
+from fast_batcher import DynBatcher
+from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._process.exchange import Exchange
+from fast_batcher._process.sharing import MOST_AT_ONCE, Lane, Sharing
+from fast_batcher._transport.channel import Place
+from fast_batcher._transport.codec import loads
+from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.pickler import load
+from fast_batcher._transport.slabs import Slabs, SlabViews
+from fast_batcher.errors import (
+    DeadlineExceededError,
+    PoisonRequestError,
+    RequestTooLargeError,
+    UnsendableValueError,
+)
+
+MEBI = 2**20
+SIZE = 16 * MEBI
+MAX_FRAME_BYTES = 8 * MEBI
+WORKER = 3
+# A batch of one that is copied at once, and one that is copied aside.
+SMALL, LARGE = 100_000, MOST_AT_ONCE + 1
+
+
+class Desk:
+    """An exchange, the slabs of its only worker, and what that is sent, in its order."""
+
+    def __init__(self) -> None:
+        self.slabs = Slabs(SIZE)
+        self.views = SlabViews(os.dup(self.slabs._fd), SIZE)
+        # Frames, and places for some.
+        self.queue: list[Any] = []
+        # What is to be done aside.
+        self.jobs: list[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = []
+        self.refused: list[Any] = []
+        lane = Lane(self.slabs, self._reserve, self._fill)
+        self.sharing = Sharing({WORKER: lane}, lambda *job: self.jobs.append(job), "name")
+        self.exchange = Exchange(
+            {WORKER: lambda *frame: self.queue.append(frame)},
+            MAX_FRAME_BYTES,
+            1000,
+            self.sharing,
+            lambda _, refused: self.refused.extend(refused),
+        )
+        self._next_id = 0
+
+    def _reserve(self) -> Place:
+        place = Place()
+        self.queue.append(place)
+        return place
+
+    def _fill(self, place: Place, frames: list[tuple[Kind, int, bytes]]) -> None:
+        index = self.queue.index(place)
+        self.queue[index : index + 1] = frames
+
+    def send(self, *values: Any) -> Batch:
+        requests = [Request(value, None, deadline=1.0) for value in values]
+        for number, request in enumerate(requests):
+            request.id = number
+        batch = Batch(self._next_id, WORKER, requests, Release.FULL, 0.0, 1.0)
+        self._next_id += 1
+        assert self.exchange.send(batch) == []
+        return batch
+
+    def run_job(self) -> None:
+        """Do one job, as the pool does."""
+        job, done = self.jobs.pop(0)
+        error = None
+        try:
+            job()
+        except OSError as caught:
+            error = caught
+        done(error)
+
+    @property
+    def kinds(self) -> list[Kind | None]:
+        return [None if isinstance(one, Place) else one[0] for one in self.queue]
+
+    def read(self) -> Any:
+        """The values of the batch that was sent first."""
+        kind, _, body = self.queue.pop(0)
+        if kind is Kind.SHARED_INPUTS:
+            start, length, sizes = loads(body)
+            return load(self.views.view(start, length), sizes)
+        if kind is Kind.INPUT_ITEMS:
+            return [loads(item) for item in loads(body)]
+        assert kind is Kind.INPUTS
+        return loads(body)
+
+    def refuse_memory(self) -> None:
+        read_only = os.open(f"/proc/self/fd/{self.slabs._fd}", os.O_RDONLY)
+        os.dup2(read_only, self.slabs._fd)
+        os.close(read_only)
+
+    def close(self) -> None:
+        self.slabs.close()
+        gc.collect()
+        self.views.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk()
+    yield desk
+    desk.close()
+
+
+@pytest.mark.parametrize("value", [b"x" * 60_000, "text" * 1000, [*range(10_000)], np.arange(100)])
+def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any) -> None:
+    desk.send(value)
+    assert desk.kinds == [Kind.INPUTS]
+    assert np.array_equal(desk.read()[0], value)
+    assert desk.slabs.count == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"x" * SMALL,
+        bytearray(SMALL),
+        "é" * SMALL,
+        np.arange(5000),
+        [[number] for number in range(20_000)],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_large_is_shared(desk: Desk, value: Any) -> None:
+    desk.send("first", value)
+    assert desk.kinds == [Kind.SHARED_INPUTS]
+    first, got = desk.read()
+    assert first == "first"
+    assert np.array_equal(got, value)
+    assert desk.slabs.count == 1
+
+
+def test_many_small_ones_are_large_together(desk: Desk) -> None:
+    values = [bytes([number]) * 5000 for number in range(50)]
+    desk.send(*values)
+    assert desk.kinds == [Kind.SHARED_INPUTS]
+    assert desk.read() == values
+
+
+def test_a_large_batch_is_copied_aside_and_keeps_its_place(desk: Desk) -> None:
+    desk.send("before")
+    desk.send(np.full(LARGE, 1, np.uint8))
+    desk.send("between")
+    desk.send(np.full(LARGE, 2, np.uint8))
+    desk.send("after")
+    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUTS, None, Kind.INPUTS]
+    desk.run_job()
+    desk.run_job()
+    got = [desk.read()[0] for _ in range(5)]
+    assert [one if isinstance(one, str) else one.sum() for one in got] == [
+        "before",
+        LARGE,
+        "between",
+        2 * LARGE,
+        "after",
+    ]
+
+
+def test_an_input_is_locked_until_it_is_copied_and_no_longer(desk: Desk) -> None:
+    at_once, aside = bytearray(SMALL), bytearray(LARGE)
+    desk.send(at_once)
+    at_once.append(1)
+    desk.send(aside)
+    with pytest.raises(BufferError):
+        aside.append(1)
+    desk.run_job()
+    aside.append(1)
+
+
+def test_a_slab_that_is_free_is_taken_again(desk: Desk) -> None:
+    for _ in range(100):
+        desk.send(np.zeros(LARGE, np.uint8))
+        desk.run_job()
+        desk.read()
+        desk.sharing.free(WORKER, desk.views.take_freed())
+    assert desk.slabs.count == 0
+    assert desk.slabs._used_end < 2 * LARGE
+
+
+def test_slabs_of_a_worker_that_is_lost_are_nobodys(desk: Desk) -> None:
+    desk.sharing.free(WORKER + 1, [0])
+
+
+def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrays = [np.full(5_000_000, number, np.uint8) for number in range(5)]
+    for array in arrays:
+        desk.send(array)
+    assert desk.kinds == [None, None, None, Kind.INPUTS, Kind.INPUTS]
+    while desk.jobs:
+        desk.run_job()
+    for array in arrays:
+        assert np.array_equal(desk.read()[0], array)
+    (record,) = caplog.records
+    assert "name: large inputs go through a pipe" in record.message
+    assert f"max_shared_bytes={SIZE}" in record.message
+    assert "keeps views of the inputs of at least 1 batches" in record.message
+
+
+def test_where_there_is_no_memory_the_pipe_is_left(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk.refuse_memory()
+    desk.send(np.full(SMALL, 1, np.uint8))
+    desk.send(np.full(LARGE, 2, np.uint8))
+    desk.send("after")
+    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUTS]
+    desk.run_job()
+    got = [desk.read()[0] for _ in range(3)]
+    assert (got[0].sum(), got[1].sum(), got[2]) == (SMALL, 2 * LARGE, "after")
+    assert desk.slabs.count == 0
+    (record,) = caplog.records
+    assert "Bad file descriptor" in record.message
+
+
+def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
+    class Once:
+        def __init__(self) -> None:
+            self._is_used = False
+
+        def __reduce__(self) -> Any:
+            if self._is_used:
+                raise ValueError("twice")
+            self._is_used = True
+            return str, ("once",)
+
+    desk.exchange._pickler.learn_tensors()  # for which a large batch may be pickled once more
+    desk.refuse_memory()
+    batch = desk.send(Once(), np.zeros(LARGE, np.uint8))
+    desk.run_job()
+    ((request, error),) = desk.refused
+    assert request is batch.requests[0]
+    assert isinstance(error, UnsendableValueError)
+    (got,) = desk.read()
+    assert len(got) == LARGE
+
+
+def test_a_batch_larger_than_a_frame_goes_apart_and_what_is_larger_alone_is_refused(
+    desk: Desk,
+) -> None:
+    small, large = np.zeros(5 * MEBI, np.uint8), np.zeros(MAX_FRAME_BYTES + 1, np.uint8)
+    requests = [Request(value, None, deadline=1.0) for value in (small, large, small.copy())]
+    batch = Batch(0, WORKER, requests, Release.FULL, 0.0, 1.0)
+    ((request, error),) = desk.exchange.send(batch)
+    assert request.value is large
+    assert isinstance(error, RequestTooLargeError)
+    assert desk.kinds == [Kind.INPUT_ITEMS_PART, Kind.INPUT_ITEMS]
+    assert desk.slabs.count == 0
+    # Nothing is locked any more.
+    large.resize(1, refcheck=False)
+
+
+def test_one_that_cannot_be_pickled_harms_no_other(desk: Desk) -> None:
+    raw = bytearray(LARGE)
+    requests = [Request(value, None, 1.0) for value in (raw, RefusesPickling(ValueError("no")))]
+    ((request, _),) = desk.exchange.send(Batch(0, WORKER, requests, Release.FULL, 0.0, 1.0))
+    assert request is requests[1]
+    assert desk.read() == [raw]
+    raw.append(1)
+
+
+def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(LARGE // 4)
+    desk.send(tensor)
+    desk.run_job()
+    _, _, body = desk.queue[0]
+    assert loads(body)[2][1:] == [tensor.nbytes]
+    assert torch.equal(desk.read()[0], tensor)
+
+
+# --- real workers ---------------------------------------------------------------------------------
+
+anyio = pytest.mark.anyio
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(value).hexdigest()
+
+
+@asynccontextmanager
+async def opened(model: Any, *args: Any, **settings: Any) -> AsyncIterator[DynBatcher[Any, Any]]:
+    async with DynBatcher(model, model_args=args, **settings) as batcher:
+        yield batcher
+        assert_balance(batcher)
+
+
+def slabs_of(batcher: DynBatcher[Any, Any]) -> list[Slabs]:
+    return [lane.slabs for lane in batcher._pool.lanes.values()]
+
+
+async def free(batcher: DynBatcher[Any, Any]) -> None:
+    """Every slab has come back."""
+    await until(lambda: not any(slabs.count for slabs in slabs_of(batcher)))
+
+
+def payloads(count: int, seed: int = 1) -> list[Any]:
+    """Of all sizes and kinds."""
+    random = np.random.default_rng(seed)
+    sizes = np.exp(random.uniform(0, np.log(3 * MEBI), count)).astype(int)
+    kinds: list[Callable[[bytes], Any]] = [
+        bytes,
+        bytearray,
+        lambda raw: np.frombuffer(raw, np.uint8),
+        lambda raw: np.frombuffer(raw, np.uint8).copy(),
+    ]
+    return [kinds[number % 4](random.bytes(size)) for number, size in enumerate(sizes)]
+
+
+@pytest.mark.slow
+@anyio
+async def test_every_payload_arrives_whole() -> None:
+    values = payloads(200)
+    async with opened(Digests, max_batch_size=8, num_workers=2) as batcher:
+        digests = await asyncio.gather(*map(batcher.process_batched, values))
+        assert digests == [digest(value) for value in values]
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Random kills and cancellations, and a memory that is too small for all."""
+    random = np.random.default_rng(2)
+    values = payloads(400, seed=3)
+    caplog.set_level(logging.ERROR)
+    settings: dict[str, Any] = {
+        "max_batch_size": 4,
+        "num_workers": 2,
+        "max_shared_bytes": 8 * MEBI,
+        "max_restarts": None,
+        "restart_backoff": 0.01,
+    }
+    async with opened(Digests, **settings) as batcher:
+        tasks = []
+        for number, value in enumerate(values):
+            tasks.append(call(batcher, value))
+            if number % 40 == 39:
+                pid = await batcher.process_batched(b"whereabouts")
+                os.kill(pid, 9)
+            if number % 7 == 3:
+                tasks[random.integers(len(tasks))].cancel()
+            await turns(int(random.integers(1, 4)))
+        for value, task in zip(values, tasks, strict=True):
+            got = await outcome(task)
+            assert got == digest(value) or isinstance(
+                got, asyncio.CancelledError | PoisonRequestError
+            )
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(size: int) -> None:
+    array = np.zeros(size, np.uint8)
+    async with opened(WritesInputs) as batcher:
+        for _ in range(3):
+            assert (await batcher.process_batched(array)).sum() == size
+        assert array.sum() == 0
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It answers with the sums of all that it has kept so far."""
+    async with opened(KeepsInputs, max_batch_size=1, max_shared_bytes=8 * MEBI) as batcher:
+        for number in range(8):
+            sums = await batcher.process_batched(np.full(LARGE, number, np.uint8))
+            assert sums == [LARGE * one for one in range(number + 1)]
+        assert "the model keeps views of the inputs" in caplog.text
+        (slabs,) = slabs_of(batcher)
+        assert slabs.count
+        await batcher.process_batched("forget")
+        # What has died is told with the next answer.
+        await batcher.process_batched("next")
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate) -> None:
+    async with opened(ForksAndKeeps, gate.path, max_batch_size=1) as batcher:
+        assert await batcher.process_batched(np.full(LARGE, 1, np.uint8)) == "forked"
+        for number in range(2, 6):
+            await batcher.process_batched(np.full(LARGE, number, np.uint8))
+        visit = await gate.visit()
+        visit.let_on()
+        assert (await gate.visit()).note == LARGE
+        gate.close()
+
+
+@pytest.mark.slow
+@anyio
+async def test_inputs_of_a_dead_worker_reach_another() -> None:
+    array = np.zeros(LARGE, np.uint8)
+    async with opened(Digests, num_workers=2) as batcher:
+        values = [array + 1, ("killed", array), array + 2]
+        tasks = [call(batcher, value) for value in values]
+        one, killed, two = [await outcome(task) for task in tasks]
+        assert isinstance(killed, PoisonRequestError)
+        assert (one, two) == (digest(array + 1), digest(array + 2))
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_batch_that_raises_is_divided() -> None:
+    arrays = [np.full(SMALL, number, np.uint8) for number in range(4)]
+    async with opened(Digests) as batcher:
+        values = [*arrays[:2], ("raise", arrays[0]), *arrays[2:]]
+        got = [await outcome(task) for task in [call(batcher, value) for value in values]]
+        assert isinstance(got.pop(2), ValueError)
+        assert got == [digest(array) for array in arrays]
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_an_input_that_breaks_on_arrival_harms_no_other() -> None:
+    bad = BrokenOnArrival("worker", ValueError("broken"))
+    array = np.full(LARGE, 1, np.uint8)
+    async with opened(Echo) as batcher:
+        tasks = [call(batcher, value) for value in (array, bad)]
+        first, second = [await outcome(task) for task in tasks]
+        assert first.sum() == LARGE
+        assert isinstance(second, ValueError)
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_batch_that_is_being_copied_is_answered_before_the_batcher_ends() -> None:
+    arrays = [np.full(4 * MEBI, number, np.uint8) for number in range(6)]
+    async with opened(Digests, max_batch_size=2) as batcher:
+        tasks = [call(batcher, array) for array in arrays]
+        await turns(2)
+        await batcher.aclose()
+        assert [await outcome(task) for task in tasks] == [digest(array) for array in arrays]
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_batcher_may_be_stopped_while_it_copies() -> None:
+    async with opened(Digests, max_batch_size=2) as batcher:
+        tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
+        await turns(2)
+        batcher.stop()
+        for task in tasks:
+            await outcome(task)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
+    values = payloads(60, seed=5)
+    async with opened(Digests, max_batch_size=2, max_batches_per_worker=3) as batcher:
+        digests = await asyncio.gather(*map(batcher.process_batched, values))
+        assert digests == [digest(value) for value in values]
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_deadline_holds_while_a_batch_is_being_copied(gate: Gate) -> None:
+    async with opened(Gated, gate.path, max_batch_size=1) as batcher:
+        tasks = [call(batcher, np.zeros(LARGE, np.uint8), timeout=0.1) for _ in range(2)]
+        for task in tasks:
+            assert isinstance(await outcome(task), DeadlineExceededError)
+        gate.close()
+        assert (await batcher.process_batched(np.ones(LARGE, np.uint8))).sum() == LARGE
+        await free(batcher)
+
+
+@pytest.mark.slow
+def test_another_loop_goes_on_with_what_was_being_copied() -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher(Digests, max_batch_size=1)
+
+    async def begin() -> None:
+        await batcher.open()
+        for _ in range(3):
+            call(batcher, bytes(30 * MEBI))
+        await turns(2)
+
+    async def go_on() -> None:
+        value = bytes(3 * MEBI)
+        assert await batcher.process_batched(value) == digest(value)
+        await free(batcher)
+        await batcher.aclose()
+
+    asyncio.run(begin())
+    asyncio.run(go_on())
+
+
+@pytest.mark.slow
+@anyio
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
+    async with opened(Digests, max_shared_bytes=0) as batcher:
+        assert slabs_of(batcher) == []
+        for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
+            assert await batcher.process_batched(value) == digest(bytes(size))
+
+
+@pytest.mark.slow
+@anyio
+async def test_each_worker_has_memory_of_its_own_and_gives_it_back() -> None:
+    async with opened(Whereabouts, num_workers=2) as batcher:
+        first, second = slabs_of(batcher)
+        assert first is not second
+    assert first._fd == second._fd == -1

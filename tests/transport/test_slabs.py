@@ -1,0 +1,313 @@
+"""Memory that two sides share: what is written is seen, and is free when nobody can see it."""
+
+import errno
+import gc
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from waits import LIMIT
+
+from fast_batcher._transport.ranges import PAGE
+from fast_batcher._transport.slabs import ALIGNMENT, RELEASING_SIZE, Slab, Slabs, SlabViews, lay_out
+
+MEBI = 2**20
+SIZE = 8 * MEBI
+
+
+@pytest.fixture
+def slabs() -> Iterator[Slabs]:
+    slabs = Slabs(SIZE)
+    yield slabs
+    slabs.close()
+
+
+@pytest.fixture
+def views(slabs: Slabs) -> Iterator[SlabViews]:
+    """The other side, in this process."""
+    views = SlabViews(os.dup(slabs._fd), SIZE)
+    yield views
+    gc.collect()
+    views.close()
+
+
+def taken(slabs: Slabs, length: int) -> Slab:
+    slab = slabs.take(length)
+    assert slab is not None
+    return slab
+
+
+def blocks(slabs: Slabs) -> int:
+    """Bytes of memory that the file has."""
+    return os.fstat(slabs._fd).st_blocks * 512
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_buffers_lie_one_behind_the_other_and_aligned(sizes: list[int]) -> None:
+    offsets, length = lay_out(sizes)
+    ends = [0, *(offset + size for offset, size in zip(offsets, sizes, strict=True))]
+    assert all(offset % ALIGNMENT == 0 for offset in offsets)
+    for offset, end in zip(offsets, ends, strict=False):
+        assert 0 <= offset - end < ALIGNMENT
+    assert length == ends[-1]
+
+
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_the_other_side_sees_what_was_written(
+    slabs: Slabs, views: SlabViews, is_aside: bool
+) -> None:
+    random = np.random.default_rng(1)
+    pieces: list[tuple[int, bytes | memoryview]] = [
+        (0, b"short"),
+        (64, random.bytes(RELEASING_SIZE)),
+        (2 * RELEASING_SIZE, memoryview(random.bytes(3 * RELEASING_SIZE))),
+        (7 * RELEASING_SIZE, memoryview(bytearray(random.bytes(100_000)))),
+        (10 * RELEASING_SIZE, b""),
+    ]
+    taken(slabs, PAGE)
+    slab = taken(slabs, MEBI)
+    slabs.write(slab, pieces, is_aside=is_aside)
+    view = views.view(slab.start, slab.length)
+    assert (view.format, view.nbytes, view.readonly) == ("B", slab.length, False)
+    for offset, piece in pieces:
+        assert view[offset : offset + len(piece)] == piece
+
+
+def test_a_slab_is_free_when_the_last_view_of_it_has_died(slabs: Slabs, views: SlabViews) -> None:
+    """Above all: not as long as there is a reshape of a slice of a view."""
+    slab = taken(slabs, MEBI)
+    view = views.view(slab.start, slab.length)
+    array = np.frombuffer(view[64 : 64 + 4 * 3000], np.float32)
+    kept = array[10:2010].reshape(20, 100)[3:, ::2]
+    del view, array
+    gc.collect()
+    assert views.take_freed() == []
+    kept = kept.T
+    assert views.take_freed() == []
+    del kept
+    assert views.take_freed() == [slab.start]
+    assert views.take_freed() == []
+
+
+def test_a_tensor_is_a_view(slabs: Slabs, views: SlabViews) -> None:
+    torch = pytest.importorskip("torch")
+    slab = taken(slabs, PAGE)
+    tensor = torch.frombuffer(views.view(slab.start, slab.length)[:64], dtype=torch.float32)
+    kept = tensor.reshape(4, 4)[1:].numpy()[1:]
+    del tensor
+    assert views.take_freed() == []
+    del kept
+    assert views.take_freed() == [slab.start]
+
+
+def test_each_slab_has_views_of_its_own(slabs: Slabs, views: SlabViews) -> None:
+    first, second = taken(slabs, PAGE), taken(slabs, PAGE)
+    one, two = views.view(first.start, first.length), views.view(second.start, second.length)
+    del two
+    assert views.take_freed() == [second.start]
+    # The same again, while the other lives on.
+    two = views.view(second.start, second.length)
+    assert views.take_freed() == []
+    del one
+    assert views.take_freed() == [first.start]
+    del two
+    assert views.take_freed() == [second.start]
+
+
+def test_what_is_viewed_when_the_process_forks_is_never_free(
+    slabs: Slabs, views: SlabViews
+) -> None:
+    slab, later = taken(slabs, PAGE), taken(slabs, PAGE)
+    view = views.view(slab.start, slab.length)
+    views.pin()
+    after = views.view(later.start, later.length)
+    del view, after
+    assert views.take_freed() == [later.start]
+
+
+def test_there_are_few_types_of_owners(slabs: Slabs, views: SlabViews) -> None:
+    for length in range(MEBI, 2 * MEBI, 10_000):
+        slab = taken(slabs, length)
+        views.view(slab.start, slab.length)
+        slabs.give_back(slab.start)
+    assert len(views._types) <= 9
+
+
+def test_no_room_is_none(slabs: Slabs) -> None:
+    assert slabs.take(SIZE + 1) is None
+    slab = taken(slabs, SIZE)
+    assert slabs.take(1) is None
+    assert (slabs.count, slabs.taken_bytes) == (1, SIZE)
+    slabs.give_back(slab.start)
+    assert (slabs.count, slabs.taken_bytes) == (0, 0)
+
+
+def test_it_takes_memory_when_it_is_written(slabs: Slabs) -> None:
+    assert blocks(slabs) == 0
+    slab = taken(slabs, MEBI)
+    assert blocks(slabs) == 0
+    slabs.write(slab, [(0, b"x")], is_aside=False)
+    assert blocks(slabs) == MEBI
+
+
+def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) -> None:
+    small, large = taken(slabs, MEBI), taken(slabs, 4 * MEBI)
+    slabs.write(small, [(0, b"small")], is_aside=False)
+    slabs.write(large, [(0, b"large")], is_aside=False)
+    slabs.give_back(large.start)
+    assert slabs.take_unused() is None  # it has just been used
+    unused = slabs.take_unused()
+    assert unused is not None
+    assert (unused.start, unused.length) == (MEBI, 4 * MEBI)
+    # Nobody gets it while it is being given back.
+    other = taken(slabs, PAGE)
+    assert other.start == 5 * MEBI
+    slabs.punch(unused)
+    slabs.discard(unused)
+    assert blocks(slabs) == MEBI
+    assert slabs._memory[:5] == b"small"
+    again = taken(slabs, MEBI)
+    assert again.start == MEBI
+    slabs.write(again, [(0, b"again")], is_aside=False)
+    assert blocks(slabs) == 2 * MEBI
+    assert slabs.take_unused() is None
+
+
+def test_what_is_in_use_is_not_given_back_to_the_system(slabs: Slabs) -> None:
+    slab = taken(slabs, MEBI)
+    slabs.write(slab, [(0, b"x")], is_aside=False)
+    assert slabs.take_unused() is None
+    assert slabs.take_unused() is None
+
+
+def test_after_the_end_nothing_is_taken_or_written() -> None:
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, PAGE)
+    slabs.close()
+    slabs.close()
+    assert slabs.take(1) is None
+    assert slabs.take_unused() is None
+    slabs.give_back(slab.start)
+    with pytest.raises(OSError, match="closed"):
+        slabs.write(slab, [(0, b"x")], is_aside=False)
+    with pytest.raises(OSError, match="closed"):
+        slabs.punch(slab)
+
+
+def test_the_memory_stays_until_what_is_being_copied_has_been() -> None:
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, MEBI)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def pieces() -> Iterator[tuple[int, bytes | memoryview]]:
+        copying.set()
+        assert go_on.wait(LIMIT)
+        yield 0, bytes(MEBI)
+
+    thread = threading.Thread(target=lambda: slabs.write(slab, pieces(), is_aside=True))
+    thread.start()
+    assert copying.wait(LIMIT)
+    slabs.close()
+    fd = slabs._fd
+    os.fstat(fd)
+    go_on.set()
+    thread.join(LIMIT)
+    assert slabs._fd == -1
+    assert slabs._memory.closed
+
+
+def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
+    """In another process."""
+    view = slabs.view(start, length)
+    sender.send(bytes(view[:5]))
+    assert slabs.freed == []
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    del view
+    sender.send(slabs.freed)
+
+
+@pytest.mark.slow
+def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() -> None:
+    context = multiprocessing.get_context("spawn")
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, PAGE)
+    slabs.write(slab, [(0, b"hello")], is_aside=False)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=read, args=(slabs, slab.start, slab.length, sender))
+    process.start()
+    sender.close()
+    assert receiver.recv() == b"hello"
+    assert receiver.recv() == []
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
+    receiver.close()
+    slabs.close()
+
+
+@pytest.mark.slow
+def test_a_limit_on_memory_is_an_error() -> None:
+    program = f"""
+import resource
+from fast_batcher._transport.slabs import Slabs
+resource.setrlimit(resource.RLIMIT_FSIZE, ({MEBI}, {MEBI}))
+try:
+    Slabs({SIZE})
+except OSError as error:
+    print(error.errno)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert int(done.stdout) == errno.EFBIG
+
+
+def refuse_memory(slabs: Slabs) -> None:
+    """From now on the system gives it none that it has not had before."""
+    read_only = os.open(f"/proc/self/fd/{slabs._fd}", os.O_RDONLY)
+    os.dup2(read_only, slabs._fd)
+    os.close(read_only)
+
+
+def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
+    small = taken(slabs, MEBI)
+    slabs.write(small, [(0, b"before")], is_aside=False)
+    refuse_memory(slabs)
+    large = taken(slabs, 4 * MEBI)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        slabs.write(large, [(0, b"x")], is_aside=False)
+    slabs.discard(large)
+    assert blocks(slabs) == MEBI
+    # It is known that the memory is not there, and what is there can still be used.
+    assert taken(slabs, MEBI).fresh == MEBI
+    slabs.give_back(small.start)
+    slabs.write(taken(slabs, MEBI), [(0, b"after")], is_aside=False)
+
+
+def test_elsewhere_there_is_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OSError, match="Linux only"):
+        Slabs(SIZE)
+
+
+def test_an_owner_is_what_views_keep_alive() -> None:
+    """What the design rests on: views keep the exporter, not the view that they were made from."""
+    memory = bytearray(100)
+    view = memoryview(memory)
+    watch = weakref.ref(view)
+    part = view[10:20]
+    del view
+    assert watch() is None
+    assert part.obj is memory
