@@ -151,7 +151,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         restart_backoff: Seconds from the first death to the restart; doubles up to 10 s.
         max_batches_per_worker: Batches after which a worker is replaced, or None. The replacement
             is ready first, so that for a while there is one copy more of the model.
-        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. Linux.
+        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. What it
+            shares for large inputs counts, once they have been there. Linux.
         max_latency: Seconds from its arrival by which a request should be answered, or None. One
             that cannot be is refused at once, by the time that batches have taken so far; one that
             turns out late while it waits is dropped if others can run in its place. Both fail with
@@ -171,9 +172,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             inputs, taken as they are needed; 0 for none. What finds no room goes through a pipe,
             as everything does on other systems than Linux.
         shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer goes
-            there, at most 64 KiB counting; pickled batches do from 64 KiB on. Arrays and tensors
-            are then views of that memory, which the model may change, and keeps occupied as long as
-            it keeps a view.
+            there; 64 KiB is enough in any case, also for the pickle of a whole batch. The model
+            gets views of that memory, and may change them; it is occupied as long as there is one.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.

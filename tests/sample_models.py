@@ -858,10 +858,12 @@ class Digests(InferenceModel[Any, Any]):
                 os.kill(os.getpid(), signal.SIGKILL)
             if isinstance(one, tuple):
                 raise ValueError(one[0])  # noqa: TRY004  it is what it was asked for
-        return [
-            os.getpid() if _is(one, b"whereabouts") else hashlib.sha256(one).hexdigest()
-            for one in inputs
-        ]
+        return [os.getpid() if _is(one, b"whereabouts") else digest(one) for one in inputs]
+
+
+def digest(value: Any) -> str:
+    """The SHA-256 of a buffer."""
+    return hashlib.sha256(value).hexdigest()
 
 
 def _is(value: Any, expected: bytes) -> bool:

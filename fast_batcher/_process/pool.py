@@ -124,12 +124,11 @@ class Pool:
         # waiting.
         self._serving: dict[int, WorkerHandle] = {}
         self.senders: dict[int, Callable[[Kind, int, bytes], None]] = {}
-        # How large batches reach each of them that shares memory with us.
-        self.lanes: dict[int, Lane] = {}
+        # How large batches reach each of them, or why they do not; nothing if they are not to.
+        self.lanes: dict[int, Lane | OSError] = {}
         # Copies them; what has been copied, or done otherwise there, waits for the loop here.
         self._copier = _JobThread(f"fast_batcher-copier-{name}")
         self._done_aside: deque[tuple[_Done, BaseException | None]] = deque()
-        self._has_warned_of_sharing = False
         self._beats = 0
         # Processes started at each place.
         self._generations = [0] * settings.num_workers
@@ -364,7 +363,6 @@ class Pool:
         self.senders[handle.id] = handle.send
         if handle.lane is not None:
             self.lanes[handle.id] = handle.lane
-        self._warn_of_no_sharing(handle.sharing_error)
         handle.deliver_to(functools.partial(self._events.frame_arrived, handle.id))
         self._restarts[index].ready(time.monotonic())
         self._given_up.discard(index)
@@ -378,16 +376,6 @@ class Pool:
             self._retire(before)
         else:
             self._events.worker_ready(handle.id, times)
-
-    def _warn_of_no_sharing(self, error: OSError | None) -> None:
-        if error is not None and not self._has_warned_of_sharing:
-            self._has_warned_of_sharing = True
-            logger.warning(
-                "%s: large inputs go through a pipe, which is slower: there is no memory to share "
-                "(%s); max_shared_bytes=0 asks for none",
-                self._name,
-                error,
-            )
 
     def _retire(self, handle: WorkerHandle) -> None:
         logger.info("%s: worker %d (pid %s) is recycled", self._name, handle.index, handle.pid)
@@ -514,10 +502,12 @@ class Pool:
         self._beats += 1
         if self._beats % BEATS_TO_KEEP_MEMORY == 0:
             for lane in self.lanes.values():
-                self._give_back_memory(lane.slabs)
+                if not isinstance(lane, OSError):
+                    self._give_back_memory(lane.slabs)
         self._heartbeat_timer = self._loop.call_later(INTERVAL, self._beat)
 
     def _give_back_memory(self, slabs: Slabs) -> None:
+        """Begin to give back what has not been used since the last call of this."""
         slab = slabs.take_unused()
         if slab is not None:
             self.run_aside(functools.partial(slabs.punch, slab), lambda _: slabs.discard(slab))

@@ -39,7 +39,7 @@ class Sharing:
     """Sends batches through the memory that is shared with their workers.
 
     Args:
-        lanes: Those of each ready worker that has such memory.
+        lanes: Those of each ready worker that has such memory; an error if there is none for it.
         run_aside: Calls its first argument on another thread, and then the second on the loop's,
             with the error or None.
         name: The batcher's name, for logs.
@@ -47,7 +47,7 @@ class Sharing:
 
     def __init__(
         self,
-        lanes: Mapping[int, Lane],
+        lanes: Mapping[int, Lane | OSError],
         run_aside: Callable[[Callable[[], None], Callable[[BaseException | None], None]], None],
         name: str,
     ) -> None:
@@ -69,6 +69,9 @@ class Sharing:
         """
         lane = self._lanes.get(batch.worker)
         if lane is None:
+            return False
+        if isinstance(lane, OSError):
+            self._warn(f"{lane}")
             return False
         slab = lane.slabs.take(parts.size)
         if slab is None:
@@ -92,7 +95,7 @@ class Sharing:
     def free(self, worker: int, starts: list[int]) -> None:
         """The worker has no view of these slabs any more."""
         lane = self._lanes.get(worker)
-        if lane is not None:
+        if isinstance(lane, Lane):
             for start in starts:
                 lane.slabs.give_back(start)
 

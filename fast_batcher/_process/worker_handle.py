@@ -74,9 +74,8 @@ class WorkerHandle:
         self._channel: LoopChannel | None = None
         # What the worker is doing; read once it is dead.
         self._mark: Mark | None = None
-        # How large batches reach it, and why none do; neither if none are to.
-        self.lane: Lane | None = None
-        self.sharing_error: OSError | None = None
+        # How large batches reach it, or why they do not; None before `spawn`, and if none are to.
+        self.lane: Lane | OSError | None = None
         # Ids of the batches that it had read and begun last, None before its death or without any.
         self.taken: int | None = None
         self.begun: int | None = None
@@ -125,7 +124,6 @@ class WorkerHandle:
                 ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
             )
             self._share_memory(self._channel)
-            slabs = None if self.lane is None else self.lane.slabs
             process = _context.Process(
                 target=worker_main,
                 args=(
@@ -134,7 +132,7 @@ class WorkerHandle:
                     self._settings.max_frame_bytes,
                     self._settings.max_batch_size,
                     os.getpid(),
-                    slabs,
+                    self._slabs,
                 ),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).
@@ -147,8 +145,8 @@ class WorkerHandle:
                 self._channel.close()
             if self._mark is not None:
                 self._mark.close()
-            if self.lane is not None:
-                self.lane.slabs.close()
+            if self._slabs is not None:
+                self._slabs.close()
             raise
         finally:
             # The child has its own copies; while ours are open there is never an end of file.
@@ -163,10 +161,14 @@ class WorkerHandle:
         if self._settings.max_shared_bytes:
             try:
                 slabs = Slabs(self._settings.max_shared_bytes)
-            except OSError as error:
-                self.sharing_error = error
-            else:
                 self.lane = Lane(slabs, channel.reserve, channel.fill)
+            except OSError as error:
+                # Not its frames, which hold this handle.
+                self.lane = error.with_traceback(None)
+
+    @property
+    def _slabs(self) -> Slabs | None:
+        return self.lane.slabs if isinstance(self.lane, Lane) else None
 
     def attach(self, loop: "AbstractEventLoop") -> None:
         """Let this loop watch the process; a loop that did so before is closed by now."""
@@ -249,8 +251,8 @@ class WorkerHandle:
         if self._mark is not None:
             self.taken, self.begun = self._mark.taken, self._mark.begun
             self._mark.close()
-        if self.lane is not None:
-            self.lane.slabs.close()
+        if self._slabs is not None:
+            self._slabs.close()
         self._process.close()
 
     @property

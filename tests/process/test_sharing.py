@@ -5,11 +5,13 @@
 
 import asyncio
 import gc
-import hashlib
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,9 @@ from sample_models import (
     RefusesPickling,
     Whereabouts,
     WritesInputs,
+    digest,
 )
-from waits import Gate, assert_balance, call, outcome, turns, until
+from waits import LIMIT, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
@@ -307,10 +310,6 @@ def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
 anyio = pytest.mark.anyio
 
 
-def digest(value: Any) -> str:
-    return hashlib.sha256(value).hexdigest()
-
-
 @asynccontextmanager
 async def opened(model: Any, *args: Any, **settings: Any) -> AsyncIterator[DynBatcher[Any, Any]]:
     async with DynBatcher(model, model_args=args, **settings) as batcher:
@@ -319,7 +318,7 @@ async def opened(model: Any, *args: Any, **settings: Any) -> AsyncIterator[DynBa
 
 
 def slabs_of(batcher: DynBatcher[Any, Any]) -> list[Slabs]:
-    return [lane.slabs for lane in batcher._pool.lanes.values()]
+    return [lane.slabs for lane in batcher._pool.lanes.values() if isinstance(lane, Lane)]
 
 
 async def free(batcher: DynBatcher[Any, Any]) -> None:
@@ -546,3 +545,60 @@ async def test_each_worker_has_memory_of_its_own_and_gives_it_back() -> None:
         first, second = slabs_of(batcher)
         assert first is not second
     assert first._fd == second._fd == -1
+
+
+@pytest.mark.slow
+@anyio
+async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> None:
+    async with opened(Digests) as batcher:
+        (slabs,) = slabs_of(batcher)
+        value = bytes(LARGE)
+        assert await batcher.process_batched(value) == digest(value)
+        await free(batcher)
+        assert os.fstat(slabs._fd).st_blocks
+        batcher._pool._give_back_memory(slabs)  # it has been used since the one before
+        assert slabs.count == 0
+        batcher._pool._give_back_memory(slabs)
+        assert slabs.count == 1
+        await free(batcher)
+        assert os.fstat(slabs._fd).st_blocks == 0
+        assert await batcher.process_batched(value) == digest(value)
+
+
+LIMITED = """
+import asyncio, logging, resource, sys
+import numpy as np
+from fast_batcher import DynBatcher
+from sample_models import Digests, digest
+
+async def main():
+    async with DynBatcher(Digests) as batcher:
+        for value in (b"small", np.zeros(2**21, np.uint8), np.ones(2**21, np.uint8)):
+            assert await batcher.process_batched(value) == digest(value)
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_where_the_system_has_no_memory_to_share_the_pipe_is_used_and_one_warning_says_so(
+    tmp_path: Path,
+) -> None:
+    program = tmp_path / "limited.py"
+    program.write_text(LIMITED)
+    folder = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, program],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{folder.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (warning,) = done.stdout.splitlines()
+    assert "large inputs go through a pipe" in warning
+    assert "File too large" in warning
