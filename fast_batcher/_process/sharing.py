@@ -110,6 +110,8 @@ class Sharing:
         error: BaseException | None,
     ) -> None:
         """On the loop again: a batch has been copied, or could not be."""
+        if lane.slabs.is_closed:  # its worker has died, and somebody has seen to the batch
+            return
         frames = [frame]
         if error is not None:
             self._give_up(lane, slab, error)

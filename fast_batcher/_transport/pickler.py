@@ -1,9 +1,9 @@
 """Pickling that leaves large buffers where they are, so that they are copied once. Both sides.
 
 A pickle is made as pieces: bytes of the stream, among them the value's own large `bytes` objects,
-and, out of band (PEP 574), the buffers of arrays and tensors. Nothing large is copied for that but
-text. What is small comes as one piece, and costs less than with `pickle.dumps`: the pickler is used
-again.
+and, out of band (PEP 574), the buffers of arrays and tensors. Nothing large is copied for that, but
+text has to be encoded. What is small comes as one piece, and costs less than with `pickle.dumps`:
+the pickler is used again.
 """
 
 import copyreg
@@ -85,7 +85,7 @@ class PartsPickler:
     """
 
     def __init__(self, least: int) -> None:
-        # A longer one that went into the stream would be passed on as memory that may be gone.
+        # A longer one would be passed on by itself if it went into the stream, and not stay.
         self._least = min(least, PIECE_SIZE)
         self.chunks: list[Any] = []
         self.buffers: list[memoryview] = []
@@ -156,7 +156,7 @@ def _to_keep(chunk: Any) -> "bytes | memoryview":
         return chunk
     if isinstance(chunk, bytearray):
         return memoryview(chunk)  # so that it stays as long as it is
-    # The text of a str, which this does not keep alive.
+    # Not in CPython 3.11 to 3.14, but it may be something that only shows memory of somebody else.
     return bytes(chunk)
 
 

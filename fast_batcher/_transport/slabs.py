@@ -78,7 +78,7 @@ class Slabs:
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         # Guards the following two, for moments only.
         self._lock = threading.Lock()
-        self._is_closed = False
+        self.is_closed = False
         # Calls of `write` and `punch` under way: the memory must stay until they are over.
         self._users = 0
 
@@ -97,7 +97,7 @@ class Slabs:
 
     def take(self, length: int) -> Slab | None:
         """Take a slab of at least so many bytes, or None if there is no room."""
-        start = None if self._is_closed else self._ranges.take(length)
+        start = None if self.is_closed else self._ranges.take(length)
         if start is None:
             return None
         end = start + round_up(length)
@@ -135,7 +135,7 @@ class Slabs:
         Raises:
             KeyError: There is none that starts there.
         """
-        if not self._is_closed:
+        if not self.is_closed:
             self._ranges.give_back(slab_start)
 
     def discard(self, slab: Slab) -> None:
@@ -149,7 +149,7 @@ class Slabs:
         It is for `punch`, and `discard` after that.
         """
         begin, end = self._ranges.forget_peak(), self._used_end
-        if self._is_closed or begin >= end:
+        if self.is_closed or begin >= end:
             return None
         self._ranges.take_part(begin, end)
         return Slab(begin, end - begin, begin)
@@ -169,7 +169,7 @@ class Slabs:
     def close(self) -> None:
         """Give everything back, as soon as nobody writes any more; may be called again."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             self._close_unused()
 
     def _write_piece(self, start: int, piece: "bytes | memoryview", *, is_aside: bool) -> None:
@@ -181,7 +181,7 @@ class Slabs:
 
     def _begin_use(self) -> None:
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise OSError(errno.EBADF, "the shared memory is closed")
             self._users += 1
 
@@ -191,7 +191,7 @@ class Slabs:
             self._close_unused()
 
     def _close_unused(self) -> None:
-        if self._is_closed and not self._users and self._fd >= 0:
+        if self.is_closed and not self._users and self._fd >= 0:
             self._memory.close()
             os.close(self._fd)
             self._fd = -1

@@ -9,8 +9,9 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,13 @@ from sample_models import (
     Digests,
     Echo,
     ForksAndKeeps,
-    Gated,
     KeepsInputs,
     RefusesPickling,
     Whereabouts,
     WritesInputs,
     digest,
 )
-from waits import LIMIT, Gate, assert_balance, call, outcome, turns, until
+from waits import LIMIT, SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
@@ -64,6 +64,8 @@ class Desk:
         self.queue: list[Any] = []
         # What is to be done aside.
         self.jobs: list[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = []
+        # What has been, which nobody has forgotten yet.
+        self.done_jobs: list[Callable[[], None]] = []
         self.refused: list[Any] = []
         lane = Lane(self.slabs, self._reserve, self._fill)
         self.sharing = Sharing({WORKER: lane}, lambda *job: self.jobs.append(job), "name")
@@ -97,6 +99,7 @@ class Desk:
     def run_job(self) -> None:
         """Do one job, as the pool does."""
         job, done = self.jobs.pop(0)
+        self.done_jobs.append(job)
         error = None
         try:
             job()
@@ -274,13 +277,14 @@ def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
 def test_a_batch_larger_than_a_frame_goes_apart_and_what_is_larger_alone_is_refused(
     desk: Desk,
 ) -> None:
-    small, large = np.zeros(5 * MEBI, np.uint8), np.zeros(MAX_FRAME_BYTES + 1, np.uint8)
+    small, large = np.zeros(3 * MEBI, np.uint8), np.zeros(MAX_FRAME_BYTES + 1, np.uint8)
     requests = [Request(value, None, deadline=1.0) for value in (small, large, small.copy())]
     batch = Batch(0, WORKER, requests, Release.FULL, 0.0, 1.0)
     ((request, error),) = desk.exchange.send(batch)
     assert request.value is large
     assert isinstance(error, RequestTooLargeError)
-    assert desk.kinds == [Kind.INPUT_ITEMS_PART, Kind.INPUT_ITEMS]
+    assert desk.kinds == [Kind.INPUT_ITEMS]
+    assert [len(one) for one in desk.read()] == [3 * MEBI, 3 * MEBI]
     assert desk.slabs.count == 0
     # Nothing is locked any more.
     large.resize(1, refcheck=False)
@@ -496,16 +500,67 @@ async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> Non
         assert digests == [digest(value) for value in values]
 
 
+@contextmanager
+def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
+    """Nothing is copied aside meanwhile: what is to be waits."""
+    is_over = threading.Event()
+    batcher._pool.run_aside(lambda: waited_for(is_over), lambda _: None)
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def waited_for(event: threading.Event) -> None:
+    assert event.wait(LIMIT)
+
+
 @pytest.mark.slow
 @anyio
-async def test_a_deadline_holds_while_a_batch_is_being_copied(gate: Gate) -> None:
-    async with opened(Gated, gate.path, max_batch_size=1) as batcher:
-        tasks = [call(batcher, np.zeros(LARGE, np.uint8), timeout=0.1) for _ in range(2)]
-        for task in tasks:
+async def test_a_deadline_holds_while_a_batch_is_being_copied() -> None:
+    async with opened(Digests, max_batch_size=1) as batcher:
+        with copier_held(batcher):
+            task = call(batcher, bytes(LARGE), timeout=SOON)
             assert isinstance(await outcome(task), DeadlineExceededError)
-        gate.close()
-        assert (await batcher.process_batched(np.ones(LARGE, np.uint8))).sum() == LARGE
+        assert await batcher.process_batched(b"next") == digest(b"next")
         await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
+    mine, other = np.zeros(LARGE, np.uint8), np.ones(LARGE, np.uint8)
+    async with opened(Digests, max_batch_size=2) as batcher:
+        with copier_held(batcher):
+            leaving, staying = call(batcher, mine), call(batcher, other)
+            await turns()
+            leaving.cancel()
+            assert isinstance(await outcome(leaving), asyncio.CancelledError)
+            mine[:] = 7
+        assert await outcome(staying) == digest(other)
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
+        with copier_held(batcher):
+            tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
+            await turns()
+            (old,) = slabs_of(batcher)
+            (handle,) = batcher._pool.remaining()
+            handle.kill()
+            await until(lambda: batcher.stats.restarts == 1)
+            assert old.count
+            assert slabs_of(batcher) != [old]
+        for task in tasks:
+            assert await outcome(task) == digest(bytes(LARGE))
+        await free(batcher)
+    assert old._fd == -1
+    assert "go through a pipe" not in caplog.text
 
 
 @pytest.mark.slow
@@ -514,17 +569,24 @@ def test_another_loop_goes_on_with_what_was_being_copied() -> None:
 
     async def begin() -> None:
         await batcher.open()
-        for _ in range(3):
-            call(batcher, bytes(30 * MEBI))
-        await turns(2)
+        task = call(batcher, bytes(3 * MEBI))
+        await turns(1)
+        task.cancel()
+        await asyncio.wait([task])
 
     async def go_on() -> None:
-        value = bytes(3 * MEBI)
-        assert await batcher.process_batched(value) == digest(value)
+        # Not large: it waits behind the other in the pipe, and nothing more is copied.
+        assert await outcome(call(batcher, b"small")) == digest(b"small")
         await free(batcher)
         await batcher.aclose()
 
-    asyncio.run(begin())
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(begin())
+    # The loop turns no more, so nothing tells it that the batch has been copied.
+    is_copied = threading.Event()
+    batcher._pool._copier.run(lambda: None, lambda _: is_copied.set())
+    assert is_copied.wait(LIMIT)
+    loop.close()
     asyncio.run(go_on())
 
 

@@ -121,7 +121,6 @@ def test_nothing_large_is_copied_but_text() -> None:
 
 
 def test_text_outlives_what_it_was_made_from() -> None:
-    """The pickler shows it by its address alone."""
 
     class Text:
         def __reduce__(self) -> Any:
