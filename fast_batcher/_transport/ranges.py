@@ -85,7 +85,6 @@ class Ranges:
         insort(self._free, (start, end))
 
     def forget_peak(self) -> int:
-        """The peak so far; from now on it is counted anew, from what is taken now."""
-        peak = self.peak
-        self.peak = max(self._taken.values(), default=0)
-        return peak
+        """The peak so far, or the end of what is taken now, from which it is counted anew."""
+        peak, self.peak = self.peak, max(self._taken.values(), default=0)
+        return max(peak, self.peak)

@@ -298,9 +298,11 @@ class _Buffer(ctypes.Structure):
     )
 
 
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
+# Functions of our own: those of `ctypes.pythonapi` are everybody's, and so are their types.
+_python = ctypes.PyDLL(None)
+_get_buffer = _python.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
+_release_buffer = _python.PyBuffer_Release
 _release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
 _release_buffer.restype = None
 # Contiguous bytes, which need not be writable.

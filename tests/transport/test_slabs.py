@@ -168,7 +168,8 @@ def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) ->
     unused = slabs.take_unused()
     assert unused is not None
     assert (unused.start, unused.length) == (MEBI, 4 * MEBI)
-    # Nobody gets it while it is being given back.
+    # Nobody gets it while it is being given back, nor is it given back twice.
+    assert slabs.take_unused() is None
     other = taken(slabs, PAGE)
     assert other.start == 5 * MEBI
     slabs.punch(unused)
