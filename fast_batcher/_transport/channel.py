@@ -133,7 +133,8 @@ class LoopChannel:
     def fill(self, place: Place, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
         """Send frames in the place that was reserved for them; none gives it up."""
         place.frames = frames
-        if not self._is_over and self._backlog[0] is place:
+        # It is nowhere if the worker has been found dead, and the channel is not over yet.
+        if not self._is_over and self._backlog and self._backlog[0] is place:
             assert self._loop is not None, "nothing is sent before a loop is attached"
             self._loop.add_writer(self._sink, self._write_backlog)
             self._write_backlog()

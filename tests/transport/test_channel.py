@@ -426,6 +426,18 @@ async def test_a_place_in_a_channel_that_is_over_is_nowhere(ends: Ends) -> None:
         ends.channel.fill(place, [(Kind.INPUTS, 1, b"dropped")])
 
 
+async def test_a_place_in_a_pipe_that_nobody_reads_any_more_is_nowhere(ends: Ends) -> None:
+    ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+    place = ends.channel.reserve()
+    source, _ = ends.theirs
+    source.close()
+    async with asyncio.timeout(LIMIT):
+        while ends.channel._backlog:
+            await asyncio.sleep(0)
+    ends.channel.fill(place, [(Kind.INPUTS, 2, b"dropped")])
+    assert ends.ends == []
+
+
 def test_a_place_is_kept_for_the_next_loop() -> None:
     first = asyncio.new_event_loop()
     ends = Ends(first)
