@@ -115,7 +115,10 @@ class Exchange:
         is_in_one_piece = len(pickler.chunks) == 1 and not pickler.buffers
         if not is_in_one_piece and pickler.learn_tensors():
             return self.send(batch)
-        parts = pickler.take_parts()
+        try:
+            parts = pickler.take_parts()
+        except BufferError:
+            return self.send_by_item(batch)
         send = self._senders[batch.worker]
         if parts.size > self._max_frame_bytes:
             parts.release()

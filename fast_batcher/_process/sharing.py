@@ -81,7 +81,12 @@ class Sharing:
         if parts.size > MOST_AT_ONCE:
             place = lane.reserve()
             done = functools.partial(self._finish, lane, slab, place, frame, batch, send_in_band)
-            self._run_aside(functools.partial(_copy, lane.slabs, slab, parts), done)
+            try:
+                self._run_aside(functools.partial(_copy, lane.slabs, slab, parts), done)
+            except RuntimeError as error:  # the system has no thread for us
+                lane.fill(place, [])
+                self._give_up(lane, slab, error)
+                return False
             return True
         try:
             lane.slabs.write(slab, parts, is_aside=False)

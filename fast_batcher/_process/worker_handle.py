@@ -132,7 +132,7 @@ class WorkerHandle:
                     self._settings.max_frame_bytes,
                     self._settings.max_batch_size,
                     os.getpid(),
-                    self._slabs,
+                    self.slabs,
                 ),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).
@@ -145,8 +145,8 @@ class WorkerHandle:
                 self._channel.close()
             if self._mark is not None:
                 self._mark.close()
-            if self._slabs is not None:
-                self._slabs.close()
+            if self.slabs is not None:
+                self.slabs.close()
             raise
         finally:
             # The child has its own copies; while ours are open there is never an end of file.
@@ -167,7 +167,7 @@ class WorkerHandle:
                 self.lane = error.with_traceback(None)
 
     @property
-    def _slabs(self) -> Slabs | None:
+    def slabs(self) -> Slabs | None:
         return self.lane.slabs if isinstance(self.lane, Lane) else None
 
     def attach(self, loop: "AbstractEventLoop") -> None:
@@ -251,8 +251,8 @@ class WorkerHandle:
         if self._mark is not None:
             self.taken, self.begun = self._mark.taken, self._mark.begun
             self._mark.close()
-        if self._slabs is not None:
-            self._slabs.close()
+        if self.slabs is not None and not self.slabs.retire():
+            self.slabs.close()
         self._process.close()
 
     @property

@@ -259,7 +259,7 @@ def _answer_shared(
         seconds = monotonic() - started
         kind, failure = _judge(error)
         # An error is often kept by a frame of its own, and they hold the inputs.
-        traceback.clear_frames(error.__traceback__)
+        _forget_frames(error)
         answer = [(kind, failure)]
     else:
         seconds = monotonic() - started
@@ -269,6 +269,16 @@ def _answer_shared(
     del inputs
     _send_answer(channel, frame.batch_id, answer, seconds, ahead=_pack_freed(slabs))
     return kind
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Cut an error, and those behind it, from their frames; a frame may belong to a coroutine that
+    goes on, so that it must not be cleared."""
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        BaseException.with_traceback(error, None)
+        error = error.__cause__ or error.__context__
 
 
 def _pack_freed(slabs: "SlabViews | None") -> bytes:

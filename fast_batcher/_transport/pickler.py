@@ -10,6 +10,7 @@ import copyreg
 import functools
 import pickle
 import sys
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._transport.slabs import lay_out
@@ -109,6 +110,15 @@ class PartsPickler:
     def take_parts(self) -> Parts:
         """What has just been pickled."""
         stream = [_to_keep(chunk) for chunk in self.chunks]
+        for before, chunk in pairwise(stream):
+            # Locked only now: another thread may have resized it behind the length in the stream.
+            if isinstance(chunk, memoryview) and before[-8:] != len(chunk).to_bytes(8, "little"):
+                del chunk
+                for piece in stream:
+                    if isinstance(piece, memoryview):
+                        piece.release()
+                self.renew()
+                raise BufferError("an input was resized while it was pickled")
         parts = Parts(stream, self.buffers[:])
         self.buffers.clear()
         self.renew()
@@ -160,6 +170,15 @@ def _to_keep(chunk: Any) -> "bytes | memoryview":
     return bytes(chunk)
 
 
+class _Shown:
+    """The bytes of a tensor, as NumPy asks for them."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        data, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
+        self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
+
+
 def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
     """A tensor of plain numbers in the memory of the CPU by its buffer, any other as it likes."""
     is_plain = (
@@ -173,10 +192,12 @@ def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
     )
     if is_plain:
         try:
+            numpy = sys.modules.get("numpy")
             # As bytes: NumPy lacks some of the types. It fails for values that are not what is in
             # their memory (conjugated, negated, quantised).
-            buffer = tensor.view(torch.uint8).numpy()
-        except (RuntimeError, TypeError):
+            # Not by `numpy()`: for ever after the caller could not resize the tensor.
+            buffer = numpy.asarray(_Shown(tensor.view(torch.uint8)))
+        except (RuntimeError, TypeError, AttributeError):
             pass
         else:
             shape = tuple(tensor.shape)

@@ -8,6 +8,7 @@ also says which parts are taken; a slab is free again when the other side has no
 thread may call. `SlabViews` is the reader's: the worker's main thread, and whichever drops a view.
 """
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -69,6 +70,8 @@ class Slabs:
         self._ranges = Ranges(size)
         # Up to here the file has been written.
         self._used_end = 0
+        # Up to here all of it has been.
+        self._solid_end = 0
         self._fd = _make_file(size)
         try:
             self._memory = mmap.mmap(self._fd, size)
@@ -81,6 +84,7 @@ class Slabs:
         self.is_closed = False
         # Calls of `write` and `punch` under way: the memory must stay until they are over.
         self._users = 0
+        _all.add(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open, (reduction.DupFd(self._fd), self.size)
@@ -101,7 +105,9 @@ class Slabs:
         if start is None:
             return None
         end = start + round_up(length)
-        slab = Slab(start, end - start, min(end, max(start, self._used_end)))
+        slab = Slab(start, end - start, min(end, max(start, self._solid_end)))
+        if start <= self._solid_end:
+            self._solid_end = max(self._solid_end, end)
         self._used_end = max(self._used_end, end)
         return slab
 
@@ -141,7 +147,9 @@ class Slabs:
     def discard(self, slab: Slab) -> None:
         """The same of one that could not be written: it may be without memory."""
         self.give_back(slab.start)
-        self._used_end = min(self._used_end, slab.fresh)
+        self._solid_end = min(self._solid_end, slab.fresh)
+        if self._used_end == slab.start + slab.length:
+            self._used_end = slab.fresh
 
     def take_unused(self) -> Slab | None:
         """Take the memory at the end that was not used since the last call of this, or None.
@@ -165,6 +173,17 @@ class Slabs:
             _punch(self._fd, slab.start, slab.length)
         finally:
             self._end_use()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is memory to be given back."""
+        return self._fd >= 0
+
+    def retire(self) -> bool:
+        """Nobody takes or writes any more; whether `close` has so much to do that it takes long."""
+        with self._lock:
+            self.is_closed = True
+        return self._used_end > 0
 
     def close(self) -> None:
         """Give everything back, as soon as nobody writes any more; may be called again."""
@@ -195,6 +214,20 @@ class Slabs:
             self._memory.close()
             os.close(self._fd)
             self._fd = -1
+
+
+# Those of this process. A child that the app forks would keep their memory as long as it lives.
+_all: "weakref.WeakSet[Slabs]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for slabs in list(_all):
+        slabs._lock, slabs._users = threading.Lock(), 0
+        with contextlib.suppress(BufferError):  # another thread was writing
+            slabs.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class SlabViews:
