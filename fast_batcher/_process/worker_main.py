@@ -272,8 +272,10 @@ def _answer_shared(
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Cut an error, and those behind it, from their frames; a frame may belong to a coroutine that
-    goes on, so that it must not be cleared."""
+    """Cut an error, and those behind it, from their frames.
+
+    A frame may belong to a coroutine that goes on, so it must not be cleared.
+    """
     seen = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -192,7 +192,7 @@ def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
     )
     if is_plain:
         try:
-            numpy = sys.modules.get("numpy")
+            numpy: Any = sys.modules.get("numpy")
             # As bytes: NumPy lacks some of the types. It fails for values that are not what is in
             # their memory (conjugated, negated, quantised).
             # Not by `numpy()`: for ever after the caller could not resize the tensor.

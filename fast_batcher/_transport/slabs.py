@@ -191,6 +191,12 @@ class Slabs:
             self.is_closed = True
             self._close_unused()
 
+    def close_in_child(self) -> None:
+        """Give back what a fork has copied of this, whatever other threads were doing with it."""
+        self._lock, self._users = threading.Lock(), 0
+        with contextlib.suppress(BufferError):  # one of them was writing
+            self.close()
+
     def _write_piece(self, start: int, piece: "bytes | memoryview", *, is_aside: bool) -> None:
         size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
         if is_aside and size >= RELEASING_SIZE:
@@ -222,9 +228,7 @@ _all: "weakref.WeakSet[Slabs]" = weakref.WeakSet()
 
 def _leave_to_parent() -> None:
     for slabs in list(_all):
-        slabs._lock, slabs._users = threading.Lock(), 0
-        with contextlib.suppress(BufferError):  # another thread was writing
-            slabs.close()
+        slabs.close_in_child()
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
