@@ -168,12 +168,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             padded to the longest; False for the sum of the costs.
         group_by: From an input to a hashable key: only inputs with equal keys share a batch. Called
             as `cost` is.
-        max_shared_bytes: Most bytes of memory that each worker shares with this process for large
-            inputs, taken as they are needed; 0 for none. What finds no room goes through a pipe,
-            as everything does on other systems than Linux.
-        shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer goes
-            there; 64 KiB is enough in any case, also for the pickle of a whole batch. The model
-            gets views of that memory, and may change them; it is occupied as long as there is one.
+        max_shared_bytes: Most bytes of memory that each worker shares with this process for batches
+            of 256 KiB or more, taken as they are needed; 0 for none. What finds no room goes
+            through a pipe, as everything does on other systems than Linux.
+        shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer in
+            such a batch reaches the model as a view of that memory, which it may change, and which
+            is occupied as long as there is a view. At least 4 KiB counting, and at most 64 KiB.
+            Text and `bytes` are always copied out: Python has no views of them.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.

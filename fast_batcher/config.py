@@ -39,8 +39,8 @@ MIN_MAX_FRAME_BYTES = 2**20
 # Memory that a worker shares with its parent: the two batches that a worker has at most, each as
 # large as one may be by default. It is taken as it is needed.
 MAX_SHARED_BYTES = 2 * MAX_FRAME_BYTES
-# From here on a slab is cheaper than being pickled and piped: the copies of 16 KiB that it saves
-# cost as much as the bookkeeping.
+# From here on a view is cheaper than to copy a buffer into the pickle and out of it: the copies of
+# 16 KiB that it saves cost as much as the bookkeeping.
 SHARED_MEMORY_THRESHOLD = 16 * 1024
 
 # What `DynBatcher.reconfigure` changes.
@@ -148,7 +148,8 @@ def check_settings(
             raise ConfigurationError(f"{name}={switch!r}: give True or False")
     _check_supervision(max_restarts, restart_window, restart_backoff)
     _check_recycling(max_batches_per_worker, max_rss_bytes)
-    _check_count("max_shared_bytes", max_shared_bytes, 0, None)
+    # No file can be longer.
+    _check_count("max_shared_bytes", max_shared_bytes, 0, sys.maxsize)
     _check_count("shared_memory_threshold", shared_memory_threshold, 1, None)
     _warn_about_workers(num_workers)
     return Settings(

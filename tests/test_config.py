@@ -87,6 +87,13 @@ def test_no_shared_memory_is_a_choice_and_less_is_none(value: object) -> None:
     construct(max_shared_bytes=0)
 
 
+def test_shared_memory_cannot_be_longer_than_a_file() -> None:
+    assert refusal(max_shared_bytes=2**63) == (
+        f"max_shared_bytes={2**63}: must be 0 to {2**63 - 1}"
+    )
+    construct(max_shared_bytes=2**63 - 1)
+
+
 def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -12,7 +12,7 @@ from fast_batcher._process.sharing import Send, Sharing
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.pickler import MOST_REUSED, PartsPickler
+from fast_batcher._transport.pickler import MOST_REUSED, Parts, PartsPickler
 from fast_batcher.errors import (
     BatcherError,
     InferenceError,
@@ -73,8 +73,6 @@ class Exchange:
         self._sharing = sharing
         self._refused_late = refused_late
         self._pickler = PartsPickler(threshold)
-        # Up to this length a body is sent as it comes.
-        self._most_whole = min(MOST_REUSED, max_frame_bytes)
         # Outcomes that came ahead of the last frame of their batch, by worker: each answers one
         # batch at a time.
         self._parts: dict[int, list[Any]] = {}
@@ -97,11 +95,14 @@ class Exchange:
             pickler.renew()
             return self.send_by_item(batch)
         chunks = pickler.chunks
-        body = chunks[0]
-        if len(body) > self._most_whole or len(chunks) > 1 or pickler.buffers:
+        body = chunks.pop()
+        if chunks or pickler.buffers or len(body) > self._max_frame_bytes:
+            chunks.append(body)
             return self._send_large(batch)
-        chunks.clear()
-        pickler.clear_memo()
+        if len(body) > MOST_REUSED:
+            pickler.forget()
+        else:
+            pickler.clear_memo()
         self._senders[batch.worker](_INPUTS, batch.id, body)
         return []
 
@@ -110,20 +111,26 @@ class Exchange:
         return self._send_items(batch, self._senders[batch.worker])
 
     def _send_large(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
-        """Send a batch that has just been pickled, and is not small."""
+        """Send a batch that has just been pickled, in more than one piece or too long."""
         pickler = self._pickler
-        is_in_one_piece = len(pickler.chunks) == 1 and not pickler.buffers
-        if not is_in_one_piece and pickler.learn_tensors():
-            return self.send(batch)
-        try:
-            parts = pickler.take_parts()
-        except BufferError:
-            return self.send_by_item(batch)
         send = self._senders[batch.worker]
+        try:
+            if pickler.has_enough() and self._sharing.reaches(batch.worker):
+                if pickler.learn_buffers():
+                    return self.send(batch)
+                return self._send_parts(batch, send, pickler.take_parts())
+            return self._send_whole(batch, send, pickler.take_whole())
+        except BufferError:
+            pickler.renew()
+            return self.send_by_item(batch)
+
+    def _send_parts(
+        self, batch: Batch, send: Send, parts: Parts
+    ) -> list[tuple[Request, BatcherError]]:
         if parts.size > self._max_frame_bytes:
             parts.release()
             return self._send_items(batch, send)
-        if not is_in_one_piece and self._sharing.send(batch, parts, send, self._send_late):
+        if self._sharing.send(batch, parts, send, self._send_late):
             return []
         body = parts.join()
         parts.release()

@@ -225,7 +225,10 @@ class Pool:
         Jobs are done one after the other. A pool that is ended forgets those it has not begun, and
         calls nothing any more.
         """
-        self._copier.run(job, functools.partial(self._done_in_thread, done))
+        try:
+            self._copier.run(job, functools.partial(self._done_in_thread, done))
+        except RuntimeError:  # the system has no thread for us: better late than never
+            self._done_in_thread(done, _run(job))
 
     def answered_ping(self, worker: int) -> None:
         """A worker has said PONG."""
@@ -299,10 +302,7 @@ class Pool:
         """Give back the memory of a dead worker; 80 ms per 200 MiB, so not on the loop."""
         if slabs is not None and slabs.is_open:
             self._unclosed.add(slabs)
-            try:
-                self.run_aside(slabs.close, lambda _: self._unclosed.discard(slabs))
-            except RuntimeError:  # the system has no thread for us
-                slabs.close()
+            self.run_aside(slabs.close, lambda _: self._unclosed.discard(slabs))
 
     # Starting and replacing.
 
@@ -634,21 +634,27 @@ class _JobThread:
         if next_one is None:
             return False
         job, done = next_one
-        error: BaseException | None = None
         with self._lock:
             if self._is_held:
                 return True
-            try:
-                job()
-            except BaseException as caught:  # noqa: BLE001  the loop's thread must hear of it
-                # Its frames hold the pipes of a start that failed.
-                error = caught.with_traceback(None)
+            error = _run(job)
         done(error)
         return True
 
 
 _Job = Callable[[], None]
 _Done = Callable[[BaseException | None], None]
+
+
+def _run(job: _Job) -> BaseException | None:
+    """Do it; its error, which the loop has to hear of."""
+    try:
+        job()
+    except BaseException as error:  # noqa: BLE001  of any kind
+        # Its frames hold the pipes of a start that failed.
+        return error.with_traceback(None)
+    return None
+
 
 # Pools that have not been ended, for the end of the interpreter. They are held here: a pool whose
 # batcher was dropped has workers all the same, and the program would wait for one that computes.

@@ -56,23 +56,26 @@ class Sharing:
         self._name = name
         self._has_warned = False
 
+    def reaches(self, worker: int) -> bool:
+        """Whether there is memory that this worker shares."""
+        lane = self._lanes.get(worker)
+        if isinstance(lane, OSError):
+            self._warn(f"{lane}")
+        return isinstance(lane, Lane)
+
     def send(
         self, batch: Batch, parts: Parts, send: Send, send_in_band: Callable[[Batch, Send], None]
     ) -> bool:
         """Send a batch; False, and nothing done, if there is no room for it.
 
         Args:
-            batch: The batch.
+            batch: The batch, for a worker that this `reaches`.
             parts: Its pickled inputs, which it releases when they are copied.
             send: Sends a frame to its worker.
             send_in_band: Sends the batch through `Send` if there turns out to be no memory.
         """
-        lane = self._lanes.get(batch.worker)
-        if lane is None:
-            return False
-        if isinstance(lane, OSError):
-            self._warn(f"{lane}")
-            return False
+        lane = self._lanes[batch.worker]
+        assert isinstance(lane, Lane), "the caller has asked"
         slab = lane.slabs.take(parts.size)
         if slab is None:
             self._warn_of_no_room(lane.slabs, parts.size)
@@ -81,12 +84,7 @@ class Sharing:
         if parts.size > MOST_AT_ONCE:
             place = lane.reserve()
             done = functools.partial(self._finish, lane, slab, place, frame, batch, send_in_band)
-            try:
-                self._run_aside(functools.partial(_copy, lane.slabs, slab, parts), done)
-            except RuntimeError as error:  # the system has no thread for us
-                lane.fill(place, [])
-                self._give_up(lane, slab, error)
-                return False
+            self._run_aside(functools.partial(_copy, lane.slabs, slab, parts), done)
             return True
         try:
             lane.slabs.write(slab, parts, is_aside=False)

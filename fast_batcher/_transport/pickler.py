@@ -3,27 +3,33 @@
 A pickle is made as pieces: bytes of the stream, among them the value's own large `bytes` objects,
 and, out of band (PEP 574), the buffers of arrays and tensors. Nothing large is copied for that, but
 text has to be encoded. What is small comes as one piece, and costs less than with `pickle.dumps`:
-the pickler is used again.
+the pickler is used again. As long as nothing large has come, nothing is asked of any buffer.
 """
 
 import copyreg
 import functools
 import pickle
 import sys
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._transport.frames import READ_SIZE
 from fast_batcher._transport.slabs import lay_out
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # From here on the pickler of CPython passes on the object itself where it has bytes to write, and
 # before that it writes the stream in pieces of about this size (its FRAME_SIZE_TARGET).
 PIECE_SIZE = 64 * 1024
 # A pickler remembers what it has seen in a table that grows, is emptied after each use, and never
-# becomes smaller: for bodies up to this length emptying it takes about a microsecond.
+# becomes smaller: after bodies up to this length emptying it takes about a microsecond.
 MOST_REUSED = 4 * 1024
+# Bytes of that table after which a pickler is not used again; to empty so much takes half a
+# microsecond.
+MOST_REMEMBERED = 16 * 1024
+# What is shorter is sent faster through a pipe: a frame of it is read in one piece, and needs no
+# memory of its own.
+LEAST_SHARED = READ_SIZE
 
 
 class Parts:
@@ -79,58 +85,94 @@ class PartsPickler:
     """Pickles one value after the other; for one thread.
 
     Usual use, in as few calls as can be: `dump(value)`, then `chunks` has one piece and `buffers`
-    none; take that, and `clear_memo()`. After any other outcome: `take_parts` or `renew`.
+    none; pop that, and `clear_memo()`, or `forget()` if it is longer than `MOST_REUSED`. After any
+    other outcome: `take_whole`, `take_parts` or `renew`.
 
     Args:
         least: Bytes from which on a buffer stays where it is.
     """
 
     def __init__(self, least: int) -> None:
-        # A longer one would be passed on by itself if it went into the stream, and not stay.
-        self._least = min(least, PIECE_SIZE)
+        # A longer one has a piece of the stream for itself, and so costs as much there. And after a
+        # longer body `forget` is called, also of how much there has been.
+        self._least = min(max(least, MOST_REUSED), PIECE_SIZE)
+        # Whether something large has come.
+        self._keeps_buffers = False
         self.chunks: list[Any] = []
         self.buffers: list[memoryview] = []
         self._reducers: _Reducers | None = None
+        # Bytes of large buffers in the value that is being pickled.
+        self._large = [0]
         self.renew()
 
     def renew(self) -> None:
         """Forget everything, and begin with a pickler that has seen nothing."""
         self.chunks.clear()
+        self._large[0] = 0
         while self.buffers:
             self.buffers.pop().release()
-        keep = functools.partial(_keep_large, self.buffers, self._least)
-        pickler = pickle.Pickler(
-            _Sink(self.chunks.append), pickle.HIGHEST_PROTOCOL, buffer_callback=keep
-        )
+        sink = _Sink(self.chunks.append)
+        if self._keeps_buffers:
+            keep = _keep_large(self.buffers, self._least, self._large)
+            pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
+        else:
+            pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL)
         if self._reducers is not None:
             pickler.dispatch_table = self._reducers
         self.dump = pickler.dump
         self.clear_memo = pickler.clear_memo
+        self._size_of_memo = pickler.__sizeof__
+
+    def forget(self) -> None:
+        """Forget what has been pickled; needed after a body longer than `MOST_REUSED`."""
+        if self.buffers or self._size_of_memo() > MOST_REMEMBERED:
+            self.renew()
+        else:
+            self.chunks.clear()
+            self._large[0] = 0
+            self.clear_memo()
+
+    def has_enough(self) -> bool:
+        """Whether what has just been pickled is so much that it pays to share it."""
+        if self.buffers or len(self.chunks) == 1:  # one piece is shorter than two of `PIECE_SIZE`
+            return bool(self.buffers)
+        return sum(memoryview(chunk).nbytes for chunk in self.chunks) >= LEAST_SHARED
+
+    def take_whole(self) -> bytes | None:
+        """What has just been pickled, in one piece; None if something of it is out of band.
+
+        Raises:
+            BufferError: As of `take_parts`.
+        """
+        body = None if self.buffers else b"".join(_hold(self.chunks))
+        self.forget()
+        return body
 
     def take_parts(self) -> Parts:
-        """What has just been pickled."""
-        stream = [_to_keep(chunk) for chunk in self.chunks]
-        for before, chunk in pairwise(stream):
-            # Locked only now: another thread may have resized it behind the length in the stream.
-            if isinstance(chunk, memoryview) and before[-8:] != len(chunk).to_bytes(8, "little"):
-                del chunk
-                for piece in stream:
-                    if isinstance(piece, memoryview):
-                        piece.release()
-                self.renew()
-                raise BufferError("an input was resized while it was pickled")
-        parts = Parts(stream, self.buffers[:])
+        """What has just been pickled.
+
+        Raises:
+            BufferError: An input was resized meanwhile; `renew` is all that can be done.
+        """
+        parts = Parts(_hold(self.chunks), self.buffers[:])
         self.buffers.clear()
         self.renew()
         return parts
 
-    def learn_tensors(self) -> bool:
-        """Leave the buffers of tensors too where they are; False if that is known, or no use."""
-        torch = sys.modules.get("torch")
-        if self._reducers is not None or torch is None or not hasattr(torch, "Tensor"):
+    def learn_buffers(self) -> bool:
+        """Leave large buffers where they are from now on; those of tensors too, if there are any.
+
+        Returns:
+            Whether that is new; then it begins anew, and what was pickled has to be once more.
+        """
+        torch: Any = sys.modules.get("torch")
+        learns_tensors = self._reducers is None and hasattr(torch, "Tensor")
+        if self._keeps_buffers and not learns_tensors:
             return False
-        reduce = functools.partial(_reduce_tensor, torch, self._least)
-        self._reducers = _Reducers({torch.Tensor: reduce})
+        self._keeps_buffers = True
+        if learns_tensors:
+            reduce = functools.partial(_reduce_tensor, torch, self._least)
+            self._reducers = _Reducers({torch.Tensor: reduce})
         self.renew()
         return True
 
@@ -147,27 +189,52 @@ class _Sink:
 class _Reducers(dict[type, Any]):
     """Ours, and those that everybody has registered."""
 
-    def __missing__(self, kind: type) -> Any:
-        return copyreg.dispatch_table[kind]
+    # No function of Python's: it is asked for each object of a type that is not built in.
+    __missing__ = copyreg.dispatch_table.__getitem__
 
 
-def _keep_large(buffers: list[memoryview], least: int, buffer: pickle.PickleBuffer) -> bool:
-    """Whether this buffer goes into the stream; else it is kept."""
-    # Not the PickleBuffer itself: in a cycle with what it shows, CPython 3.11 crashes on it.
-    view = buffer.raw()
-    if view.nbytes < least:
-        return True
-    buffers.append(view)
-    return False
+def _keep_large(
+    buffers: list[memoryview], least: int, total: list[int]
+) -> "Callable[[pickle.PickleBuffer], bool]":
+    """A function that keeps a buffer, or says that it goes into the stream.
+
+    All go there until there is so much in large ones that it pays to share it.
+    """
+
+    def keep(buffer: pickle.PickleBuffer) -> bool:
+        size = memoryview(buffer).nbytes
+        if size < least:
+            return True
+        total[0] += size
+        if total[0] < LEAST_SHARED:
+            return True
+        # Not the PickleBuffer itself: in a cycle with what it shows, CPython 3.11 crashes on it.
+        buffers.append(buffer.raw())
+        return False
+
+    return keep
 
 
-def _to_keep(chunk: Any) -> "bytes | memoryview":
+def _hold(chunks: list[Any]) -> "list[bytes | memoryview]":
+    """The pieces of a stream, which nobody can resize any more.
+
+    Raises:
+        BufferError: Another thread has, behind the length that is in the stream.
+    """
+    stream = [_view(chunk) for chunk in chunks]
+    # Any other is held by its PickleBuffer.
+    for index, chunk in enumerate(chunks):
+        if isinstance(chunk, bytearray):
+            length = len(stream[index]).to_bytes(8, "little")
+            if stream[index - 1][-8:] != length:
+                raise BufferError("an input was resized while it was pickled")
+    return stream
+
+
+def _view(chunk: Any) -> "bytes | memoryview":
     if isinstance(chunk, bytes):
         return chunk
-    if isinstance(chunk, bytearray):
-        return memoryview(chunk)  # so that it stays as long as it is
-    # Not in CPython 3.11 to 3.14, but it may be something that only shows memory of somebody else.
-    return bytes(chunk)
+    return chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else memoryview(chunk)
 
 
 class _Shown:

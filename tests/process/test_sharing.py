@@ -7,6 +7,7 @@ import asyncio
 import gc
 import logging
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -51,7 +52,7 @@ SIZE = 16 * MEBI
 MAX_FRAME_BYTES = 8 * MEBI
 WORKER = 3
 # A batch of one that is copied at once, and one that is copied aside.
-SMALL, LARGE = 100_000, MOST_AT_ONCE + 1
+SMALL, LARGE = 300_000, MOST_AT_ONCE + 1
 
 
 class Desk:
@@ -140,11 +141,30 @@ def desk() -> Iterator[Desk]:
     desk.close()
 
 
-@pytest.mark.parametrize("value", [b"x" * 60_000, "text" * 1000, [*range(10_000)], np.arange(100)])
-def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any) -> None:
-    desk.send(value)
-    assert desk.kinds == [Kind.INPUTS]
-    assert np.array_equal(desk.read()[0], value)
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"x" * 60_000,
+        "text" * 1000,
+        [*range(10_000)],
+        np.arange(100),
+        np.arange(2048),
+        [np.arange(2048) for _ in range(15)],
+        [b"x" * 70_000, "y" * 70_000, bytearray(70_000)],
+        np.arange(30_000),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any, is_first: bool) -> None:
+    if not is_first:
+        desk.send(np.zeros(SMALL, np.uint8))
+        desk.read()
+        desk.sharing.free(WORKER, desk.views.take_freed())
+    for _ in range(3):
+        desk.send(value)
+        assert desk.kinds == [Kind.INPUTS]
+        assert pickle.dumps(desk.read()[0]) == pickle.dumps(value)
     assert desk.slabs.count == 0
 
 
@@ -154,8 +174,9 @@ def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any) -> None
         b"x" * SMALL,
         bytearray(SMALL),
         "é" * SMALL,
-        np.arange(5000),
-        [[number] for number in range(20_000)],
+        np.arange(40_000),
+        [np.arange(2048) for _ in range(17)],
+        [[number] for number in range(60_000)],
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -169,7 +190,7 @@ def test_what_is_large_is_shared(desk: Desk, value: Any) -> None:
 
 
 def test_many_small_ones_are_large_together(desk: Desk) -> None:
-    values = [bytes([number]) * 5000 for number in range(50)]
+    values = [bytes([number]) * 5000 for number in range(60)]
     desk.send(*values)
     assert desk.kinds == [Kind.SHARED_INPUTS]
     assert desk.read() == values
@@ -263,7 +284,7 @@ def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
             self._is_used = True
             return str, ("once",)
 
-    desk.exchange._pickler.learn_tensors()  # for which a large batch may be pickled once more
+    desk.exchange._pickler.learn_buffers()  # for which a large batch may be pickled once more
     desk.refuse_memory()
     batch = desk.send(Once(), np.zeros(LARGE, np.uint8))
     desk.run_job()
@@ -539,6 +560,39 @@ async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
             mine[:] = 7
         assert await outcome(staying) == digest(other)
         await free(batcher)
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """The system has no memory for the stack of another thread."""
+    before = threading.stack_size(2**46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=lambda: None).start()
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+@pytest.mark.slow
+@anyio
+async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside() -> None:
+    value = bytes(LARGE)
+    async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
+        with no_threads():
+            assert await batcher.process_batched(value) == digest(value)
+            await free(batcher)
+            (slabs,) = slabs_of(batcher)
+            assert os.fstat(slabs._fd).st_blocks
+            for _ in range(2):
+                batcher._pool._give_back_memory(slabs)
+            await free(batcher)
+            assert os.fstat(slabs._fd).st_blocks == 0
+            (handle,) = batcher._pool.remaining()
+            handle.kill()
+            assert await batcher.process_batched(value) == digest(value)
+            assert not slabs.is_open
+        assert await batcher.process_batched(value) == digest(value)
 
 
 @pytest.mark.slow

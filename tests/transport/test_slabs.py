@@ -258,6 +258,17 @@ def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() 
     slabs.close()
 
 
+def test_a_fork_of_the_app_gives_its_copy_back_whatever_a_thread_is_doing(slabs: Slabs) -> None:
+    slabs.write(taken(slabs, MEBI), [(0, bytes(MEBI))], is_aside=False)
+    with slabs._lock:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(slabs.is_open)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    assert blocks(slabs) == MEBI
+
+
 @pytest.mark.slow
 def test_a_limit_on_memory_is_an_error() -> None:
     program = f"""
