@@ -870,6 +870,20 @@ def _is(value: Any, expected: bytes) -> bool:
     return isinstance(value, bytes) and value == expected
 
 
+class KeepsErrors(InferenceModel[Any, Any]):
+    """Raises errors that it keeps, as something that reports them would."""
+
+    def __init__(self) -> None:
+        self._errors: list[ValueError] = []
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        try:
+            raise ValueError(f"{len(inputs)} inputs")
+        except ValueError as error:
+            self._errors.append(error)
+            raise
+
+
 class WritesInputs(InferenceModel[Any, Any]):
     """Adds one to every array, in place."""
 

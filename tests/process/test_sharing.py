@@ -23,6 +23,7 @@ from sample_models import (
     Digests,
     Echo,
     ForksAndKeeps,
+    KeepsErrors,
     KeepsInputs,
     RefusesPickling,
     Whereabouts,
@@ -474,6 +475,16 @@ async def test_a_batch_that_raises_is_divided() -> None:
         got = [await outcome(task) for task in [call(batcher, value) for value in values]]
         assert isinstance(got.pop(2), ValueError)
         assert got == [digest(array) for array in arrays]
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
+    async with opened(KeepsErrors, max_batch_size=1) as batcher:
+        for _ in range(3):
+            got = await outcome(call(batcher, np.zeros(SMALL, np.uint8)))
+            assert isinstance(got, ValueError)
         await free(batcher)
 
 
