@@ -226,6 +226,17 @@ def taught_by_deadlines(scheduler: Scheduler) -> float:
     return taught_from(scheduler, 0.5)
 
 
+def taught_that_one_takes(scheduler: Scheduler, seconds: float) -> float:
+    """The moment after batches of one that took so long."""
+    now = 0.0
+    for _ in range(LESSONS):
+        batch = arrive(scheduler, now)
+        assert batch is not None
+        now += seconds
+        settle(scheduler, now, batch)
+    return now
+
+
 def taught_from(scheduler: Scheduler, now: float) -> float:
     for size in (1, 2) * 3:
         for _ in range(LESSONS):
@@ -330,12 +341,7 @@ def test_a_refusal_is_not_repeated_once_something_has_changed() -> None:
 def test_a_refusal_is_not_repeated_once_nobody_waits_for_another_try() -> None:
     """What is to be tried again makes a batcher busy, and an idle one takes a request."""
     scheduler = make(max_batch_size=1, max_latency=0.1, workers=2)
-    now = 0.0
-    for _ in range(LESSONS):
-        batch = arrive(scheduler, now)
-        assert batch is not None
-        now += 50.0
-        settle(scheduler, now, batch)
+    now = taught_that_one_takes(scheduler, 50.0)
     other = arrive(scheduler, now)
     lost = Request("input", None)
     assert other is not None
@@ -352,15 +358,7 @@ def test_a_refusal_is_not_repeated_once_nobody_waits_for_another_try() -> None:
 
 def test_a_target_just_above_the_time_of_a_batch_keeps_no_free_worker_idle() -> None:
     scheduler = make(max_batch_size=1, max_latency=1.01 * linear(1), workers=3)
-    taught = arrive(scheduler, 0.0)
-    assert taught is not None
-    settle(scheduler, linear(1), taught)
-    now = linear(1)
-    for _ in range(LESSONS):
-        taught = arrive(scheduler, now)
-        assert taught is not None
-        now += linear(1)
-        settle(scheduler, now, taught)
+    now = taught_that_one_takes(scheduler, linear(1))
     for _ in range(3):
         assert arrive(scheduler, now) is not None
     assert refused_at(scheduler, now) != []
@@ -369,12 +367,7 @@ def test_a_target_just_above_the_time_of_a_batch_keeps_no_free_worker_idle() -> 
 def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
     """Else a wrong estimate would never be put right."""
     scheduler = make(max_batch_size=2, max_latency=0.1)
-    now = 0.0
-    for _ in range(4):
-        (batch,) = [arrive(scheduler, now)]
-        assert batch is not None
-        now += 50.0
-        settle(scheduler, now, batch)
+    now = taught_that_one_takes(scheduler, 50.0)
     requests = [Request("input", None) for _ in range(3)]
     assert scheduler.submit(now, requests) == requests[1:]
     assert poll_batches(scheduler, now)[0].requests == requests[:1]
@@ -598,12 +591,7 @@ def test_a_request_that_runs_past_its_target_is_answered() -> None:
 
 def test_a_request_that_waits_past_its_target_may_still_be_the_last_candidate() -> None:
     scheduler = make(max_batch_size=1, max_latency=1.0, timeout=100.0)
-    now = 0.0
-    for _ in range(LESSONS):
-        batch = arrive(scheduler, now)
-        assert batch is not None
-        now += 0.4
-        settle(scheduler, now, batch)
+    now = taught_that_one_takes(scheduler, 0.4)
     first, second = arrive(scheduler, now), Request("waits", None)
     assert scheduler.submit(now, [second]) == []
     assert first is not None
@@ -640,12 +628,7 @@ def without_max_latency(scheduler: Scheduler, max_batch_size: int) -> None:
 
 def test_what_waits_keeps_its_target_when_there_are_none_any_more() -> None:
     scheduler = make(max_batch_size=1, max_latency=10.0)
-    now = 0.0
-    for _ in range(LESSONS):
-        batch = arrive(scheduler, now)
-        assert batch is not None
-        now += 1.0
-        settle(scheduler, now, batch)
+    now = taught_that_one_takes(scheduler, 1.0)
     slow = arrive(scheduler, now)
     assert slow is not None
     requests = [Request(number, None) for number in range(3)]
