@@ -88,8 +88,8 @@ class Admission:
         """Predict how long a new request would take.
 
         It waits for the workers, for the full batches before its own and for its own, all by the
-        95 % quantile, and somewhat longer. Its own batch is a full one if it has to wait for
-        another, for then it fills: see docs/decisions/0013.
+        95 % quantile, and `LEEWAY` times that unless a worker is free. Its own batch is a full
+        one if it has to wait for another, for then it fills: see docs/decisions/0013.
         With several workers the last batch of a queue may end before the one before it; what comes
         later is never predicted to end earlier, so that lengths can be searched.
 

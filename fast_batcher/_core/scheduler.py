@@ -251,7 +251,7 @@ class Scheduler:
         """A request with no target but `max_latency` has just been refused, after so many others.
 
         A prediction falls `LEEWAY` seconds in each second if nothing else happens, or less where
-        a batch takes longer than expected.
+        a batch takes longer than expected or a worker is free.
         """
         assert refusal.retry_after is not None, "it is late by so much"
         self._shut_until = now + refusal.retry_after / LEEWAY
