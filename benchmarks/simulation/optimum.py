@@ -120,21 +120,22 @@ class Optimum:
 def ruled_sizes(model: Model, load: float) -> npt.NDArray[np.int64]:
     """By queue length, what a rule in a closed form sends: near the optimum without its chain.
 
-    With batches of n, a queue of q takes about Q = q / (1 - load) requests in Q / n batches of t(n)
-    until it is empty, those that come meanwhile included. Each waits for half of that, and each for
-    the whole of its own batch, half of which is counted already: of that the n that minimises
-    t(n) * (2 * Q / n + 1) is the balance. Where a batch is nearly linear in n the sum is least for
-    batches smaller than the queue: who is in the first one need not wait for all. The factor 2 is
-    found by trying 1, 1.5, 2 and 3 on the cells of the open loop, in all of which it is then within
-    0.5 % of the optimum; nothing is known about other models.
+    It is the rule of `BatchSizes`, for any t(n) and with the true times and the true rate: with
+    batches of n all together wait for t(n) (q + n) / (n - rate t(n)) until the queue is empty.
     """
     most = model.max_batch_size
     times = np.array([model.seconds(size) for size in range(most + 1)])
     sizes = np.zeros(_count_states(model), dtype=np.int64)
     for queue in range(1, len(sizes)):
         candidates = np.arange(1, min(queue, most) + 1)
-        emptied = 2 * queue / (1 - load)
-        sizes[queue] = 1 + np.argmin(times[candidates] * (emptied / candidates + 1))
+        drained = candidates - load * model.capacity * times[candidates]
+        # Where no size empties the queue, all that wait.
+        waited = np.where(
+            drained > 0,
+            times[candidates] * (queue + candidates) / np.where(drained > 0, drained, 1.0),
+            np.inf,
+        )
+        sizes[queue] = 1 + np.argmin(waited) if np.isfinite(waited).any() else len(candidates)
     sizes[-1] = most
     return sizes
 
