@@ -756,7 +756,7 @@ class Scheduler:
     def _most_now(self) -> int:
         """How many of those that wait may leave together; of equals, and without targets."""
         sizes = self._policy.sizes
-        if sizes is None or self._max_latency != inf or self.queue.has_own:
+        if sizes is None or self._has_had_targets or self.queue.has_own:
             return self._max_batch_size
         return min(self._max_batch_size, sizes.best(self.queue.size))
 

@@ -67,6 +67,16 @@ def test_with_targets_all_that_wait_are_sent() -> None:
         assert sizes_of(poll_batches(scheduler, 0.0)) == [4, 4]
 
 
+def test_while_a_target_may_be_left_all_that_wait_are_sent() -> None:
+    """Else a full batch would pass for one that is not, and none would wait behind it."""
+    scheduler = one_by_one(max_latency=100.0)
+    scheduler.reconfigure(max_batch_size=4, max_queue_size=100, max_latency=None, policy=None)
+    submit(scheduler, 0.0, 9)
+    batches = poll_batches(scheduler, 0.0)
+    assert sizes_of(batches) == [4, 4]
+    assert [batch.release for batch in batches] == [Release.FULL, Release.FULL]
+
+
 def test_where_requests_are_no_equals_all_that_wait_are_sent() -> None:
     scheduler = one_by_one()
     scheduler.rank_requests()
