@@ -184,7 +184,9 @@ class AdaptivePolicy:
         part = alone / POINTS
         # Rounding may put the last moment before the end of the last part into the next one.
         since = min((now - origin) / part, POINTS - 1e-9)
-        expected = [min(returns, room) for returns in curve.expected(since, size)]
+        # Those who wait for the batch after this one are among them: more than find room in it.
+        most = self._absent(load)
+        expected = [min(returns, most) for returns in curve.expected(since, size)]
         if expected[-1] <= FEWEST:
             return now
         first = origin + (int(since) + 1) * part
@@ -192,8 +194,11 @@ class AdaptivePolicy:
 
     def _room(self, load: Load) -> int:
         """How many more could come into the batch, as far as is known."""
-        peak = max(self._peaks, default=0)
-        return min(load.max_batch_size, peak - load.running) - load.waiting
+        return min(load.max_batch_size - load.waiting, self._absent(load))
+
+    def _absent(self, load: Load) -> int:
+        """How many clients neither wait nor have a worker, as far as is known."""
+        return max(self._peaks, default=0) - load.running - load.waiting
 
 
 def _best_moment(
@@ -212,18 +217,22 @@ def _best_moment(
         first: The end of the present part of the curve, seconds.
         part: Seconds from there to the next one.
         limit: No moment after this one.
-        expected: Requests that come until the end of each part, from the present one on.
+        expected: Requests that come until the end of each part, from the present one on; more of
+            them than a batch has room for.
         lateness: Seconds by which timers are late.
         load: What waits and how long batches take.
     """
     median = load.service.median
-    waiting, total = load.waiting, expected[-1]
+    waiting, most = load.waiting, load.max_batch_size
+    # Who finds no room in the second batch either waits for it as long, held or not.
+    total = min(expected[-1], float(most))
     everyone = waiting + total
     time_now = median(waiting)
     time_others = median(max(total, 1.0))
     least = LEAST_GAIN * median(1)
     best, best_moment = 0.0, now
     for number, returns in enumerate(expected):
+        returns = min(returns, float(most - waiting))
         moment = first + number * part
         if moment > limit:
             break
