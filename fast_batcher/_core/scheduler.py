@@ -754,7 +754,7 @@ class Scheduler:
         return self.queue.size >= self._max_batch_size == self._most_now()
 
     def _most_now(self) -> int:
-        """How many of those that wait may leave together; of equals, and without targets."""
+        """How many of those that wait may leave together: all, if any of them has a target."""
         sizes = self._policy.sizes
         if sizes is None or self._has_had_targets or self.queue.has_own:
             return self._max_batch_size
@@ -795,6 +795,9 @@ class Scheduler:
         if self._ranked is None and not self._has_had_targets and not self.queue.has_own:
             return self.queue.take(self._most_now()), release
         if slot.batches and slot.has_put_back:
+            return [], release
+        if slot.batches and self._has_had_targets and not self._charges.is_known:
+            # What a worker has cannot be dropped any more, however long its first batch takes.
             return [], release
         start = now + self._seconds_until_free(now, slot, self._charges.median)
         requests, late, is_smaller = self._admission.take(start, self.queue)

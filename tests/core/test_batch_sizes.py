@@ -1,6 +1,6 @@
 """How many of those that wait leave together."""
 
-from math import inf
+from math import inf, sqrt
 
 import pytest
 from hypothesis import given
@@ -62,6 +62,20 @@ def test_the_more_come_the_larger_they_are() -> None:
 def test_if_more_come_than_can_be_served_all_are_sent(rate: float) -> None:
     sizes = BatchSizes(Costs(0.5e-3, 2e-3), rate)
     assert [sizes.best(waiting) for waiting in QUEUES] == list(QUEUES)
+
+
+@given(costs=costs_of_models, rate=st.floats(0.0, 1e4))
+def test_nobody_waits_for_many_batches(costs: Costs, rate: float) -> None:
+    """As if nobody came any more: those who do make batches larger."""
+    sizes = BatchSizes(costs, rate)
+    for queue in QUEUES:
+        batches, waiting = 0, queue
+        while waiting:
+            waiting -= sizes.best(waiting)
+            batches += 1
+        # 2 sqrt(q a / b), and half as many again since sizes are rounded.
+        most = 3 * sqrt(queue * costs.each / costs.fixed) + 1 if costs.fixed else inf
+        assert batches <= min(queue, most)
 
 
 def test_it_sends_no_fewer_than_have_been_seen_on_purpose() -> None:
