@@ -21,7 +21,7 @@ from benchmarks.simulation.loads import (
     stall_moments,
 )
 from benchmarks.simulation.models import MODELS, Model, Worker
-from benchmarks.simulation.optimum import optimum, ruled_sizes
+from benchmarks.simulation.optimum import most_in_time, optimum, ruled_sizes
 from benchmarks.simulation.peers import Aimd, Batched, Bento, FastDynamicBatcher
 
 # By seed: the first one's number; the others follow.
@@ -61,6 +61,8 @@ WITH_COSTS = "with costs"
 # The exact optimum; the best of all policies that send whatever waits or nothing; and a rule that
 # sends less than what waits, if it knows t(n) and the load.
 OPTIMUM, OPTIMUM_OF_ALL, RULE = "optimum", "optimum, sends all", "rule of sizes"
+# More answers in time than any batcher can give: see `most_in_time`.
+BOUND = "bound"
 
 
 def make(name: str, model: Model, target: float | None) -> Batcher:
@@ -167,7 +169,7 @@ def bursts(cell: Cell, seed: int, scale: float) -> Outcome:
     seconds = scale * 150_000 / model.capacity
     moments = bursty(model.capacity, seconds, seed)
     stalls = stall_moments(STALL_EVERY, seconds, seed)
-    return _run_all(
+    found = _run_all(
         {name: make(name, model, model.target) for name in cell.systems},
         lambda: OpenLoop(moments),
         lambda: Worker(
@@ -177,6 +179,7 @@ def bursts(cell: Cell, seed: int, scale: float) -> Outcome:
         target=model.target,
         warm_up=0.0,
     )
+    return found | {BOUND: {"in_time": most_in_time(model, moments)}}
 
 
 def slow_start(cell: Cell, seed: int, scale: float) -> Outcome:

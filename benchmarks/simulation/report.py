@@ -9,6 +9,7 @@ from benchmarks.simulation.bounds import Estimate, difference, percent_over
 from benchmarks.simulation.cells import (
     ALL_SYSTEMS,
     BENTO,
+    BOUND,
     GREEDY,
     OPTIMUM,
     OPTIMUM_OF_ALL,
@@ -104,7 +105,7 @@ def tables(results: Sequence[Result]) -> str:
 def _table(results: Sequence[Result], column: Column) -> str:
     names = [
         name
-        for name in (OPTIMUM, OPTIMUM_OF_ALL, RULE, *ALL_SYSTEMS)
+        for name in (OPTIMUM, OPTIMUM_OF_ALL, RULE, BOUND, *ALL_SYSTEMS)
         if any(name in r.figures for r in results)
     ]
     rows = [[_row_name(result.cell), *(column(result, n) for n in names)] for result in results]

@@ -1,13 +1,16 @@
-"""The adaptive policy: greedy, but for a hold that needs evidence. Pure; the scheduler asks it.
+"""The adaptive policy: greedy, with two exceptions that need evidence. Pure; the scheduler asks it.
 
 To wait pays where the callers of a batch come back soon after it and a batch costs much by itself:
 greedy then sends those who are back, and the others wait for a second small batch. The derivation
 of the gain is in docs/decisions/0012-the-hold.md.
+
+To leave some of those that wait behind pays where a batch costs little by itself: `BatchSizes`.
 """
 
 from collections import deque
 from math import inf
 
+from fast_batcher._core.batch_sizes import BatchSizes
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
 from fast_batcher._core.request_queue import RequestQueue
@@ -29,10 +32,14 @@ REST, LONGEST_REST = 64, 256
 # timer (1 ms with epoll, whose timeout is in whole milliseconds) but a loop that was blocked.
 LATENESS_SHARE = 1 / 16
 MOST_LATENESS = 0.005
+# Of arrivals per second: a new count's share of the average; one is made at every rest.
+RATE_SHARE = 1 / 4
 
 
 class AdaptivePolicy:
     """Sends what waits at once, unless more is known to come soon and to be worth the wait.
+
+    And all of it, unless the answers are known to come sooner in smaller batches.
 
     A hold lasts no longer than `max_delay` and a lone request's time, counted from the first moment
     at which a worker was free and requests waited; and never beyond the moment at which a waiting
@@ -66,6 +73,10 @@ class AdaptivePolicy:
         # No new plan before this moment: one takes 20 us, and every arrival asks for one.
         self._next_plan = -inf
         self._lateness = 0.0
+        self.sizes: BatchSizes | None = None
+        # When they were worked out last, how many requests had come by then, and the average of
+        # those that come per second.
+        self._sized_at, self._submitted, self._rate = -inf, 0, 0.0
 
     def arrived(self, now: float, count: int, is_idle: bool) -> None:
         """Learn when requests come."""
@@ -89,6 +100,7 @@ class AdaptivePolicy:
         self.is_greedy = max(self._peaks) <= load.workers
         self._in_vain += 1
         if self._in_vain == PATIENCE:
+            self._find_sizes(now, load)
             self._begin_rest()
 
     def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
@@ -107,6 +119,8 @@ class AdaptivePolicy:
             until = min(until, queue.earliest_deadline() - load.service.high(load.waiting + 1))
         if until > now:
             self.is_holding = True
+            # Where it is worth waiting for more, nobody is left behind.
+            self.sizes = None
             self._hold_until = until
             self._in_vain = 0
             self._next_rest = REST
@@ -134,6 +148,22 @@ class AdaptivePolicy:
         self._after_batch.forget_open()
         self._after_idle.forget_open()
         self._last_batch = self._last_idle = -inf
+
+    def _find_sizes(self, now: float, load: Load) -> None:
+        """How many of those that wait are sent until the next rest: all, unless enough is known."""
+        seconds, count = now - self._sized_at, load.submitted - self._submitted
+        self._sized_at, self._submitted = now, load.submitted
+        self.sizes = None
+        if seconds <= 0 or seconds == inf:
+            return
+        rate = count / seconds
+        self._rate += (rate - self._rate) * (RATE_SHARE if self._rate else 1.0)
+        known = load.service.costs()
+        # Several workers share the queue, which the formula knows nothing of.
+        if known is not None and load.workers == 1:
+            costs, smallest = known
+            # If more come than before, believe it at once: that leads to larger batches.
+            self.sizes = BatchSizes(costs, max(self._rate, rate), smallest)
 
     def _plan(self, now: float, load: Load) -> float:
         """The moment until which to wait for the largest gain; `now` if there is none."""

@@ -17,3 +17,5 @@ class Load(NamedTuple):
     max_batch_size: int
     # How long batches take; told of every batch while the policy learns.
     service: ServiceModel
+    # Requests accepted since the beginning.
+    submitted: int

@@ -9,6 +9,7 @@ from math import inf
 from typing import Protocol
 
 from fast_batcher._core.adaptive import AdaptivePolicy
+from fast_batcher._core.batch_sizes import BatchSizes
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
 from fast_batcher._core.request_queue import RequestQueue
@@ -30,6 +31,8 @@ class Policy(Protocol):
     # While it does not learn: answers, counted down by the scheduler, until `end_rest` is to be
     # called; 0 for never.
     rest: int
+    # How many of those that wait are sent together; None for all, as far as a batch has room.
+    sizes: BatchSizes | None
 
     def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
         """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker.
@@ -69,6 +72,7 @@ class _ConstantPolicy:
     learns = False
     is_holding = False
     rest = 0
+    sizes: BatchSizes | None = None
 
     def arrived(self, now: float, count: int, is_idle: bool) -> None:
         """Nothing to learn."""

@@ -292,6 +292,7 @@ class Scheduler:
             or size > self._most_at_once
             or self.next_expiry <= now
             or (not policy.is_greedy and size < self._max_batch_size)
+            or (size > 1 and policy.sizes is not None and policy.sizes.best(size) < size)
         ):
             return None
         for slot in self._slots.values():
@@ -601,7 +602,7 @@ class Scheduler:
             self._measure(now, slot, batch, started_at)
             policy.batch_done(now, len(batch.requests), self._load())
         else:
-            if self._is_measuring:
+            if self._is_measuring or policy.sizes is not None:
                 self._measure(now, slot, batch, started_at)
             if policy.rest:
                 policy.rest -= 1
@@ -750,7 +751,14 @@ class Scheduler:
     def _has_full_batch(self) -> bool:
         if self._ranked is not None:
             return self._ranked.is_full(self._max_batch_size)
-        return self.queue.size >= self._max_batch_size
+        return self.queue.size >= self._max_batch_size == self._most_now()
+
+    def _most_now(self) -> int:
+        """How many of those that wait may leave together: all, if any of them has a target."""
+        sizes = self._policy.sizes
+        if sizes is None or self._has_had_targets or self.queue.has_own:
+            return self._max_batch_size
+        return min(self._max_batch_size, sizes.best(self.queue.size))
 
     def _decide(self, now: float) -> Release | float:
         if self._is_draining:
@@ -772,7 +780,12 @@ class Scheduler:
 
     def _load(self) -> Load:
         return Load(
-            self.queue.size, self.running, len(self._slots), self._max_batch_size, self._service
+            self.queue.size,
+            self.running,
+            len(self._slots),
+            self._max_batch_size,
+            self._service,
+            self.tally.submitted,
         )
 
     def _choose(
@@ -780,8 +793,11 @@ class Scheduler:
     ) -> tuple[list[Request], Release]:
         """Take the next batch, without those that would be late; nothing if it is to wait."""
         if self._ranked is None and not self._has_had_targets and not self.queue.has_own:
-            return self.queue.take(self._max_batch_size), release
+            return self.queue.take(self._most_now()), release
         if slot.batches and slot.has_put_back:
+            return [], release
+        if slot.batches and self._has_had_targets and not self._charges.is_known:
+            # What a worker has cannot be dropped any more, however long its first batch takes.
             return [], release
         start = now + self._seconds_until_free(now, slot, self._charges.median)
         requests, late, is_smaller = self._admission.take(start, self.queue)

@@ -580,6 +580,21 @@ def test_a_second_batch_counts_the_rest_of_the_first() -> None:
     assert reasons == [ExpiryReason.UNREACHABLE] * 2
 
 
+def test_no_batch_stands_behind_one_of_which_nobody_knows_how_long_it_takes() -> None:
+    scheduler = make(max_batch_size=2, max_latency=100.0)
+    requests = [Request("input", None) for _ in range(8)]
+    assert scheduler.submit(0.0, requests) == []
+    # The first batch of a worker tells nothing.
+    for now in (0.0, 20.0):
+        (batch,) = poll_batches(scheduler, now)
+        assert poll_batches(scheduler, now + 1.0) == []
+        settle(scheduler, now + 20.0, batch)
+    assert [batch.requests for batch in poll_batches(scheduler, 40.0)] == [
+        requests[4:6],
+        requests[6:],
+    ]
+
+
 def test_a_request_that_runs_past_its_target_is_answered() -> None:
     """`max_latency` ends nothing; the timeout does."""
     scheduler = make(max_batch_size=2, max_latency=1.0, timeout=10.0)

@@ -12,7 +12,7 @@ from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.service_model import ServiceModel
 
 ARRIVAL = 10.0
-LOAD = Load(waiting=1, running=0, workers=1, max_batch_size=4, service=ServiceModel())
+LOAD = Load(waiting=1, running=0, workers=1, max_batch_size=4, service=ServiceModel(), submitted=1)
 
 
 def queue_of(*deadlines: float, arrival: float = ARRIVAL) -> RequestQueue:

@@ -6,20 +6,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import make, poll_batches, run, submit
 
+from fast_batcher._core.adaptive import AdaptivePolicy
+from fast_batcher._core.batch_sizes import BatchSizes
 from fast_batcher._core.messages import Batch, Dispatch, Request
-from fast_batcher._core.policy import make_policy
+from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.straight_line import Costs
 from fast_batcher.stats import Tally
 
 # Its one batch has expired by the time of the arrivals.
 STALLED = "stalled"
 BUSY = "busy"
 FREE = "free"
+# The adaptive policy where nothing is gained by a larger batch.
+ONE_BY_ONE = "one by one"
 ARRIVAL = 5.0
 
 worlds = st.fixed_dictionaries(
     {
-        "policy": st.sampled_from(["adaptive", "greedy", "fixed"]),
+        "policy": st.sampled_from(["adaptive", "greedy", "fixed", ONE_BY_ONE]),
         "max_batch_size": st.integers(1, 4),
         "max_queue_size": st.integers(1, 5),
         "timeout": st.sampled_from([None, 2.0, 30.0]),
@@ -31,12 +36,20 @@ worlds = st.fixed_dictionaries(
 arrivals = st.lists(st.sampled_from([None, None, None, None, 6.0, inf]), min_size=1, max_size=5)
 
 
+def policy_of(name: str) -> Policy:
+    if name != ONE_BY_ONE:
+        return make_policy(name, 1.0)
+    policy = AdaptivePolicy(1.0)
+    policy.sizes = BatchSizes(Costs(0.0, 1.0), 0.0)
+    return policy
+
+
 def scheduler_of(world: dict[str, object]) -> tuple[Scheduler, Tally]:
     """A scheduler whose workers are free, busy or stalled at the time of the arrivals."""
     tally = Tally()
     settings = {name: world[name] for name in ("max_batch_size", "max_queue_size")}
     scheduler = Scheduler(
-        make_policy(str(world["policy"]), 1.0),
+        policy_of(str(world["policy"])),
         tally,
         timeout=world["timeout"],  # type: ignore[arg-type]
         infer_timeout=world["infer_timeout"],  # type: ignore[arg-type]
