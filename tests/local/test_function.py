@@ -12,7 +12,6 @@ from fast_batcher._local.function import (
     as_error,
     bind_weakly,
     is_async,
-    is_out_of_memory,
     rows,
     without_own_frame,
 )
@@ -86,15 +85,6 @@ def test_the_first_frame_is_taken_off() -> None:
     assert caught.value.__traceback__.tb_frame.f_code.co_name == "fail"
     never_raised = ValueError()
     assert without_own_frame(never_raised).__traceback__ is None
-
-
-def test_what_is_out_of_memory() -> None:
-    class OutOfMemoryError(RuntimeError):
-        """As torch calls it."""
-
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(OutOfMemoryError())
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_a_method_does_not_keep_its_instance() -> None:
