@@ -22,7 +22,7 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.policy import FixedPolicy, GreedyPolicy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.errors import BatcherClosedError, QueueFullError
+from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 from fast_batcher.stats import Tally
 
 # Nothing to do.
@@ -812,6 +812,34 @@ def test_first_come_first_served_for_bytes_too() -> None:
     scheduler = make(workers=0, max_queue_bytes=100)
     requests = sized(80, 30, 10)
     assert scheduler.submit(0.0, requests) == requests[1:]
+
+
+def test_only_those_are_weighed_that_nothing_else_refuses() -> None:
+    weighed = []
+
+    def weigh(request: Request) -> None:
+        request.size = 40
+        weighed.append(request)
+
+    scheduler = make(
+        max_batch_size=1, max_queue_size=5, max_queue_bytes=100, max_latency=4.5, weigh=weigh
+    )
+    # The first batch of a worker teaches nothing.
+    for now in (0.0, 1.0):
+        settle(scheduler, now + 1.0, run(scheduler, now))
+    run(scheduler, 2.0)
+    weighed.clear()
+    requests = [Request(None, None) for _ in range(7)]
+    # There is room for five, three would be answered in time, and two fit in by their bytes.
+    assert set(scheduler.submit(2.0, requests)) == set(requests[2:])
+    kinds = [type(one.refusal.to_error()) for one in requests[2:]]
+    late = DeadlineExceededError
+    assert kinds == [QueueFullError, late, late, QueueFullError, QueueFullError]
+    assert weighed == requests[:3]
+    scheduler.begin_drain()
+    late_comer = Request(None, None)
+    assert scheduler.submit(2.0, [late_comer]) == [late_comer]
+    assert weighed == requests[:3]
 
 
 # Retiring.
