@@ -130,6 +130,8 @@ class Scheduler:
         self._is_measuring = max_latency is not None or former is not None
         # The same by what batches are charged, where there are costs.
         self._charges = self._service if former is None else former.service
+        # Sizes and seconds of warm-ups, until a request tells what such sizes may be charged.
+        self._warm_ups: list[tuple[float, float]] = []
         self._admission = Admission(self._charges, max_batch_size, former)
         # Before this moment every request with no target but `max_latency` is refused, unless what
         # that depends on has changed: see `_refuse_all`.
@@ -189,6 +191,8 @@ class Scheduler:
         """
         if now < self._shut_until and self._refuse_all(now, requests):
             return requests
+        if self._warm_ups and requests:
+            self._learn_warm_ups(sum([request.cost for request in requests]) / len(requests))
         requests, refused = self._refuse_without_room(now, requests)
         own = [
             request
@@ -530,6 +534,20 @@ class Scheduler:
         self._shut_until = -inf
         for size, seconds in times:
             self._service.observe(size, seconds)
+            if self._former is not None and not self._charges.is_known:
+                self._warm_ups.append((size, seconds))
+        if self._warm_ups and self._ranked is not None and self._ranked.size:
+            self._learn_warm_ups(self._ranked.cost / self._ranked.size)
+
+    def _learn_warm_ups(self, cost: float) -> None:
+        """Take the inputs of the warm-up for such of this cost: what they cost the model knows.
+
+        If they are not, batches that are answered correct it. To believe the first of these alone,
+        which may be slow for reasons of its own, would refuse what could be served.
+        """
+        for size, seconds in self._warm_ups:
+            self._charges.observe(size * cost, seconds)
+        self._warm_ups.clear()
 
     def worker_retired(self, worker: int) -> None:
         """A worker is given nothing more; it answers what it has."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from schedules import NOTHING, dispatched, make, poll_batches, run, settle, submit, told
 
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Expire,
@@ -1177,3 +1178,38 @@ def test_ranks_count_after_everybody_was_given_up() -> None:
     scheduler.rank_requests()  # once more changes nothing
     scheduler.worker_ready(1.0, 0)
     assert poll_batches(scheduler, 1.0)[0].requests == [high]
+
+
+# Warm-ups, where there are costs.
+
+
+def costly(*costs: float) -> list[Request]:
+    requests = []
+    for cost in costs:
+        requests.append(Request(None, None))
+        requests[-1].cost = cost
+    return requests
+
+
+def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -> None:
+    former = BatchFormer(None, is_padded=True)
+    scheduler = make(max_batch_size=4, max_latency=3.0, former=former, workers=0)
+    warm_up = [(1, 1.0), (4, 2.5)]
+    scheduler.worker_ready(0.0, 0, warm_up)
+    assert scheduler.submit(0.0, costly(10.0)) == []
+    poll_batches(scheduler, 0.0)
+    # No batch has been answered. The one that runs takes a second, and three of 10 two seconds.
+    requests = costly(10.0, 10.0, 10.0)
+    assert scheduler.submit(0.0, requests) == requests[2:]
+    # What is known stands: another worker's inputs may be like other requests.
+    scheduler.worker_ready(0.0, 1, [(1, 100.0)])
+    scheduler.submit(0.0, costly(20.0))
+    assert (former.service.median(10.0), former.service.median(40.0)) == (1.0, 2.5)
+
+
+def test_what_waits_for_the_warm_up_tells_it_too() -> None:
+    former = BatchFormer(None, is_padded=True)
+    scheduler = make(former=former, workers=0)
+    assert scheduler.submit(0.0, costly(10.0, 30.0)) == []
+    scheduler.worker_ready(1.0, 0, [(1, 1.0), (2, 1.5)])
+    assert (former.service.median(20.0), former.service.median(40.0)) == (1.0, 1.5)
