@@ -15,6 +15,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import pytest
+
 from fast_batcher import BatcherStats, DynBatcher
 
 # No wait of a test is longer, in seconds, where no figure is printed for it: hundreds of times what
@@ -29,6 +31,11 @@ SOON = 0.1
 
 # Turns of the loop within which everything happens that needs no other process.
 AT_ONCE = 100
+
+# For tests in which the loop has no part: what they are about happens in the worker, in the core or
+# in the codec, and that both loops tell the same of a worker is tested by itself.
+ONE_LOOP: Any = ("asyncio", {"use_uvloop": True})
+one_loop = pytest.mark.parametrize("anyio_backend", [ONE_LOOP], ids=["uvloop"], indirect=True)
 
 # What was waited for, seconds it took, and the printed figure; the end of the run shows them.
 MEASURED: list[tuple[str, float, float]] = []
