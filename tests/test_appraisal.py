@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sample_models import BatchSize, Echo, Gated
-from waits import ONE_LOOP, Gate, call, turns, until
+from waits import ONE_LOOP, Gate, call, shown, turns, until
 
 from fast_batcher import (
     BatcherError,
@@ -314,7 +314,7 @@ async def a_coroutine(value: Any) -> float:
             for value in (0, -1, math.nan, math.inf, "8", True, [8])
         ],
     ],
-    ids=str,
+    ids=shown,
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

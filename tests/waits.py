@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -39,6 +40,11 @@ one_loop = pytest.mark.parametrize("anyio_backend", [ONE_LOOP], ids=["uvloop"], 
 
 # What was waited for, seconds it took, and the printed figure; the end of the run shows them.
 MEASURED: list[tuple[str, float, float]] = []
+
+
+def shown(value: object) -> str:
+    """A value in the name of a test, which is the same in each of several processes."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
 @contextmanager

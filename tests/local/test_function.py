@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+from waits import shown
 
 from fast_batcher._local.function import (
     Failure,
@@ -54,13 +55,15 @@ class _Called:
 @pytest.mark.parametrize(
     "call",
     [_coroutine, functools.partial(_coroutine), functools.partial(_Called()), _Called().method],
-    ids=str,
+    ids=shown,
 )
 def test_async_functions_are_known(call: Any) -> None:
     assert is_async(call)
 
 
-@pytest.mark.parametrize("call", [len, list, functools.partial(len), lambda items: items], ids=str)
+@pytest.mark.parametrize(
+    "call", [len, list, functools.partial(len), lambda items: items], ids=shown
+)
 def test_others_are_not(call: Any) -> None:
     assert not is_async(call)
 
