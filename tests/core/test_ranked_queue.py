@@ -399,14 +399,11 @@ def test_what_is_put_back_is_kept_once() -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another group"])
-@pytest.mark.parametrize("former", [None, BatchFormer(None, is_padded=True)], ids=["", "costs"])
-def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(
-    former: BatchFormer | None, others: int
-) -> None:
+def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> None:
     """Counted in calls of functions. The oldest is in time, and goes back for each that is not."""
 
     def calls_to_drop(late: int) -> int:
-        arrivals = Arrivals(former)
+        arrivals = Arrivals()
         # Somebody has to wait, or nobody is dropped for the others' sake.
         arrivals.add(-1)
         first = arrivals.add(0, 0)
@@ -416,7 +413,7 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(
                 arrivals.add(0, 1)
         service = ServiceModel()
         service.observe(1, 1.0)
-        admission = Admission(service, 2, former)
+        admission = Admission(service, 2)
         calls = 0
 
         def count_call(_frame: FrameType, event: str, _: object) -> None:
