@@ -728,6 +728,24 @@ def test_three_first_batches_that_are_far_too_slow_do_not_stop_the_service() -> 
     assert outcomes.count_within(TARGET, since=end_of_slow) > 0.9 * offered
 
 
+def test_slow_batches_behind_a_warm_up_do_not_stop_the_service_either() -> None:
+    """What is known from the start refuses most then, so that batches of one are the slow ones."""
+    scheduler = make(
+        max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=TARGET, workers=0
+    )
+    one, full = ([Request(0, None)] * size for size in (1, GPU_BATCH))
+    scheduler.worker_ready(0.0, 0, [(1, gpu(one, 0)), (GPU_BATCH, gpu(full, 0))])
+    moments = poisson(0.8 * GPU_CAPACITY, 6.0, 2)
+    arrivals = [(moment, Request(0, None)) for moment in moments]
+    outcomes = serve(
+        scheduler, arrivals, lambda requests, number: gpu(requests, number) * (50, 1)[number > 3]
+    )
+    since = outcomes.done_at[3]
+    offered = sum(moment >= since for moment in moments)
+    assert offered > 10_000
+    assert outcomes.count_within(TARGET, since) > 0.9 * offered
+
+
 def test_f61_after_a_pulse_the_service_is_as_before() -> None:
     scheduler = make(max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=TARGET)
     before = poisson(0.5 * GPU_CAPACITY, 1.0, 3)
