@@ -698,7 +698,7 @@ def test_f60_under_five_times_the_capacity_who_is_let_in_is_answered_in_time(
 
     scheduler = make(max_batch_size=size, max_queue_size=100_000, max_latency=target)
     capacity = size / work([Request(0, None)] * size, 0)
-    seconds = 20_000 / capacity
+    seconds = 8_000 / capacity
     moments = poisson(5 * capacity, seconds, seed=8)
     outcomes = serve(scheduler, [(moment, Request(0, None)) for moment in moments], scattered)
     since = seconds / 5
