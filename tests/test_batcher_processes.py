@@ -54,7 +54,19 @@ from sample_models import (
     WarmsUpBadly,
     Whereabouts,
 )
-from waits import LIMIT, SOON, Gate, Watch, assert_balance, call, outcome, turns, until, within
+from waits import (
+    LIMIT,
+    SOON,
+    Gate,
+    Watch,
+    assert_balance,
+    call,
+    one_loop,
+    outcome,
+    turns,
+    until,
+    within,
+)
 
 from fast_batcher import (
     DeadlineExceededError,
@@ -300,6 +312,7 @@ def text_of(error: BaseException) -> str:
         return f"str() raised {type(raised).__name__}"
 
 
+@one_loop
 @pytest.mark.parametrize("name", RAISED)
 async def test_f26_what_the_model_raises_reaches_the_callers_of_the_batch(
     raising: DynBatcher[Any, Any], name: str
@@ -319,6 +332,7 @@ async def test_f26_what_the_model_raises_reaches_the_callers_of_the_batch(
     assert_balance(raising)
 
 
+@one_loop
 async def test_the_cause_is_the_traceback_in_the_worker() -> None:
     async with DynBatcher(Raises) as batcher:
         error = await outcome(call(batcher, "value"))
@@ -338,6 +352,7 @@ async def returning() -> Any:
         yield batcher
 
 
+@one_loop
 @pytest.mark.parametrize("name", OUTPUTS)
 async def test_f23_f24_the_model_must_return_one_output_per_input(
     returning: DynBatcher[Any, Any], name: str
@@ -357,6 +372,7 @@ async def test_f23_f24_the_model_must_return_one_output_per_input(
     assert_balance(returning)
 
 
+@one_loop
 @pytest.mark.parametrize("name", UNPICKLABLE)
 async def test_f27_an_output_that_cannot_be_pickled_fails_alone(name: str) -> None:
     async with DynBatcher(UnpicklableOutputs) as batcher:
@@ -412,6 +428,7 @@ async def test_an_input_that_cannot_be_pickled_fails_alone(name: str) -> None:
         assert (stats.completed, stats.failed, stats.restarts) == (3, 2, 0)
 
 
+@one_loop
 @pytest.mark.parametrize("error", [ValueError("broken on arrival"), SystemExit(3)], ids=repr)
 async def test_an_input_that_the_worker_cannot_unpickle_fails_alone(error: BaseException) -> None:
     async with DynBatcher(Echo) as batcher:
@@ -447,11 +464,13 @@ async def test_a_bad_input_is_cancelled_while_its_batch_is_sent_again(gate: Gate
         assert (stats.completed, stats.failed, stats.cancelled) == (3, 1, 1)
 
 
+@one_loop
 async def test_a_model_may_empty_the_list_it_is_given() -> None:
     async with DynBatcher(ChangesInputs) as batcher:
         assert await batcher.process_many([1, 2, 3]) == [1, 2, 3]
 
 
+@one_loop
 @pytest.mark.parametrize("way", ["exit 0", "exit 3"])
 async def test_f07_a_model_that_exits_is_a_dead_worker(way: str) -> None:
     async with DynBatcher(Crashes, idempotent=False) as batcher:
@@ -559,6 +578,7 @@ async def start_error_of(batcher: DynBatcher[Any, Any]) -> WorkerStartupError:
     return caught.value
 
 
+@one_loop
 async def test_f12_an_init_that_raises() -> None:
     error = await start_error_of(DynBatcher(RaisesOnLoad))
     assert str(error) == (
@@ -567,11 +587,13 @@ async def test_f12_an_init_that_raises() -> None:
     assert "raise FileNotFoundError" in str(error.__cause__)
 
 
+@one_loop
 async def test_an_init_that_calls_sys_exit() -> None:
     error = await start_error_of(DynBatcher(SystemExitOnLoad))
     assert "SystemExit: 3" in str(error)
 
 
+@one_loop
 @pytest.mark.parametrize(
     ("way", "text"),
     [
@@ -602,6 +624,7 @@ async def test_f13_an_init_that_never_returns(gate: Gate) -> None:
     await batcher.aclose()
 
 
+@one_loop
 @pytest.mark.parametrize(
     ("model", "text"), [(WarmsUpBadly, "during warm-up"), (RaisesOnWarmUp, "ValueError: too cold")]
 )
@@ -609,6 +632,7 @@ async def test_a_model_that_fails_its_warm_up_is_not_started(model: Any, text: s
     assert text in str(await start_error_of(DynBatcher(model)))
 
 
+@one_loop
 async def test_a_constructor_that_misses_arguments_is_named() -> None:
     error = await start_error_of(DynBatcher(NeedsArguments))
     assert "missing 1 required positional argument: 'path'" in str(error)
@@ -632,6 +656,7 @@ WRONG_STRINGS = {
 }
 
 
+@one_loop
 @pytest.mark.parametrize("name", WRONG_STRINGS)
 async def test_a_string_that_names_no_model_is_told_when_the_batcher_opens(name: str) -> None:
     error = await start_error_of(DynBatcher(name))
@@ -640,6 +665,7 @@ async def test_a_string_that_names_no_model_is_told_when_the_batcher_opens(name:
     assert name in text
 
 
+@one_loop
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
@@ -678,6 +704,7 @@ async def test_one_of_two_workers_fails_to_load_and_the_other_is_ended_too(tmp_p
 # --- what a worker is -----------------------------------------------------------------------------
 
 
+@one_loop
 async def test_what_a_worker_finds_in_its_process() -> None:
     async with DynBatcher(Reports) as batcher:
         report = await batcher.process_batched("")

@@ -81,6 +81,21 @@ def test_a_client_whose_request_fails_asks_again() -> None:
     assert 0 < figures["lost"] < 1
 
 
+def test_what_is_refused_during_the_warm_up_is_not_counted() -> None:
+    asked = 0
+
+    async def refuse_the_first(value: object) -> object:
+        nonlocal asked
+        asked += 1
+        if asked <= 3:
+            raise RuntimeError("not yet")
+        return value, 1
+
+    figures = asyncio.run(closed_loop(refuse_the_first, Load("Gpu", 1, 1, 0.2, seed=1)))
+    assert asked > 3
+    assert figures["lost"] == 0
+
+
 def test_the_gain_is_taken_pair_by_pair() -> None:
     # The machine is ten times slower in the second pair.
     runs = [*pair(0, 130.0, 100.0), *pair(1, 13.0, 10.0), *pair(2, 500.0, None)]

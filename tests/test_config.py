@@ -25,6 +25,7 @@ from sample_models import (
     NoInfer,
     TwoArgumentInfer,
 )
+from waits import shown
 
 from fast_batcher import ConfigurationError, DynBatcher, InferenceModel
 from fast_batcher import config as config_module
@@ -522,7 +523,7 @@ def test_an_instance_is_not_a_class() -> None:
     assert "model_args" in message
 
 
-@pytest.mark.parametrize("model", [lambda inputs: inputs, len, None, 7, b"a:B", ["a:B"]], ids=repr)
+@pytest.mark.parametrize("model", [lambda inputs: inputs, len, None, 7, b"a:B", ["a:B"]], ids=shown)
 def test_what_is_neither_class_nor_string_is_no_model(model: object) -> None:
     assert refusal(model) == (
         f"model={model!r}: give a subclass of InferenceModel or a 'module:Class' string"
@@ -628,7 +629,7 @@ class RefusesPickling:
         raise RuntimeError("I stay here")
 
 
-@pytest.mark.parametrize("thing", [lambda: None, threading.Lock(), RefusesPickling()], ids=repr)
+@pytest.mark.parametrize("thing", [lambda: None, threading.Lock(), RefusesPickling()], ids=shown)
 def test_arguments_that_cannot_be_pickled_are_named(thing: object) -> None:
     message = refusal(model_args=(thing,))
     assert message.startswith("model_args=(")

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import venv
+from importlib import metadata
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 import yaml
 from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
+from packaging.requirements import Requirement
 
 from fast_batcher import DynBatcher
 
@@ -187,6 +189,15 @@ def test_the_context_holds_what_the_images_need_and_no_more(name: str, ignored: 
     assert is_ignored(Path(name)) is ignored
 
 
+def with_requirements(name: str) -> set[str]:
+    """An installed package and all that it needs."""
+    names = {name}
+    for requirement in map(Requirement, metadata.requires(name) or ()):
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            names |= with_requirements(requirement.name)
+    return names
+
+
 class Build:
     """An image as a folder, and a virtual environment in place of the base's Python.
 
@@ -247,9 +258,27 @@ class Build:
                 shutil.copy(file, to)
 
     def _do_run(self, value: str) -> None:
+        if f" torch=={metadata.version('torch').partition('+')[0]}" in value:
+            self._share_torch()
         with self._log.open("ab") as log:
             status = self.start(["/bin/sh", "-c", value], stdout=log).wait(STEP_LIMIT)
         assert status == 0, f"RUN {value}\n{self._log.read_text()[-3000:]}"
+
+    def _share_torch(self) -> None:
+        """Let pip find the torch that it is told to install: it is installed here, from there.
+
+        To fetch and unpack it once more takes longer than all the rest.
+        """
+        shared = self._folder / "shared"
+        shared.mkdir()
+        for name in with_requirements("torch"):
+            package = metadata.distribution(name)
+            for top in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+                if not (shared / top).is_symlink():  # several may have a part of one folder
+                    (shared / top).symlink_to(Path(str(package.locate_file(top))))
+        # Outside the environment, so that pip removes nothing of it.
+        (packages,) = (self._folder / "venv").glob("lib/python*/site-packages")
+        (packages / "shared.pth").write_text(f"{shared}\n")
 
     def _do_user(self, _: str) -> None:
         """Nobody becomes another here."""

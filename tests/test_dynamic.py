@@ -393,14 +393,20 @@ def test_a_sequence_that_raises_settles_everybody() -> None:
         function([1, 2])
 
 
-def test_out_of_memory_makes_batches_smaller() -> None:
+@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("CUDA error: out of memory")])
+def test_out_of_memory_makes_batches_smaller(raised: Exception) -> None:
+    sizes = []
+
     def answer(items: list[int]) -> list[int]:
+        sizes.append(len(items))
         if len(items) > 4:
-            raise MemoryError
+            raise raised
         return items
 
     with dynamically(batch_size=16)(answer) as function:
         assert function(list(range(100))) == list(range(100))
+    # Not by looking for a culprit in each of them.
+    assert sorted(sizes)[-3:] == [4, 8, 16]
 
 
 def test_out_of_memory_lets_go_of_the_batch_and_ends_no_generator_of_the_model() -> None:

@@ -38,7 +38,9 @@ from fast_batcher.errors import (
     WorkerLostError,
     WorkerStartupError,
     clear_frames,
+    cuda_message,
     from_model,
+    is_out_of_memory,
     rebuild,
     take_apart,
 )
@@ -559,3 +561,37 @@ def test_what_is_suspended_goes_on() -> None:
 
 def test_an_error_that_was_never_raised_has_no_frames() -> None:
     clear_frames(MemoryError())
+
+
+# Out of memory.
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch calls it."""
+
+
+class Unshowable(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (MemoryError(), True),
+        (OutOfMemoryError(), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        # Inputs may say anything.
+        (RuntimeError("cannot read 'CUDA out of memory'"), False),
+        (ValueError("CUDA out of memory"), False),
+        (Unshowable(), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, is_it: bool) -> None:
+    assert is_out_of_memory(error) is is_it
+
+
+def test_what_cuda_says_begins_with_its_name() -> None:
+    assert cuda_message(RuntimeError("CUDA error: no device")) == "CUDA error: no device"
+    assert cuda_message(RuntimeError("an input says CUDA")) == ""
+    assert cuda_message(Unshowable()) == ""

@@ -4,8 +4,10 @@ Parent process; the models' side of a gate is `sample_models.pass_gate`.
 """
 
 import asyncio
+import itertools
 import json
 import os
+import re
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -13,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
+
+import pytest
 
 from fast_batcher import BatcherStats, DynBatcher
 
@@ -26,8 +30,21 @@ SLACK = 5.0
 # and long after everything that does not wait has happened.
 SOON = 0.1
 
+# Turns of the loop within which everything happens that needs no other process.
+AT_ONCE = 100
+
+# For tests in which the loop has no part: what they are about happens in the worker, in the core or
+# in the codec, and that both loops tell the same of a worker is tested by itself.
+ONE_LOOP: Any = ("asyncio", {"use_uvloop": True})
+one_loop = pytest.mark.parametrize("anyio_backend", [ONE_LOOP], ids=["uvloop"], indirect=True)
+
 # What was waited for, seconds it took, and the printed figure; the end of the run shows them.
 MEASURED: list[tuple[str, float, float]] = []
+
+
+def shown(value: object) -> str:
+    """A value in the name of a test, which is the same in each of several processes."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))
 
 
 @contextmanager
@@ -68,8 +85,11 @@ async def turns(count: int = 3) -> None:
 async def until(is_so: Callable[[], bool]) -> None:
     """Let the loop turn until this is true of a batcher, which does not tell when it becomes so."""
     async with asyncio.timeout(LIMIT):
-        while not is_so():
-            await asyncio.sleep(0)
+        for turn in itertools.count():
+            if is_so():
+                return
+            # What takes longer is waited for without taking a core from the process that does it.
+            await asyncio.sleep(0 if turn < AT_ONCE else 0.001)
 
 
 class Visit:

@@ -88,12 +88,14 @@ class BatchFormer:
             wasted_by_shorter = highest - shorter[-1].cost if fits_shorter else inf
             wasted_by_longer = (longer[-1].cost - highest) * (size - 1) if fits_longer else inf
             request = (shorter if wasted_by_shorter <= wasted_by_longer else longer).pop()
+            is_free = min(wasted_by_shorter, wasted_by_longer) == 0 and best_size == size - 1
             highest = max(highest, request.cost)
             chosen.append(request)
             total += request.cost
-            # Of equals the larger one: fewer batches.
+            # Of equals the larger one: fewer batches. And one that adds no padding is not left out
+            # for what is believed of larger batches, or it would be believed for ever.
             work = self._work_per_second(total, size * highest)
-            if work >= best:
+            if work >= best or is_free:
                 best, best_size = work, size
         del chosen[best_size:]
 

@@ -64,10 +64,16 @@ class _Lane:
         self.cost = max(0.0, self.cost + step * _cost_of(request)) if self.size else 0.0
 
     def put_back(self, requests: list[Request]) -> None:
-        """Those of them that it still has, it has once; those that stayed may be older."""
+        """Requests that have been taken out; those that stayed may be older."""
         for request in requests:
             self.count(request, 1)
-        self.requests = deque(sorted({*self.requests, *requests}, key=_id_of))
+        # All but the oldest stay where they are: under overload this is done for every batch that
+        # is tried, and with all that wait it would take longer than computing them.
+        last = max(map(_id_of, requests))
+        oldest = list(requests)
+        while self.requests and self.requests[0].id < last:
+            oldest.append(self.requests.popleft())
+        self.requests.extendleft(sorted(oldest, key=_id_of, reverse=True))
 
     def head(self) -> Request:
         """The oldest that waits, of at least one."""
@@ -83,7 +89,7 @@ class RankedQueue(RequestQueue):
         former: Chooses by costs, or None: then as many as there are.
     """
 
-    __slots__ = ("_entries", "_former", "_lanes", "_levels", "_order", "batches")
+    __slots__ = ("_emptied", "_entries", "_former", "_lanes", "_levels", "_order", "batches")
 
     def __init__(self, former: BatchFormer | None) -> None:
         super().__init__()
@@ -91,8 +97,11 @@ class RankedQueue(RequestQueue):
         # By priority: all of it. By priority and group: the same requests once more.
         self._levels: dict[int, _Lane] = {}
         self._lanes: dict[tuple[int, Group | None], _Lane] = {}
-        # The priorities of the levels, rising. A level goes with its last request.
+        # The priorities of the levels, rising.
         self._order: list[int] = []
+        # Priorities whose last request has been taken: the level stays until it is certain that
+        # nothing of it is put back, which it then still has in its place.
+        self._emptied: list[int] = []
         # At least as many as the levels have entries, dead ones included.
         self._entries = 0
         # Batches that have left; those that are tried again left once.
@@ -172,17 +181,16 @@ class RankedQueue(RequestQueue):
         self._sweep()
 
     def put_back(self, requests: list[Request]) -> None:
-        """Undo `take` for some of those that it has just returned."""
+        """Undo `take` for some of those that it has just returned, before anything else is done."""
         # Their entries of the heap have stayed.
         self.size += len(requests)
         by_rank: dict[tuple[int, Group | None], list[Request]] = {}
         for request in requests:
             by_rank.setdefault(_rank_of(request), []).append(request)
         for (priority, group), equals in by_rank.items():
-            level = self._level_of(priority)
-            self._entries -= len(level.requests)
-            level.put_back(equals)
-            self._entries += len(level.requests)
+            level = self._levels[priority]
+            for request in equals:
+                level.count(request, 1)
             lane = self._lane_of(priority, group)
             lane.put_back(equals)
             # If it is a new one, those that come are behind those that come back.
@@ -202,6 +210,7 @@ class RankedQueue(RequestQueue):
         return self.batches % AGED_BATCHES == AGED_BATCHES - 1
 
     def _first(self, *, by_age: bool) -> Request:
+        self._drop_emptied()
         if by_age:
             return min([level.head() for level in self._levels.values()], key=_id_of)
         return self._levels[self._order[-1]].head()
@@ -245,9 +254,16 @@ class RankedQueue(RequestQueue):
         level = self._levels[rank[0]]
         level.count(request, -1)
         if not level.size:
-            self._entries -= len(level.requests)
-            del self._levels[rank[0]]
-            del self._order[bisect_left(self._order, rank[0])]
+            self._emptied.append(rank[0])
+
+    def _drop_emptied(self) -> None:
+        while self._emptied:
+            priority = self._emptied.pop()
+            level = self._levels.get(priority)
+            if level is not None and not level.size:
+                self._entries -= len(level.requests)
+                del self._levels[priority]
+                del self._order[bisect_left(self._order, priority)]
 
     def _level_of(self, priority: int) -> _Lane:
         level = self._levels.get(priority)
@@ -264,6 +280,7 @@ class RankedQueue(RequestQueue):
 
     def _sweep(self) -> None:
         """Requests that have left hold their values: keep no more of them than wait."""
+        self._drop_emptied()
         if self.size and max(self._entries, len(self._heap)) <= 2 * self.size + MIN_DEAD_ENTRIES:
             return
         for lane in (*self._levels.values(), *self._lanes.values()):

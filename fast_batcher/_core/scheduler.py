@@ -72,7 +72,9 @@ class Scheduler:
         tally: Where it counts; it may have counted for another scheduler before.
         max_batch_size: Most requests in a batch.
         max_queue_size: Most requests waiting.
-        max_queue_bytes: Most bytes of them together, or None; every request must have its size.
+        max_queue_bytes: Most bytes of them together, or None.
+        weigh: Sees to it that a request has its `size`, where there is `max_queue_bytes`. That
+            takes time, so it is called for those alone that nothing else refuses. None if all have.
         timeout: Seconds from arrival to deadline where the caller names none, or None for no limit.
         max_latency: Seconds from arrival by which an answer is wanted, or None: see `Admission`.
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
@@ -91,6 +93,7 @@ class Scheduler:
         max_batch_size: int,
         max_queue_size: int,
         max_queue_bytes: int | None = None,
+        weigh: Callable[[Request], None] | None = None,
         timeout: float | None,
         max_latency: float | None = None,
         infer_timeout: float | None,
@@ -104,6 +107,7 @@ class Scheduler:
         self._policy = policy
         self._max_queue_size = max_queue_size
         self._max_queue_bytes = max_queue_bytes
+        self._weigh = weigh
         self._timeout = inf if timeout is None else timeout
         self._max_latency = inf if max_latency is None else max_latency
         # Whether a request may wait that has a target for which it did not ask itself.
@@ -126,6 +130,8 @@ class Scheduler:
         self._is_measuring = max_latency is not None or former is not None
         # The same by what batches are charged, where there are costs.
         self._charges = self._service if former is None else former.service
+        # Sizes and seconds of warm-ups, until a request tells what such sizes may be charged.
+        self._warm_ups: list[tuple[float, float]] = []
         self._admission = Admission(self._charges, max_batch_size, former)
         # Before this moment every request with no target but `max_latency` is refused, unless what
         # that depends on has changed: see `_refuse_all`.
@@ -185,6 +191,8 @@ class Scheduler:
         """
         if now < self._shut_until and self._refuse_all(now, requests):
             return requests
+        if self._warm_ups and requests:
+            self._learn_warm_ups(sum([request.cost for request in requests]) / len(requests))
         requests, refused = self._refuse_without_room(now, requests)
         own = [
             request
@@ -201,6 +209,11 @@ class Scheduler:
                     self._shut(now, late[-1].refusal, len(requests) - len(late))
                 requests = [request for request in requests if not hasattr(request, "refusal")]
                 own = [request for request in own if not hasattr(request, "refusal")]
+        if self._max_queue_bytes is not None:
+            count = self._take_fitting(now, requests)
+            refused += requests[count:]
+            requests = requests[:count]
+            own = [request for request in own if not hasattr(request, "refusal")]
         self.tally.rejected += len(refused)
         deadline = now + self._timeout
         request_id = self.tally.submitted
@@ -383,12 +396,14 @@ class Scheduler:
         if len(requests) > room:
             requests, refused = requests[:room], requests[room:]
             self._refuse(now, refused, room)
-        if self._max_queue_bytes is not None:
-            count = self.count_fitting(requests)
-            if count < len(requests):
-                self._refuse(now, requests[count:], count, "no room for its bytes: ")
-                requests, refused = requests[:count], requests[count:] + refused
         return requests, refused
+
+    def _take_fitting(self, now: float, requests: list[Request]) -> int:
+        """How many of the arrivals there is room for in bytes; the others are told."""
+        count = self.count_fitting(requests)
+        if count < len(requests):
+            self._refuse(now, requests[count:], count, "no room for its bytes: ")
+        return count
 
     def _refuse(self, now: float, requests: list[Request], taken: int, why: str = "") -> None:
         """Tell requests that there is no room for them, after so many of the same turn."""
@@ -479,6 +494,8 @@ class Scheduler:
         waiting = sum(request.size for request in self.queue if not request.is_settled)
         count = 0
         for request in requests:
+            if self._weigh is not None:
+                self._weigh(request)
             # One that is larger than all room there is may wait alone, or it would never be served.
             if waiting and waiting + request.size > most:
                 break
@@ -518,6 +535,20 @@ class Scheduler:
         self._shut_until = -inf
         for size, seconds in times:
             self._service.observe(size, seconds)
+            if self._former is not None and not self._charges.is_known:
+                self._warm_ups.append((size, seconds))
+        if self._warm_ups and self._ranked is not None and self._ranked.size:
+            self._learn_warm_ups(self._ranked.cost / self._ranked.size)
+
+    def _learn_warm_ups(self, cost: float) -> None:
+        """Take the inputs of the warm-up for such of this cost: what they cost the model knows.
+
+        If they are not, batches that are answered correct it. To believe the first of these alone,
+        which may be slow for reasons of its own, would refuse what could be served.
+        """
+        for size, seconds in self._warm_ups:
+            self._charges.observe(size * cost, seconds)
+        self._warm_ups.clear()
 
     def worker_retired(self, worker: int) -> None:
         """A worker is given nothing more; it answers what it has."""

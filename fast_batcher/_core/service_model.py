@@ -22,6 +22,12 @@ FIRST_STEP, LAST_STEP = 0.08, 0.02
 # Steps in one direction after which they double, and how often: a time that has changed 50-fold is
 # found within 35 batches. Chance alone makes a run of five in one batch of sixteen.
 STEADY_RUN, MOST_DOUBLINGS = 4, 4
+# The high quantile falls nineteen times more slowly than it rises: two slow batches among the first
+# five of a size, far above all that follow, would be believed for two thousand more. So while a
+# bucket is young and its quantile is so many times its median, a run of so many times below it has
+# its steps double too, up to a quarter. Chance alone makes one run of 27 as long where one time in
+# twenty is above, one of 850 where one in ten is; and it takes long to rise again, hence the age.
+QUIET_RUN, FAR, YOUNG, MOST_QUIET_DOUBLINGS = 64, 2.0, 512, 8
 # Half the weight of what a bucket knows is gone after this many batches of other sizes for each
 # time that it was seen, and never later than after the second: 4096 batches of 5 ms are 20 seconds.
 # What was seen three times at a bad moment is forgotten within a few hundred.
@@ -38,7 +44,7 @@ OUTLIER = 2
 class _Bucket:
     """Times of the sizes above half a power of two up to the power itself."""
 
-    __slots__ = ("count", "first", "high", "last_seen", "median", "run", "size")
+    __slots__ = ("count", "first", "high", "last_seen", "median", "quiet", "run", "size")
 
     def __init__(self) -> None:
         self.begin_anew()
@@ -54,6 +60,8 @@ class _Bucket:
         self.first: list[float] = []
         # Steps of the median in one direction: positive upwards, negative downwards.
         self.run = 0
+        # Times since the last one above `high`.
+        self.quiet = 0
 
     def is_settled(self) -> bool:
         return self.count > 2 * PLAIN and abs(self.run) <= STEADY_RUN
@@ -83,12 +91,19 @@ class _Bucket:
                 # All times have changed, the long ones too. By its own steps alone, which are as
                 # many times smaller downwards as they are rarer upwards, it would take long.
                 self.high *= factor
+        self._move_high(seconds, step)
+
+    def _move_high(self, seconds: float, step: float) -> None:
         if seconds > self.high:
+            self.quiet = 0
             self.high *= exp(step * HIGH)
-        else:
-            self.high *= exp(-step * (1 - HIGH))
-        if self.high < self.median:
-            self.high = self.median
+            return
+        self.quiet += 1
+        boost = 1
+        is_doubtful = self.count < YOUNG and self.high > FAR * self.median
+        if is_doubtful and self.quiet > QUIET_RUN:
+            boost = 1 << min(self.quiet - QUIET_RUN, MOST_QUIET_DOUBLINGS)
+        self.high = max(self.median, self.high * exp(-step * (1 - HIGH) * boost))
 
 
 # A line through sizes and seconds, both rising, and its slopes before and beyond them.

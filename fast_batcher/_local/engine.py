@@ -18,19 +18,14 @@ from fast_batcher._core.messages import Batch, Dispatch, Request
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
-from fast_batcher._local.function import (
-    Failure,
-    Function,
-    as_error,
-    is_out_of_memory,
-    without_own_frame,
-)
+from fast_batcher._local.function import Failure, Function, as_error, without_own_frame
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.errors import (
     BatcherClosedError,
     OutputMismatchError,
     QueueFullError,
     clear_frames,
+    is_out_of_memory,
 )
 from fast_batcher.stats import Tally
 

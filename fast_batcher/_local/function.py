@@ -114,13 +114,6 @@ def without_own_frame(raised: BaseException) -> BaseException:
     return raised
 
 
-def is_out_of_memory(raised: BaseException) -> bool:
-    """Whether it is that."""
-    # By name, so that torch need not be here: torch.OutOfMemoryError.
-    names = {kind.__name__ for kind in type(raised).__mro__}
-    return isinstance(raised, MemoryError) or "OutOfMemoryError" in names
-
-
 def is_async(call: object) -> bool:
     """Whether calling it gives a coroutine, as far as one can tell without doing it."""
     if isinstance(call, functools.partial):

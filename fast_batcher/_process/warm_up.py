@@ -9,9 +9,9 @@ from itertools import cycle, islice
 from time import monotonic
 from typing import Any
 
-from fast_batcher._process.out_of_memory import is_out_of_memory, let_go
+from fast_batcher._process.out_of_memory import let_go
 from fast_batcher._transport import codec
-from fast_batcher.errors import CollationError, OutputMismatchError
+from fast_batcher.errors import CollationError, OutputMismatchError, is_out_of_memory
 
 logger = logging.getLogger("fast_batcher.worker")
 

@@ -17,7 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._process.collated_model import collate
-from fast_batcher._process.out_of_memory import cuda_message, is_out_of_memory, let_go
+from fast_batcher._process.out_of_memory import let_go
 from fast_batcher._process.warm_up import warm_up
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
@@ -25,7 +25,13 @@ from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header, pack_times
 from fast_batcher._transport.mark import Mark
 from fast_batcher.config import find_model_fault
-from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
+from fast_batcher.errors import (
+    InferenceError,
+    OutputMismatchError,
+    WorkerStartupError,
+    cuda_message,
+    is_out_of_memory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

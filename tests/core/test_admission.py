@@ -713,7 +713,7 @@ def test_f60_under_five_times_the_capacity_who_is_let_in_is_answered_in_time(
 
     scheduler = make(max_batch_size=size, max_queue_size=100_000, max_latency=target)
     capacity = size / work([Request(0, None)] * size, 0)
-    seconds = 20_000 / capacity
+    seconds = 8_000 / capacity
     moments = poisson(5 * capacity, seconds, seed=8)
     outcomes = serve(scheduler, [(moment, Request(0, None)) for moment in moments], scattered)
     since = seconds / 5
@@ -741,6 +741,24 @@ def test_three_first_batches_that_are_far_too_slow_do_not_stop_the_service() -> 
     offered = sum(arrival >= end_of_slow for arrival in arrivals)
     assert offered > 10_000
     assert outcomes.count_within(TARGET, since=end_of_slow) > 0.9 * offered
+
+
+def test_slow_batches_behind_a_warm_up_do_not_stop_the_service_either() -> None:
+    """What is known from the start refuses most then, so that batches of one are the slow ones."""
+    scheduler = make(
+        max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=TARGET, workers=0
+    )
+    one, full = ([Request(0, None)] * size for size in (1, GPU_BATCH))
+    scheduler.worker_ready(0.0, 0, [(1, gpu(one, 0)), (GPU_BATCH, gpu(full, 0))])
+    moments = poisson(0.8 * GPU_CAPACITY, 6.0, 2)
+    arrivals = [(moment, Request(0, None)) for moment in moments]
+    outcomes = serve(
+        scheduler, arrivals, lambda requests, number: gpu(requests, number) * (50, 1)[number > 3]
+    )
+    since = outcomes.done_at[3]
+    offered = sum(moment >= since for moment in moments)
+    assert offered > 10_000
+    assert outcomes.count_within(TARGET, since) > 0.9 * offered
 
 
 def test_f61_after_a_pulse_the_service_is_as_before() -> None:

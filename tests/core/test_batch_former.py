@@ -74,6 +74,15 @@ def test_where_a_batch_costs_what_it_computes_it_holds_one_length() -> None:
     assert filled(padded(2048, 0, 1), [], [20, 21, 20, 19, 20], 8) == [20, 20, 20]
 
 
+def test_one_that_adds_no_padding_joins_whatever_is_believed_of_larger_batches() -> None:
+    """Slow ones at the start, and then none of their size that could tell better."""
+    former = BatchFormer(None, is_padded=True)
+    for charge, seconds in ((64.0, 0.8), (4.0, 0.004)):
+        former.service.observe(charge, seconds)
+    assert filled(former, [], [1] * 64, 64) == [1] * 64
+    assert filled(former, [], [1, *[2] * 63], 64) == [1]
+
+
 def test_until_batches_have_been_timed_it_takes_all_that_fit() -> None:
     assert filled(BatchFormer(600, is_padded=True), [], [200, 10, 190, 10], 8) == [200, 190, 10]
 

@@ -1,18 +1,22 @@
 """Priorities, groups and costs: who shares a batch, who goes first, and who never starves."""
 
+import sys
 import weakref
 from itertools import count
+from types import FrameType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from schedules import make, poll_batches, settle
 
+from fast_batcher._core.admission import Admission
 from fast_batcher._core.batch_former import WINDOW_BATCHES, BatchFormer
 from fast_batcher._core.messages import Group, Release, Request
 from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.service_model import ServiceModel
 
 GROUPS = [Group("a"), Group("b"), Group("c")]
 
@@ -392,6 +396,42 @@ def test_what_is_put_back_is_kept_once() -> None:
     assert sum(len(level.requests) for level in queue._levels.values()) == len(requests)
     assert len(list(queue)) == len(requests)
     assert arrivals.send(4) == [requests[1], requests[3], requests[0], requests[2]]
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another group"])
+def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> None:
+    """Counted in calls of functions. The oldest is in time, and goes back for each that is not."""
+
+    def calls_to_drop(late: int) -> int:
+        arrivals = Arrivals()
+        # Somebody has to wait, or nobody is dropped for the others' sake.
+        arrivals.add(-1)
+        first = arrivals.add(0, 0)
+        for _ in range(late):
+            arrivals.add(0, 0).target = 0.0
+            for _ in range(others):
+                arrivals.add(0, 1)
+        service = ServiceModel()
+        service.observe(1, 1.0)
+        admission = Admission(service, 2)
+        calls = 0
+
+        def count_call(_frame: FrameType, event: str, _: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        before = sys.getprofile()
+        sys.setprofile(count_call)
+        try:
+            requests, dropped, _ = admission.take(1.0, arrivals.queue)
+        finally:
+            sys.setprofile(before)
+        assert first in requests
+        assert len(dropped) == late
+        assert arrivals.queue.size == 2 + others * late - len(requests)
+        return calls
+
+    assert calls_to_drop(400) < 2.5 * calls_to_drop(200)
 
 
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "cancelled"])

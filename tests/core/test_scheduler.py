@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from schedules import NOTHING, dispatched, make, poll_batches, run, settle, submit, told
 
+from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Expire,
@@ -22,7 +23,7 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.policy import FixedPolicy, GreedyPolicy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.errors import BatcherClosedError, QueueFullError
+from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 from fast_batcher.stats import Tally
 
 # Nothing to do.
@@ -814,6 +815,34 @@ def test_first_come_first_served_for_bytes_too() -> None:
     assert scheduler.submit(0.0, requests) == requests[1:]
 
 
+def test_only_those_are_weighed_that_nothing_else_refuses() -> None:
+    weighed = []
+
+    def weigh(request: Request) -> None:
+        request.size = 40
+        weighed.append(request)
+
+    scheduler = make(
+        max_batch_size=1, max_queue_size=5, max_queue_bytes=100, max_latency=4.5, weigh=weigh
+    )
+    # The first batch of a worker teaches nothing.
+    for now in (0.0, 1.0):
+        settle(scheduler, now + 1.0, run(scheduler, now))
+    run(scheduler, 2.0)
+    weighed.clear()
+    requests = [Request(None, None) for _ in range(7)]
+    # There is room for five, three would be answered in time, and two fit in by their bytes.
+    assert set(scheduler.submit(2.0, requests)) == set(requests[2:])
+    kinds = [type(one.refusal.to_error()) for one in requests[2:]]
+    late = DeadlineExceededError
+    assert kinds == [QueueFullError, late, late, QueueFullError, QueueFullError]
+    assert weighed == requests[:3]
+    scheduler.begin_drain()
+    late_comer = Request(None, None)
+    assert scheduler.submit(2.0, [late_comer]) == [late_comer]
+    assert weighed == requests[:3]
+
+
 # Retiring.
 
 
@@ -1149,3 +1178,40 @@ def test_ranks_count_after_everybody_was_given_up() -> None:
     scheduler.rank_requests()  # once more changes nothing
     scheduler.worker_ready(1.0, 0)
     assert poll_batches(scheduler, 1.0)[0].requests == [high]
+
+
+# Warm-ups, where there are costs.
+
+
+def costly(*costs: float) -> list[Request]:
+    requests = []
+    for cost in costs:
+        requests.append(Request(None, None))
+        requests[-1].cost = cost
+    return requests
+
+
+def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -> None:
+    former = BatchFormer(None, is_padded=True)
+    scheduler = make(max_batch_size=4, max_latency=3.0, former=former, workers=0)
+    warm_up = [(1, 1.0), (4, 2.5)]
+    scheduler.worker_ready(0.0, 0, warm_up)
+    assert scheduler.submit(0.0, costly(10.0)) == []
+    poll_batches(scheduler, 0.0)
+    # No batch has been answered. The one that runs takes a second, and three of 10 two seconds.
+    requests = costly(10.0, 10.0, 10.0)
+    assert scheduler.submit(0.0, requests) == requests[2:]
+    # What is known stands: another worker's inputs may be like other requests.
+    scheduler.worker_ready(0.0, 1, [(1, 100.0)])
+    scheduler.submit(0.0, costly(20.0))
+    times = [former.service.median(charge) for charge in (10.0, 40.0)]
+    assert times == pytest.approx([1.0, 2.5], rel=0.01)
+
+
+def test_what_waits_for_the_warm_up_tells_it_too() -> None:
+    former = BatchFormer(None, is_padded=True)
+    scheduler = make(former=former, workers=0)
+    assert scheduler.submit(0.0, costly(10.0, 30.0)) == []
+    scheduler.worker_ready(1.0, 0, [(1, 1.0), (2, 1.5)])
+    times = [former.service.median(charge) for charge in (20.0, 40.0)]
+    assert times == pytest.approx([1.0, 1.5], rel=0.01)

@@ -149,6 +149,25 @@ def test_one_in_twenty_takes_longer_than_high(seed: int) -> None:
     assert 0.03 < longer / 5000 < 0.08
 
 
+def test_slow_ones_at_the_start_are_not_believed_for_long() -> None:
+    """The highest but one of the first five is slow, and the quantile falls slowly by itself."""
+    model = model_of((1, 0.2), times=2)
+    for _ in range(150):
+        model.observe(1, 0.004)
+    assert model.high(1) <= 0.008
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_in_ten_that_is_slow_stays_known(seed: int) -> None:
+    random = Random(seed)
+    model = model_of((1, 0.08), (1, 0.08), (1, 0.004), (1, 0.004), (1, 0.004))
+    lows = 0
+    for _ in range(4000):
+        model.observe(1, 0.08 if random.random() < 0.1 else 0.004)
+        lows += model.high(1) < 0.04
+    assert lows < 400
+
+
 def test_one_outlier_hardly_moves_it() -> None:
     model = model_of((8, 1.0), times=200)
     before = model.median(8)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+from waits import shown
 
 from fast_batcher._local.function import (
     Failure,
@@ -12,7 +13,6 @@ from fast_batcher._local.function import (
     as_error,
     bind_weakly,
     is_async,
-    is_out_of_memory,
     rows,
     without_own_frame,
 )
@@ -55,13 +55,15 @@ class _Called:
 @pytest.mark.parametrize(
     "call",
     [_coroutine, functools.partial(_coroutine), functools.partial(_Called()), _Called().method],
-    ids=str,
+    ids=shown,
 )
 def test_async_functions_are_known(call: Any) -> None:
     assert is_async(call)
 
 
-@pytest.mark.parametrize("call", [len, list, functools.partial(len), lambda items: items], ids=str)
+@pytest.mark.parametrize(
+    "call", [len, list, functools.partial(len), lambda items: items], ids=shown
+)
 def test_others_are_not(call: Any) -> None:
     assert not is_async(call)
 
@@ -86,15 +88,6 @@ def test_the_first_frame_is_taken_off() -> None:
     assert caught.value.__traceback__.tb_frame.f_code.co_name == "fail"
     never_raised = ValueError()
     assert without_own_frame(never_raised).__traceback__ is None
-
-
-def test_what_is_out_of_memory() -> None:
-    class OutOfMemoryError(RuntimeError):
-        """As torch calls it."""
-
-    assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(OutOfMemoryError())
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_a_method_does_not_keep_its_instance() -> None:

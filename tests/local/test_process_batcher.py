@@ -18,7 +18,7 @@ import numpy
 import pytest
 import sample_functions
 from held import InThread, spin_until
-from waits import LIMIT, until
+from waits import LIMIT, shown, until
 
 from fast_batcher import aio, dynamically
 from fast_batcher._local.function_model import FunctionModel
@@ -142,7 +142,7 @@ def _closure() -> Any:
 
 
 @pytest.mark.parametrize(
-    "func", [lambda items: items, _closure(), functools.partial(sum), [].__len__], ids=str
+    "func", [lambda items: items, _closure(), functools.partial(sum), [].__len__], ids=shown
 )
 def test_what_a_worker_cannot_import_is_refused(func: Any) -> None:
     for decorate in (dynamically(process=True), aio.dynamically(process=True)):

@@ -29,7 +29,7 @@ from collated_models import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from waits import assert_balance, call, outcome, turns
+from waits import ONE_LOOP, assert_balance, call, outcome, turns
 
 from fast_batcher import (
     Collation,
@@ -278,6 +278,12 @@ def test_what_the_model_raises_is_passed_on_as_it_is(error: Exception) -> None:
 # With real workers.
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: what is joined and split does not depend on it."""
+    return ONE_LOOP
 
 
 async def test_a_worker_joins_and_splits() -> None:

@@ -22,7 +22,7 @@ from sample_models import (
     NeedsFile,
     TalksNonsense,
 )
-from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, turns, until, within
+from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, outcome, turns, until, within
 
 from fast_batcher import (
     BatcherClosedError,
@@ -35,6 +35,13 @@ from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: that a death is noticed on both is tested in `test_batcher_processes`."""
+    return ONE_LOOP
+
 
 ENDS = {
     "exit 0": "exit code 0",

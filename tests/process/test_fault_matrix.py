@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from sample_models import HOWS, Bomb, Minefield
-from waits import assert_balance, call, outcome, until, within
+from waits import ONE_LOOP, assert_balance, call, outcome, until, within
 
 from fast_batcher import (
     BatcherError,
@@ -38,10 +38,10 @@ CASES = [
 INFER_TIMEOUT = 0.5
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend() -> Any:
     """One loop: the loop has no part in what goes wrong here."""
-    return "asyncio", {"use_uvloop": True}
+    return ONE_LOOP
 
 
 def expected(where: str, how: str) -> type[BatcherError]:

@@ -23,13 +23,20 @@ from sample_models import (
     Says,
     Whereabouts,
 )
-from waits import LIMIT, Gate, Watch, assert_balance, call, outcome, until, within
+from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, outcome, until, within
 
 from fast_batcher import DeadlineExceededError, DynBatcher, InferenceError
 from fast_batcher._core import heartbeat
 from fast_batcher._process import pool
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: what becomes of a batch is decided in the core."""
+    return ONE_LOOP
+
 
 MEBI = 2**20
 

@@ -3,14 +3,21 @@ in `tests/core/test_admission.py`: here everybody gets an answer, and the worker
 """
 
 import asyncio
+from typing import Any
 
 import pytest
 from sample_models import BatchSize, Echo, Slow
-from waits import LIMIT, assert_balance, call, turns
+from waits import LIMIT, ONE_LOOP, assert_balance, call, turns
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher, QueueFullError
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: who is let in is decided in the core."""
+    return ONE_LOOP
 
 
 async def test_f60_far_too_many_requests_are_refused_and_the_others_answered() -> None:

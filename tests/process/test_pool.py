@@ -165,13 +165,13 @@ async def test_a_worker_that_dies_while_it_loads_is_told_with_its_end(told: Told
 
 
 async def test_a_worker_that_does_not_load_in_time_is_ended(told: Told, gate: Gate) -> None:
-    told.open(NeverLoads, gate.path, start_timeout=0.5)
+    told.open(NeverLoads, gate.path, start_timeout=1.0)
     visit = await gate.visit()
     with Watch([visit.pid]) as worker:
         await told.until(lambda: told.count("failed") == 1)
         await worker.until_dead()
     _, error = told.events[0]
-    assert "within start_timeout=0.5 seconds and was ended" in str(error)
+    assert "within start_timeout=1.0 seconds and was ended" in str(error)
 
 
 @pytest.mark.slow
