@@ -126,8 +126,9 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Hand what was measured over to the process that prints it, if this is another."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["measured"] = MEASURED
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["measured"] = MEASURED
 
 
 @pytest.hookimpl(optionalhook=True)

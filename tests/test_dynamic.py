@@ -395,7 +395,7 @@ def test_a_sequence_that_raises_settles_everybody() -> None:
 
 @pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("CUDA error: out of memory")])
 def test_out_of_memory_makes_batches_smaller(raised: Exception) -> None:
-    sizes = []
+    sizes: list[int] = []
 
     def answer(items: list[int]) -> list[int]:
         sizes.append(len(items))

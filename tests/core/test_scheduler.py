@@ -816,7 +816,7 @@ def test_first_come_first_served_for_bytes_too() -> None:
 
 
 def test_only_those_are_weighed_that_nothing_else_refuses() -> None:
-    weighed = []
+    weighed: list[Request] = []
 
     def weigh(request: Request) -> None:
         request.size = 40
