@@ -9,8 +9,6 @@ import inspect
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ from typing import Any, NoReturn
 
 import pytest
 from held import Held, InThread, spin_until
+from programs import CALL_WHILE_ENDING, run_program
 from waits import LIMIT, turns
 
 from fast_batcher import dynamically
@@ -1074,17 +1073,6 @@ def test_a_forked_child_begins_anew() -> None:
         assert (call.result(), waiting.result()) == (2, 4)
 
 
-def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-
-
 def test_a_program_that_forgets_to_shut_down_ends_at_once() -> None:
     """Also while a batch is being computed that would take an hour."""
     done = run_program(
@@ -1108,14 +1096,7 @@ def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
         "from fast_batcher import dynamically\n"
         "@dynamically\n"
         "def double(items):\n"
-        "    return [2 * item for item in items]\n"
-        "class Late:\n"
-        "    def __del__(self, double=double, print=print):\n"
-        "        try:\n"
-        "            double(1)\n"
-        "        except Exception as error:\n"
-        "            print(error)\n"
-        "late = Late()\n"
+        "    return [2 * item for item in items]\n" + CALL_WHILE_ENDING
     )
     assert done.stdout == "double: the interpreter is ending\n"
     assert (done.returncode, done.stderr) == (0, "")

@@ -217,8 +217,8 @@ def _best_moment(
         first: The end of the present part of the curve, seconds.
         part: Seconds from there to the next one.
         limit: No moment after this one.
-        expected: Requests that come until the end of each part, from the present one on; more of
-            them than a batch has room for.
+        expected: Requests that come until the end of each part, from the present one on, those
+            included for whom the batch has no room.
         lateness: Seconds by which timers are late.
         load: What waits and how long batches take.
     """

@@ -2,7 +2,7 @@
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -782,12 +782,16 @@ def test_only_the_lost_worker_is_forgotten() -> None:
 # Bytes.
 
 
-def sized(*sizes: int) -> list[Request]:
+def having(name: str, values: Iterable[float]) -> list[Request]:
     requests = []
-    for size in sizes:
+    for value in values:
         requests.append(Request(None, None))
-        requests[-1].size = size
+        setattr(requests[-1], name, value)
     return requests
+
+
+def sized(*sizes: int) -> list[Request]:
+    return having("size", sizes)
 
 
 def test_the_queue_is_bounded_in_bytes() -> None:
@@ -1184,11 +1188,7 @@ def test_ranks_count_after_everybody_was_given_up() -> None:
 
 
 def costly(*costs: float) -> list[Request]:
-    requests = []
-    for cost in costs:
-        requests.append(Request(None, None))
-        requests[-1].cost = cost
-    return requests
+    return having("cost", costs)
 
 
 def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -> None:

@@ -6,8 +6,6 @@ import gc
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ import numpy
 import pytest
 import sample_functions
 from held import InThread, spin_until
+from programs import CALL_WHILE_ENDING, run_program
 from waits import LIMIT, shown, until
 
 from fast_batcher import aio, dynamically
@@ -229,17 +228,6 @@ def test_nothing_is_left_of_a_loop_that_was_shut_down() -> None:
     assert thread() is None
 
 
-def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-
-
 def test_a_program_that_forgets_to_shut_down_ends() -> None:
     done = run_program("import sample_functions; print(sample_functions.double(21))")
     assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
@@ -247,15 +235,7 @@ def test_a_program_that_forgets_to_shut_down_ends() -> None:
 
 def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
     done = run_program(
-        "from sample_functions import double\n"
-        "print(double(21))\n"
-        "class Late:\n"
-        "    def __del__(self, double=double, print=print):\n"
-        "        try:\n"
-        "            double(1)\n"
-        "        except Exception as error:\n"
-        "            print(error)\n"
-        "late = Late()\n"
+        "from sample_functions import double\nprint(double(21))\n" + CALL_WHILE_ENDING
     )
     assert done.stdout == "42\ndouble: the interpreter is ending\n"
     assert (done.returncode, done.stderr) == (0, "")
