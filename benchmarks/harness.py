@@ -191,6 +191,26 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def _read_ticks() -> tuple[int, int]:
+    """Of all cores since they were started, and of these what the host gave to others.
+
+    Source: proc(5), `/proc/stat`; the times of guests are counted among those of users.
+    """
+    numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    return sum(map(int, numbers)), int(numbers[7])
+
+
+_TICKS_AT_START = _read_ticks()
+
+
+def stolen_percent() -> float:
+    """Of the cores' time since the command began; beside much of it a measurement says little."""
+    all_ticks, stolen = (
+        now - then for now, then in zip(_read_ticks(), _TICKS_AT_START, strict=True)
+    )
+    return round(100 * stolen / max(1, all_ticks), 2)
+
+
 def finish(
     arguments: argparse.Namespace,
     machine: dict[str, Any],
@@ -203,6 +223,7 @@ def finish(
     Returns:
         The exit status: 1 if `--check` was given and a bar was missed or not measured, else 0.
     """
+    machine = {**machine, "stolen_percent": stolen_percent()}
     versions: dict[str, str] = {}
     for measurement in measurements:
         versions |= measurement.versions

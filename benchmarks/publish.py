@@ -33,6 +33,10 @@ REPORTS = (
     "peers",
     "reference_experiment-cpu",
     "load_test",
+    "hold",
+    "overload",
+    "differential",
+    "padding",
     *(f"simulation-{part}" for part in RUNS),
 )
 # The pictures that belong to a report.

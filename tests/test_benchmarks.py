@@ -175,6 +175,7 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
         *("benchmark", "date", "command", "hardware", "versions", "settings", "verdicts"),
         *("failures", "measurements"),
     }
+    assert 0 <= result["hardware"]["stolen_percent"] <= 100
     assert result["failures"] == []
     assert [m["repetition"] for m in result["measurements"]] == [0, 1]
     for measurement in result["measurements"]:
