@@ -1,0 +1,85 @@
+"""Row F53: large inputs and outputs where /dev/shm has 64 MB, as in a container, or is full.
+
+In a mount namespace of its own, so that nothing else on the machine notices. Files that may not be
+large are in `test_sharing.py`.
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+# Of the program, seconds: many times what it takes.
+LIMIT = 100.0
+
+# Two batches at once have 192 MB, three times what there is, and come back.
+PROGRAM = """
+import asyncio, logging, os, sys
+import numpy as np
+from fast_batcher import DynBatcher
+from sample_models import Digests, Echo, digest
+
+if sys.argv[1] == "full":
+    free = os.statvfs("/dev/shm")
+    with open("/dev/shm/all", "wb") as file:
+        file.write(bytes(free.f_bavail * free.f_frsize))
+
+async def main():
+    before = os.listdir("/dev/shm")
+    arrays = [np.full(6_000_000 // 4, number, np.float32) for number in range(32)]
+    bodies = [bytes([number]) * 6_000_000 for number in range(32)]
+    async with DynBatcher(Digests, 16) as batcher:
+        for inputs in (arrays, bodies):
+            found = await batcher.process_many(inputs)
+            assert found == [digest(one) for one in inputs]
+    async with DynBatcher(Echo, 16) as batcher:
+        outputs = await batcher.process_many([{"pixels": one} for one in arrays])
+        for one, other in zip(arrays, outputs, strict=True):
+            assert np.array_equal(one, other["pixels"])
+        rows = np.stack(arrays)
+        assert np.array_equal(await batcher.process_rows(rows), rows)
+    assert os.listdir("/dev/shm") == before
+
+if __name__ == "__main__":
+    size = os.statvfs("/dev/shm")
+    assert size.f_blocks * size.f_frsize == 64 * 2**20, "not the small one"
+    logging.basicConfig(level=logging.WARNING)
+    asyncio.run(main())
+    print("all is well")
+"""
+MOUNT = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+
+
+def in_small_shm(*command: str) -> list[str]:
+    """The same command where /dev/shm has 64 MB."""
+    for flags in (["--mount"], ["--mount", "--map-root-user"]):
+        start = ["unshare", *flags, "sh", "-c", MOUNT, "sh"]
+        if (
+            shutil.which("unshare")
+            and subprocess.run([*start, "true"], check=False).returncode == 0
+        ):
+            return [*start, *command]
+    pytest.skip("the kernel allows no mount namespace here, or there is no unshare(1)")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["small", "full"])
+def test_f53_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
+    what: str, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        in_small_shm(sys.executable, "-W", "error", str(program), what),
+        env={"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "all is well\n"), done.stderr
+    # No word of the pipe: it went by the short way, although more was sent than there is there.
+    assert done.stderr == ""
