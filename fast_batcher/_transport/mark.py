@@ -6,10 +6,10 @@ every batch would cost a system call. The worker writes; the parent reads once t
 
 import mmap
 import os
-import sys
-import tempfile
 from multiprocessing import reduction
 from typing import Any
+
+from fast_batcher._transport.memory_file import make_memory_file
 
 _SIZE = 24  # three unsigned numbers of 8 bytes
 
@@ -21,7 +21,7 @@ class Mark:
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        self._fd = _make_memory() if fd is None else fd
+        self._fd = make_memory_file(_SIZE) if fd is None else fd
         try:
             # It keeps a descriptor of its own.
             self._memory = mmap.mmap(self._fd, _SIZE)
@@ -61,20 +61,6 @@ class Mark:
         self.close_fd()
         self.numbers.release()
         self._memory.close()
-
-
-def _make_memory() -> int:
-    if sys.platform == "linux":
-        fd = os.memfd_create("fast_batcher")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    try:
-        os.ftruncate(fd, _SIZE)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _open(duplicate: Any) -> Mark:

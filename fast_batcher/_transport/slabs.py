@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
+from fast_batcher._transport.memory_file import make_memory_file
 from fast_batcher._transport.ranges import PAGE, Ranges, round_up
 
 # Where a buffer begins in its slab: the alignment that vector instructions like, a cache line.
@@ -413,14 +414,8 @@ def make_file(size: int) -> int:
         OSError: The system has no such memory, or not so much.
     """
     if sys.platform != "linux":
-        raise OSError(errno.ENOSYS, "there is memory without a name on Linux only")
-    fd = os.memfd_create("fast_batcher")
-    try:
-        os.ftruncate(fd, size)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+        raise OSError(errno.ENOSYS, "memory is shared on Linux only")
+    return make_memory_file(size)
 
 
 class _Buffer(ctypes.Structure):
