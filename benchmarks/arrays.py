@@ -101,10 +101,13 @@ async def loop_lag(process: Process, load: Load) -> Figures:
             answered += begin <= time.monotonic() < end
 
     async def tick() -> None:
-        while (start := time.monotonic()) < end:
+        now = time.monotonic()
+        while now < end:
+            start = now
             await asyncio.sleep(TICK)
-            if start >= begin:
-                lags.append(time.monotonic() - start - TICK)
+            now = time.monotonic()
+            if now >= begin:
+                lags.append(now - start - TICK)
 
     await asyncio.gather(tick(), *map(ask, payloads))
     lags.sort()

@@ -878,7 +878,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
-        self._exchange.forget(worker, has_heirs=exit.has_heirs)
+        self._exchange.forget(worker, exit.inherited)
         lost = self._scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )

@@ -79,7 +79,7 @@ class Desk:
         """The worker is dead, and another is ready."""
         lane = self.lanes.pop(self.worker)
         del self.senders[self.worker]
-        self.exchange.forget(self.worker, has_heirs=False)
+        self.exchange.forget(self.worker, None)
         self.worker += 1
         self.views = SlabViews(os.dup(self.slabs._fd), SIZE)
         self.queue = []

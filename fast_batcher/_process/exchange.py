@@ -223,15 +223,15 @@ class Exchange:
             raise TransportError("a worker without an outbox has left something there")
         return SharedOutputs(outbox.find(start, sizes, frozen), failures)
 
-    def forget(self, worker: int, *, has_heirs: bool) -> None:
+    def forget(self, worker: int, inherited: int | None) -> None:
         """The worker is lost, and what it had begun to answer with it.
 
         Args:
             worker: Which.
-            has_heirs: Whether children of it may still see what it was sent.
+            inherited: As for `Sharing.forget`.
         """
         self._parts.pop(worker, None)
-        self._sharing.forget(worker, has_heirs=has_heirs)
+        self._sharing.forget(worker, inherited)
 
     def _dump_item(self, value: Any) -> bytes | BatcherError:
         try:

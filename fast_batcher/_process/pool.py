@@ -85,8 +85,8 @@ class Exit(NamedTuple):
     # Ids of the batches that it had read and begun last, None if there is none.
     taken: int | None
     begun: int | None
-    # Children of it may have views of the inputs that it had.
-    has_heirs: bool
+    # Id of the last batch of whose inputs children of it may have views, None if there is none.
+    inherited: int | None
 
 
 class Pool:
@@ -485,7 +485,7 @@ class Pool:
             )
         is_ours = handle.is_ending and not handle.has_hung_up
         is_killed = handle.exit_code == -signal.SIGKILL and not is_ours
-        exit = Exit(handle.exit_text, is_killed, handle.taken, handle.begun, handle.has_heirs)
+        exit = Exit(handle.exit_text, is_killed, handle.taken, handle.begun, handle.inherited)
         self._events.worker_lost(handle.id, exit)
 
     def _restart_later(self, index: int) -> None:

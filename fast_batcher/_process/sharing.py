@@ -168,19 +168,21 @@ class Sharing:
                 for start in leases.pop(batch_id):
                     slabs.release(start)
 
-    def forget(self, worker: int, *, has_heirs: bool) -> None:
+    def forget(self, worker: int, inherited: int | None) -> None:
         """The worker is dead.
 
         Args:
             worker: Which.
-            has_heirs: Whether children of it may have views; then they are never free.
+            inherited: The last batch of which children of it may have views, so that it and those
+                before it are never free; None if there is none.
         """
         leases = self._leases.pop(worker, {})
         slabs = self._find_slabs()
-        if not has_heirs and isinstance(slabs, Slabs):
-            for starts in leases.values():
-                for start in starts:
-                    slabs.release(start)
+        if isinstance(slabs, Slabs):
+            for batch_id, starts in leases.items():
+                if inherited is None or batch_id > inherited:
+                    for start in starts:
+                        slabs.release(start)
 
     def _lease(self, batch: Batch, starts: list[int]) -> None:
         """A claim on each of these slabs is from now on that of the worker."""

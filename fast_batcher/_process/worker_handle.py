@@ -90,8 +90,8 @@ class WorkerHandle:
         # Ids of the batches that it had read and begun last, None before its death or without any.
         self.taken: int | None = None
         self.begun: int | None = None
-        # Whether children of it may have views of its inputs, known after its death.
-        self.has_heirs = False
+        # The same of the last batch of which children of it may have views.
+        self.inherited: int | None = None
         # Becomes readable when the process dies: a pidfd, or where there is none the sentinel,
         # which also waits for the grandchildren that inherited it. -1 after the death.
         self._death_fd = -1
@@ -275,7 +275,7 @@ class WorkerHandle:
             self._channel.close()
         if self._mark is not None:
             self.taken, self.begun = self._mark.taken, self._mark.begun
-            self.has_heirs = self._mark.has_heirs
+            self.inherited = self._mark.inherited
             self._mark.close()
         if isinstance(self.outbox, Outbox) and not self.outbox.is_used:
             self.outbox.close()

@@ -110,7 +110,7 @@ def _load_and_serve(
     try:
         channel.send(Kind.READY, body=pack_times(times))
         if slabs is not None:
-            slabs.on_pin = functools.partial(mark.__setitem__, 2, 1)
+            slabs.on_pin = lambda batch_id: mark.__setitem__(2, batch_id + 1)
         serve(channel, computing, mark, slabs, posting)
     finally:
         _close_model(model)

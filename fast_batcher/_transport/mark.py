@@ -1,4 +1,4 @@
-"""What a worker is doing, in memory that it shares with the parent: two batch ids and a flag.
+"""What a worker is doing, in memory that it shares with the parent: three batch ids.
 
 When a worker has died, nobody can be asked what it had in hand, and a message that says so before
 every batch would cost a system call. The worker writes; the parent reads once the worker is dead.
@@ -15,7 +15,7 @@ _SIZE = 24  # three unsigned numbers of 8 bytes
 
 
 class Mark:
-    """Numbers that outlive the worker: ids of batches plus one, 0 for none, and 1 for yes.
+    """Numbers that outlive the worker: ids of batches plus one, 0 for none.
 
     Made in the parent; pickled while a process is being started it becomes the same memory there.
     """
@@ -29,7 +29,7 @@ class Mark:
             self.close_fd()
             raise
         # The worker writes these itself: `numbers[0]` when it has read a batch, `numbers[1]` when
-        # it begins to compute it, `numbers[2]` when a child of its own has views of its inputs.
+        # it begins to compute it, `numbers[2]` when it forks.
         self.numbers = memoryview(self._memory).cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -46,9 +46,9 @@ class Mark:
         return self.numbers[1] - 1 if self.numbers[1] else None
 
     @property
-    def has_heirs(self) -> bool:
-        """Whether there may be children of the worker that have views of inputs."""
-        return bool(self.numbers[2])
+    def inherited(self) -> int | None:
+        """The id of the last batch of whose inputs children of the worker may have views."""
+        return self.numbers[2] - 1 if self.numbers[2] else None
 
     def close_fd(self) -> None:
         """The memory stays mapped, and nobody else is to get it; may be called again."""

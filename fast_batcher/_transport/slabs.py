@@ -354,8 +354,8 @@ class SlabViews:
         self._owners: dict[int, weakref.ref[Any]] = {}
         # Ids of batches of which no view is left and the writer has not been told yet.
         self.freed: list[int] = []
-        # Called when something will never be free: see `pin`.
-        self.on_pin = _ignore
+        # Told the last batch of those that will never be free: see `pin`.
+        self.on_pin: Callable[[int], object] = _ignore
 
     def view(self, batch_id: int) -> memoryview:
         """The whole memory, for one batch, which may use what it has been given of it.
@@ -379,8 +379,9 @@ class SlabViews:
     def pin(self) -> None:
         """What is viewed now is never free again: a copy of this process will have views too."""
         if self._owners:
+            last = max(list(self._owners))
             self._owners.clear()
-            self.on_pin()
+            self.on_pin(last)
 
     def close(self) -> None:
         """Give the memory back.
@@ -396,7 +397,7 @@ class SlabViews:
             self.freed.append(batch_id)
 
 
-def _ignore() -> None:
+def _ignore(_: int) -> None:
     """Nobody wants to know."""
 
 

@@ -177,8 +177,8 @@ def test_parts_come_before_the_last_and_are_kept_by_worker(wire: Wire) -> None:
 
 def test_the_parts_of_a_lost_worker_are_forgotten(wire: Wire) -> None:
     wire.exchange.keep_part(WORKER, frame(Kind.OUTPUT_ITEMS_PART, [codec.dumps("lost")]))
-    wire.exchange.forget(WORKER, has_heirs=False)
-    wire.exchange.forget(WORKER, has_heirs=False)
+    wire.exchange.forget(WORKER, None)
+    wire.exchange.forget(WORKER, None)
     last = frame(Kind.OUTPUT_ITEMS, [codec.dumps("new")])
     assert wire.exchange.read(WORKER, last, 1) == ["new"]
 

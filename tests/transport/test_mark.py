@@ -15,7 +15,7 @@ def write_and_die(mark: Mark) -> None:
 
 def test_nothing_is_marked_at_first() -> None:
     mark = Mark()
-    assert (mark.taken, mark.begun, mark.has_heirs) == (None, None, False)
+    assert (mark.taken, mark.begun, mark.inherited) == (None, None, None)
     mark.close()
 
 
@@ -26,7 +26,7 @@ def test_what_was_written_outlives_the_process() -> None:
     mark.close_fd()
     process.join()
     assert process.exitcode == 9
-    assert (mark.taken, mark.begun, mark.has_heirs) == (7, 2**40, True)
+    assert (mark.taken, mark.begun, mark.inherited) == (7, 2**40, 0)
     process.close()
     mark.close()
     mark.close_fd()

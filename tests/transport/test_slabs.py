@@ -140,16 +140,16 @@ def test_each_batch_has_views_of_its_own(views: SlabViews) -> None:
 
 
 def test_what_is_viewed_when_the_process_forks_is_never_free(views: SlabViews) -> None:
-    told: list[str] = []
-    views.on_pin = lambda: told.append("pinned")
+    told: list[int] = []
+    views.on_pin = told.append
     views.pin()
     assert told == []  # there was nothing to see
-    view = views.view(1)
+    held = [views.view(batch_id) for batch_id in (1, 2)]
     views.pin()
-    assert told == ["pinned"]
-    after = views.view(2)
-    del view, after
-    assert views.take_freed() == [2]
+    assert told == [2]
+    held.append(views.view(3))
+    held.clear()
+    assert views.take_freed() == [3]
 
 
 def test_memory_that_is_gone_is_an_error_and_not_the_end(slabs: Slabs) -> None:
