@@ -183,8 +183,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             memory of its own.
         shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer may
             reach the model as a view of that memory, which it may change, and which is occupied as
-            long as there is a view. At least 4 KiB counting, and at most 64 KiB inside of other
-            things. Text and `bytes` are always copied out: Python has no views of them.
+            long as there is a view. 4 to 64 KiB for those inside of other things and for outputs,
+            whatever is set; 56 KiB or more for those that are copied there when they arrive. Text
+            and `bytes` are always copied out: Python has no views of them.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.

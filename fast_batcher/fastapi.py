@@ -367,7 +367,7 @@ class BodyError(HTTPException):
 
 
 async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """Read a body of at most so many bytes, and never hold more of it than that.
+    """Read a body of at most so many bytes, and never more of it than that.
 
     For a dependency of an endpoint that takes bytes as they are: an encoded image, a sound. How
     long it may take is for `LimitBody` to say, which bounds every body of an app.

@@ -10,7 +10,7 @@ from typing import Any
 
 from fast_batcher.errors import CollationError
 
-# Address, end, and a writable view that keeps the memory, of every piece that is lent.
+# Address, end, and a view that keeps the memory, of every piece that is lent.
 lent: list[tuple[int, int, memoryview]] = []
 
 
@@ -30,7 +30,7 @@ def stack(inputs: Sequence[Any]) -> Any:
         inputs: One or more NumPy arrays, or tensors.
 
     Raises:
-        CollationError: They are neither.
+        CollationError: They are neither, and NumPy, which takes numbers too, is not loaded.
         ValueError: There are none, or NumPy arrays have different shapes.
         RuntimeError: Tensors have different shapes, dtypes or devices.
     """

@@ -30,12 +30,12 @@ class Posting:
         self._max_frame_bytes = max_frame_bytes
         # Outputs whose pickle is not longer are sent as they are.
         self.most_whole = max_frame_bytes
-        self._least = SHARED_MEMORY_THRESHOLD
+        least = SHARED_MEMORY_THRESHOLD
         if outbox is not None:
             self.most_whole = min(max_frame_bytes, LEAST_SHARED - 1)
         if outbox is not None and not isinstance(outbox, OSError):
-            self._least = outbox.least
-        self._pickler = PartsPickler(self._least)
+            least = outbox.least
+        self._pickler = PartsPickler(least)
         # Whether an answer was large: from then on none is pickled before it has come here.
         self.expects_large = False
         self._has_warned = False
@@ -53,7 +53,7 @@ class Posting:
             return None
         pickler = self._pickler
         try:
-            pickler.dump(_lift(outputs, self._least) if self.expects_large else outputs)
+            pickler.dump(_lift(outputs, pickler.least) if self.expects_large else outputs)
             if pickler.has_enough() and self._has_outbox():
                 self.expects_large = True
                 if pickler.learn_buffers():

@@ -99,7 +99,7 @@ class PartsPickler:
     def __init__(self, least: int) -> None:
         # A longer one has a piece of the stream for itself, and so costs as much there. And after a
         # longer body `forget` is called, also of how much there has been.
-        self._least = min(max(least, MOST_REUSED), PIECE_SIZE)
+        self.least = min(max(least, MOST_REUSED), PIECE_SIZE)
         # Whether something large has come.
         self._keeps_buffers = False
         self.chunks: list[Any] = []
@@ -117,7 +117,7 @@ class PartsPickler:
             self.buffers.pop().release()
         sink = _Sink(self.chunks.append)
         if self._keeps_buffers:
-            keep = _keep_large(self.buffers, self._least, self._large)
+            keep = _keep_large(self.buffers, self.least, self._large)
             pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
         else:
             pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL)
@@ -175,7 +175,7 @@ class PartsPickler:
             return False
         self._keeps_buffers = True
         if learns_tensors:
-            reduce = functools.partial(_reduce_tensor, torch, self._least)
+            reduce = functools.partial(_reduce_tensor, torch, self.least)
             self._reducers = _Reducers({torch.Tensor: reduce})
         self.renew()
         return True
