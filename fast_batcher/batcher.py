@@ -61,6 +61,7 @@ from fast_batcher._process.sharing import Sharing
 from fast_batcher._signals import call_on_sigterm
 from fast_batcher._transport.codec import loads, size_of
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.layouts import to_shape
 from fast_batcher.config import (
     MAX_FRAME_BYTES,
     MAX_PRIORITY,
@@ -588,7 +589,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         Filled, and given to a call as it is or with another dtype or shape of as many bytes, it
         reaches the worker without another copy, and read-only: there is none for a second try. It
         should not be changed until the call returns, and may be used again then, unless the model
-        keeps views of its inputs. Arrays that are kept occupy the memory.
+        keeps views of its inputs. Arrays that are kept occupy the memory; and for good if they were
+        there when the process forked, as its child sees what is written there later.
 
         Args:
             shape: Of the array.
@@ -596,16 +598,17 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Returns:
             An array whose values are whatever was there; an ordinary one where it is too small or
-            too large for shared memory, or there is no room.
+            too large for shared memory, there is no room, or the system would take milliseconds to
+            find the memory.
 
         Raises:
-            TypeError: There is no such dtype.
+            TypeError: There is no such dtype, or a size is no whole number.
             ValueError: There is no such shape.
             RuntimeError: It was called outside of an event loop.
         """
         import numpy
 
-        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        sizes = to_shape(shape)
         array = None
         if get_running_loop() is self._serving_loop and min(sizes, default=0) > 0:
             self._rows.learn()

@@ -34,6 +34,7 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send, St
 from starlette.websockets import WebSocket, WebSocketState
 
 from fast_batcher import errors
+from fast_batcher._transport.layouts import to_shape
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.config import MAX_SECONDS
 
@@ -416,7 +417,7 @@ async def read_array(
     """
     import numpy as np  # an extra, and endpoints without arrays do not load it
 
-    kind, sizes = np.dtype(dtype), tuple(shape)
+    kind, sizes = np.dtype(dtype), to_shape(shape)
     if kind.hasobject or not kind.itemsize or min(sizes, default=0) < 0:
         raise errors.ConfigurationError(
             f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, and numbers "
@@ -430,7 +431,11 @@ async def read_array(
     announced = _check_announced_length(request, max_bytes)
     if announced is not None and announced != expected:
         raise BodyError(422, "wrong_length", f"{what} has {expected} bytes, the body {announced}")
-    array = (empty or np.empty)(sizes, kind)
+    try:
+        array = (empty or np.empty)(sizes, kind)
+    except ValueError as error:
+        text = f"read_array: shape={sizes!r:.100}: {error}"
+        raise errors.ConfigurationError(text) from error
     if array.shape != sizes or array.dtype != kind or not array.flags.carray:
         raise errors.ConfigurationError(
             f"read_array: empty={empty!r:.100} has not made a contiguous, writable array of shape "

@@ -120,6 +120,9 @@ class Exchange:
 
     def _send_large(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
         """Send a batch that has just been pickled, in more than one piece or too long."""
+        for request in batch.requests:
+            if hasattr(request, "row"):  # not all have one, so those are of no use
+                request.row.give_up()
         pickler = self._pickler
         send = self._senders[batch.worker]
         try:

@@ -7,6 +7,7 @@ it: a row is sent once, because the model may write into it, and a second try se
 
 import functools
 import math
+import os
 import pickle
 import sys
 import weakref
@@ -141,6 +142,7 @@ class Rows:
         self._layouts: dict[int, Layout] = {}
         # By their start.
         self._given: dict[int, _Given] = {}
+        _all.add(self)
 
     def learn(self) -> None:
         """Something large has come: the like of it gets rows from now on."""
@@ -201,6 +203,11 @@ class Rows:
         if row is None:
             return None
         part = slabs.part(row.start, size)
+        cost = (row.end - part.fresh) * FRESH
+        if self.copied + cost > MOST_PER_TURN:
+            slabs.lacks_memory(part)
+            return None
+        self.copied += cost
         try:
             memory = slabs.lend(part)
         except OSError as error:
@@ -211,6 +218,11 @@ class Rows:
         watch = weakref.ref(memory.obj, lambda _: given.pop(start, None))
         given[start] = _Given(row, watch)
         return numpy.frombuffer(memory, dtype).reshape(shape)
+
+    def keep_given(self) -> None:
+        """What somebody has to write is never given to another: a child will see it too."""
+        for row, _ in list(self._given.values()):
+            row.slabs.keep(row.slab_start)
 
     def close(self, slab_start: int) -> None:
         """No more rows in this slab: a batch has been taken from it."""
@@ -254,10 +266,14 @@ class Rows:
             self._close(slabs, next(iter(self._open)))
         if slabs.taken_bytes > most:
             return None
+        try:
+            packed = _pack(layout)
+        except Exception:  # a dtype of somebody's own, which may be anything
+            return None
         start = slabs.reserve(length)
         if start is None:
             return None
-        slab = _Open(start, start + length, _pack(layout))
+        slab = _Open(start, start + length, packed)
         self._open[layout] = slab
         self._layouts[start] = layout
         return slab
@@ -267,6 +283,18 @@ class Rows:
         del self._layouts[slab.slab_start]
         slabs.shrink(slab.slab_start, slab.next - slab.slab_start)
         slabs.release(slab.slab_start)
+
+
+# Those of this process, which may fork.
+_all: "weakref.WeakSet[Rows]" = weakref.WeakSet()
+
+
+def _keep_given() -> None:
+    for rows in list(_all):
+        rows.keep_given()
+
+
+os.register_at_fork(before=_keep_given)
 
 
 # A dtype takes microseconds to pickle.

@@ -222,7 +222,10 @@ class Sharing:
     ) -> None:
         """On the loop again: a batch has been copied, or could not be."""
         if self._lanes.get(batch.worker) is not lane:  # it has died: somebody has seen to the batch
-            slabs.discard(slab)
+            if error is None:
+                slabs.release(slab.start)
+            else:
+                slabs.discard(slab)
             return
         frames = [frame]
         if error is None:

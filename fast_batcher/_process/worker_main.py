@@ -58,7 +58,7 @@ def worker_main(
     max_frame_bytes: int,
     max_batch_size: int,
     parent_pid: int,
-    slabs: "SlabViews | None",
+    slabs: "SlabViews | OSError | None",
     outbox: "OutboxWriter | OSError | None",
 ) -> None:
     """The target of the worker process; which model to load is the first frame.
@@ -69,7 +69,8 @@ def worker_main(
         max_frame_bytes: Longest frame body either way.
         max_batch_size: Of the warm-up.
         parent_pid: The process to end with.
-        slabs: Memory in which large batches arrive, None if there is none.
+        slabs: Memory in which large batches arrive, None if there is none, an error if this process
+            may not have so much.
         outbox: Memory in which large answers leave, an error if there is none, None if there is to
             be none.
     """
@@ -93,7 +94,7 @@ def _load_and_serve(
     channel: BlockingChannel,
     mark: "memoryview[int]",
     max_batch_size: int,
-    slabs: "SlabViews | None",
+    slabs: "SlabViews | OSError | None",
     posting: Posting,
 ) -> int:
     """The life of a worker; returns its exit code."""
@@ -101,6 +102,10 @@ def _load_and_serve(
     if first is None:  # the parent has thought better of it
         return 0
     try:
+        if isinstance(slabs, OSError):
+            raise WorkerStartupError(
+                f"the worker may not have all of max_shared_bytes; lower it: {slabs}"
+            )
         model = load_model(first.body)
         computing = collate(model)
         times = warm_up(computing, max_batch_size)

@@ -6,6 +6,7 @@ worker reads a dtype.
 
 import functools
 import math
+import operator
 import pickle
 import sys
 from collections.abc import Callable
@@ -43,8 +44,25 @@ def find_looks() -> dict[type, Look]:
 def is_plain_dtype(dtype: Any) -> bool:
     """Whether values of this dtype of NumPy's are their bytes, and it is what it is equal to."""
     # Dtypes are equal whatever their metadata, also of a field; and with fields they are equal
-    # whether or not they are aligned or records.
-    return not dtype.hasobject and dtype.metadata is None and dtype.names is None
+    # whether or not they are aligned or records. Those of subarrays change the shape.
+    return (
+        not dtype.hasobject
+        and dtype.metadata is None
+        and dtype.names is None
+        and dtype.subdtype is None
+    )
+
+
+def to_shape(shape: Any) -> tuple[int, ...]:
+    """Whole numbers, as NumPy takes them: one, or several.
+
+    Raises:
+        TypeError: They are not.
+    """
+    try:
+        return (operator.index(shape),)
+    except TypeError:
+        return tuple(map(operator.index, shape))
 
 
 def _look_at_array(array: Any, least: int, most: int) -> tuple[Layout, int, int] | None:

@@ -85,6 +85,9 @@ class Slabs:
         # Starts of slabs on which a claim has ended that is still counted: whoever ends one may be
         # on any thread, and be the garbage collector in the middle of anything.
         self._ended: deque[int] = deque()
+        # Those of slabs that are never free again; whoever says so may be on any thread too, and
+        # comes before the end of a claim that he knows of.
+        self._kept: deque[int] = deque()
         # Up to here the file has been taken.
         self._used_end = 0
         # Up to here all of it has been written, or is about to be.
@@ -161,6 +164,10 @@ class Slabs:
     def release(self, slab_start: int) -> None:
         """A claim on this slab has ended; any thread, at any moment."""
         self._ended.append(slab_start)
+
+    def keep(self, slab_start: int) -> None:
+        """A slab on which somebody has a claim is never free again; any thread."""
+        self._kept.append(slab_start)
 
     def write(
         self, slab: Slab, pieces: Iterable[tuple[int, "bytes | memoryview"]], *, is_aside: bool
@@ -275,9 +282,11 @@ class Slabs:
         self.close()
 
     def _forget_ended(self) -> None:
-        ended, claims = self._ended, self._claims
+        ended, kept, claims = self._ended, self._kept, self._claims
         while ended:
             start = ended.popleft()
+            while kept:
+                claims[kept.popleft()] += 1
             claims[start] -= 1
             if not claims[start]:
                 del claims[start]
@@ -401,8 +410,11 @@ def _ignore(_: int) -> None:
     """Nobody wants to know."""
 
 
-def _open(duplicate: Any, size: int) -> SlabViews:
-    views = SlabViews(duplicate.detach(), size)
+def _open(duplicate: Any, size: int) -> SlabViews | OSError:
+    try:
+        views = SlabViews(duplicate.detach(), size)
+    except OSError as error:  # the process may not have so much: it says so when it can
+        return error.with_traceback(None)
     # A model may fork, and nobody would hear of the views that its child drops.
     os.register_at_fork(before=views.pin)
     return views
