@@ -319,7 +319,15 @@ def test_an_array_that_cannot_be_filled_is_refused(made: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [((2, -1), "f4"), ((2,), object), ((2,), "S0"), ((2,), "f4,O")]
+    ("shape", "dtype"),
+    [
+        ((2, -1), "f4"),
+        ((2,), object),
+        ((2,), "S0"),
+        ((2,), "f4,O"),
+        ((0, 10**30), "f4"),
+        ((1,) * 65, "u1"),
+    ],
 )
 def test_what_is_no_array_of_numbers_is_refused(shape: tuple[int, ...], dtype: Any) -> None:
     with pytest.raises(ConfigurationError, match="read_array"):

@@ -266,10 +266,7 @@ class Rows:
             self._close(slabs, next(iter(self._open)))
         if slabs.taken_bytes > most:
             return None
-        try:
-            packed = _pack(layout)
-        except Exception:  # a dtype of somebody's own, which may be anything
-            return None
+        packed = _pack(layout)
         start = slabs.reserve(length)
         if start is None:
             return None

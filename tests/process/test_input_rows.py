@@ -414,7 +414,8 @@ def test_tensors_have_rows(desk: Desk) -> None:
 
 
 def given(desk: Desk, number: int, size: int = SMALL) -> Any:
-    """An array in a row, filled."""
+    """An array in a row, filled, in a turn of the loop of its own."""
+    desk.sharing.rows.copied = 0
     array = desk.sharing.rows.give(np.dtype(np.uint8), (size,))
     array[:] = number
     return array
@@ -524,6 +525,7 @@ class AtRandom(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(VALUES))
     def arrive_in_place(self, kind: Any) -> None:
         size, dtype = kind
+        self.desk.sharing.rows.copied = 0
         array = self.desk.sharing.rows.give(np.dtype(dtype), (size,))
         if array is not None:
             self.number = (self.number + 1) % 200

@@ -175,6 +175,10 @@ def test_what_was_copied_for_a_worker_that_died_meanwhile_is_free_when_it_has_be
     assert desk.slabs.count == 1
     desk.run_job()
     assert desk.slabs.count == 0
+    # The memory that it has got is known, so that the system can have it back.
+    unused = desk.slabs.take_unused()
+    assert unused is not None
+    assert unused.length >= LARGE
     assert [type(one) for one in queue] == [Place]
     assert desk.queue == []
 

@@ -6,11 +6,13 @@ import gc
 import mmap
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,15 @@ from hypothesis import strategies as st
 from waits import LIMIT
 
 from fast_batcher._transport.ranges import PAGE
-from fast_batcher._transport.slabs import ALIGNMENT, RELEASING_SIZE, Slab, Slabs, SlabViews, lay_out
+from fast_batcher._transport.slabs import (
+    ALIGNMENT,
+    RELEASING_SIZE,
+    Slab,
+    Slabs,
+    SlabViews,
+    _open,
+    lay_out,
+)
 
 MEBI = 2**20
 SIZE = 8 * MEBI
@@ -422,6 +432,15 @@ def test_elsewhere_there_is_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(OSError, match="Linux only"):
         Slabs(SIZE)
+
+
+def test_a_process_that_may_not_have_so_much_is_told(slabs: Slabs) -> None:
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (MEBI, MEBI))
+        duplicate = SimpleNamespace(detach=lambda: os.dup(slabs._fd))
+        os._exit(isinstance(_open(duplicate, SIZE), OSError))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_an_owner_is_what_views_keep_alive() -> None:
