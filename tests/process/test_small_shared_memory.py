@@ -98,3 +98,49 @@ def test_f53_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
     # although more was sent than there is there.
     assert ("through a pipe" in done.stderr) == (what == "no memfd at all"), done.stderr
     assert ("No space left on device" in done.stderr) == (what == "no memfd at all"), done.stderr
+
+
+LIMITED_WORKER = """
+import asyncio, multiprocessing, sys
+from fast_batcher import DynBatcher, InferenceModel
+from fast_batcher.errors import WorkerStartupError
+
+class Lengths(InferenceModel):
+    def infer(self, inputs):
+        return [len(one) for one in inputs]
+
+async def main():
+    try:
+        async with DynBatcher(Lengths, max_restarts=0):
+            print("it has started")
+    except WorkerStartupError as error:
+        print(error)
+    async with DynBatcher(Lengths, max_shared_bytes=2**24) as batcher:
+        print(await batcher.process_batched(bytes(2**20)))
+
+if __name__ == "__main__":
+    multiprocessing.set_executable(sys.argv[1])
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_that_may_not_have_so_much_address_space_says_what_to_lower(
+    tmp_path: Path,
+) -> None:
+    program, interpreter = tmp_path / "program.py", tmp_path / "python"
+    program.write_text(LIMITED_WORKER)
+    # KiB: half of what is shared unless it is set otherwise.
+    interpreter.write_text(f'#!/bin/sh\nulimit -v 262144\nexec {sys.executable} "$@"\n')
+    interpreter.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(program), str(interpreter)],
+        env={"PYTHONPATH": str(TESTS.parent), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    error, answer = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
+    assert "the worker may not have all of max_shared_bytes; lower it" in error, done.stderr
+    assert answer == str(2**20), done.stderr
