@@ -23,22 +23,22 @@ WORKER = 3
 BATCH_ID = 17
 
 
+def refuse(*_: object) -> None:
+    raise AssertionError("no worker shares memory: nothing is done aside, or known late")
+
+
 class Wire:
     """An exchange, and what it has sent to its only worker."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int, bytes]] = []
-        self.refused_late: list[tuple[Batch, Any]] = []
-        # Nobody runs what would be done aside, as no worker shares memory.
-        sharing = Sharing(
-            lambda: None, {}, lambda job, done: None, "name", THRESHOLD, MAX_FRAME_BYTES, 32
-        )
+        sharing = Sharing(lambda: None, {}, refuse, "name", THRESHOLD, MAX_FRAME_BYTES, 32)
         self.exchange = Exchange(
             {WORKER: self._send},
             MAX_FRAME_BYTES,
             THRESHOLD,
             sharing,
-            lambda batch, refused: self.refused_late.append((batch, refused)),
+            refuse,
             {},
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory import refuse_memory
 from sample_models import RefusesPickling
 
 from fast_batcher._process.exchange import Failure, SharedOutputs
@@ -23,7 +24,7 @@ MAX_FRAME_BYTES = 4 * MEBI
 LARGE = 300_000
 
 
-class Desk:
+class Post:
     """A worker's end, and the outbox that it posts into."""
 
     def __init__(self) -> None:
@@ -49,10 +50,10 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
-    yield desk
-    desk.close()
+def post() -> Iterator[Post]:
+    post = Post()
+    yield post
+    post.close()
 
 
 class Counted:
@@ -79,14 +80,14 @@ class Counted:
     ],
     ids=range(5),
 )
-def test_what_is_not_large_is_one_pickle(desk: Desk, outputs: list[Any], is_first: bool) -> None:
+def test_what_is_not_large_is_one_pickle(post: Post, outputs: list[Any], is_first: bool) -> None:
     if not is_first:
-        desk.pack([np.zeros(LARGE)])
+        post.pack([np.zeros(LARGE)])
     for _ in range(3):
-        kind, got = desk.pack(outputs)
+        kind, got = post.pack(outputs)
         assert kind is Kind.OUTPUTS
         assert pickle.dumps(got) == pickle.dumps(outputs)
-    assert desk.posting.expects_large is not is_first
+    assert post.posting.expects_large is not is_first
 
 
 @pytest.mark.parametrize(
@@ -100,59 +101,59 @@ def test_what_is_not_large_is_one_pickle(desk: Desk, outputs: list[Any], is_firs
     ],
     ids=range(5),
 )
-def test_what_is_large_goes_into_the_outbox(desk: Desk, outputs: list[Any]) -> None:
+def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> None:
     for _ in range(3):
-        kind, got = desk.pack(outputs)
+        kind, got = post.pack(outputs)
         assert kind is Kind.SHARED_OUTPUTS
         assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(outputs)))
-    assert desk.posting.expects_large
+    assert post.posting.expects_large
 
 
-def test_what_is_large_is_pickled_once_but_for_the_first_time(desk: Desk) -> None:
+def test_what_is_large_is_pickled_once_but_for_the_first_time(post: Post) -> None:
     counts = []
     for _ in range(3):
         counted = Counted(np.arange(LARGE))
-        assert desk.pack([counted])[0] is Kind.SHARED_OUTPUTS
+        assert post.pack([counted])[0] is Kind.SHARED_OUTPUTS
         counts.append(counted.count)
     assert counts == [2, 1, 1]
 
 
-def test_tensors_are_copied_from_where_they_are(desk: Desk) -> None:
+def test_tensors_are_copied_from_where_they_are(post: Post) -> None:
     torch = pytest.importorskip("torch")
     tensors = [torch.arange(LARGE), torch.ones(LARGE).bfloat16()]
-    packed = desk.posting.pack(tensors, {})
+    packed = post.posting.pack(tensors, {})
     assert packed is not None
     *where, _ = loads(packed[1])
     assert where[1][1:] == [8 * LARGE, 2 * LARGE]
-    got = desk.outbox.find(*where).load()
+    got = post.outbox.find(*where).load()
     assert [one.dtype for one in got] == [torch.int64, torch.bfloat16]
     assert all(map(torch.equal, got, tensors))
     got[0] += 1  # it can be written
 
 
-def test_bytes_are_copied_from_where_they_are(desk: Desk) -> None:
+def test_bytes_are_copied_from_where_they_are(post: Post) -> None:
     outputs = [b"a" * LARGE, b"short", b"b" * 5000, b"c" * 4999, bytearray(b"d" * LARGE)]
-    packed = desk.posting.pack(outputs, {})
+    packed = post.posting.pack(outputs, {})
     assert packed is not None
     *where, _ = loads(packed[1])
     # Those that came before it was much are in the pickle, as with other buffers.
     assert where[1][1:] == [LARGE, 5000]
     assert where[2] == [0, 1]
-    assert desk.outbox.find(*where).load() == outputs
+    assert post.outbox.find(*where).load() == outputs
 
 
-def test_one_output_for_several_requests_is_copied_once(desk: Desk) -> None:
+def test_one_output_for_several_requests_is_copied_once(post: Post) -> None:
     raw = b"a" * LARGE
-    packed = desk.posting.pack([raw, b"b" * LARGE, raw, raw], {})
+    packed = post.posting.pack([raw, b"b" * LARGE, raw, raw], {})
     assert packed is not None
     *where, _ = loads(packed[1])
     assert where[1][1:] == [LARGE, LARGE]
-    assert desk.outbox.find(*where).load() == [raw, b"b" * LARGE, raw, raw]
+    assert post.outbox.find(*where).load() == [raw, b"b" * LARGE, raw, raw]
 
 
-def test_errors_are_told_beside_large_outputs(desk: Desk) -> None:
+def test_errors_are_told_beside_large_outputs(post: Post) -> None:
     failures = {1: describe(ValueError("this one")), 2: describe(KeyError("and that"))}
-    kind, got = desk.pack([np.arange(LARGE), None, None, "small"], failures)
+    kind, got = post.pack([np.arange(LARGE), None, None, "small"], failures)
     assert kind is Kind.SHARED_OUTPUTS
     assert (got[0].sum(), got[3]) == (np.arange(LARGE).sum(), "small")
     errors = [one.to_error() for one in got[1:3] if isinstance(one, Failure)]
@@ -160,58 +161,58 @@ def test_errors_are_told_beside_large_outputs(desk: Desk) -> None:
     assert isinstance(errors[1], KeyError)
 
 
-def test_errors_beside_small_outputs_are_told_one_by_one(desk: Desk) -> None:
-    assert desk.pack(["small", None], {1: describe(ValueError("this one"))}) == (None, None)
+def test_errors_beside_small_outputs_are_told_one_by_one(post: Post) -> None:
+    assert post.pack(["small", None], {1: describe(ValueError("this one"))}) == (None, None)
 
 
-def test_errors_that_fill_a_frame_are_told_one_by_one(desk: Desk) -> None:
+def test_errors_that_fill_a_frame_are_told_one_by_one(post: Post) -> None:
     failures = {number: RemoteFailure("text", "t" * MEBI, None) for number in range(1, 4)}
-    assert desk.pack([np.arange(LARGE), None, None, None], failures) == (None, None)
-    assert desk.writer._ranges.count == 0
+    assert post.pack([np.arange(LARGE), None, None, None], failures) == (None, None)
+    assert post.writer._ranges.count == 0
 
 
-def test_one_that_cannot_be_pickled_sends_all_of_them_one_by_one(desk: Desk) -> None:
+def test_one_that_cannot_be_pickled_sends_all_of_them_one_by_one(post: Post) -> None:
     raw = bytearray(LARGE)
     outputs = [np.frombuffer(raw, np.uint8), RefusesPickling(ValueError("no"))]
     for _ in range(2):
-        assert desk.pack(outputs) == (None, None)
-        desk.posting.expects_large = True
+        assert post.pack(outputs) == (None, None)
+        post.posting.expects_large = True
     outputs.clear()
     raw.append(1)  # nothing is locked
-    assert desk.pack(["after"]) == (Kind.OUTPUTS, ["after"])
+    assert post.pack(["after"]) == (Kind.OUTPUTS, ["after"])
 
 
 @pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
-def test_more_than_a_frame_may_have_goes_one_by_one(desk: Desk, make: Any) -> None:
-    assert desk.pack([make(MAX_FRAME_BYTES), "small"]) == (None, None)
-    assert desk.writer._ranges.count == 0
-    assert desk.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
+def test_more_than_a_frame_may_have_goes_one_by_one(post: Post, make: Any) -> None:
+    assert post.pack([make(MAX_FRAME_BYTES), "small"]) == (None, None)
+    assert post.writer._ranges.count == 0
+    assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
 
 
-def test_nothing_of_the_outputs_is_held_once_they_are_posted(desk: Desk) -> None:
+def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None:
     for raw in (bytearray(LARGE), bytearray(LARGE)):
-        assert desk.pack([np.frombuffer(raw, np.uint8), raw])[0] is Kind.SHARED_OUTPUTS
+        assert post.pack([np.frombuffer(raw, np.uint8), raw])[0] is Kind.SHARED_OUTPUTS
         raw.append(1)
 
 
-def fill(desk: Desk) -> None:
+def fill(post: Post) -> None:
     """Leave no room, in answers that nobody copies."""
-    while desk.posting.pack([np.zeros(MEBI, np.uint8)], {})[0] is Kind.SHARED_OUTPUTS:  # type: ignore[index]
+    while post.posting.pack([np.zeros(MEBI, np.uint8)], {})[0] is Kind.SHARED_OUTPUTS:  # type: ignore[index]
         pass
 
 
 @pytest.mark.parametrize("output", [b"x" * (2 * MEBI), np.zeros(2 * MEBI, np.uint8)], ids=type)
 def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
-    desk: Desk, caplog: pytest.LogCaptureFixture, output: Any
+    post: Post, caplog: pytest.LogCaptureFixture, output: Any
 ) -> None:
-    fill(desk)
+    fill(post)
     caplog.clear()
-    desk.posting._has_warned = False
+    post.posting._has_warned = False
     for _ in range(2):
-        kind, (got,) = desk.pack([output])
+        kind, (got,) = post.pack([output])
         assert kind is Kind.OUTPUTS
         assert bytes(got) == bytes(output)
-        packed = desk.posting.pack([output, None], {1: describe(ValueError("this one"))})
+        packed = post.posting.pack([output, None], {1: describe(ValueError("this one"))})
         assert packed is None
     (record,) = caplog.records
     assert "large outputs go through a pipe" in record.message
@@ -219,18 +220,15 @@ def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
 
 
 def test_where_there_is_no_memory_the_pipe_is_left(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+    post: Post, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fd = desk.writer._fd
-    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-    os.dup2(read_only, fd)
-    os.close(read_only)
+    refuse_memory(post.writer._fd)
     for _ in range(2):
-        kind, (got,) = desk.pack([np.full(LARGE, 1)])
+        kind, (got,) = post.pack([np.full(LARGE, 1)])
         assert (kind, got.sum()) == (Kind.OUTPUTS, LARGE)
     (record,) = caplog.records
     assert "Bad file descriptor" in record.message
-    assert desk.writer._ranges.count == 0
+    assert post.writer._ranges.count == 0
 
 
 def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
@@ -261,9 +259,9 @@ def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-def test_an_answer_for_other_requests_is_none(desk: Desk) -> None:
-    packed = desk.posting.pack([np.zeros(LARGE)], {})
+def test_an_answer_for_other_requests_is_none(post: Post) -> None:
+    packed = post.posting.pack([np.zeros(LARGE)], {})
     assert packed is not None
     *where, failures = loads(packed[1])
     with pytest.raises(TransportError, match="1 outcomes came back for 2 requests"):
-        SharedOutputs(desk.outbox.find(*where), failures).read(2)
+        SharedOutputs(post.outbox.find(*where), failures).read(2)

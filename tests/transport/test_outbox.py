@@ -1,6 +1,5 @@
 """Memory in which answers are left: what is read is as it was written, and its reader's own."""
 
-import errno
 import gc
 import multiprocessing
 import os
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from memory import memory_of, refuse_memory
 from waits import LIMIT
 
 from fast_batcher._transport.outbox import (
@@ -20,6 +20,7 @@ from fast_batcher._transport.outbox import (
     Outbox,
     OutboxWriter,
     _Kind,
+    _open,
 )
 from fast_batcher._transport.pickler import Lifted, Parts, PartsPickler
 from fast_batcher._transport.slabs import ALIGNMENT, RELEASING_SIZE
@@ -65,11 +66,6 @@ def left(writer: OutboxWriter, value: Any) -> tuple[int, list[int], list[int]]:
 
 def left_answer(outbox: Outbox, writer: OutboxWriter, value: Any) -> Answer:
     return outbox.find(*left(writer, value))
-
-
-def blocks(outbox: Outbox) -> int:
-    """Bytes of memory that the file has."""
-    return os.fstat(outbox._fd).st_blocks * 512
 
 
 VALUES = {
@@ -192,7 +188,7 @@ def test_results_that_are_kept_take_no_room(outbox: Outbox, writer: OutboxWriter
     writer._take_back()
     assert writer._ranges.count == 0
     assert [array[0] for (array,) in kept] == [*range(100)]
-    assert blocks(outbox) < 2 * 8 * LARGE
+    assert memory_of(outbox._fd) < 2 * 8 * LARGE
 
 
 @pytest.mark.parametrize(
@@ -241,19 +237,11 @@ def test_an_outbox_from_which_nothing_was_read_is_not_used(outbox: Outbox) -> No
     assert not outbox.is_used
 
 
-def refuse_memory(writer: OutboxWriter) -> None:
-    """From now on the system gives it none that it has not had before."""
-    fd = writer._fd
-    read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-    os.dup2(read_only, fd)
-    os.close(read_only)
-
-
 def test_too_little_memory_is_an_error_and_takes_no_room(
     outbox: Outbox, writer: OutboxWriter
 ) -> None:
     left_answer(outbox, writer, np.zeros(LARGE)).load()
-    refuse_memory(writer)
+    refuse_memory(writer._fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         writer.put(parts_of([np.zeros(LARGE), np.zeros(LARGE)]))
     assert writer._ranges.count == 0
@@ -265,12 +253,12 @@ def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
 ) -> None:
     left_answer(outbox, writer, np.zeros(LARGE)).load()
     for _ in range(RESTS_TO_KEEP_MEMORY):  # it has been used since the last time
-        assert blocks(outbox)
+        assert memory_of(outbox._fd)
         writer.rest()
     for _ in range(RESTS_TO_KEEP_MEMORY):
-        assert blocks(outbox)
+        assert memory_of(outbox._fd)
         writer.rest()
-    assert blocks(outbox) == 0
+    assert memory_of(outbox._fd) == 0
     assert left_answer(outbox, writer, np.ones(LARGE)).load().sum() == LARGE
 
 
@@ -278,7 +266,7 @@ def test_memory_that_the_system_does_not_take_back_is_used_on(
     outbox: Outbox, writer: OutboxWriter
 ) -> None:
     left_answer(outbox, writer, np.zeros(LARGE)).load()
-    refuse_memory(writer)
+    refuse_memory(writer._fd)
     for _ in range(2 * RESTS_TO_KEEP_MEMORY):
         writer.rest()
     assert writer._ranges.count == 0
@@ -318,19 +306,16 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     outbox.close()
 
 
-def no_memory(*_: object) -> OutboxWriter:
-    raise OSError(errno.ENOMEM, "no room")
-
-
-def test_a_worker_without_room_for_it_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_without_room_for_it_is_told_why(outbox: Outbox) -> None:
     class Duplicate:
-        def detach(self) -> int:
-            return -1
+        """A descriptor in the other process, as `multiprocessing` passes it."""
 
-    open_there, arguments = Outbox.__reduce__.__globals__["_open"], (Duplicate(), SIZE, LEAST)
-    monkeypatch.setattr("fast_batcher._transport.outbox.OutboxWriter", no_memory)
-    error = open_there(*arguments)
-    assert isinstance(error, OSError)
+        def detach(self) -> int:
+            # One that may only be read cannot be mapped to be written.
+            return os.open(f"/proc/self/fd/{outbox._fd}", os.O_RDONLY)
+
+    error = _open(Duplicate(), SIZE, LEAST)
+    assert isinstance(error, PermissionError)
     assert error.__traceback__ is None
 
 

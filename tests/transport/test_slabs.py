@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from memory import memory_of, refuse_memory
 from waits import LIMIT
 
 from fast_batcher._transport.ranges import PAGE
@@ -58,11 +59,6 @@ def taken(slabs: Slabs, length: int) -> Slab:
     slab = slabs.take(length)
     assert slab is not None
     return slab
-
-
-def blocks(slabs: Slabs) -> int:
-    """Bytes of memory that the file has."""
-    return os.fstat(slabs._fd).st_blocks * 512
 
 
 @given(st.lists(st.integers(0, 1000), max_size=20))
@@ -109,7 +105,7 @@ def test_the_other_side_sees_what_was_copied(
     got = np.frombuffer(views.view(BATCH), np.float64, 1000, start + 8)
     assert np.array_equal(got, array)
     # It has memory for what was written.
-    assert 0 < blocks(slabs) < MEBI
+    assert 0 < memory_of(slabs._fd) < MEBI
 
 
 def test_a_batch_is_free_when_the_last_view_of_it_has_died(slabs: Slabs, views: SlabViews) -> None:
@@ -182,11 +178,11 @@ def test_memory_that_may_go_is_copied_whole(slabs: Slabs, views: SlabViews) -> N
 def test_a_part_that_begins_in_a_page_gets_this_page_as_well(slabs: Slabs) -> None:
     """Whoever was to write the part before it may have failed to get it."""
     start = taken(slabs, MEBI).start
-    before = os.fstat(slabs._fd).st_blocks
+    before = memory_of(slabs._fd)
     slabs._solid_end = start
     slabs.part(start, PAGE + 100)
     lent = slabs.lend(slabs.part(start + PAGE + 100, PAGE))
-    assert (os.fstat(slabs._fd).st_blocks - before) * 512 == 2 * PAGE
+    assert memory_of(slabs._fd) - before == 2 * PAGE
     lent.release()
 
 
@@ -231,7 +227,7 @@ def test_memory_is_asked_for_once_where_parts_follow_each_other(slabs: Slabs) ->
     assert [part.fresh for part in parts] == [0, 2000, PAGE, 3000 + 2 * PAGE]
     for part in parts:
         slabs.write(part, [(0, b"x")], is_aside=False)
-    assert blocks(slabs) == 3 * PAGE
+    assert memory_of(slabs._fd) == 3 * PAGE
 
 
 def test_somebody_else_may_write(slabs: Slabs, views: SlabViews) -> None:
@@ -272,11 +268,11 @@ def test_no_room_is_none(slabs: Slabs) -> None:
 
 
 def test_it_takes_memory_when_it_is_written(slabs: Slabs) -> None:
-    assert blocks(slabs) == 0
+    assert memory_of(slabs._fd) == 0
     slab = taken(slabs, MEBI)
-    assert blocks(slabs) == 0
+    assert memory_of(slabs._fd) == 0
     slabs.write(slab, [(0, b"x")], is_aside=False)
-    assert blocks(slabs) == MEBI
+    assert memory_of(slabs._fd) == MEBI
 
 
 def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) -> None:
@@ -294,12 +290,12 @@ def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) ->
     assert other.start == 5 * MEBI
     slabs.punch(unused)
     slabs.discard(unused)
-    assert blocks(slabs) == MEBI
+    assert memory_of(slabs._fd) == MEBI
     assert slabs._memory[:5] == b"small"
     again = taken(slabs, MEBI)
     assert again.start == MEBI
     slabs.write(again, [(0, b"again")], is_aside=False)
-    assert blocks(slabs) == 2 * MEBI
+    assert memory_of(slabs._fd) == 2 * MEBI
     assert slabs.take_unused() is None
 
 
@@ -386,7 +382,7 @@ def test_a_fork_of_the_app_gives_its_copy_back_whatever_a_thread_is_doing(slabs:
             os._exit(slabs._fd != -1)
     _, status = os.waitpid(pid, 0)
     assert status == 0
-    assert blocks(slabs) == MEBI
+    assert memory_of(slabs._fd) == MEBI
 
 
 @pytest.mark.slow
@@ -406,22 +402,15 @@ except OSError as error:
     assert int(done.stdout) == errno.EFBIG
 
 
-def refuse_memory(slabs: Slabs) -> None:
-    """From now on the system gives it none that it has not had before."""
-    read_only = os.open(f"/proc/self/fd/{slabs._fd}", os.O_RDONLY)
-    os.dup2(read_only, slabs._fd)
-    os.close(read_only)
-
-
 def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
     small = taken(slabs, MEBI)
     slabs.write(small, [(0, b"before")], is_aside=False)
-    refuse_memory(slabs)
+    refuse_memory(slabs._fd)
     large = taken(slabs, 4 * MEBI)
     with pytest.raises(OSError, match="Bad file descriptor"):
         slabs.write(large, [(0, b"x")], is_aside=False)
     slabs.discard(large)
-    assert blocks(slabs) == MEBI
+    assert memory_of(slabs._fd) == MEBI
     # It is known that the memory is not there, and what is there can still be used.
     assert taken(slabs, MEBI).fresh == MEBI
     slabs.release(small.start)
@@ -441,14 +430,3 @@ def test_a_process_that_may_not_have_so_much_is_told(slabs: Slabs) -> None:
         duplicate = SimpleNamespace(detach=lambda: os.dup(slabs._fd))
         os._exit(isinstance(_open(duplicate, SIZE), OSError))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-
-
-def test_an_owner_is_what_views_keep_alive() -> None:
-    """What the design rests on: views keep the exporter, not the view that they were made from."""
-    memory = bytearray(100)
-    view = memoryview(memory)
-    watch = weakref.ref(view)
-    part = view[10:20]
-    del view
-    assert watch() is None
-    assert part.obj is memory
