@@ -2,11 +2,14 @@
 
 import gc
 import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
-from waits import assert_balance, until
+import numpy as np
+import pytest
+from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
@@ -145,20 +148,37 @@ class Desk:
         assert kind is Kind.INPUTS
         return loads(body)
 
-    def refuse_memory(self) -> None:
-        read_only = os.open(f"/proc/self/fd/{self.slabs._fd}", os.O_RDONLY)
-        os.dup2(read_only, self.slabs._fd)
-        os.close(read_only)
-
     def close(self) -> None:
         self.slabs.close()
         gc.collect()
         self.views.close()
 
 
+def filled(number: int, size: int = SMALL) -> Any:
+    """An input of so many bytes."""
+    return np.full(size, number, np.uint8)
+
+
+def sums(values: list[Any]) -> list[int]:
+    """What they are filled with."""
+    return [int(value[0]) for value in values if value.min() == value.max()]
+
+
 @asynccontextmanager
-async def opened(model: Any, *args: Any, **settings: Any) -> AsyncIterator[DynBatcher[Any, Any]]:
+async def opened(
+    model: Any, *args: Any, has_rows: bool = False, **settings: Any
+) -> AsyncIterator[DynBatcher[Any, Any]]:
+    """A batcher that has counted right.
+
+    Args:
+        model: Its model.
+        args: The model's.
+        has_rows: Whether large inputs have rows at once, and not only after the first large batch.
+        settings: The batcher's.
+    """
     async with DynBatcher(model, model_args=args, **settings) as batcher:
+        if has_rows:
+            batcher._rows.learn()
         yield batcher
         assert_balance(batcher)
 
@@ -173,3 +193,44 @@ async def free(batcher: DynBatcher[Any, Any]) -> None:
     """Every slab has come back, but for those that wait for rows."""
     rows = batcher._rows
     await until(lambda: slabs_of(batcher).count == len(rows._open))
+
+
+@contextmanager
+def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
+    """Nothing is done aside meanwhile: what is to be waits."""
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        is_over.wait(LIMIT)
+
+    batcher._pool.run_aside(hold, lambda _: None)
+    assert is_held.wait(LIMIT)
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
+    """Something is to be done aside; the copier is held, so it has not been done yet."""
+    await until(lambda: not batcher._pool._copier._jobs.empty())
+
+
+def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
+    """All that was to be done aside has been done, whether or not a loop has heard of it."""
+    is_over = threading.Event()
+    batcher._pool._copier.run(lambda: None, lambda _: is_over.set())
+    assert is_over.wait(LIMIT)
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """The system has no memory for the stack of another thread."""
+    before = threading.stack_size(2**46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=lambda: None).start()
+        yield
+    finally:
+        threading.stack_size(before)

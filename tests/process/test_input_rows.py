@@ -6,7 +6,6 @@ reader see what was sent, as long as it looks?
 
 import asyncio
 import gc
-import logging
 import os
 import subprocess
 import sys
@@ -16,27 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from desk import LARGE, MEBI, SIZE, SMALL, Desk, free, opened, slabs_of
+from desk import LARGE, MEBI, SIZE, SMALL, Desk, filled, free, opened, slabs_of, sums
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from sample_models import (
-    Digests,
-    ForksAndKeeps,
-    KeepsInputs,
-    Stacks,
-    WritesAndDies,
-    WritesAndRaises,
-    WritesInputs,
-    digest,
-)
-from waits import Gate, Watch, call, outcome, turns, until
+from memory import memory_of, refuse_memory
+from sample_models import Digests, Stacks, WritesAndDies, WritesAndRaises, digest
+from waits import call, outcome, turns
 
-from fast_batcher import Collation, DynBatcher, InferenceModel
-from fast_batcher._process.input_rows import FRESH, MOST_OPEN, MOST_PER_TURN
+from fast_batcher import Collation, InferenceModel
+from fast_batcher._process.input_rows import FRESH, LEAST, MOST_OPEN, MOST_PER_TURN
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
-from fast_batcher.errors import BatcherClosedError, PoisonRequestError
 
 if TYPE_CHECKING:
     from fast_batcher._core.messages import Request
@@ -51,18 +41,9 @@ def desk() -> Iterator[Desk]:
     desk.close()
 
 
-def filled(number: int, size: int = SMALL) -> Any:
-    return np.full(size, number, np.uint8)
-
-
 def runs(desk: Desk) -> list[tuple[int, int]]:
     """Start and count of each run of the batch that was sent first."""
     return [(start, count) for _, start, count in loads(desk.queue[0][2])]
-
-
-def sums(values: list[Any]) -> list[int]:
-    """What they are filled with."""
-    return [int(value[0]) for value in values if value.min() == value.max()]
 
 
 def test_rows_lie_one_behind_the_other(desk: Desk) -> None:
@@ -263,7 +244,7 @@ def test_a_row_whose_caller_left_before_is_not_copied(desk: Desk) -> None:
     request = desk.arrive(filled(1, LARGE))
     request.row.give_up()
     desk.run_job()
-    assert os.fstat(desk.slabs._fd).st_blocks == 0
+    assert memory_of(desk.slabs._fd) == 0
     # It is known that it has no memory.
     assert desk.slabs.part(0, 1).fresh == 0
 
@@ -295,7 +276,7 @@ def test_a_worker_may_die_while_rows_are_copied(desk: Desk) -> None:
 def test_where_there_is_no_memory_the_pipe_is_left(
     desk: Desk, size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk.refuse_memory()
+    refuse_memory(desk.slabs._fd)
     desk.send_requests([desk.arrive(filled(number, size)) for number in range(2)])
     desk.send("after")
     while desk.jobs:
@@ -488,7 +469,7 @@ def test_no_row_is_given_for_what_would_have_none(desk: Desk, shape: tuple[int, 
 def test_where_there_is_no_memory_no_row_is_given(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk.refuse_memory()
+    refuse_memory(desk.slabs._fd)
     assert desk.sharing.rows.give(np.dtype(np.uint8), (SMALL,)) is None
     desk.sharing.rows.close(0)
     assert desk.slabs.count == 0
@@ -619,11 +600,6 @@ TestAtRandom.settings = settings(
 anyio = pytest.mark.anyio
 
 
-async def with_rows(batcher: DynBatcher[Any, Any]) -> None:
-    """From now on large inputs have rows, as they have after the first large batch."""
-    batcher._rows.learn()
-
-
 def images(count: int, size: int = SMALL) -> list[Any]:
     random = np.random.default_rng(1)
     return [random.integers(0, 255, size, np.uint8) for _ in range(count)]
@@ -649,8 +625,7 @@ async def test_after_the_first_large_batch_rows_are_stacked_without_a_copy() -> 
 async def test_tensors_are_stacked_without_a_copy(size: int) -> None:
     torch = pytest.importorskip("torch")
     tensors = [torch.from_numpy(array) for array in images(4, size)]
-    async with opened(Stacks, max_batch_size=4) as batcher:
-        await with_rows(batcher)
+    async with opened(Stacks, max_batch_size=4, has_rows=True) as batcher:
         got = await asyncio.gather(*map(batcher.process_batched, tensors))
         assert got == [(True, digest(tensor.numpy())) for tensor in tensors]
         await free(batcher)
@@ -670,39 +645,40 @@ class Collated(InferenceModel[Any, Any]):
 @anyio
 async def test_a_model_with_a_collation_is_given_the_rows_as_they_lie() -> None:
     arrays = [filled(number) for number in range(6)]
-    async with opened(Collated, max_batch_size=6) as batcher:
-        await with_rows(batcher)
+    async with opened(Collated, max_batch_size=6, has_rows=True) as batcher:
         for _ in range(2):
             got = await asyncio.gather(*map(batcher.process_batched, arrays))
             assert got == [SMALL * (number + 1) for number in range(6)]
         await free(batcher)
 
 
+class Keeps(Digests):
+    """Keeps all of its inputs too."""
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        self._kept += inputs
+        return super().infer(inputs)
+
+
 @pytest.mark.slow
 @anyio
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_every_way_of_calling_has_rows(size: int) -> None:
-    arrays = images(10, size)
+async def test_every_way_of_calling_has_rows() -> None:
+    """What is too little to be shared for itself, and kept, occupies a slab if it has a row."""
+    arrays = images(10, LEAST)
     expected = [digest(array) for array in arrays]
-    async with opened(Digests, max_batch_size=4, num_workers=2) as batcher:
-        await with_rows(batcher)
-        rows: list[bool] = []
-        sharing = batcher._exchange._sharing
-        send_rows = sharing.send_rows
-
-        def listen(*args: Any) -> bool:
-            rows.append(send_rows(*args))
-            return rows[-1]
-
-        sharing.send_rows = listen  # type: ignore[assignment, method-assign]
+    async with opened(Keeps, max_batch_size=1, has_rows=True) as batcher:
         assert await asyncio.gather(*map(batcher.process_batched, arrays)) == expected
+        assert slabs_of(batcher).count == 10
         assert await batcher.process_many(arrays) == expected
+        assert slabs_of(batcher).count == 20
         assert await batcher.process_rows(np.stack(arrays)) == expected
+        assert slabs_of(batcher).count == 30
         futures = [asyncio.wrap_future(batcher.submit(array)) for array in arrays]
         assert await asyncio.gather(*futures) == expected
-        assert rows
-        assert all(rows)
-        await free(batcher)
+        assert slabs_of(batcher).count == 40
 
 
 @pytest.mark.slow
@@ -710,8 +686,7 @@ async def test_every_way_of_calling_has_rows(size: int) -> None:
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_a_batch_that_is_divided_is_sent_as_it_came(size: int) -> None:
     arrays = [filled(number, size) for number in range(5)]
-    async with opened(WritesAndRaises, max_batch_size=5) as batcher:
-        await with_rows(batcher)
+    async with opened(WritesAndRaises, max_batch_size=5, has_rows=True) as batcher:
         got = await asyncio.gather(*map(batcher.process_batched, arrays))
         assert sums(got) == [1, 2, 3, 4, 5]
         assert sums(arrays) == [0, 1, 2, 3, 4]
@@ -724,8 +699,7 @@ async def test_a_batch_that_is_divided_is_sent_as_it_came(size: int) -> None:
 async def test_another_worker_is_sent_what_came(size: int, tmp_path: Path) -> None:
     arrays = [filled(number, size) for number in range(4)]
     settings = {"max_batch_size": 4, "restart_backoff": 0.01}
-    async with opened(WritesAndDies, str(tmp_path / "died"), **settings) as batcher:
-        await with_rows(batcher)
+    async with opened(WritesAndDies, str(tmp_path / "died"), has_rows=True, **settings) as batcher:
         got = await asyncio.gather(*map(batcher.process_batched, arrays))
         assert batcher.stats.restarts == 1
         assert sums(got) == [1, 2, 3, 4]
@@ -734,75 +708,9 @@ async def test_another_worker_is_sent_what_came(size: int, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @anyio
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_a_model_may_write_and_the_callers_are_as_they_were(size: int) -> None:
-    arrays = [filled(number, size) for number in range(4)]
-    async with opened(WritesInputs, max_batch_size=4) as batcher:
-        await with_rows(batcher)
-        for _ in range(3):
-            got = await asyncio.gather(*map(batcher.process_batched, arrays))
-            assert sums(got) == [1, 2, 3, 4]
-        assert sums(arrays) == [0, 1, 2, 3]
-        await free(batcher)
-
-
-@pytest.mark.slow
-@anyio
-async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs() -> None:
-    async with opened(KeepsInputs, max_batch_size=1, max_shared_bytes=8 * MEBI) as batcher:
-        await with_rows(batcher)
-        for number in range(8):
-            got = await batcher.process_batched(filled(number, LARGE))
-            assert got == [LARGE * one for one in range(number + 1)]
-        assert slabs_of(batcher).count
-        await batcher.process_batched("forget")
-        # What has died is told with the next answer.
-        await batcher.process_batched("next")
-        await free(batcher)
-
-
-@pytest.mark.slow
-@anyio
-@pytest.mark.parametrize("dies", [False, True])
-async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, dies: bool) -> None:
-    settings = {"max_batch_size": 1, "restart_backoff": 0.01, "max_shared_bytes": 16 * MEBI}
-    async with opened(ForksAndKeeps, gate.path, **settings) as batcher:
-        await with_rows(batcher)
-        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
-        visit = await gate.visit()
-        if dies:
-            # Its child lives on.
-            (handle,) = batcher._pool.remaining()
-            assert handle.pid is not None
-            with Watch([handle.pid]) as watch:
-                handle.kill()
-                await watch.until_dead()
-            await until(lambda: batcher.stats.restarts == 1)
-        kept = slabs_of(batcher).count
-        assert kept == 1
-        if not dies:
-            for number in range(2, 6):
-                await batcher.process_batched(filled(number, LARGE))
-        else:
-            tasks = [call(batcher, filled(number, LARGE)) for number in range(2, 6)]
-            # The new one forks too, with the first of them.
-            await outcome(tasks[0])
-            other = await gate.visit()
-            other.let_on()
-            assert (await gate.visit()).note == 2 * LARGE
-            for task in tasks[1:]:
-                await outcome(task)
-        visit.let_on()
-        assert (await gate.visit()).note == LARGE
-        gate.close()
-
-
-@pytest.mark.slow
-@anyio
-async def test_callers_may_leave_before_and_after_their_batch(gate: Gate) -> None:
+async def test_callers_may_leave_before_and_after_their_batch() -> None:
     arrays = images(30)
-    async with opened(Digests, max_batch_size=4) as batcher:
-        await with_rows(batcher)
+    async with opened(Digests, max_batch_size=4, has_rows=True) as batcher:
         for when in range(4):
             tasks = [call(batcher, array) for array in arrays]
             await turns(when)
@@ -819,8 +727,7 @@ async def test_callers_may_leave_before_and_after_their_batch(gate: Gate) -> Non
 @anyio
 async def test_rows_of_refused_requests_are_free() -> None:
     arrays = images(30)
-    async with opened(Digests, max_batch_size=4, max_queue_size=4) as batcher:
-        await with_rows(batcher)
+    async with opened(Digests, max_batch_size=4, max_queue_size=4, has_rows=True) as batcher:
         tasks = [call(batcher, array) for array in arrays]
         outcomes = [await outcome(task) for task in tasks]
         assert any(isinstance(one, Exception) for one in outcomes)
@@ -831,102 +738,9 @@ async def test_rows_of_refused_requests_are_free() -> None:
 
 @pytest.mark.slow
 @anyio
-async def test_every_array_arrives_whole_whatever_dies_and_whoever_leaves(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Random kills and cancellations, layouts at random, and a memory that is too small for all."""
-    random = np.random.default_rng(2)
-    caplog.set_level(logging.ERROR)
-    settings: dict[str, Any] = {
-        "max_batch_size": 4,
-        "num_workers": 2,
-        "max_shared_bytes": 12 * MEBI,
-        "max_restarts": None,
-        "restart_backoff": 0.01,
-    }
-    async with opened(Digests, **settings) as batcher:
-        await with_rows(batcher)
-        values = [
-            random.integers(0, 255, size, np.uint8)
-            for size in random.choice([20_000, SMALL, SMALL + 1, LARGE, 3 * MEBI], 400)
-        ]
-        tasks = []
-        for number, value in enumerate(values):
-            tasks.append(call(batcher, value))
-            if number % 40 == 39:
-                os.kill(await batcher.process_batched(b"whereabouts"), 9)
-            if number % 7 == 3:
-                tasks[random.integers(len(tasks))].cancel()
-            await turns(int(random.integers(1, 4)))
-        for value, task in zip(values, tasks, strict=True):
-            got = await outcome(task)
-            assert got == digest(value) or isinstance(
-                got, asyncio.CancelledError | PoisonRequestError
-            )
-        tasks.clear()
-        await free(batcher)
-
-
-@pytest.mark.slow
-@anyio
-async def test_rows_that_are_being_copied_are_answered_before_the_batcher_ends() -> None:
-    arrays = images(6, 4 * MEBI)
-    async with opened(Digests, max_batch_size=2) as batcher:
-        await with_rows(batcher)
-        tasks = [call(batcher, array) for array in arrays]
-        await turns(1)
-        await batcher.aclose()
-        assert [await outcome(task) for task in tasks] == [digest(array) for array in arrays]
-
-
-@pytest.mark.slow
-@anyio
-async def test_a_batcher_may_be_stopped_while_it_copies() -> None:
-    async with opened(Digests, max_batch_size=2) as batcher:
-        await with_rows(batcher)
-        tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
-        await turns(1)
-        batcher.stop()
-        for task in tasks:
-            assert isinstance(await outcome(task), BatcherClosedError)
-        assert slabs_of(batcher)._fd == -1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [SMALL, 3 * MEBI])
-def test_another_loop_goes_on_when_one_was_closed_over_rows(size: int) -> None:
-    batcher: DynBatcher[Any, Any] = DynBatcher(Digests, max_batch_size=2)
-    tasks: list[Any] = []
-
-    async def begin() -> None:
-        await batcher.open()
-        await with_rows(batcher)
-        tasks.extend(call(batcher, filled(number, size)) for number in range(5))
-        await turns(1)
-
-    async def go_on() -> None:
-        array = filled(7, size)
-        assert await outcome(call(batcher, array)) == digest(array)
-        await free(batcher)
-        await batcher.aclose()
-
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(begin())
-    loop.close()
-    for task in tasks:
-        # Nobody is going to await it, and asyncio would say so.
-        task._log_destroy_pending = False
-    tasks.clear()
-    gc.collect()
-    asyncio.run(go_on())
-
-
-@pytest.mark.slow
-@anyio
 async def test_another_batch_size_is_that_of_the_next_slab() -> None:
     arrays = images(8)
-    async with opened(Stacks, max_batch_size=2) as batcher:
-        await with_rows(batcher)
+    async with opened(Stacks, max_batch_size=2, has_rows=True) as batcher:
         batcher.reconfigure(max_batch_size=8)
         got = await asyncio.gather(*map(batcher.process_batched, arrays))
         assert got == [(True, digest(array)) for array in arrays]

@@ -3,17 +3,13 @@
 import asyncio
 import logging
 import os
-import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
-from desk import MEBI, SMALL, free, opened
+from desk import MEBI, SMALL, copier_held, free, no_threads, opened, wait_until_copied
 from packing import pack
 from sample_models import (
     LARGE,
@@ -28,7 +24,7 @@ from sample_models import (
     fingerprint,
     make_large,
 )
-from waits import LIMIT, SOON, call, outcome, turns, until
+from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._process.input_rows import MOST_AT_ONCE
@@ -65,30 +61,9 @@ def is_used(batcher: DynBatcher[Any, Any]) -> bool:
     return any(outbox.is_used for outbox in outboxes_of(batcher))
 
 
-@contextmanager
-def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
-    """Nothing is copied aside meanwhile: what is to be waits."""
-    is_over = threading.Event()
-    batcher._pool.run_aside(lambda: waited_for(is_over), lambda _: None)
-    try:
-        yield
-    finally:
-        is_over.set()
-
-
-def waited_for(event: threading.Event) -> None:
-    assert event.wait(LIMIT)
-
-
 async def until_answered(batcher: DynBatcher[Any, Any], count: int = 1) -> None:
     """So many answers have come and wait to be copied."""
     await until(lambda: len(batcher._scheduler._arriving) == count)
-
-
-async def is_answered_in_time(batcher: DynBatcher[Any, Any], task: "asyncio.Task[Any]") -> bool:
-    """Wait until the answer has come and waits to be copied; False if the call ends before."""
-    await until(lambda: task.done() or len(batcher._scheduler._arriving) > 0)
-    return not task.done()
 
 
 @pytest.mark.parametrize("kind", LARGE)
@@ -329,13 +304,14 @@ async def test_what_is_copied_at_once_waits_for_nothing_that_is_copied_aside() -
 async def test_a_deadline_holds_while_an_answer_is_copied() -> None:
     async with opened(MakesLarge, max_batch_size=1) as batcher:
         with copier_held(batcher):
-            # The answer has to be there before the deadline, on a machine that may be slow.
-            for timeout in (SOON, 10 * SOON, LIMIT / 2):
-                task = call(batcher, ("array", ASIDE, 1), timeout=timeout)
-                has_arrived = await is_answered_in_time(batcher, task)
-                assert isinstance(await outcome(task), DeadlineExceededError)
-                if has_arrived:
-                    break
+            task = call(batcher, ("array", ASIDE, 1), timeout=LIMIT)
+            await until_answered(batcher)
+            # It is brought forward: one that was so near before might have come first.
+            (batch,) = batcher._scheduler._arriving.values()
+            batch.deadline = batch.requests[0].deadline = monotonic()
+            batcher._scheduler.next_expiry = batch.deadline
+            batcher._set_timer(batch.deadline)
+            assert isinstance(await outcome(task), DeadlineExceededError)
             await until_answered(batcher)
         assert len(await batcher.process_batched(("array", ASIDE, 2))) == ASIDE
         await until_answered(batcher, 0)
@@ -390,10 +366,10 @@ async def test_a_batcher_may_be_stopped_while_it_copies() -> None:
         with copier_held(batcher):
             tasks = [call(batcher, ("array", ASIDE, number)) for number in range(4)]
             await until_answered(batcher, 2)
+        # The loop does not turn before the end, and so hears of no copy.
         batcher.stop()
         for task in tasks:
-            got = await outcome(task)
-            assert isinstance(got, BatcherClosedError) or len(got) == ASIDE
+            assert isinstance(await outcome(task), BatcherClosedError)
 
 
 def test_another_loop_goes_on_with_answers_that_were_being_copied() -> None:
@@ -401,11 +377,9 @@ def test_another_loop_goes_on_with_answers_that_were_being_copied() -> None:
     future: list[Any] = []
 
     async def begin() -> None:
-        await batcher.open()
         task = call(batcher, ("array", ASIDE, 1))
-        with copier_held(batcher):
-            future.append(batcher.submit(("array", ASIDE, 2)))
-            await until_answered(batcher, 2)
+        future.append(batcher.submit(("array", ASIDE, 2)))
+        await until_answered(batcher, 2)
         task.cancel()
         await asyncio.wait([task])
 
@@ -419,12 +393,12 @@ def test_another_loop_goes_on_with_answers_that_were_being_copied() -> None:
         await batcher.aclose()
 
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(begin())
-    # The loop turns no more, so nothing tells it that the answers have been copied.
-    is_copied = threading.Event()
-    batcher._pool._copier.run(lambda: None, lambda _: is_copied.set())
-    assert is_copied.wait(LIMIT)
-    loop.close()
+    loop.run_until_complete(batcher.open())
+    with copier_held(batcher):
+        loop.run_until_complete(begin())
+        loop.close()
+    # Nobody tells that loop, or the next one, that they have been copied.
+    wait_until_copied(batcher)
     asyncio.run(go_on())
 
 
@@ -433,18 +407,6 @@ async def test_a_worker_is_recycled_behind_its_large_answers() -> None:
     async with opened(MakesLarge, max_batch_size=2, max_batches_per_worker=3) as batcher:
         for one, got in zip(asked, await batcher.process_many(asked), strict=True):
             assert fingerprint(got) == fingerprint(make_large(*one))
-
-
-@contextmanager
-def no_threads() -> Iterator[None]:
-    """The system has no memory for the stack of another thread."""
-    before = threading.stack_size(2**46)
-    try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threading.Thread(target=lambda: None).start()
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 async def test_where_no_thread_can_be_started_the_loop_copies() -> None:
@@ -463,7 +425,6 @@ GARBAGE: dict[str, Any] = {
     "negative": dumps((0, [-5], [], {})),
     "no numbers": dumps(("0", ["5"], [], {})),
     "nothing": dumps((0, [], [], {})),
-    "no failures": dumps((0, [100], [], 5)),
     "nothing read-only": dumps((0, [100], 5, {})),
 }
 
@@ -474,11 +435,10 @@ async def test_a_worker_that_says_something_else_lies_in_the_outbox_is_replaced(
 ) -> None:
     async with opened(TalksNonsense, restart_backoff=0.01) as batcher:
         got = await outcome(call(batcher, pack(Kind.SHARED_OUTPUTS, 0, garbage)))
-        assert isinstance(got, TransportError | InferenceError)
+        assert isinstance(got, TransportError)
         assert await batcher.process_batched(b"") == b""
-        if isinstance(got, TransportError):
-            assert "is replaced" in caplog.text
-            assert batcher.stats.restarts == 1
+        assert "is replaced" in caplog.text
+        assert batcher.stats.restarts == 1
 
 
 @pytest.mark.parametrize("size", [SMALL, ASIDE])
@@ -513,41 +473,3 @@ async def test_an_input_that_breaks_on_arrival_harms_no_large_answer() -> None:
         first, second = [await outcome(task) for task in [call(batcher, v) for v in (array, bad)]]
         assert first.sum() == ASIDE
         assert isinstance(second, ValueError)
-
-
-LIMITED = """
-import asyncio, logging, resource, sys
-from fast_batcher import DynBatcher
-from sample_models import MakesLarge, fingerprint, make_large
-
-async def main():
-    async with DynBatcher(MakesLarge) as batcher:
-        for size in (10, 2**21, 2**21):
-            one = ("array", size, 1)
-            assert fingerprint(await batcher.process_batched(one)) == fingerprint(make_large(*one))
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-    asyncio.run(main())
-"""
-
-
-def test_where_the_system_has_no_memory_to_share_the_pipe_is_used_and_one_warning_says_so(
-    tmp_path: Path,
-) -> None:
-    program = tmp_path / "limited_outputs.py"
-    program.write_text(LIMITED)
-    folder = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**os.environ, "PYTHONPATH": f"{folder}:{folder.parent}"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (warning,) = done.stderr.splitlines()
-    assert "large outputs go through a pipe" in warning
-    assert "File too large" in warning

@@ -4,20 +4,34 @@
 """
 
 import asyncio
+import gc
 import logging
 import os
 import pickle
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from desk import LARGE, MAX_FRAME_BYTES, MEBI, SIZE, SMALL, WORKER, Desk, free, opened, slabs_of
+from desk import (
+    LARGE,
+    MAX_FRAME_BYTES,
+    MEBI,
+    SIZE,
+    SMALL,
+    WORKER,
+    Desk,
+    copier_held,
+    filled,
+    free,
+    no_threads,
+    opened,
+    slabs_of,
+    sums,
+    until_copying,
+    wait_until_copied,
+)
+from memory import memory_of, refuse_memory
 from sample_models import (
     BrokenOnArrival,
     Digests,
@@ -38,6 +52,7 @@ from fast_batcher._transport.channel import Place
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
+    BatcherClosedError,
     DeadlineExceededError,
     PoisonRequestError,
     RequestTooLargeError,
@@ -209,7 +224,7 @@ def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
 def test_where_there_is_no_memory_the_pipe_is_left(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk.refuse_memory()
+    refuse_memory(desk.slabs._fd)
     desk.send(np.full(SMALL, 1, np.uint8))
     desk.send(np.full(LARGE, 2, np.uint8))
     desk.send("after")
@@ -234,7 +249,7 @@ def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
             return str, ("once",)
 
     desk.exchange._pickler.learn_buffers()  # for which a large batch may be pickled once more
-    desk.refuse_memory()
+    refuse_memory(desk.slabs._fd)
     batch = desk.send(Once(), np.zeros(LARGE, np.uint8))
     desk.run_job()
     ((request, error),) = desk.refused
@@ -284,9 +299,9 @@ def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
 anyio = pytest.mark.anyio
 
 
-def payloads(count: int, seed: int = 1) -> list[Any]:
+def payloads(count: int) -> list[Any]:
     """Of all sizes and kinds."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(1)
     sizes = np.exp(random.uniform(0, np.log(3 * MEBI), count)).astype(int)
     kinds: list[Callable[[bytes], Any]] = [
         bytes,
@@ -295,6 +310,13 @@ def payloads(count: int, seed: int = 1) -> list[Any]:
         lambda raw: np.frombuffer(raw, np.uint8).copy(),
     ]
     return [kinds[number % 4](random.bytes(size)) for number, size in enumerate(sizes)]
+
+
+def arrays_of_few_layouts(count: int) -> list[Any]:
+    """They share slabs."""
+    random = np.random.default_rng(1)
+    sizes = random.choice([20_000, SMALL, SMALL + 1, LARGE, 3 * MEBI], count)
+    return [random.integers(0, 255, size, np.uint8) for size in sizes]
 
 
 @pytest.mark.slow
@@ -309,27 +331,34 @@ async def test_every_payload_arrives_whole() -> None:
 
 @pytest.mark.slow
 @anyio
+@pytest.mark.parametrize(
+    ("make", "has_rows", "size"),
+    [(payloads, False, 8 * MEBI), (arrays_of_few_layouts, True, 12 * MEBI)],
+    ids=["any", "arrays"],
+)
 async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
+    make: Callable[[int], list[Any]],
+    has_rows: bool,
+    size: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Random kills and cancellations, and a memory that is too small for all."""
     random = np.random.default_rng(2)
-    values = payloads(400, seed=3)
+    values = make(400)
     caplog.set_level(logging.ERROR)
     settings: dict[str, Any] = {
         "max_batch_size": 4,
         "num_workers": 2,
-        "max_shared_bytes": 8 * MEBI,
+        "max_shared_bytes": size,
         "max_restarts": None,
         "restart_backoff": 0.01,
     }
-    async with opened(Digests, **settings) as batcher:
+    async with opened(Digests, has_rows=has_rows, **settings) as batcher:
         tasks = []
         for number, value in enumerate(values):
             tasks.append(call(batcher, value))
             if number % 40 == 39:
-                pid = await batcher.process_batched(b"whereabouts")
-                os.kill(pid, 9)
+                os.kill(await batcher.process_batched(b"whereabouts"), 9)
             if number % 7 == 3:
                 tasks[random.integers(len(tasks))].cancel()
             await turns(int(random.integers(1, 4)))
@@ -338,34 +367,44 @@ async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
             assert got == digest(value) or isinstance(
                 got, asyncio.CancelledError | PoisonRequestError
             )
+        tasks.clear()
         await free(batcher)
+
+
+# Whether inputs have rows at once, or only after the first large batch.
+both_ways = pytest.mark.parametrize("has_rows", [False, True])
 
 
 @pytest.mark.slow
 @anyio
+@both_ways
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(size: int) -> None:
-    array = np.zeros(size, np.uint8)
-    async with opened(WritesInputs) as batcher:
+async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(
+    size: int, has_rows: bool
+) -> None:
+    arrays = [filled(number, size) for number in range(4)]
+    async with opened(WritesInputs, max_batch_size=4, has_rows=has_rows) as batcher:
         for _ in range(3):
-            assert (await batcher.process_batched(array)).sum() == size
-        assert array.sum() == 0
+            got = await asyncio.gather(*map(batcher.process_batched, arrays))
+            assert sums(got) == [1, 2, 3, 4]
+        assert sums(arrays) == [0, 1, 2, 3]
         await free(batcher)
 
 
 @pytest.mark.slow
 @anyio
+@both_ways
 async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs(
-    caplog: pytest.LogCaptureFixture,
+    has_rows: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It answers with the sums of all that it has kept so far."""
-    async with opened(KeepsInputs, max_batch_size=1, max_shared_bytes=8 * MEBI) as batcher:
+    settings: dict[str, Any] = {"max_batch_size": 1, "max_shared_bytes": 8 * MEBI}
+    async with opened(KeepsInputs, has_rows=has_rows, **settings) as batcher:
         for number in range(8):
-            sums = await batcher.process_batched(np.full(LARGE, number, np.uint8))
-            assert sums == [LARGE * one for one in range(number + 1)]
+            got = await batcher.process_batched(filled(number, LARGE))
+            assert got == [LARGE * one for one in range(number + 1)]
         assert "the model keeps views of the inputs" in caplog.text
-        slabs = slabs_of(batcher)
-        assert slabs.count
+        assert slabs_of(batcher).count
         await batcher.process_batched("forget")
         # What has died is told with the next answer.
         await batcher.process_batched("next")
@@ -374,12 +413,39 @@ async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_input
 
 @pytest.mark.slow
 @anyio
-async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate) -> None:
-    async with opened(ForksAndKeeps, gate.path, max_batch_size=1) as batcher:
-        assert await batcher.process_batched(np.full(LARGE, 1, np.uint8)) == "forked"
-        for number in range(2, 6):
-            await batcher.process_batched(np.full(LARGE, number, np.uint8))
+@both_ways
+async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, has_rows: bool) -> None:
+    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, has_rows=has_rows) as batcher:
+        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
+        for number in range(2, 6):
+            await batcher.process_batched(filled(number, LARGE))
+        visit.let_on()
+        assert (await gate.visit()).note == LARGE
+        gate.close()
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
+    gate: Gate, has_rows: bool
+) -> None:
+    settings: dict[str, Any] = {"max_batch_size": 1, "restart_backoff": 0.01}
+    async with opened(ForksAndKeeps, gate.path, has_rows=has_rows, **settings) as batcher:
+        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
+        visit = await gate.visit()
+        # The model's child lives on.
+        (handle,) = batcher._pool.remaining()
+        handle.kill()
+        await until(lambda: batcher.stats.restarts == 1)
+        assert slabs_of(batcher).count == 1
+        # The new one forks too, with its first input.
+        assert await batcher.process_batched(filled(2, LARGE)) == "forked"
+        (await gate.visit()).let_on()
+        assert (await gate.visit()).note == 2 * LARGE
+        for number in range(3, 6):
+            await batcher.process_batched(filled(number, LARGE))
         visit.let_on()
         assert (await gate.visit()).note == LARGE
         gate.close()
@@ -435,48 +501,43 @@ async def test_an_input_that_breaks_on_arrival_harms_no_other() -> None:
 
 @pytest.mark.slow
 @anyio
-async def test_a_batch_that_is_being_copied_is_answered_before_the_batcher_ends() -> None:
-    arrays = [np.full(4 * MEBI, number, np.uint8) for number in range(6)]
-    async with opened(Digests, max_batch_size=2) as batcher:
-        tasks = [call(batcher, array) for array in arrays]
-        await turns(2)
-        await batcher.aclose()
+@both_ways
+async def test_what_is_being_copied_is_answered_before_the_batcher_ends(has_rows: bool) -> None:
+    arrays = [filled(number, LARGE) for number in range(6)]
+    settings: dict[str, Any] = {"timeout": None, "drain_timeout": 10 * LIMIT}
+    async with opened(Digests, max_batch_size=2, has_rows=has_rows, **settings) as batcher:
+        with copier_held(batcher):
+            tasks = [call(batcher, array) for array in arrays]
+            await until_copying(batcher)
+            closing = asyncio.create_task(batcher.aclose())
+            await turns()
+            assert not closing.done()
+        await asyncio.wait_for(closing, LIMIT)
         assert [await outcome(task) for task in tasks] == [digest(array) for array in arrays]
 
 
 @pytest.mark.slow
 @anyio
-async def test_a_batcher_may_be_stopped_while_it_copies() -> None:
-    async with opened(Digests, max_batch_size=2) as batcher:
-        tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
-        await turns(2)
+@both_ways
+async def test_a_batcher_may_be_stopped_while_it_copies(has_rows: bool) -> None:
+    async with opened(Digests, max_batch_size=2, has_rows=has_rows) as batcher:
+        with copier_held(batcher):
+            tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
+            await until_copying(batcher)
+        # The loop does not turn before the end, and so hears of no copy.
         batcher.stop()
         for task in tasks:
-            await outcome(task)
+            assert isinstance(await outcome(task), BatcherClosedError)
+        assert slabs_of(batcher)._fd == -1
 
 
 @pytest.mark.slow
 @anyio
 async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
-    values = payloads(60, seed=5)
+    values = payloads(60)
     async with opened(Digests, max_batch_size=2, max_batches_per_worker=3) as batcher:
         digests = await asyncio.gather(*map(batcher.process_batched, values))
         assert digests == [digest(value) for value in values]
-
-
-@contextmanager
-def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
-    """Nothing is copied aside meanwhile: what is to be waits."""
-    is_over = threading.Event()
-    batcher._pool.run_aside(lambda: waited_for(is_over), lambda _: None)
-    try:
-        yield
-    finally:
-        is_over.set()
-
-
-def waited_for(event: threading.Event) -> None:
-    assert event.wait(LIMIT)
 
 
 @pytest.mark.slow
@@ -497,24 +558,12 @@ async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
     async with opened(Digests, max_batch_size=2) as batcher:
         with copier_held(batcher):
             leaving, staying = call(batcher, mine), call(batcher, other)
-            await turns()
+            await until_copying(batcher)
             leaving.cancel()
             assert isinstance(await outcome(leaving), asyncio.CancelledError)
             mine[:] = 7
         assert await outcome(staying) == digest(other)
         await free(batcher)
-
-
-@contextmanager
-def no_threads() -> Iterator[None]:
-    """The system has no memory for the stack of another thread."""
-    before = threading.stack_size(2**46)
-    try:
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            threading.Thread(target=lambda: None).start()
-        yield
-    finally:
-        threading.stack_size(before)
 
 
 @pytest.mark.slow
@@ -526,11 +575,11 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
             assert await batcher.process_batched(value) == digest(value)
             await free(batcher)
             slabs = slabs_of(batcher)
-            assert os.fstat(slabs._fd).st_blocks
+            assert memory_of(slabs._fd)
             for _ in range(2):
                 batcher._pool._give_back_memory(slabs)
             await free(batcher)
-            assert os.fstat(slabs._fd).st_blocks == 0
+            assert memory_of(slabs._fd) == 0
             (handle,) = batcher._pool.remaining()
             handle.kill()
             assert await batcher.process_batched(value) == digest(value)
@@ -545,7 +594,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
     async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
-            await turns()
+            await until_copying(batcher)
             (handle,) = batcher._pool.remaining()
             handle.kill()
             await until(lambda: batcher.stats.restarts == 1)
@@ -558,29 +607,38 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
 
 
 @pytest.mark.slow
-def test_another_loop_goes_on_with_what_was_being_copied() -> None:
-    batcher: DynBatcher[Any, Any] = DynBatcher(Digests, max_batch_size=1)
+@both_ways
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
+    size: int, has_rows: bool
+) -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher(Digests, max_batch_size=2)
+    tasks: list[Any] = []
 
     async def begin() -> None:
-        await batcher.open()
-        task = call(batcher, bytes(3 * MEBI))
-        await turns(1)
-        task.cancel()
-        await asyncio.wait([task])
+        tasks.extend(call(batcher, filled(number, size)) for number in range(5))
+        await (until_copying(batcher) if size == LARGE else turns())
 
     async def go_on() -> None:
-        # Not large: it waits behind the other in the pipe, and nothing more is copied.
-        assert await outcome(call(batcher, b"small")) == digest(b"small")
+        array = filled(7, size)
+        assert await outcome(call(batcher, array)) == digest(array)
         await free(batcher)
         await batcher.aclose()
 
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(begin())
-    # The loop turns no more, so nothing tells it that the batch has been copied.
-    is_copied = threading.Event()
-    batcher._pool._copier.run(lambda: None, lambda _: is_copied.set())
-    assert is_copied.wait(LIMIT)
-    loop.close()
+    loop.run_until_complete(batcher.open())
+    if has_rows:
+        batcher._rows.learn()
+    with copier_held(batcher):
+        loop.run_until_complete(begin())
+        loop.close()
+    # Nobody tells that loop, or the next one, that they have been copied.
+    wait_until_copied(batcher)
+    for task in tasks:
+        # Nobody is going to await it, and asyncio would say so.
+        task._log_destroy_pending = False
+    tasks.clear()
+    gc.collect()
     asyncio.run(go_on())
 
 
@@ -611,16 +669,13 @@ async def test_memory_that_was_used_is_given_back_beside_the_loop() -> None:
     async with opened(Digests) as batcher:
         await batcher.process_batched(bytes(LARGE))
         slabs = slabs_of(batcher)
-        threads = []
-        close = slabs.close
-
-        def listen() -> None:
-            threads.append(threading.current_thread())
-            close()
-
-        slabs.close = listen  # type: ignore[method-assign]
+        with copier_held(batcher):
+            closing = asyncio.create_task(batcher.aclose())
+            # It is the copier that gives it back.
+            await until_copying(batcher)
+            assert slabs._fd != -1
+        await closing
     assert slabs._fd == -1
-    assert threads[0] is not threading.current_thread()
 
 
 @pytest.mark.slow
@@ -631,50 +686,11 @@ async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> Non
         value = bytes(LARGE)
         assert await batcher.process_batched(value) == digest(value)
         await free(batcher)
-        assert os.fstat(slabs._fd).st_blocks
+        assert memory_of(slabs._fd)
         batcher._pool._give_back_memory(slabs)  # it has been used since the one before
         assert slabs.count == 0
         batcher._pool._give_back_memory(slabs)
         assert slabs.count == 1
         await free(batcher)
-        assert os.fstat(slabs._fd).st_blocks == 0
+        assert memory_of(slabs._fd) == 0
         assert await batcher.process_batched(value) == digest(value)
-
-
-LIMITED = """
-import asyncio, logging, resource, sys
-import numpy as np
-from fast_batcher import DynBatcher
-from sample_models import Digests, digest
-
-async def main():
-    async with DynBatcher(Digests) as batcher:
-        for value in (b"small", np.zeros(2**21, np.uint8), np.ones(2**21, np.uint8)):
-            assert await batcher.process_batched(value) == digest(value)
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-    asyncio.run(main())
-"""
-
-
-@pytest.mark.slow
-def test_where_the_system_has_no_memory_to_share_the_pipe_is_used_and_one_warning_says_so(
-    tmp_path: Path,
-) -> None:
-    program = tmp_path / "limited.py"
-    program.write_text(LIMITED)
-    folder = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, program],
-        env={**os.environ, "PYTHONPATH": f"{folder}:{folder.parent}"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    (warning,) = done.stdout.splitlines()
-    assert "large inputs go through a pipe" in warning
-    assert "File too large" in warning

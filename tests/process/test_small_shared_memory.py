@@ -1,7 +1,7 @@
 """Row F53: large inputs and outputs where /dev/shm has 64 MB, as in a container, or is full.
 
-In a mount namespace of its own, so that nothing else on the machine notices. Files that may not be
-large are in `test_sharing.py`.
+In a mount namespace of its own, so that nothing else on the machine notices. And where files may not
+be large.
 """
 
 import shutil
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 TESTS = Path(__file__).parent.parent
 # Of the program, seconds: many times what it takes.
@@ -98,6 +99,34 @@ def test_f53_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
     # although more was sent than there is there.
     assert ("through a pipe" in done.stderr) == (what == "no memfd at all"), done.stderr
     assert ("No space left on device" in done.stderr) == (what == "no memfd at all"), done.stderr
+
+
+LIMITED = """
+import asyncio, logging, resource
+import numpy as np
+from fast_batcher import DynBatcher
+from sample_models import Echo
+
+async def main():
+    async with DynBatcher(Echo) as batcher:
+        for value in (np.arange(10), np.arange(300_000), np.arange(400_000)):
+            assert np.array_equal(await batcher.process_batched(value), value)
+
+logging.basicConfig(level=logging.WARNING)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_where_files_may_not_be_large_the_pipe_is_used_and_one_warning_says_so_each_way() -> None:
+    done = run_program(LIMITED)
+    assert done.returncode == 0, done.stderr
+    inputs, outputs = done.stderr.splitlines()
+    assert "large inputs go through a pipe" in inputs
+    assert "large outputs go through a pipe" in outputs
+    assert "File too large" in inputs
+    assert "File too large" in outputs
 
 
 LIMITED_WORKER = """
