@@ -1,7 +1,7 @@
 """Row F53: large inputs and outputs where /dev/shm has 64 MB, as in a container, or is full.
 
-In a mount namespace of its own, so that nothing else on the machine notices. And where files may not
-be large.
+In a mount namespace of its own, so that nothing else on the machine notices. And where files may
+not be large.
 """
 
 import shutil
