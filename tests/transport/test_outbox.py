@@ -118,7 +118,7 @@ def test_what_was_read_is_memory_of_its_own_and_can_be_written(
 def test_other_threads_run_while_large_buffers_are_copied(
     outbox: Outbox, writer: OutboxWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is copied aside goes through a function that lets them."""
+    """What is copied aside goes through a function that lets them; whether one runs is chance."""
     beside: list[tuple[type, int]] = []
     copy_beside = _Kind.copy_beside
 
