@@ -265,3 +265,12 @@ def test_an_answer_for_other_requests_is_none(post: Post) -> None:
     *where, failures = loads(packed[1])
     with pytest.raises(TransportError, match="1 outcomes came back for 2 requests"):
         SharedOutputs(post.outbox.find(*where), failures).read(2)
+
+
+@pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
+def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
+    packed = post.posting.pack([np.zeros(LARGE)], {})
+    assert packed is not None
+    *where, _ = loads(packed[1])
+    with pytest.raises(TransportError):
+        SharedOutputs(post.outbox.find(*where), failures).read(1)
