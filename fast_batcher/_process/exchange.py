@@ -279,8 +279,12 @@ class SharedOutputs:
         except BaseException as error:  # noqa: BLE001  unpickling is the user's code
             raise UnreadableOutputsError(_unreadable(error)) from None
         _check_count(outcomes, count)
-        for position, failure in self._failures.items():
-            outcomes[position] = Failure(RemoteFailure(*failure).to_error)
+        try:
+            for position, failure in self._failures.items():
+                outcomes[position] = Failure(RemoteFailure(*failure).to_error)
+        except (AttributeError, TypeError, IndexError) as error:
+            text = f"failures came back that are none: {codec.one_line(error)}"
+            raise TransportError(text) from error
         return outcomes
 
 
