@@ -36,10 +36,6 @@ RELEASING_SIZE = 64 * 1024
 _KEEP_SIZE_AND_PUNCH = 0x01 | 0x02
 
 
-# Where to, where from, and how many bytes.
-_Copy = Callable[[int, int, int], object]
-
-
 class Slab(NamedTuple):
     """A part of the memory that somebody has taken, or a part of that which is to be written."""
 
@@ -203,10 +199,12 @@ class Slabs:
         self._begin_use()
         try:
             self._get_memory(part)
-            copy: _Copy = _move_held
-            if is_aside:
-                copy = _move_loose if may_be_freed else ctypes.memmove
-            copy(self._address + part.start, address, part.length)
+            if may_be_freed and is_aside:
+                source = (ctypes.c_ubyte * part.length).from_address(address)
+                self._write_loose(part.start, memoryview(source))
+            else:
+                move = ctypes.memmove if is_aside else _move_held
+                move(self._address + part.start, address, part.length)
         finally:
             self._end_use()
 
@@ -302,11 +300,22 @@ class Slabs:
 
     def _write_piece(self, start: int, piece: "bytes | memoryview", *, is_aside: bool) -> None:
         size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
-        is_loose = is_aside and size > 0 and _is_loose(piece)
-        if is_loose or (is_aside and size >= RELEASING_SIZE):
-            move(self._address + start, piece, is_loose=is_loose)
+        if is_aside and isinstance(piece, memoryview) and _is_loose(piece):
+            self._write_loose(start, piece)
+        elif is_aside and size >= RELEASING_SIZE:
+            move(self._address + start, piece)
         else:
             self._memory[start : start + size] = piece
+
+    def _write_loose(self, start: int, piece: memoryview) -> None:
+        """Copy what somebody may free meanwhile, and let other threads run.
+
+        To read what has been freed would be a fatal signal; for the system it is an error.
+        """
+        while piece:
+            written = os.pwrite(self._fd, piece, start)
+            start += written
+            piece = piece[written:]
 
     def _begin_use(self) -> None:
         with self._lock:
@@ -464,65 +473,18 @@ _move_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _move_held.restype = None
 
 
-def _is_loose(piece: "bytes | memoryview") -> bool:
-    owner = piece.obj if isinstance(piece, memoryview) else None
-    return isinstance(getattr(owner, "base", None), Loose)
+def _is_loose(piece: memoryview) -> bool:
+    return isinstance(getattr(piece.obj, "base", None), Loose)
 
 
-def move(address: int, piece: "bytes | memoryview", *, is_loose: bool = False) -> None:
-    """Copy to this address, and let other threads run meanwhile.
-
-    Args:
-        address: Where to.
-        piece: Contiguous bytes.
-        is_loose: Whether somebody may free them meanwhile.
-
-    Raises:
-        OSError: Somebody has.
-    """
+def move(address: int, piece: "bytes | memoryview") -> None:
+    """Copy contiguous bytes to this address, and let other threads run meanwhile."""
     buffer = _Buffer()
     _get_buffer(piece, buffer, _SIMPLE)
     try:
-        copy: _Copy = _move_loose if is_loose else ctypes.memmove
-        copy(address, buffer.address, buffer.size)
+        ctypes.memmove(address, buffer.address, buffer.size)
     finally:
         _release_buffer(buffer)
-
-
-class _Range(ctypes.Structure):
-    """The system's `struct iovec`."""
-
-    _fields_ = (("address", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
-@functools.cache
-def _find_reader() -> Any:
-    read = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    ranges, number = ctypes.POINTER(_Range), ctypes.c_ulong
-    read.argtypes = (ctypes.c_int, ranges, number, ranges, number, number)
-    read.restype = ctypes.c_ssize_t
-    return read
-
-
-def _move_loose(target: int, source: int, size: int) -> None:
-    """Copy from memory that somebody may free, and let other threads run meanwhile.
-
-    To read what has been freed would be a fatal signal; for the system, which is asked to read
-    this process as if it were another, it is an error.
-    """
-    read = _find_reader()
-    done = 0
-    while done < size:
-        # It may do less than it is asked for.
-        left = size - done
-        ours, theirs = _Range(target + done, left), _Range(source + done, left)
-        count = read(os.getpid(), ctypes.byref(ours), 1, ctypes.byref(theirs), 1, 0)
-        if count <= 0:
-            error = ctypes.get_errno()
-            if count == 0 or error == errno.EFAULT:
-                raise OSError(errno.EFAULT, "an input was resized while it was copied")
-            raise OSError(error, os.strerror(error))
-        done += count
 
 
 def punch(fd: int, start: int, length: int) -> None:
