@@ -62,6 +62,6 @@ def test_what_the_system_refuses_is_an_error_and_leaves_nothing(
     if not has_memfd:
         monkeypatch.delattr(os, "memfd_create")
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="Invalid argument|File too large"):
-        make_memory_file(2**63 - 1)
+    with pytest.raises(OSError, match="Invalid argument"):
+        make_memory_file(-1)
     assert os.listdir("/proc/self/fd") == before
