@@ -313,7 +313,12 @@ class Slabs:
         To read what has been freed would be a fatal signal; for the system it is an error.
         """
         while piece:
-            written = os.pwrite(self._fd, piece, start)
+            try:
+                written = os.pwrite(self._fd, piece, start)
+            except OSError as error:
+                if error.errno == errno.EFAULT:
+                    error.strerror = "an input was resized while it was copied"
+                raise
             start += written
             piece = piece[written:]
 
