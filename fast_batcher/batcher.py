@@ -610,7 +610,9 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         sizes = to_shape(shape)
         array = None
-        if get_running_loop() is self._serving_loop and min(sizes, default=0) > 0:
+        loop = get_running_loop()
+        if loop is self._serving_loop and min(sizes, default=0) > 0:
+            self._pump_soon(loop)  # which sees the turn end
             self._rows.learn()
             array = self._rows.give(numpy.dtype(dtype), sizes)
         return numpy.empty(sizes, dtype) if array is None else array

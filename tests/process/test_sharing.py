@@ -191,6 +191,7 @@ def test_what_was_copied_for_a_worker_that_died_meanwhile_is_free_when_it_has_be
     desk.run_job()
     assert desk.slabs.count == 0
     # The memory that it has got is known, so that the system can have it back.
+    assert desk.slabs.take_unused() is None  # it was used just now
     unused = desk.slabs.take_unused()
     assert unused is not None
     assert unused.length >= LARGE
