@@ -431,16 +431,7 @@ async def read_array(
     announced = _check_announced_length(request, max_bytes)
     if announced is not None and announced != expected:
         raise BodyError(422, "wrong_length", f"{what} has {expected} bytes, the body {announced}")
-    try:
-        array = (empty or np.empty)(sizes, kind)
-    except ValueError as error:
-        text = f"read_array: shape={sizes!r:.100}: {error}"
-        raise errors.ConfigurationError(text) from error
-    if array.shape != sizes or array.dtype != kind or not array.flags.carray:
-        raise errors.ConfigurationError(
-            f"read_array: empty={empty!r:.100} has not made a contiguous, writable array of shape "
-            f"{sizes} and dtype {kind}"
-        )
+    array = _make_array(empty or np.empty, sizes, kind)
     left = array.reshape(-1).view(np.uint8).data
 
     def put(piece: bytes) -> None:
@@ -455,6 +446,24 @@ async def read_array(
     if left:
         text = f"{what} has {expected} bytes, the body {expected - len(left)}"
         raise BodyError(422, "wrong_length", text, is_read=True)
+    return array
+
+
+def _make_array(
+    empty: "Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]",
+    shape: tuple[int, ...],
+    dtype: "np.dtype[Any]",
+) -> "NDArray[Any]":
+    try:
+        array = empty(shape, dtype)
+    except ValueError as error:
+        text = f"read_array: shape={shape!r:.100}: {error}"
+        raise errors.ConfigurationError(text) from error
+    if array.shape != shape or array.dtype != dtype or not array.flags.carray:
+        raise errors.ConfigurationError(
+            f"read_array: empty={empty!r:.100} has not made a contiguous, writable array of shape "
+            f"{shape} and dtype {dtype}"
+        )
     return array
 
 

@@ -5,7 +5,6 @@ parent is gone. It imports neither asyncio nor anything of the parent's half.
 """
 
 import ctypes
-import functools
 import importlib
 import logging
 import multiprocessing
@@ -102,10 +101,7 @@ def _load_and_serve(
     if first is None:  # the parent has thought better of it
         return 0
     try:
-        if isinstance(slabs, OSError):
-            raise WorkerStartupError(
-                f"the worker may not have all of max_shared_bytes; lower it: {slabs}"
-            )
+        views = _check_views(slabs)
         model = load_model(first.body)
         computing = collate(model)
         times = warm_up(computing, max_batch_size)
@@ -114,12 +110,20 @@ def _load_and_serve(
         return 1
     try:
         channel.send(Kind.READY, body=pack_times(times))
-        if slabs is not None:
-            slabs.on_pin = lambda batch_id: mark.__setitem__(2, batch_id + 1)
-        serve(channel, computing, mark, slabs, posting)
+        if views is not None:
+            views.on_pin = lambda batch_id: mark.__setitem__(2, batch_id + 1)
+        serve(channel, computing, mark, views, posting)
     finally:
         _close_model(model)
     return 0
+
+
+def _check_views(slabs: "SlabViews | OSError | None") -> "SlabViews | None":
+    if isinstance(slabs, OSError):
+        raise WorkerStartupError(
+            f"the worker may not have all of max_shared_bytes; lower it: {slabs}"
+        )
+    return slabs
 
 
 def load_model(pickled: bytes | bytearray | memoryview) -> Any:

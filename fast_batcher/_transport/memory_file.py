@@ -1,4 +1,4 @@
-"""A file without a name, in memory: it ends with the processes that have it, whatever they die of."""
+"""Files without a name, in memory: they end with those who have them, whatever they die of."""
 
 import ctypes
 import os
