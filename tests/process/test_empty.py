@@ -34,15 +34,17 @@ async def test_a_shape_is_what_numpy_takes_for_one() -> None:
     async with opened(Digests) as batcher:
         memory = slabs_of(batcher)
         kept = batcher.empty((300, 300, 3))
-        for shape, expected in (
+        shapes: list[tuple[Any, tuple[int, ...]]] = [
             ((np.int64(300), 300, np.uint8(3)), (300, 300, 3)),
             (np.array([300, 300, 3]), (300, 300, 3)),
             (np.int64(270_000), (270_000,)),
             (270_000, (270_000,)),
-        ):
+        ]
+        for shape, expected in shapes:
             array = batcher.empty(shape)
             assert array.shape == expected
             assert 0 <= memory.offset_of(array.ctypes.data) < memory.size
+        wrong: Any
         for wrong in (300.0, (300.0, 300, 3), "300", None):
             with pytest.raises(TypeError):
                 batcher.empty(wrong)
@@ -83,6 +85,7 @@ def test_what_a_forked_child_sees_is_never_another_input(desk: Desk, forks: bool
 def test_no_more_memory_is_found_in_one_turn_than_takes_milliseconds(desk: Desk) -> None:
     rows = desk.sharing.rows
     given: list[Any] = []
+    found: list[Any] = []
     most = MOST_PER_TURN // FRESH // SMALL
     assert most > 2
     for _ in range(2):

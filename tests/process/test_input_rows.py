@@ -751,17 +751,16 @@ async def test_another_batch_size_is_that_of_the_next_slab() -> None:
 async def test_what_was_filled_in_place_is_stacked_without_a_copy() -> None:
     async with opened(Stacks, max_batch_size=4) as batcher:
         assert batcher.empty(10).shape == (10,)  # in ordinary memory
-        arrays, expected = [], []
+        arrays: list[Any] = []
+        expected = []
         for image in images(4, 3 * SMALL):
-            array = batcher.empty((3, SMALL), "u1")
-            array[:] = image.reshape(3, SMALL)
-            arrays.append(array)
-            expected.append((True, digest(array)))
+            arrays.append(batcher.empty((3, SMALL), "u1"))
+            arrays[-1][:] = image.reshape(3, SMALL)
+            expected.append((True, digest(arrays[-1])))
             await turns(1)  # in one turn no more memory is found than takes a few milliseconds
         for _ in range(2):
             assert await asyncio.gather(*map(batcher.process_batched, arrays)) == expected
         arrays.clear()
-        del array
         await free(batcher)
     array = batcher.empty((3, SMALL), "u1")  # it is closed
     assert array.flags.owndata
