@@ -73,6 +73,7 @@ bench-all: bench-setup
 	$(BIN)/python -m benchmarks.decorators
 	$(BIN)/python -m benchmarks.saturation
 	$(BIN)/python -m benchmarks.peers
+	$(BIN)/python -m benchmarks.payload
 	$(BIN)/python -m benchmarks.hold
 	$(BIN)/python -m benchmarks.padding
 	$(BIN)/python -m benchmarks.overload

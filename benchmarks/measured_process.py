@@ -12,10 +12,10 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from benchmarks import closed_loop, scenarios, texts
+from benchmarks import arrays, closed_loop, scenarios, texts
 from benchmarks.scenarios import Figures, Load, bare_loop
 
-SCENARIOS = scenarios.SCENARIOS | closed_loop.SCENARIOS | texts.SCENARIOS
+SCENARIOS = scenarios.SCENARIOS | arrays.SCENARIOS | closed_loop.SCENARIOS | texts.SCENARIOS
 
 
 async def _measure(adapter: Any, job: dict[str, Any]) -> None:

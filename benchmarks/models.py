@@ -67,6 +67,31 @@ class ArrayLabel:
         return [float(array.flat[0]) for array in inputs]
 
 
+class ArrayRead:
+    """A number for each array, once all of it has been read."""
+
+    def infer(self, inputs: list[Any]) -> list[float]:
+        """Answer each array with its largest number."""
+        return [float(array.max()) for array in inputs]
+
+
+class ArrayStacked:
+    """When a batch was one array in the worker, and a number for each of its rows."""
+
+    def infer(self, inputs: list[Any]) -> list[tuple[float, float]]:
+        """Answer each array with that moment, and with its largest number, read after it."""
+        batch = self.stack(inputs)
+        assert len(batch) == len(inputs)
+        moment = time.monotonic()
+        return [(moment, float(row.max())) for row in batch]
+
+    def stack(self, inputs: list[Any]) -> Any:
+        """One array of them."""
+        import numpy  # only where it is needed: not every environment has it
+
+        return numpy.stack(inputs)
+
+
 class ArrayEcho:
     """Each array back, in no time: large inputs, large outputs."""
 
@@ -84,7 +109,11 @@ class Model(Protocol):
 
 
 MODELS: dict[str, type[Model]] = {
-    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, Gpu, Mid, ArrayLabel, ArrayEcho)
+    model.__name__: model
+    for model in (
+        *(NoOp, Flat5ms, Linear5ms, Gpu, Mid),
+        *(ArrayLabel, ArrayRead, ArrayStacked, ArrayEcho),
+    )
 }
 # Those whose answers tell the size of the batch, and what the simulation calls them.
 SIZED = {"Gpu": simulated.MODELS["gpu"], "Mid": simulated.MODELS["mid"]}

@@ -31,6 +31,7 @@ REPORTS = (
     "idle_latency",
     "saturation",
     "peers",
+    "payload",
     "reference_experiment-cpu",
     "load_test",
     "hold",

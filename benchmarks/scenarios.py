@@ -52,6 +52,8 @@ class Load:
     # In an open loop: arrivals per second, and what draws them.
     rate: float = 0.0
     seed: int = 0
+    # Of what is sent to the models of arrays: float32 numbers.
+    array_shape: tuple[int, ...] = ARRAY_SHAPE
 
     def payload(self, caller: int = 0) -> Any:
         """What this caller's requests carry; nobody else's, since pickle sends an object once."""
@@ -59,12 +61,14 @@ class Load:
             return TEXT.format(caller)
         import numpy  # only where it is needed: not every environment has it
 
-        return numpy.full(ARRAY_SHAPE, caller, numpy.float32)
+        return numpy.full(self.array_shape, caller, numpy.float32)
 
     def is_right(self, answer: Any) -> bool:
         """Whether the model has answered what the first caller's requests carry."""
-        if self.model == "ArrayLabel":
+        if self.model in ("ArrayLabel", "ArrayRead"):
             return bool(answer == 0)
+        if self.model == "ArrayStacked":
+            return bool(answer[1] == 0)
         if self.model == "ArrayEcho":
             return bool((answer == self.payload()).all())
         if self.model in SIZED:

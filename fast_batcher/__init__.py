@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.stacking import stack
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -63,6 +64,7 @@ __all__ = [
     "aio",
     "dynamically",
     "inference",
+    "stack",
 ]
 
 # A library leaves it to the program where its log goes.

@@ -49,16 +49,26 @@ from fast_batcher._core.messages import (
 )
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._process.exchange import Exchange, Failure, UnreadableOutputsError
+from fast_batcher._process.exchange import (
+    Exchange,
+    Failure,
+    SharedOutputs,
+    UnreadableOutputsError,
+)
+from fast_batcher._process.input_rows import LEAST, MOST_AT_ONCE
 from fast_batcher._process.pool import Exit, Pool
+from fast_batcher._process.sharing import Sharing
 from fast_batcher._signals import call_on_sigterm
 from fast_batcher._transport.codec import loads, size_of
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.layouts import to_shape
 from fast_batcher.config import (
     MAX_FRAME_BYTES,
     MAX_PRIORITY,
     MAX_SECONDS,
+    MAX_SHARED_BYTES,
     RECONFIGURABLE,
+    SHARED_MEMORY_THRESHOLD,
     PolicyName,
     change_settings,
     check_costs,
@@ -86,9 +96,9 @@ logger = logging.getLogger("fast_batcher")
 _new = object.__new__
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_OUTPUTS = Kind.OUTPUTS
+_OUTPUTS, _SHARED_OUTPUTS = Kind.OUTPUTS, Kind.SHARED_OUTPUTS
 # Frames that leave their batch unanswered.
-UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART, Kind.PONG})
+UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART, Kind.PONG, Kind.FREED})
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
@@ -150,7 +160,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         restart_backoff: Seconds from the first death to the restart; doubles up to 10 s.
         max_batches_per_worker: Batches after which a worker is replaced, or None. The replacement
             is ready first, so that for a while there is one copy more of the model.
-        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. Linux.
+        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. What it
+            shares for large inputs counts, once they have been there. Linux.
         max_latency: Seconds from its arrival by which a request should be answered, or None. One
             that cannot be is refused at once, by the time that batches have taken so far; one that
             turns out late while it waits is dropped if others can run in its place. Both fail with
@@ -166,6 +177,16 @@ class DynBatcher(Generic[InputT, OutputT]):
             padded to the longest; False for the sum of the costs.
         group_by: From an input to a hashable key: only inputs with equal keys share a batch. Called
             as `cost` is.
+        max_shared_bytes: Most bytes of memory that the workers share with this process for large
+            inputs and batches of 256 KiB or more, taken as they are needed; 0 for none. What finds
+            no room goes through a pipe, as everything does on other systems than Linux. As much
+            again is there for the outputs of each worker, which are copied out of it, each into
+            memory of its own.
+        shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer may
+            reach the model as a view of that memory, which it may change, and which is occupied as
+            long as there is a view. 4 to 64 KiB for those inside of other things and for outputs,
+            whatever is set; 56 KiB or more for those that are copied there when they arrive. Text
+            and `bytes` are always copied out: Python has no views of them.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
@@ -207,6 +228,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         max_request_cost: float | None = None,
         cost_is_padded: bool = True,
         group_by: Callable[[InputT], Hashable] | None = None,
+        max_shared_bytes: int = MAX_SHARED_BYTES,
+        shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD,
     ) -> None:
         self._settings = check_settings(
             max_batch_size=max_batch_size,
@@ -230,6 +253,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             max_batches_per_worker=max_batches_per_worker,
             max_rss_bytes=max_rss_bytes,
             max_latency=max_latency,
+            max_shared_bytes=max_shared_bytes,
+            shared_memory_threshold=shared_memory_threshold,
         )
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)
@@ -284,7 +309,27 @@ class DynBatcher(Generic[InputT, OutputT]):
             is_grouped=costs.group_by is not None,
         )
         self._pool = Pool(self._model, settings, self, self.name)
-        self._exchange = Exchange(self._pool.senders, settings.max_frame_bytes)
+        pool = self._pool
+        sharing = Sharing(
+            lambda: pool.slabs,
+            pool.lanes,
+            pool.run_aside,
+            self.name,
+            max(settings.shared_memory_threshold, LEAST),
+            settings.max_frame_bytes,
+            settings.max_batch_size,
+        )
+        self._exchange = Exchange(
+            pool.senders,
+            settings.max_frame_bytes,
+            settings.shared_memory_threshold,
+            sharing,
+            self._refused_late,
+            pool.outboxes,
+        )
+        self._rows = sharing.rows
+        # Types of inputs that may have rows; empty before something large has come.
+        self._row_types = sharing.rows.looks
         # Why it is broken.
         self._start_error: WorkerStartupError | None = None
         # SIGTERM has come: calls are answered, and no new clients are wanted.
@@ -348,7 +393,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             BatcherClosedError: The batcher is draining or closed.
 
         Cancellation: safe at any time. A waiting input is forgotten; a running one is computed and
-        its output dropped. Other inputs of the batch are not affected.
+        its output dropped. Other inputs of the batch are not affected. A large input may be read
+        for some milliseconds more: a `bytearray` cannot be resized meanwhile, and an array must not
+        be with `refcheck=False`.
         """
         if not self._pump_is_due:
             loop = get_running_loop()
@@ -372,6 +419,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         if priority != 0:
             request.priority = _checked_priority(priority)
             self._scheduler.rank_requests()
+        if type(value) in self._row_types:
+            self._take_row(request)
         self._arrivals.append(request)
         try:
             return await future
@@ -533,6 +582,40 @@ class DynBatcher(Generic[InputT, OutputT]):
                 self._submitted.remove(request)
                 raise NotReadyError(f"{self.name}: the event loop that served it is closed")
         return future
+
+    def empty(self, shape: int | Sequence[int], dtype: Any = "uint8") -> Any:
+        """A NumPy array for one large input, for example a body that is read in pieces.
+
+        Filled, and given to a call as it is or with another dtype or shape of as many bytes, it
+        reaches the worker without another copy, and read-only: there is none for a second try. It
+        should not be changed until the call returns, and may be used again then, unless the model
+        keeps views of its inputs. Arrays that are kept occupy the memory; and for good if they were
+        there when the process forked, as its child sees what is written there later.
+
+        Args:
+            shape: Of the array.
+            dtype: Of the array, or what NumPy makes one of.
+
+        Returns:
+            An array whose values are whatever was there; an ordinary one where it is too small or
+            too large for shared memory, there is no room, or the system would take milliseconds to
+            find the memory.
+
+        Raises:
+            TypeError: There is no such dtype, or a size is no whole number.
+            ValueError: There is no such shape.
+            RuntimeError: It was called outside of an event loop.
+        """
+        import numpy
+
+        sizes = to_shape(shape)
+        array = None
+        loop = get_running_loop()
+        if loop is self._serving_loop and min(sizes, default=0) > 0:
+            self._pump_soon(loop)  # which sees the turn end
+            self._rows.learn()
+            array = self._rows.give(numpy.dtype(dtype), sizes)
+        return numpy.empty(sizes, dtype) if array is None else array
 
     # Life.
 
@@ -723,6 +806,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if settings.max_delay != self._settings.max_delay:
             policy = make_policy(settings.policy, settings.max_delay)
         self._settings = settings
+        self._rows.rows_per_slab = settings.max_batch_size
         self._scheduler.reconfigure(
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.max_queue_size,
@@ -800,7 +884,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
-        self._exchange.forget(worker)
+        self._exchange.forget(worker, exit.inherited)
         lost = self._scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
@@ -884,8 +968,10 @@ class DynBatcher(Generic[InputT, OutputT]):
                     self._tally.completed += 1
                 except asyncio.InvalidStateError:  # cancelled, and has not come round to saying so
                     self._tally.cancelled += 1
-        else:
+        elif frame.kind is not _SHARED_OUTPUTS:
             self._settle_batch(worker, frame, batch)
+        else:
+            self._collect(worker, frame, batch)
         if self._drained is not None:
             self._notice_drained()
 
@@ -909,9 +995,50 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._pool.kill(worker)
         self._pump()
 
-    def _settle_batch(self, worker: int, frame: Frame, batch: Batch) -> None:
+    def _collect(self, worker: int, frame: Frame, batch: Batch) -> None:
+        """The outputs of a batch are in the outbox of its worker: copy them, if anybody waits."""
         try:
-            self._settle(worker, frame, batch.requests)
+            outputs = self._exchange.find_answer(worker, frame)
+        except Exception as error:
+            self._fail_all(batch.requests, error)
+            raise
+        if all(request.is_settled for request in batch.requests):
+            outputs.answer.release()
+        elif outputs.answer.size <= MOST_AT_ONCE:
+            self._settle_batch(worker, frame, batch, outputs)
+        else:
+            scheduler = self._scheduler
+            scheduler.await_rest(batch)
+            if scheduler.next_expiry < self._timer_at:
+                self._set_timer(scheduler.next_expiry)
+            self._pool.run_aside(
+                functools.partial(outputs.answer.copy, is_aside=True),
+                functools.partial(self._finish_collecting, worker, frame, batch, outputs),
+            )
+
+    def _finish_collecting(
+        self,
+        worker: int,
+        frame: Frame,
+        batch: Batch,
+        outputs: SharedOutputs,
+        _: BaseException | None,
+    ) -> None:
+        """On the loop again: they have been copied, or could not be, which is found again."""
+        if not self._scheduler.rest_arrived(batch):
+            return
+        try:
+            self._settle_batch(worker, frame, batch, outputs)
+        except Exception as error:  # noqa: BLE001  no frame is being read that could end with it
+            self._pool.distrust(worker, error)
+        if self._drained is not None:
+            self._notice_drained()
+
+    def _settle_batch(
+        self, worker: int, frame: Frame, batch: Batch, outputs: SharedOutputs | None = None
+    ) -> None:
+        try:
+            self._settle(worker, frame, batch.requests, outputs)
         except UnreadableOutputsError as error:
             # As if `infer` had raised: the guilty one is found by computing the others apart.
             failed = self._scheduler.batch_raised(
@@ -920,18 +1047,30 @@ class DynBatcher(Generic[InputT, OutputT]):
             settle(self._tally, failed, [error.failure] * len(failed))
             self._pump()
 
-    def _settle(self, worker: int, frame: Frame, requests: list[Request]) -> None:
+    def _settle(
+        self,
+        worker: int,
+        frame: Frame,
+        requests: list[Request],
+        outputs: SharedOutputs | None = None,
+    ) -> None:
         """Give each request of an answered batch its outcome."""
         try:
-            outcomes = self._exchange.read(worker, frame, len(requests))
+            if outputs is None:
+                outcomes = self._exchange.read(worker, frame, len(requests))
+            else:
+                outcomes = outputs.read(len(requests))
         except UnreadableOutputsError:
             raise
         except Exception as error:
-            # The worker will be replaced; these are no longer on it, and must not be forgotten.
-            failure = Failure(functools.partial(TransportError, str(error)))
-            settle(self._tally, requests, [failure] * len(requests))
+            self._fail_all(requests, error)
             raise
         settle(self._tally, requests, outcomes)
+
+    def _fail_all(self, requests: list[Request], error: Exception) -> None:
+        """The worker will be replaced; these are no longer on it, and must not be forgotten."""
+        failure = Failure(functools.partial(TransportError, str(error)))
+        settle(self._tally, requests, [failure] * len(requests))
 
     def _refuse_answer(self, frame: Frame) -> None:
         """A worker has answered a batch that it does not have."""
@@ -942,6 +1081,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         """The worker has said something that is not the end of a batch."""
         if frame.kind is Kind.PONG:
             self._pool.answered_ping(worker)
+            return
+        if frame.kind is Kind.FREED:
+            self._exchange.free(worker, frame)
             return
         batch = self._scheduler.find_batch(worker, frame.batch_id)
         if batch is None:
@@ -1048,7 +1190,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         logger.info("%s: goes on with another event loop", self.name)
         for request in self._scheduler.open_requests():
             if is_beyond_reach(request):
-                self._scheduler.cancel(request)
+                self._cancel(request)
         self._arrivals = [r for r in self._arrivals if not is_beyond_reach(r)]
         self._bind(loop)
         self._pump_is_due = False
@@ -1092,8 +1234,19 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._serve_on(loop)
         if hasattr(request, "priority"):
             self._scheduler.rank_requests()
+        if type(request.value) in self._row_types:
+            self._take_row(request)
         self._arrivals.append(request)
         self._pump_soon(loop)
+
+    def _take_row(self, request: Request) -> None:
+        """Copy a large input into shared memory while it waits, if it is going to be taken."""
+        # The others may have come from any thread: see `process_batched`.
+        is_here = get_running_loop() is self._serving_loop
+        if is_here and self._scheduler.room > len(self._arrivals):
+            row = self._rows.take(request.value)
+            if row is not None:
+                request.row = row
 
     def _pump_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._pump_is_due:
@@ -1102,6 +1255,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _pump(self) -> None:
         self._pump_is_due = False
+        self._rows.copied = 0
         now = monotonic()
         scheduler = self._scheduler
         arrivals = self._arrivals
@@ -1205,6 +1359,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         # A batch of which nothing was left has left its worker free.
         self._pump_soon(get_running_loop())
 
+    def _refused_late(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+        """The same of a batch that was thought to be sent."""
+        if self._scheduler.find_batch(batch.worker, batch.id) is batch:
+            self._withdraw(batch, refused)
+
     def _tell_expired(
         self, request: Request, reason: ExpiryReason, refusal: Refusal | None
     ) -> None:
@@ -1227,9 +1386,15 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _abandon(self, request: Request) -> None:
         """The caller has gone. Nothing here waits: cancel scopes cancel again at every wait."""
         self._take_arrivals(monotonic())  # it may be one of them
-        self._scheduler.cancel(request)
+        self._cancel(request)
         if self._drained is not None:
             self._notice_drained()
+
+    def _cancel(self, request: Request) -> None:
+        self._scheduler.cancel(request)
+        # The queue may keep the request for some time.
+        if hasattr(request, "row"):
+            request.row.give_up()
 
     def _take_submitted(self) -> None:
         """Queue what other threads have submitted."""

@@ -36,6 +36,12 @@ QUEUED_BATCHES_PER_WORKER = 8
 MAX_FRAME_BYTES = 256 * 2**20
 # Below it an error with its text and traceback (64 Ki characters each) might not fit.
 MIN_MAX_FRAME_BYTES = 2**20
+# Memory that workers share with their parent: the two batches that a worker has at most, each as
+# large as one may be by default. It is taken as it is needed.
+MAX_SHARED_BYTES = 2 * MAX_FRAME_BYTES
+# From here on a view is cheaper than to copy a buffer into the pickle and out of it: the copies of
+# 16 KiB that it saves cost as much as the bookkeeping.
+SHARED_MEMORY_THRESHOLD = 16 * 1024
 
 # What `DynBatcher.reconfigure` changes.
 RECONFIGURABLE = ("max_batch_size", "max_delay", "max_queue_size", "max_latency")
@@ -68,6 +74,8 @@ class Settings:
     max_batches_per_worker: int | None = None
     max_rss_bytes: int | None = None
     max_latency: float | None = None
+    max_shared_bytes: int = MAX_SHARED_BYTES
+    shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,8 @@ def check_settings(
     max_batches_per_worker: int | None,
     max_rss_bytes: int | None,
     max_latency: float | None,
+    max_shared_bytes: int,
+    shared_memory_threshold: int,
 ) -> Settings:
     """Check every value; raise `ConfigurationError` for the first wrong one."""
     _check_count("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
@@ -138,6 +148,9 @@ def check_settings(
             raise ConfigurationError(f"{name}={switch!r}: give True or False")
     _check_supervision(max_restarts, restart_window, restart_backoff)
     _check_recycling(max_batches_per_worker, max_rss_bytes)
+    # No file can be longer.
+    _check_count("max_shared_bytes", max_shared_bytes, 0, sys.maxsize)
+    _check_count("shared_memory_threshold", shared_memory_threshold, 1, None)
     _warn_about_workers(num_workers)
     return Settings(
         max_batch_size=max_batch_size,
@@ -161,6 +174,8 @@ def check_settings(
         max_batches_per_worker=max_batches_per_worker,
         max_rss_bytes=max_rss_bytes,
         max_latency=max_latency,
+        max_shared_bytes=max_shared_bytes,
+        shared_memory_threshold=shared_memory_threshold,
     )
 
 

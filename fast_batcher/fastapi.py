@@ -1,8 +1,8 @@
 """What a FastAPI app needs around a batcher. Runs in the API process, on its event loop.
 
 Lifespans that combine, a dependency, one table from errors to HTTP statuses, the same statuses for
-OpenAPI, and the two health routes. This is the only module that knows FastAPI or an HTTP status;
-nothing inside the library imports it.
+OpenAPI, bodies that are read with a limit, and the two health routes. This is the only module that
+knows FastAPI or an HTTP status; nothing inside the library imports it.
 """
 
 import asyncio
@@ -12,10 +12,11 @@ import logging
 import math
 import re
 import secrets
+import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Header
 from fastapi.exception_handlers import (
@@ -27,14 +28,19 @@ from pydantic import BaseModel, Field
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send, StatefulLifespan
 from starlette.websockets import WebSocket, WebSocketState
 
 from fast_batcher import errors
+from fast_batcher._transport.layouts import to_shape
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.config import MAX_SECONDS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import DTypeLike, NDArray
 
 AppT = TypeVar("AppT")
 InputT = TypeVar("InputT")
@@ -58,6 +64,8 @@ _SECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?(e-?[0-9]{1,3})?", re.ASCII |
 # The status of a request whose client has gone, for logs and metrics: nobody is there to read it.
 # Source: nginx, which logs the same.
 CLIENT_CLOSED_REQUEST = 499
+# A length of more digits than this is too long for anybody, whatever it is.
+MOST_LENGTH_DIGITS = 18
 
 
 # A body larger than this is refused: room for a dozen photographs. Source: the limits of the fault
@@ -221,7 +229,7 @@ async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
         endpoint.uncancel()
         if refusal is not None:
             raise refusal from None
-        raise HTTPException(CLIENT_CLOSED_REQUEST, "the client has disconnected") from None
+        raise _client_has_gone() from None
 
 
 cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")
@@ -230,7 +238,8 @@ cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")
 
 What it waits for in a batcher is then forgotten if it is queued, and dropped if it runs; others of
 the batch are not affected. Logs and metrics see status 499. Not for endpoints that read
-`request.stream()` themselves.
+`request.stream()` themselves; where a dependency reads the body, it has to come first:
+`dependencies=[Depends(read), cancel_on_disconnect]`.
 """
 
 
@@ -271,6 +280,7 @@ def install_exception_handlers(
         return response
 
     app.add_exception_handler(errors.BatcherError, answer)
+    app.add_exception_handler(BodyError, _answer_body_error)
     if app.exception_handlers.get(RequestValidationError) is request_validation_exception_handler:
         app.add_exception_handler(RequestValidationError, _answer_invalid)
 
@@ -304,8 +314,8 @@ class LimitBody:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        announced = Headers(scope=scope).get("content-length", "")
-        if announced.isdigit() and int(announced) > self._max_bytes:
+        announced = _announced_length(Headers(scope=scope))
+        if announced is not None and announced > self._max_bytes:
             await self._too_large(scope, receive, send)
             return
         deadline: float | None = None
@@ -341,6 +351,120 @@ class LimitBody:
         headers = {"Connection": "close"}
         response = JSONResponse({"detail": self._too_large_text}, 413, headers)
         await response(scope, receive, send)
+
+
+class BodyError(HTTPException):
+    """A body that `read_body` or `read_array` refuses.
+
+    `install_exception_handlers` answers it with an `ErrorBody`; without that, FastAPI answers with
+    its status and detail alone.
+    """
+
+    def __init__(self, status: int, code: str, detail: str, *, is_read: bool = False) -> None:
+        # The server would read the rest of the body to find the next request.
+        super().__init__(status, detail, None if is_read else {"Connection": "close"})
+        # `request_too_large`, or `wrong_length`.
+        self.code = code
+
+
+async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Read a body of at most so many bytes, and never more of it than that.
+
+    For a dependency of an endpoint that takes bytes as they are: an encoded image, a sound. How
+    long it may take is for `LimitBody` to say, which bounds every body of an app.
+
+    Args:
+        request: Whose body nobody has begun to read.
+        max_bytes: Longest body.
+
+    Raises:
+        BodyError: 413 if it is longer. One that announces its length is refused before any of it is
+            read, another one as soon as it is too long.
+        HTTPException: 499, which nobody reads, if the client went away before the end.
+    """
+    pieces: list[bytes] = []
+    await _receive(request, max_bytes, pieces.append)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def read_array(
+    request: Request,
+    shape: Sequence[int],
+    dtype: "DTypeLike",
+    *,
+    max_bytes: int = MAX_BODY_BYTES,
+    empty: "Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]] | None" = None,
+) -> "NDArray[Any]":
+    """Read a body that is the bytes of one array: each piece goes where it belongs as it arrives.
+
+    Any bytes of the right number are an array, so NaN and infinity are the model's business.
+
+    Args:
+        request: Whose body nobody has begun to read.
+        shape: Of the array, which is in C order.
+        dtype: Of its numbers; `"<f4"` says their byte order too, `"float32"` means the server's.
+        max_bytes: Longest body, for where the client chooses the shape.
+        empty: Makes the array to be filled, from shape and dtype; by default `numpy.empty`. With
+            `batcher.empty` it reaches the worker without another copy.
+
+    Raises:
+        BodyError: 413 if the array or the body has more than `max_bytes`; 422 if the body has
+            another number of bytes than the array. What announces its length is refused before any
+            of it is read and before the array is made.
+        HTTPException: 499, which nobody reads, if the client went away before the end.
+        ConfigurationError: There is no such array, or `empty` has made another one, or one that is
+            not contiguous and writable.
+    """
+    import numpy as np  # an extra, and endpoints without arrays do not load it
+
+    kind, sizes = np.dtype(dtype), to_shape(shape)
+    if kind.hasobject or not kind.itemsize or min(sizes, default=0) < 0:
+        raise errors.ConfigurationError(
+            f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, and numbers "
+            "of a fixed size"
+        )
+    expected = math.prod(sizes) * kind.itemsize
+    what = f"an array of shape {sizes} and dtype {kind}"
+    if expected > max_bytes:
+        text = f"{what} has {expected} bytes, and a body may have {max_bytes}"
+        raise BodyError(413, "request_too_large", text)
+    announced = _check_announced_length(request, max_bytes)
+    if announced is not None and announced != expected:
+        raise BodyError(422, "wrong_length", f"{what} has {expected} bytes, the body {announced}")
+    array = _make_array(empty or np.empty, sizes, kind)
+    left = array.reshape(-1).view(np.uint8).data
+
+    def put(piece: bytes) -> None:
+        nonlocal left
+        if len(piece) > len(left):
+            text = f"{what} has {expected} bytes, the body more"
+            raise BodyError(422, "wrong_length", text)
+        left[: len(piece)] = piece
+        left = left[len(piece) :]
+
+    await _receive(request, max_bytes, put)
+    if left:
+        text = f"{what} has {expected} bytes, the body {expected - len(left)}"
+        raise BodyError(422, "wrong_length", text, is_read=True)
+    return array
+
+
+def _make_array(
+    empty: "Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]",
+    shape: tuple[int, ...],
+    dtype: "np.dtype[Any]",
+) -> "NDArray[Any]":
+    try:
+        array = empty(shape, dtype)
+    except ValueError as error:
+        text = f"read_array: shape={shape!r:.100}: {error}"
+        raise errors.ConfigurationError(text) from error
+    if array.shape != shape or array.dtype != dtype or not array.flags.carray:
+        raise errors.ConfigurationError(
+            f"read_array: empty={empty!r:.100} has not made a contiguous, writable array of shape "
+            f"{shape} and dtype {dtype}"
+        )
+    return array
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -387,6 +511,54 @@ def health_router(
         return JSONResponse(content, 200 if ready else 503, headers)
 
     return router
+
+
+def _announced_length(headers: Headers) -> int | None:
+    """Bytes; None if it says nothing that can be read. What comes is counted all the same."""
+    digits = headers.get("content-length", "")
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    return int(digits) if len(digits) <= MOST_LENGTH_DIGITS else sys.maxsize
+
+
+def _check_announced_length(request: Request, max_bytes: int) -> int | None:
+    """The same, if it is not too much."""
+    announced = _announced_length(request.headers)
+    if announced is not None and announced > max_bytes:
+        raise _too_large(max_bytes)
+    return announced
+
+
+def _too_large(max_bytes: int) -> BodyError:
+    return BodyError(413, "request_too_large", f"the body is larger than {max_bytes} bytes")
+
+
+async def _receive(request: Request, max_bytes: int, put: Callable[[bytes], object]) -> None:
+    """Put a body away piece by piece."""
+    _check_announced_length(request, max_bytes)
+    size = 0
+    try:
+        async with aclosing(request.stream()) as pieces:
+            async for piece in pieces:
+                size += len(piece)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                if piece:  # the last one is empty
+                    put(piece)
+    except ClientDisconnect:
+        raise _client_has_gone() from None
+
+
+def _client_has_gone() -> HTTPException:
+    return HTTPException(CLIENT_CLOSED_REQUEST, "the client has disconnected")
+
+
+async def _answer_body_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyError)  # it is installed for this class alone
+    error_id = secrets.token_hex(ERROR_ID_BYTES)
+    logger.debug("%s, error id %s: %s", error.code, error_id, error.detail)
+    body = {"detail": error.detail, "code": error.code, "error_id": error_id}
+    return JSONResponse(body, error.status_code, error.headers)
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:

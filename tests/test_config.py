@@ -64,6 +64,7 @@ NOT_A_COUNT = [0, -1, 1.5, 8.0, True, False, "8", b"8", nan, [8], 1 + 0j, object
         "max_queue_bytes",
         "max_batches_per_worker",
         "max_rss_bytes",
+        "shared_memory_threshold",
     ],
 )
 @pytest.mark.parametrize("value", NOT_A_COUNT, ids=repr)
@@ -77,6 +78,21 @@ def test_a_count_is_a_whole_number_above_zero(name: str, value: object) -> None:
 def test_no_restarts_are_a_choice_and_less_is_none(value: object) -> None:
     assert refusal(max_restarts=value).startswith(f"max_restarts={value!r}: ")
     construct(max_restarts=0)
+
+
+@pytest.mark.parametrize(
+    "value", [one for one in NOT_A_COUNT if one != 0 or one is False], ids=repr
+)
+def test_no_shared_memory_is_a_choice_and_less_is_none(value: object) -> None:
+    assert refusal(max_shared_bytes=value).startswith(f"max_shared_bytes={value!r}: ")
+    construct(max_shared_bytes=0)
+
+
+def test_shared_memory_cannot_be_longer_than_a_file() -> None:
+    assert refusal(max_shared_bytes=2**63) == (
+        f"max_shared_bytes={2**63}: must be 0 to {2**63 - 1}"
+    )
+    construct(max_shared_bytes=2**63 - 1)
 
 
 def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
@@ -265,6 +281,8 @@ def checked(**settings: Any) -> config_module.Settings:
         "max_batches_per_worker": None,
         "max_rss_bytes": None,
         "max_latency": None,
+        "max_shared_bytes": 512 * 2**20,
+        "shared_memory_threshold": 16 * 2**10,
     }
     return check_settings(**{**defaults, **settings})
 
@@ -292,6 +310,8 @@ def test_settings_arrive_as_they_were_given() -> None:
         "max_batches_per_worker": 3,
         "max_rss_bytes": 4,
         "max_latency": 0.25,
+        "max_shared_bytes": 0,
+        "shared_memory_threshold": 8,
     }
     assert vars(check_settings(**given)) == given
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -26,7 +27,7 @@ from examples.image_classification.model import (
     read_labels,
     to_input,
 )
-from examples.image_classification.prediction import NotAnImageError, Prediction
+from examples.image_classification.prediction import ARRAY_SHAPE, NotAnImageError, Prediction
 from examples.image_classification.resnet import ARCHITECTURES, classify, load_network
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -205,6 +206,35 @@ def test_a_batch_without_any_image_is_all_errors(classifier: ImageClassifier) ->
     assert [type(answer) for answer in answers] == [NotAnImageError, NotAnImageError]
 
 
+def array_of(image: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What the network is given for this image."""
+    pixels = decode(image)
+    assert isinstance(pixels, np.ndarray)
+    return to_input(torch.tensor(pixels)[None], torch.float32)[0].contiguous().numpy()
+
+
+def test_an_array_is_the_networks_input_and_has_the_answer_of_its_image(
+    classifier: ImageClassifier,
+) -> None:
+    images = [make_image(seed) for seed in range(3)]
+    expected = classifier.infer(list(images))
+    arrays = [array_of(image) for image in images]
+    assert {array.shape for array in arrays} == {ARRAY_SHAPE}
+    for answer, wanted in zip(classifier.infer(list(arrays)), expected, strict=True):
+        assert isinstance(answer, Prediction)
+        assert isinstance(wanted, Prediction)
+        assert answer.label == wanted.label
+        assert answer.score == pytest.approx(wanted.score, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
+def test_numbers_that_give_no_class_fail_alone(classifier: ImageClassifier, value: float) -> None:
+    fine = array_of(make_image(0))
+    one, other = classifier.infer([np.full(ARRAY_SHAPE, value, np.float32), fine])
+    assert isinstance(one, NotAnImageError)
+    assert isinstance(other, Prediction)
+
+
 def test_the_warm_up_is_an_image(classifier: ImageClassifier) -> None:
     (answer,) = classifier.infer(list(classifier.warmup_inputs()))
     assert isinstance(answer, Prediction)
@@ -284,9 +314,43 @@ def test_a_body_above_the_limit_is_refused_and_one_at_the_limit_is_read(
 
 
 @pytest.mark.slow
-def test_the_schema_shows_raw_images_and_the_refusals(client: httpx2.Client) -> None:
-    operation = client.get("/openapi.json").json()["paths"]["/classify"]["post"]
-    assert set(operation["requestBody"]["content"]) == {"image/jpeg", "image/png"}
+def test_images_and_arrays_at_once_each_get_their_own_answer(
+    client: httpx2.Client, classifier: ImageClassifier
+) -> None:
+    images = [make_image(seed) for seed in range(6)]
+    sent = [("/classify", image) for image in images]
+    sent += [("/classify-array", array_of(image).tobytes()) for image in images]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda one: client.post(one[0], content=one[1]).json(), sent))
+    for answer, expected in zip(answers, 2 * list(classifier.infer(list(images))), strict=True):
+        assert isinstance(expected, Prediction)
+        assert answer["label"] == expected.label.replace("class", "name")
+        assert answer["score"] == pytest.approx(expected.score, rel=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_an_array_of_another_length_or_without_a_class_is_refused(client: httpx2.Client) -> None:
+    answer = client.post("/classify-array", content=bytes(602_111))
+    assert answer.status_code == 422
+    assert answer.json()["code"] == "wrong_length"
+    assert "602112 bytes, the body 602111" in answer.json()["detail"]
+    answer = client.post("/classify-array", content=np.full(ARRAY_SHAPE, np.nan, "<f4").tobytes())
+    assert (answer.status_code, answer.json()["code"]) == (422, "not_an_image")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "kinds"),
+    [
+        ("/classify", {"image/jpeg", "image/png"}),
+        ("/classify-array", {"application/octet-stream"}),
+    ],
+)
+def test_the_schema_shows_raw_images_and_the_refusals(
+    client: httpx2.Client, path: str, kinds: set[str]
+) -> None:
+    operation = client.get("/openapi.json").json()["paths"][path]["post"]
+    assert set(operation["requestBody"]["content"]) == kinds
     assert set(operation["responses"]) == {"200", "413", "422", "503", "504"}
 
 

@@ -57,9 +57,10 @@ NAMES = [
     "aio",
     "dynamically",
     "inference",
+    "stack",
 ]
-# The decorators and the modules that have more of them; the others are classes.
-DECORATORS = {"aio", "dynamically", "inference"}
+# The decorators and the modules that have more of them, and a function; the others are classes.
+DECORATORS = {"aio", "dynamically", "inference", "stack"}
 
 
 # Names and import paths.
@@ -190,6 +191,8 @@ def test_the_constructor() -> None:
         ("max_request_cost", None),
         ("cost_is_padded", True),
         ("group_by", None),
+        ("max_shared_bytes", 512 * 2**20),
+        ("shared_memory_threshold", 16 * 2**10),
     ]
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert by_position == ["model", "max_batch_size", "max_delay"]

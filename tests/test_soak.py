@@ -15,7 +15,7 @@ LIMIT = 110.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["S1", "S2", "S3", "S4", "S5", "S7"])
+@pytest.mark.parametrize("scenario", ["S1", "S2", "S3", "S4", "S5", "S6", "S7"])
 def test_the_short_form(scenario: str, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     command = [sys.executable, "-m", "benchmarks.soak", scenario, "--short", "--json", str(path)]

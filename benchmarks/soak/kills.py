@@ -62,7 +62,7 @@ class Run:
     plan: Plan
     seed: int
     folder: str
-    batcher: DynBatcher[Item, Any]
+    batcher: DynBatcher[Any, Any]
     ended: int = 0
     answered: int = 0
     wrong: int = 0
@@ -74,10 +74,11 @@ class Run:
     in_flight: float = 0.0
     killed: list[int] = field(default_factory=list)
 
-    async def call(self, rng: random.Random, item: Item) -> None:
+    async def call(self, rng: random.Random, item: Any) -> None:
         """Call once, and look at what comes of it."""
         started = monotonic()
-        task = asyncio.ensure_future(self.batcher.process_batched(item, timeout=DEADLINE))
+        value = self.value_of(item)
+        task = asyncio.ensure_future(self.batcher.process_batched(value, timeout=DEADLINE))
         if self.plan.cancel_rate and rng.random() < self.plan.cancel_rate:
             loop = asyncio.get_running_loop()
             loop.call_later(rng.uniform(0.0, MOST_PATIENCE), self.leave, task)
@@ -89,9 +90,17 @@ class Run:
             self.note_error(item, error)
         else:
             self.answered += 1
-            self.wrong += answer != right_answer(item)
+            self.wrong += not await self.is_right(item, answer)
         self.ended += 1
         self.latest = max(self.latest, monotonic() - started - DEADLINE)
+
+    def value_of(self, item: Any) -> Any:
+        """What the model is given of this item."""
+        return item
+
+    async def is_right(self, item: Any, answer: Any) -> bool:
+        """Whether this is the answer to this item."""
+        return bool(answer == right_answer(item))
 
     def leave(self, task: asyncio.Future[Any]) -> None:
         """Cancel a call, and note how likely it is that a worker has it by now."""
@@ -101,7 +110,7 @@ class Run:
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()
 
-    def note_error(self, item: Item, error: BatcherError) -> None:
+    def note_error(self, item: Any, error: BatcherError) -> None:
         """Count it; those that a fault on purpose explains apart."""
         if isinstance(error, PoisonRequestError):
             self.poisoned.append(item.nonce)
@@ -129,15 +138,19 @@ class Run:
         while True:
             await asyncio.sleep(rng.uniform(*KILL_PAUSES))
             pids = await loop.run_in_executor(None, worker_pids)
-            if not pids:
-                continue
-            pid = rng.choice(sorted(pids))
-            if self.plan.stops and rng.random() < 0.5:
+            if self.plan.stops and pids and rng.random() < 0.5:
+                pid = rng.choice(sorted(pids))
                 _signal(pid, signal.SIGSTOP)
                 loop.call_later(rng.uniform(0.0, 0.3), _signal, pid, signal.SIGCONT)
             else:
-                self.killed.append(pid)
-                _signal(pid, signal.SIGKILL)
+                self.kill_one(rng, pids)
+
+    def kill_one(self, rng: random.Random, pids: list[int]) -> None:
+        """Kill a random one of these workers, if there are any."""
+        if pids:
+            pid = rng.choice(sorted(pids))
+            self.killed.append(pid)
+            _signal(pid, signal.SIGKILL)
 
     async def show_progress(self, name: str) -> None:
         """A line every ten seconds."""

@@ -10,6 +10,7 @@ import uvloop
 
 from benchmarks.soak.kills import s1, s2
 from benchmarks.soak.lives import s3, s5, s7
+from benchmarks.soak.payloads import s6
 from benchmarks.soak.report import Findings
 from benchmarks.soak.steady import s4
 
@@ -19,6 +20,7 @@ SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
     "S3": s3,
     "S4": s4,
     "S5": s5,
+    "S6": s6,
     "S7": s7,
 }
 

@@ -70,5 +70,21 @@ SYSTEMS |= {
     "embeddings by cost": System("ours_embeddings", {"max_batch_tokens": 8192.0}),
     "embeddings by cost, 2048": System("ours_embeddings", {"max_batch_tokens": 2048.0}),
 }
+# What `benchmarks.payload` compares. Full batches leave because they are full: this wait is several
+# times what 32 arrivals take there, seconds.
+_WAIT = 1.0
+SYSTEMS |= {
+    "memcpy": System("floor"),
+    "idle loop": System("floor"),
+    "ours by pipe": System("ours", {"max_shared_bytes": 0}),
+    "ours, full batches": System("ours", {"policy": "fixed", "max_delay": _WAIT}),
+    "ours by pipe, full batches": System(
+        "ours", {"policy": "fixed", "max_delay": _WAIT, "max_shared_bytes": 0}
+    ),
+    "fast_dynamic_batcher, full batches": System(
+        "fast_dynamic_batcher", {"max_delay": _WAIT}, environment="fast_dynamic_batcher"
+    ),
+    "process pool of tensors": System("process_pool", {"tensors": True}),
+}
 # Of those, what has the model in a process of its own, as we have.
 PEERS_WITH_A_PROCESS = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")

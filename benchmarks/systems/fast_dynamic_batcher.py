@@ -16,13 +16,21 @@ OPEN_LOOP_THREADS = 256
 
 
 @asynccontextmanager
-async def opened(load: Load, *, tuned: bool = False) -> AsyncIterator[Process]:
+async def opened(
+    load: Load, *, tuned: bool = False, max_delay: float | None = None
+) -> AsyncIterator[Process]:
     """Start its process and thread.
 
     Each call keeps a thread of the loop's default executor, so by default fewer calls than a batch
     holds are ever under way: `tuned` gives every caller a thread, larger batches and a 1 ms wait.
+    With a `max_delay` it waits that long for batches as large as the load's.
     """
-    if tuned:
+    if max_delay is not None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(load.callers))
+        batcher = DynBatcher(
+            MODELS[load.model], max_batch_size=load.max_batch_size, max_delay=max_delay
+        )
+    elif tuned:
         threads = ThreadPoolExecutor(load.callers or OPEN_LOOP_THREADS)
         asyncio.get_running_loop().set_default_executor(threads)
         batcher = DynBatcher(MODELS[load.model], max_batch_size=32, max_delay=0.001)

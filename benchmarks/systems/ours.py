@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import fast_batcher
 from benchmarks import models
 from benchmarks.scenarios import Load, Process
 from fast_batcher import DynBatcher, InferenceModel
@@ -35,12 +36,28 @@ class ArrayLabel(models.ArrayLabel, InferenceModel[Any, Any]):
     """See `benchmarks.models`."""
 
 
+class ArrayRead(models.ArrayRead, InferenceModel[Any, Any]):
+    """See `benchmarks.models`."""
+
+
+class ArrayStacked(models.ArrayStacked, InferenceModel[Any, Any]):
+    """See `benchmarks.models`."""
+
+    def stack(self, inputs: list[Any]) -> Any:
+        """By the library's own function."""
+        return fast_batcher.stack(inputs)
+
+
 class ArrayEcho(models.ArrayEcho, InferenceModel[Any, Any]):
     """See `benchmarks.models`."""
 
 
 MODELS: dict[str, type[InferenceModel[Any, Any]]] = {
-    model.__name__: model for model in (NoOp, Flat5ms, Linear5ms, Gpu, Mid, ArrayLabel, ArrayEcho)
+    model.__name__: model
+    for model in (
+        *(NoOp, Flat5ms, Linear5ms, Gpu, Mid),
+        *(ArrayLabel, ArrayRead, ArrayStacked, ArrayEcho),
+    )
 }
 
 

@@ -1,4 +1,6 @@
-"""Image classification behind FastAPI: an image's bytes in, its class out. Runs in the API process.
+"""Image classification behind FastAPI: an image in, its class out. Runs in the API process.
+
+An image comes as the bytes of a file, or as the array that the network is given.
 
 Start it with `uvicorn examples.image_classification.app:app`. Settings are environment variables;
 see the README beside this file.
@@ -8,24 +10,31 @@ import os
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from examples.image_classification.prediction import NotAnImageError, Prediction
+from examples.image_classification.prediction import ARRAY_SHAPE, NotAnImageError, Prediction
 from fast_batcher import DynBatcher
 from fast_batcher.fastapi import (
     dependency,
     error_responses,
     health_router,
     install_exception_handlers,
+    read_array,
+    read_body,
 )
 
 # A photo of 50 megapixels is about as large.
 MAX_BYTES = 20 * 2**20
 
-batcher: DynBatcher[bytes, Prediction] = DynBatcher(
+# Bytes of a file, or an array of ARRAY_SHAPE; only the endpoint for arrays loads NumPy.
+Classifier = DynBatcher[Any, Prediction]
+
+batcher: Classifier = DynBatcher(
     "examples.image_classification.model:ImageClassifier",
     max_batch_size=int(os.environ.get("MAX_BATCH_SIZE", "16")),
+    # Files have to be decoded and arrays have not: a batch holds one of the two.
+    group_by=type,
     model_kwargs={
         "arch": os.environ.get("RESNET_ARCH", "resnet50"),
         "weights": os.environ.get("RESNET_WEIGHTS"),
@@ -45,40 +54,48 @@ async def refuse(_: Request, error: NotAnImageError) -> JSONResponse:
     return JSONResponse({"detail": str(error), "code": "not_an_image"}, 422)
 
 
-async def read_body(request: Request) -> bytes:
-    """The body as it is, read no further than it may be long."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BYTES:
-            raise HTTPException(413, f"an image may have {MAX_BYTES} bytes")
-    return bytes(body)
+async def read_image(request: Request) -> bytes:
+    """The body as it is."""
+    return await read_body(request, max_bytes=MAX_BYTES)
 
 
-IMAGE_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            kind: {"schema": {"type": "string", "format": "binary"}}
-            for kind in ("image/jpeg", "image/png")
-        },
-    }
-}
+async def read_input(request: Request) -> Any:
+    """The body as an array, least significant bytes first, where the worker sees it."""
+    return await read_array(request, ARRAY_SHAPE, "<f4", empty=batcher.empty)
+
+
+def describe_body(*kinds: str) -> dict[str, Any]:
+    """What OpenAPI shows of a body that FastAPI does not read."""
+    content = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in kinds}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    413: {"description": "The image has too many bytes."},
-    422: {"description": "The bytes are no JPEG or PNG image that can be read."},
+    413: {"description": "The body has too many bytes."},
+    422: {
+        "description": "The bytes are no image that can be read, or not as many as an array has."
+    },
 }
+RESPONSES = error_responses(503, 504) | REFUSALS
+Batcher = Annotated[Classifier, Depends(dependency(batcher))]
 
 
-@app.post("/classify", responses=error_responses(503, 504) | REFUSALS, openapi_extra=IMAGE_BODY)
-async def classify(
-    data: Annotated[bytes, Depends(read_body)],
-    classifier: Annotated[DynBatcher[bytes, Prediction], Depends(dependency(batcher))],
+@app.post("/classify", responses=RESPONSES, openapi_extra=describe_body("image/jpeg", "image/png"))
+async def classify(image: Annotated[bytes, Depends(read_image)], classifier: Batcher) -> Prediction:
+    """Classify a JPEG or PNG file, in one batch with the others that are in flight."""
+    return await classifier.process_batched(image)
+
+
+@app.post(
+    "/classify-array",
+    responses=RESPONSES,
+    openapi_extra=describe_body("application/octet-stream"),
+)
+async def classify_array(
+    array: Annotated[Any, Depends(read_input)], classifier: Batcher
 ) -> Prediction:
-    """Classify an image, in one batch with the others that are in flight."""
-    return await classifier.process_batched(data)
+    """Classify an image that is scaled, cut and normalised: float32 numbers, channels first."""
+    return await classifier.process_batched(array)
 
 
 @app.get("/stats")

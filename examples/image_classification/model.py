@@ -1,9 +1,10 @@
-"""The image classifier: bytes of a JPEG or PNG in, label and score out. Runs in the worker process.
+"""The image classifier: a JPEG, PNG or array in, label and score out. Runs in the worker process.
 
 The app names it as text, so that only workers import PyTorch and Pillow.
 """
 
 import io
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,13 +14,12 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from examples.image_classification.prediction import NotAnImageError, Prediction
+from examples.image_classification.prediction import SIZE, NotAnImageError, Prediction
 from examples.image_classification.resnet import classify, load_network
 from fast_batcher import InferenceModel
 
 # The published weights were evaluated like this: the shorter side scaled to 256 pixels, 224 x 224
 # cut from the middle, and these statistics of ImageNet's channels. Source: torchvision's presets.
-SIZE = 224
 SCALED_SIZE = 256
 MEAN = (0.485, 0.456, 0.406)
 STANDARD_DEVIATION = (0.229, 0.224, 0.225)
@@ -27,7 +27,7 @@ STANDARD_DEVIATION = (0.229, 0.224, 0.225)
 MAX_PIXELS = 50_000_000
 
 
-class ImageClassifier(InferenceModel[bytes, Prediction]):
+class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
     """A ResNet and what is done to an image before it.
 
     Args:
@@ -54,21 +54,36 @@ class ImageClassifier(InferenceModel[bytes, Prediction]):
         # Pillow lets go of the interpreter lock while it decodes; as many threads as the model has.
         self._decoders = ThreadPoolExecutor(torch.get_num_threads())
 
-    def infer(self, inputs: list[bytes]) -> Sequence[Prediction | NotAnImageError]:
-        """Classify a batch; bytes that are no image fail alone."""
+    def infer(
+        self, inputs: list[bytes | NDArray[np.float32]]
+    ) -> Sequence[Prediction | NotAnImageError]:
+        """Classify a batch of files or one of arrays; what is no image fails alone."""
+        arrays = [image for image in inputs if not isinstance(image, bytes)]
+        if arrays:  # all of them: see `group_by` where the batcher is made
+            dtype, layout = self._network.fc.weight.dtype, torch.channels_last
+            batch = torch.from_numpy(np.stack(arrays))
+            return self._classify(batch.to(self._device, dtype, memory_format=layout))
         decoded = list(self._decoders.map(decode, inputs))
         images = [image for image in decoded if not isinstance(image, NotAnImageError)]
-        predictions = iter(self._classify(images) if images else ())
+        predictions = iter(self._classify(self._to_input(images)) if images else ())
         return [
             image if isinstance(image, NotAnImageError) else next(predictions) for image in decoded
         ]
 
-    def _classify(self, images: list[NDArray[np.uint8]]) -> list[Prediction]:
+    def _to_input(self, images: list[NDArray[np.uint8]]) -> torch.Tensor:
         # Bytes go to the device, a quarter of the floats made of them there.
         batch = torch.from_numpy(np.stack(images)).to(self._device)
-        scores, classes = classify(self._network, to_input(batch, self._network.fc.weight.dtype))
-        found = zip(classes.tolist(), scores.tolist(), strict=True)
-        return [Prediction(self._labels[index], score) for index, score in found]
+        return to_input(batch, self._network.fc.weight.dtype)
+
+    def _classify(self, batch: torch.Tensor) -> list[Prediction | NotAnImageError]:
+        scores, classes = classify(self._network, batch)
+        return [
+            Prediction(self._labels[index], score)
+            # What JSON cannot carry either.
+            if math.isfinite(score)
+            else NotAnImageError("numbers that are not finite, or too large for the network")
+            for index, score in zip(classes.tolist(), scores.tolist(), strict=True)
+        ]
 
     def warmup_inputs(self) -> Sequence[bytes]:
         """A grey image before the first request, which would otherwise pay for memory and kernels.

@@ -2,6 +2,11 @@
 
 from dataclasses import dataclass
 
+# Pixels on each side of what the network sees. Source: the published weights' evaluation.
+SIZE = 224
+# An image that is the network's input already: channels, height, width. As float32, 602112 bytes.
+ARRAY_SHAPE = (3, SIZE, SIZE)
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -13,4 +18,4 @@ class Prediction:
 
 
 class NotAnImageError(ValueError):
-    """The bytes are no JPEG or PNG image that can be read, or one that is too large to be."""
+    """Bytes that are no JPEG or PNG image that can be read, or numbers that give no class."""

@@ -30,9 +30,10 @@ def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -
         dim: Where the batch axis is; None for `batch_dim[0]`.
 
     Returns:
-        A structure like that of a row. Its arrays and tensors own their memory and have one axis
-        more. Numbers become arrays (tensors if the row has tensors and no arrays), texts lists;
-        None, which has to be None in all rows, stays None. A mapping becomes a dict.
+        A structure like that of a row. Its arrays and tensors have one axis more, and are new but
+        where rows that a worker was sent lie in one already. Numbers become arrays (tensors if the
+        row has tensors and no arrays), texts lists; None, which has to be None in all rows, stays
+        None. A mapping becomes a dict.
 
     Raises:
         CollationError: There is no row, they are not of one kind, or one cannot be joined at all.

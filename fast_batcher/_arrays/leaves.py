@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from fast_batcher._arrays.collation import Padding, PadValue, Side
+from fast_batcher._arrays.stacking import find_whole
 from fast_batcher.errors import CollationError
 
 _NUMBERS: Final = (bool, int, float, complex)
@@ -213,8 +214,8 @@ def stack(
         like: An array or tensor of the same rows: numbers come into one of its library and device.
 
     Returns:
-        An array or tensor that owns its memory; numbers become one of bool, int64, float64 or
-        complex128, texts a list, None stays None.
+        An array or tensor, new but where the leaves lie in one already (`stacking`); numbers become
+        one of bool, int64, float64 or complex128, texts a list, None stays None.
 
     Raises:
         CollationError: There are numbers, and no library for them.
@@ -225,6 +226,8 @@ def stack(
         return list(leaves)
     if spec.kind == "number":
         return _stack_numbers(leaves, spec, like)
+    if dim == 0 and (found := find_whole(leaves)) is not None:
+        return found
     shape = tuple([max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)])
     value = padding.value_of(feature) if None in spec.shape and padding is not None else None
     side: Side = padding.side_of(feature) if padding is not None else "right"

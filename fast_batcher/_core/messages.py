@@ -59,6 +59,7 @@ class Request:
         "place",
         "priority",
         "refusal",
+        "row",
         "size",
         "target",
         "value",
@@ -93,6 +94,9 @@ class Request:
         self.priority: int
         self.group: Group
         self.cost: float
+        # Where its value lies besides, in memory that the workers share; absent if it does not. Set
+        # by the shell, and the core never looks at it.
+        self.row: Any
         # How many had come before it to its part of that queue.
         self.place: int
         # Why it was not taken; absent otherwise.

@@ -146,6 +146,8 @@ class Scheduler:
         self._slots: dict[int, _Slot] = {}
         self._all_slots: dict[int, _Slot] = {}
         self._batches: dict[int, Batch] = {}
+        # Those that no worker has any more, and whose answer is still on its way: see `await_rest`.
+        self._arriving: dict[int, Batch] = {}
         self._next_batch_id = 0
         # Nothing expires before this moment. A bound, worked out anew when it is reached: most
         # requests are answered long before their deadlines, and are not looked at for it.
@@ -166,8 +168,11 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """Requests that a worker has and whose caller still waits."""
-        return sum(batch.open_count for batch in self._batches.values())
+        """Requests that a worker has, or has answered just now, and whose caller still waits."""
+        count = sum(batch.open_count for batch in self._batches.values())
+        if self._arriving:
+            count += sum(batch.open_count for batch in self._arriving.values())
+        return count
 
     @property
     def workers_ready(self) -> int:
@@ -513,8 +518,10 @@ class Scheduler:
             self.queue.discard(request)
             if self._policy.is_holding and not self.queue.size:
                 self._policy.end_hold()  # nobody is left to be held
-        elif request.batch_id in self._batches:  # else it waits for another try
-            self._batches[request.batch_id].open_count -= 1
+        else:
+            batch = self._batches.get(request.batch_id) or self._arriving.get(request.batch_id)
+            if batch is not None:  # else it waits for another try
+                batch.open_count -= 1
 
     def begin_drain(self) -> None:
         """Take no more requests, and wait for nobody: what is queued leaves as workers get free."""
@@ -678,6 +685,27 @@ class Scheduler:
         self._size_cap.ran_out(len(batch.requests), is_retry=isinstance(batch, RetryBatch))
         self._limit_size()
 
+    def await_rest(self, batch: Batch) -> None:
+        """The answer of a batch that `batch_done` has just given back is not all here yet.
+
+        Its worker is free. Until `rest_arrived` its requests count as running.
+        """
+        self._arriving[batch.id] = batch
+        # In between somebody may have looked for the earliest without it.
+        self.next_expiry = min(self.next_expiry, batch.deadline)
+
+    def rest_arrived(self, batch: Batch) -> bool:
+        """All of the answer is here.
+
+        Returns:
+            Whether the requests of the batch that are not settled yet are now the shell's to
+            settle; else `close` has given them back.
+        """
+        if self._arriving.get(batch.id) is not batch:
+            return False
+        del self._arriving[batch.id]
+        return True
+
     def find_batch(self, worker: int, batch_id: int) -> Batch | None:
         """The batch of this id that the worker has, or None."""
         batch = self._batches.get(batch_id)
@@ -708,11 +736,12 @@ class Scheduler:
         """End: returns every request, waiting or running, whose caller still waits."""
         self._is_draining = self.is_closed = True
         rest = self.give_up()
-        for batch in self._batches.values():
+        for batch in (*self._batches.values(), *self._arriving.values()):
             rest.extend(_settle_open(batch))
         self._slots.clear()
         self._all_slots.clear()
         self._batches.clear()
+        self._arriving.clear()
         return rest
 
     def give_up(self) -> list[Request]:
@@ -729,7 +758,8 @@ class Scheduler:
 
     def open_requests(self) -> list[Request]:
         """Every request, waiting or running, whose caller still waits."""
-        running = [request for batch in self._batches.values() for request in batch.requests]
+        batches = (*self._batches.values(), *self._arriving.values())
+        running = [request for batch in batches for request in batch.requests]
         return [r for r in (*self.queue, *self._retries, *running) if not r.is_settled]
 
     def poll(  # noqa: C901  flat on purpose
@@ -906,7 +936,7 @@ class Scheduler:
         earliest = self.queue.earliest_deadline() if self.queue.size else inf
         for request in self._retries:
             earliest = min(earliest, request.deadline)
-        for batch in self._batches.values():
+        for batch in (*self._batches.values(), *self._arriving.values()):
             if batch.deadline < earliest and batch.open_count:
                 earliest = batch.deadline
         if self._infer_timeout != inf:
@@ -928,6 +958,8 @@ class Scheduler:
         actions.extend(Expire(request, reason) for request in expired)
         for slot in self._all_slots.values():
             self._expire_running(now, slot, actions)
+        for batch in self._arriving.values():
+            self._expire_batch(now, batch, actions)
 
     def _expire_running(self, now: float, slot: _Slot, actions: list[Action]) -> None:
         if slot.batches and slot.started_at + self._infer_timeout <= now:
@@ -938,19 +970,24 @@ class Scheduler:
             slot.is_stalled = True
             slot.started_at = inf  # said once
         for batch in slot.batches:
-            if batch.deadline > now or not batch.open_count:
-                continue
-            for request in batch.requests:
-                if not request.is_settled and request.deadline <= now:
-                    request.is_settled = True
-                    batch.open_count -= 1
-                    self.tally.expired += 1
-                    actions.append(Expire(request, ExpiryReason.RUNNING))
-            open_deadlines = [r.deadline for r in batch.requests if not r.is_settled]
-            batch.deadline = min(open_deadlines, default=inf)
-            if batch is slot.batches[0] and not batch.open_count:
+            has_expired = self._expire_batch(now, batch, actions)
+            if has_expired and batch is slot.batches[0] and not batch.open_count:
                 slot.is_stalled = True
                 actions.append(Stall(slot.id))
+
+    def _expire_batch(self, now: float, batch: Batch, actions: list[Action]) -> bool:
+        """Expire those of a batch whose time is over; whether there are any."""
+        if batch.deadline > now or not batch.open_count:
+            return False
+        for request in batch.requests:
+            if not request.is_settled and request.deadline <= now:
+                request.is_settled = True
+                batch.open_count -= 1
+                self.tally.expired += 1
+                actions.append(Expire(request, ExpiryReason.RUNNING))
+        open_deadlines = [r.deadline for r in batch.requests if not r.is_settled]
+        batch.deadline = min(open_deadlines, default=inf)
+        return True
 
 
 def _was_settled(request: Request) -> bool:

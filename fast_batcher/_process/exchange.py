@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
+from fast_batcher._process.sharing import Send, Sharing
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.outbox import Answer, Outbox
+from fast_batcher._transport.pickler import MOST_REUSED, Parts, PartsPickler
 from fast_batcher.errors import (
     BatcherError,
     InferenceError,
@@ -52,16 +55,28 @@ class Exchange:
 
     Args:
         senders: How to send one frame (kind, batch id, body) to each ready worker.
-        max_frame_bytes: Longest body of a frame.
+        max_frame_bytes: Longest body of a frame, and most bytes of a batch in shared memory.
+        threshold: Bytes from which on a buffer goes into shared memory.
+        sharing: Sends batches through that.
+        refused_late: Told of requests whose input cannot be sent, of a batch that `send` has taken.
+        outboxes: Where each ready worker leaves large answers, if it does.
     """
 
     def __init__(
         self,
-        senders: Mapping[int, Callable[[Kind, int, bytes], None]],
+        senders: Mapping[int, Send],
         max_frame_bytes: int,
+        threshold: int,
+        sharing: Sharing,
+        refused_late: Callable[[Batch, list[tuple[Request, BatcherError]]], None],
+        outboxes: Mapping[int, Outbox],
     ) -> None:
         self._senders = senders
         self._max_frame_bytes = max_frame_bytes
+        self._sharing = sharing
+        self._refused_late = refused_late
+        self._outboxes = outboxes
+        self._pickler = PartsPickler(threshold)
         # Outcomes that came ahead of the last frame of their batch, by worker: each answers one
         # batch at a time.
         self._parts: dict[int, list[Any]] = {}
@@ -74,20 +89,85 @@ class Exchange:
             the batch has to be told.
         """
         requests = batch.requests
+        if hasattr(requests[0], "row") and self._sharing.send_rows(
+            batch, self._senders[batch.worker], self._send_late
+        ):
+            return []
+        pickler = self._pickler
         try:
             if len(requests) == 1:
-                body = dumps([requests[0].value])  # on Python 3.11 the below is one more call
+                pickler.dump([requests[0].value])  # on Python 3.11 the below is one more call
             else:
-                body = dumps([request.value for request in requests])
+                pickler.dump([request.value for request in requests])
         except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
+            pickler.renew()
             return self.send_by_item(batch)
-        if len(body) > self._max_frame_bytes:
-            return self.send_by_item(batch)
+        chunks = pickler.chunks
+        body = chunks.pop()
+        if chunks or pickler.buffers or len(body) > self._max_frame_bytes:
+            chunks.append(body)
+            return self._send_large(batch)
+        if len(body) > MOST_REUSED:
+            pickler.forget()
+        else:
+            pickler.clear_memo()
         self._senders[batch.worker](_INPUTS, batch.id, body)
         return []
 
     def send_by_item(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
         """The same with each input pickled apart."""
+        return self._send_items(batch, self._senders[batch.worker])
+
+    def _send_large(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
+        """Send a batch that has just been pickled, in more than one piece or too long."""
+        for request in batch.requests:
+            if hasattr(request, "row"):  # not all have one, so those are of no use
+                request.row.give_up()
+        pickler = self._pickler
+        send = self._senders[batch.worker]
+        try:
+            if pickler.has_enough() and self._sharing.is_there():
+                self._sharing.rows.learn()
+                if pickler.learn_buffers():
+                    return self.send(batch)
+                return self._send_parts(batch, send, pickler.take_parts())
+            return self._send_whole(batch, send, pickler.take_whole())
+        except BufferError:
+            pickler.renew()
+            return self.send_by_item(batch)
+
+    def _send_parts(
+        self, batch: Batch, send: Send, parts: Parts
+    ) -> list[tuple[Request, BatcherError]]:
+        if parts.size > self._max_frame_bytes:
+            parts.release()
+            return self._send_items(batch, send)
+        if self._sharing.send(batch, parts, send, self._send_late):
+            return []
+        body = parts.join()
+        parts.release()
+        return self._send_whole(batch, send, body)
+
+    def _send_late(self, batch: Batch, send: Send) -> None:
+        """Send a batch that was to be shared, and found no memory."""
+        refused = self._send_whole(batch, send, None)
+        if refused:
+            self._refused_late(batch, refused)
+
+    def _send_whole(
+        self, batch: Batch, send: Send, body: bytes | None
+    ) -> list[tuple[Request, BatcherError]]:
+        """Send a batch as one pickle, which is made if there is none, or by item."""
+        try:
+            body = dumps([request.value for request in batch.requests]) if body is None else body
+        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
+            return self._send_items(batch, send)
+        if len(body) > self._max_frame_bytes:
+            return self._send_items(batch, send)
+        send(_INPUTS, batch.id, body)
+        return []
+
+    def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
         items: list[bytes | RemoteFailure] = []
         refused: list[tuple[Request, BatcherError]] = []
         for request in batch.requests:
@@ -97,12 +177,15 @@ class Exchange:
             else:
                 refused.append((request, item))
         if items:
-            send = self._senders[batch.worker]
             bodies = list(codec.split_parts(items, self._max_frame_bytes))
             for body in bodies[:-1]:
                 send(Kind.INPUT_ITEMS_PART, batch.id, body)
             send(Kind.INPUT_ITEMS, batch.id, bodies[-1])
         return refused
+
+    def free(self, worker: int, frame: Frame) -> None:
+        """The worker has no view any more of the batches that it names."""
+        self._sharing.free(worker, loads(frame.body))
 
     def keep_part(self, worker: int, frame: Frame) -> None:
         """Keep a part of the outcomes of a batch until the last one comes."""
@@ -127,13 +210,31 @@ class Exchange:
             outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
         else:
             raise TransportError(f"a worker answered with {frame.kind.name}")
-        if len(outcomes) != count:
-            raise TransportError(f"{len(outcomes)} outcomes came back for {count} requests")
+        _check_count(outcomes, count)
         return outcomes
 
-    def forget(self, worker: int) -> None:
-        """The worker is lost, and what it had begun to answer with it."""
+    def find_answer(self, worker: int, frame: Frame) -> "SharedOutputs":
+        """The answer that a worker has left in its outbox.
+
+        Raises:
+            TransportError: There is none.
+            Exception: What the frame has instead cannot be read.
+        """
+        start, sizes, frozen, failures = loads(frame.body)
+        outbox = self._outboxes.get(worker)
+        if outbox is None:
+            raise TransportError("a worker without an outbox has left something there")
+        return SharedOutputs(outbox.find(start, sizes, frozen), failures)
+
+    def forget(self, worker: int, inherited: int | None) -> None:
+        """The worker is lost, and what it had begun to answer with it.
+
+        Args:
+            worker: Which.
+            inherited: As for `Sharing.forget`.
+        """
         self._parts.pop(worker, None)
+        self._sharing.forget(worker, inherited)
 
     def _dump_item(self, value: Any) -> bytes | BatcherError:
         try:
@@ -154,6 +255,39 @@ class Exchange:
         return item
 
 
+class SharedOutputs:
+    """The outputs of a batch that are still in an outbox.
+
+    Args:
+        answer: They, and anything where there is a failure.
+        failures: Those by position.
+    """
+
+    def __init__(self, answer: Answer, failures: dict[int, RemoteFailure]) -> None:
+        self.answer = answer
+        self._failures = failures
+
+    def read(self, count: int) -> list[Any]:
+        """As `Exchange.read`, and the answer is over.
+
+        Raises:
+            UnreadableOutputsError: They cannot be unpickled.
+            TransportError: They answer no batch of `count` requests.
+        """
+        try:
+            outcomes: list[Any] = self.answer.load()
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+            raise UnreadableOutputsError(_unreadable(error)) from None
+        _check_count(outcomes, count)
+        try:
+            for position, failure in self._failures.items():
+                outcomes[position] = Failure(RemoteFailure(*failure).to_error)
+        except (AttributeError, TypeError, IndexError) as error:
+            text = f"failures came back that are none: {codec.one_line(error)}"
+            raise TransportError(text) from error
+        return outcomes
+
+
 def _read_item(item: Any) -> Any:
     if not isinstance(item, bytes):
         return Failure(RemoteFailure(*item).to_error)
@@ -161,6 +295,11 @@ def _read_item(item: Any) -> Any:
         return loads(item)
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code
         return _unreadable(error)
+
+
+def _check_count(outcomes: list[Any], count: int) -> None:
+    if len(outcomes) != count:
+        raise TransportError(f"{len(outcomes)} outcomes came back for {count} requests")
 
 
 def _unreadable(error: BaseException) -> Failure:

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
@@ -28,8 +28,13 @@ from fast_batcher._process.worker_handle import WorkerHandle
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind, read_times
+from fast_batcher._transport.outbox import Outbox
+from fast_batcher._transport.slabs import Slabs
 from fast_batcher.config import ModelSpec, Settings
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
+
+if TYPE_CHECKING:
+    from fast_batcher._process.sharing import Lane
 
 logger = logging.getLogger("fast_batcher")
 
@@ -39,6 +44,9 @@ TERMINATE_GRACE = 0.5
 # A killed process is gone within milliseconds; one in an uninterruptible system call (a driver, a
 # network file system) may never be, and is not worth waiting for.
 KILL_GRACE = 5.0
+# Shared memory that no batch has used for so many heartbeats, a minute, goes back to the system.
+# Getting it again costs some milliseconds per batch of images, which is nothing once a minute.
+BEATS_TO_KEEP_MEMORY = 12
 _LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 
 
@@ -77,6 +85,8 @@ class Exit(NamedTuple):
     # Ids of the batches that it had read and begun last, None if there is none.
     taken: int | None
     begun: int | None
+    # Id of the last batch of whose inputs children of it may have views, None if there is none.
+    inherited: int | None
 
 
 class Pool:
@@ -99,7 +109,7 @@ class Pool:
         self.stop_timeout = settings.stop_timeout
         # The process whose children the workers are; a forked copy of it leaves them alone.
         self.owner_pid = 0
-        self._starter = _Starter(f"fast_batcher-starter-{name}")
+        self._starter = _JobThread(f"fast_batcher-starter-{name}")
         # The live handle at each place; absent while it waits for its replacement.
         self._handles: dict[int, WorkerHandle] = {}
         # One that loads its model to take the place of a worker that still serves.
@@ -117,6 +127,17 @@ class Pool:
         # waiting.
         self._serving: dict[int, WorkerHandle] = {}
         self.senders: dict[int, Callable[[Kind, int, bytes], None]] = {}
+        # How frames that are not ready yet reach each of them.
+        self.lanes: dict[int, Lane] = {}
+        # Memory in which large inputs reach all of them, or why there is none; None before `open`,
+        # and if there is to be none.
+        self.slabs: Slabs | OSError | None = None
+        # Where they leave large answers, if they do.
+        self.outboxes: dict[int, Outbox] = {}
+        # Copies both; what has been copied, or done otherwise there, waits for the loop here.
+        self._copier = _JobThread(f"fast_batcher-copier-{name}")
+        self._done_aside: deque[tuple[_Done, BaseException | None]] = deque()
+        self._beats = 0
         # Processes started at each place.
         self._generations = [0] * settings.num_workers
         self._restarts = [
@@ -142,6 +163,12 @@ class Pool:
         self._loop = loop
         self.owner_pid = os.getpid()
         _open_pools.add(self)
+        if self._settings.max_shared_bytes:
+            try:
+                self.slabs = Slabs(self._settings.max_shared_bytes)
+            except OSError as error:
+                # Not its frames, which hold this pool.
+                self.slabs = error.with_traceback(None)
         for index in range(self._settings.num_workers):
             self._start(index)
         self._heartbeat_timer = loop.call_later(INTERVAL, self._beat)
@@ -156,6 +183,7 @@ class Pool:
             if handle.is_ending or handle in self._retired:
                 handle.kill()
         self._take_spawned()
+        self._take_done_aside()
         for index in range(self._settings.num_workers):
             # A place with a timer has just been found empty.
             if index not in self._handles and index not in self._restart_timers:
@@ -176,6 +204,12 @@ class Pool:
     def kill(self, worker: int) -> None:
         """End a worker that is of no use at once; another takes its place."""
         self._serving[worker].kill()
+
+    def distrust(self, worker: int, error: Exception) -> None:
+        """The same of one that has talked nonsense, unless it is lost already."""
+        handle = self._serving.get(worker)
+        if handle is not None:
+            handle.distrust(error)
 
     def batch_answered(self, worker: int) -> None:
         """Count a batch; if the worker is due, begin to replace it."""
@@ -202,6 +236,17 @@ class Pool:
         if is_due and is_free and is_current and time.monotonic() >= self._recycle_at:
             self._successor = self._make(handle.index)
             self._load(self._successor)
+
+    def run_aside(self, job: "_Job", done: "_Done") -> None:
+        """Do a job on a thread of its own, and then call `done` with its error or None here.
+
+        Jobs are done one after the other. A pool that is ended forgets those it has not begun, and
+        calls nothing any more.
+        """
+        try:
+            self._copier.run(job, functools.partial(self._done_in_thread, done))
+        except RuntimeError:  # the system has no thread for us: better late than never
+            self._done_in_thread(done, _run(job))
 
     def answered_ping(self, worker: int) -> None:
         """A worker has said PONG."""
@@ -230,9 +275,18 @@ class Pool:
                     handle.ignore()
                     handle.signal(number)
                 await self._wait_until_dead(grace)
+            await self._close_slabs()
         finally:
             # After a cancelled wait there may be workers left; no more waiting then.
             self.stop(0.0)
+
+    async def _close_slabs(self) -> None:
+        """Give the memory back: 80 ms per 200 MiB, so not on the loop."""
+        if isinstance(self.slabs, Slabs) and self.slabs.has_been_used:
+            closed = asyncio.get_running_loop().create_future()
+            self.run_aside(self.slabs.close, functools.partial(_wake, closed))
+            # Nobody tells it if the pool is stopped meanwhile.
+            await asyncio.wait([closed], timeout=KILL_GRACE)
 
     def stop(self, grace: float) -> None:
         """End without a loop: waits `grace` seconds for the workers to end by themselves."""
@@ -258,6 +312,9 @@ class Pool:
         """A process is dead: tell what that means, and see to its replacement."""
         self._leaving.discard(handle)
         handle.set_timer(None)
+        if isinstance(handle.outbox, Outbox) and handle.outbox.is_open:
+            # 80 ms per 200 MiB that were used.
+            self.run_aside(handle.outbox.close, lambda _: None)
         if handle is self._successor or self._handles.get(handle.index) is handle:
             if handle.is_ready:
                 del self._handles[handle.index]
@@ -279,7 +336,8 @@ class Pool:
     def _make(self, index: int) -> WorkerHandle:
         worker = self._generations[index] * self._settings.num_workers + index
         self._generations[index] += 1
-        return WorkerHandle(worker, index, self._model, self._settings, self)
+        slabs = self.slabs if isinstance(self.slabs, Slabs) else None
+        return WorkerHandle(worker, index, self._model, self._settings, slabs, self)
 
     def _load(self, handle: WorkerHandle) -> None:
         self._limit_start(handle)
@@ -301,6 +359,18 @@ class Pool:
     def _take_spawned(self) -> None:
         while self._spawned:
             self._finish_spawn(*self._spawned.popleft())
+
+    def _done_in_thread(self, done: "_Done", error: BaseException | None) -> None:
+        """On the copier thread: pass the word to whichever loop there is now."""
+        assert self._loop is not None, "set by open"
+        self._done_aside.append((done, error))
+        with contextlib.suppress(RuntimeError):  # that loop is closed; the next one looks itself
+            self._loop.call_soon_threadsafe(self._take_done_aside)
+
+    def _take_done_aside(self) -> None:
+        while self._done_aside:
+            done, error = self._done_aside.popleft()
+            done(error)
 
     def _finish_spawn(self, handle: WorkerHandle, error: BaseException | None) -> None:
         assert self._loop is not None, "set by open"
@@ -327,6 +397,10 @@ class Pool:
         handle.set_timer(None)
         self._serving[handle.id] = handle
         self.senders[handle.id] = handle.send
+        assert handle.lane is not None, "it has been spawned"
+        self.lanes[handle.id] = handle.lane
+        if isinstance(handle.outbox, Outbox):
+            self.outboxes[handle.id] = handle.outbox
         handle.deliver_to(functools.partial(self._events.frame_arrived, handle.id))
         self._restarts[index].ready(time.monotonic())
         self._given_up.discard(index)
@@ -397,6 +471,8 @@ class Pool:
     def _lose(self, handle: WorkerHandle) -> None:
         del self._serving[handle.id]
         del self.senders[handle.id]
+        del self.lanes[handle.id]
+        self.outboxes.pop(handle.id, None)
         self._heartbeat.answered(handle.id)
         is_expected = self._is_closing or (handle.exit_code == 0 and handle.was_asked_to_end)
         if not is_expected:
@@ -409,7 +485,7 @@ class Pool:
             )
         is_ours = handle.is_ending and not handle.has_hung_up
         is_killed = handle.exit_code == -signal.SIGKILL and not is_ours
-        exit = Exit(handle.exit_text, is_killed, handle.taken, handle.begun)
+        exit = Exit(handle.exit_text, is_killed, handle.taken, handle.begun, handle.inherited)
         self._events.worker_lost(handle.id, exit)
 
     def _restart_later(self, index: int) -> None:
@@ -462,7 +538,16 @@ class Pool:
                 handle.kill()
         for worker in to_ping:
             self.senders[worker](Kind.PING, 0, b"")
+        self._beats += 1
+        if self._beats % BEATS_TO_KEEP_MEMORY == 0 and isinstance(self.slabs, Slabs):
+            self._give_back_memory(self.slabs)
         self._heartbeat_timer = self._loop.call_later(INTERVAL, self._beat)
+
+    def _give_back_memory(self, slabs: Slabs) -> None:
+        """Begin to give back what has not been used since the last call of this."""
+        slab = slabs.take_unused()
+        if slab is not None:
+            self.run_aside(functools.partial(slabs.punch, slab), lambda _: slabs.discard(slab))
 
     # Ending.
 
@@ -502,6 +587,7 @@ class Pool:
         self._is_closing = True
         self._cancel_timers()
         self._starter.hold()
+        self._copier.hold()
         for handle in self.remaining():
             handle.disconnect()
 
@@ -514,40 +600,52 @@ class Pool:
         self._starting.clear()
         self._serving.clear()
         self.senders.clear()
+        self.lanes.clear()
+        self.outboxes.clear()
         self._starter.stop()
+        self._copier.stop()
+        self._done_aside.clear()
+        if isinstance(self.slabs, Slabs):
+            self.slabs.close()
         _open_pools.discard(self)
 
 
-class _Starter:
-    """The thread that starts worker processes, one after the other.
+def _wake(waiter: "asyncio.Future[None]", _: object) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
-    Starting a process takes milliseconds, which are not the event loop's. And it must be a thread
-    that lives as long as the workers: on Linux the kernel ends them when the *thread* that forked
-    them ends.
+
+class _JobThread:
+    """A thread that does one job after the other; there is none before the first job.
+
+    Two things are not the event loop's: copying what is large, and starting worker processes, which
+    takes milliseconds. And that must be a thread that lives as long as the workers: on Linux the
+    kernel ends them when the *thread* that forked them ends.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[_Job, _Done] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        # Held while a process is being started, and to forbid it.
+        # Held while a job is being done, and to forbid it.
         self._lock = threading.Lock()
         self._is_held = False
 
-    def run(self, spawn: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-        """Call `spawn` and then `done`, with its error or None, on the starter thread."""
+    def run(self, job: "_Job", done: "_Done") -> None:
+        """Call `job` and then `done`, with its error or None, on the thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put((spawn, done))
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            thread.start()  # may raise: there is no thread then
+            self._thread = thread
+        self._jobs.put((job, done))
 
     def hold(self) -> None:
-        """From the return of this call on nothing is started any more."""
+        """From the return of this call on nothing is done any more."""
         with self._lock:
             self._is_held = True
 
     def stop(self) -> None:
-        """End the thread; the workers it has started are dead by now."""
+        """End the thread; workers that it has started are dead by now."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -562,24 +660,31 @@ class _Starter:
 
     def _run_next(self) -> bool:
         """Wait for a job and do it; a method of its own, so that nothing of it is kept after it."""
-        job = self._jobs.get()
-        if job is None:
+        next_one = self._jobs.get()
+        if next_one is None:
             return False
-        spawn, done = job
-        error: BaseException | None = None
+        job, done = next_one
         with self._lock:
             if self._is_held:
                 return True
-            try:
-                spawn()
-            except BaseException as caught:  # noqa: BLE001  the loop's thread must hear of it
-                # Its frames hold the pipes of the start that failed.
-                error = caught.with_traceback(None)
+            error = _run(job)
         done(error)
         return True
 
 
-_Job = tuple[Callable[[], None], Callable[[BaseException | None], None]]
+_Job = Callable[[], None]
+_Done = Callable[[BaseException | None], None]
+
+
+def _run(job: _Job) -> BaseException | None:
+    """Do it; its error, which the loop has to hear of."""
+    try:
+        job()
+    except BaseException as error:  # noqa: BLE001  of any kind
+        # Its frames hold the pipes of a start that failed.
+        return error.with_traceback(None)
+    return None
+
 
 # Pools that have not been ended, for the end of the interpreter. They are held here: a pool whose
 # batcher was dropped has workers all the same, and the program would wait for one that computes.
@@ -614,7 +719,9 @@ def _reap_dead(handles: list[WorkerHandle], seconds: float) -> None:
             return
         for fd, _ in ready:
             poller.unregister(fd)
-            waiting.pop(fd).reap()
+            handle = waiting.pop(fd)
+            handle.reap()
+            handle.close_outbox()
 
 
 @atexit.register

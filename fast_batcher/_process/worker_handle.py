@@ -16,10 +16,13 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fast_batcher._process.environment import limited_threads
+from fast_batcher._process.sharing import Lane
 from fast_batcher._process.worker_main import worker_main
 from fast_batcher._transport.channel import LoopChannel, drop, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.mark import Mark
+from fast_batcher._transport.outbox import Outbox
+from fast_batcher._transport.slabs import Slabs
 from fast_batcher.config import ModelSpec, Settings
 
 if TYPE_CHECKING:
@@ -55,16 +58,24 @@ class WorkerHandle:
         index: Which of the batcher's workers this is, from 0.
         model: What it loads.
         settings: The batcher's settings.
+        slabs: Memory in which large inputs reach it, None if there is none.
         events: Who is told.
     """
 
     def __init__(
-        self, id: int, index: int, model: ModelSpec, settings: Settings, events: HandleEvents
+        self,
+        id: int,
+        index: int,
+        model: ModelSpec,
+        settings: Settings,
+        slabs: Slabs | None,
+        events: HandleEvents,
     ) -> None:
         self.id = id
         self.index = index
         self._model = model
         self._settings = settings
+        self._slabs = slabs
         self._events = events
         self._process: SpawnProcess | None = None
         # The process id, None before `spawn`.
@@ -72,9 +83,15 @@ class WorkerHandle:
         self._channel: LoopChannel | None = None
         # What the worker is doing; read once it is dead.
         self._mark: Mark | None = None
+        # How frames that are not ready yet reach it; None before `spawn`.
+        self.lane: Lane | None = None
+        # Where it leaves large answers; None before `spawn`, and if there is to be no such place.
+        self.outbox: Outbox | OSError | None = None
         # Ids of the batches that it had read and begun last, None before its death or without any.
         self.taken: int | None = None
         self.begun: int | None = None
+        # The same of the last batch of which children of it may have views.
+        self.inherited: int | None = None
         # Becomes readable when the process dies: a pidfd, or where there is none the sentinel,
         # which also waits for the grandchildren that inherited it. -1 after the death.
         self._death_fd = -1
@@ -119,6 +136,8 @@ class WorkerHandle:
             self._channel = LoopChannel(
                 ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
             )
+            self.lane = Lane(self._channel.reserve, self._channel.fill)
+            self.outbox = self._make_outbox()
             process = _context.Process(
                 target=worker_main,
                 args=(
@@ -127,6 +146,8 @@ class WorkerHandle:
                     self._settings.max_frame_bytes,
                     self._settings.max_batch_size,
                     os.getpid(),
+                    self._slabs,
+                    self.outbox,
                 ),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).
@@ -139,15 +160,32 @@ class WorkerHandle:
                 self._channel.close()
             if self._mark is not None:
                 self._mark.close()
+            self.close_outbox()
             raise
         finally:
             # The child has its own copies; while ours are open there is never an end of file.
             for end in theirs:
                 end.close()
         self._mark.close_fd()
+        if isinstance(self.outbox, Outbox):
+            self.outbox.close_fd()
         self._process = process
         self.pid = process.pid
         self._death_fd, self._owns_death_fd = _open_death_fd(process)
+
+    def _make_outbox(self) -> Outbox | OSError | None:
+        if not self._settings.max_shared_bytes:
+            return None
+        try:
+            return Outbox(self._settings.max_shared_bytes, self._settings.shared_memory_threshold)
+        except OSError as error:
+            # Not its frames, which hold this handle.
+            return error.with_traceback(None)
+
+    def close_outbox(self) -> None:
+        """Give its memory back, which takes long if much was in it."""
+        if isinstance(self.outbox, Outbox):
+            self.outbox.close()
 
     def attach(self, loop: "AbstractEventLoop") -> None:
         """Let this loop watch the process; a loop that did so before is closed by now."""
@@ -213,6 +251,14 @@ class WorkerHandle:
         self.ignore()
         self.signal(signal.SIGKILL)
 
+    def distrust(self, error: Exception) -> None:
+        """It has talked nonsense: end it at once."""
+        if not self.is_ending:
+            logger.error(
+                "worker %d (pid %s) is replaced: %s", self.index, self.pid, error, exc_info=error
+            )
+        self.kill()
+
     def reap(self) -> None:
         """The process is dead: take its exit status and release what belonged to it."""
         if not self.is_alive:
@@ -229,7 +275,10 @@ class WorkerHandle:
             self._channel.close()
         if self._mark is not None:
             self.taken, self.begun = self._mark.taken, self._mark.begun
+            self.inherited = self._mark.inherited
             self._mark.close()
+        if isinstance(self.outbox, Outbox) and not self.outbox.is_used:
+            self.outbox.close()
         self._process.close()
 
     @property
@@ -242,12 +291,11 @@ class WorkerHandle:
 
     def _on_channel_end(self, error: Exception | None) -> None:
         """It has closed its end or talks nonsense. Either way it is of no use any more."""
-        if error is not None and not self.is_ending:
-            logger.error(
-                "worker %d (pid %s) is replaced: %s", self.index, self.pid, error, exc_info=error
-            )
         self.has_hung_up = error is None and not self.is_ending
-        self.kill()
+        if error is None:
+            self.kill()
+        else:
+            self.distrust(error)
 
     def _on_death(self) -> None:
         # A reply may be read after the death of its writer.

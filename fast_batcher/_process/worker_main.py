@@ -16,14 +16,18 @@ from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._arrays import stacking
 from fast_batcher._process.collated_model import collate
 from fast_batcher._process.out_of_memory import let_go
+from fast_batcher._process.posting import Posting
 from fast_batcher._process.warm_up import warm_up
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header, pack_times
+from fast_batcher._transport.layouts import view_rows
 from fast_batcher._transport.mark import Mark
+from fast_batcher._transport.pickler import load as load_parts
 from fast_batcher.config import find_model_fault
 from fast_batcher.errors import (
     InferenceError,
@@ -36,6 +40,9 @@ from fast_batcher.errors import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fast_batcher._transport.outbox import OutboxWriter
+    from fast_batcher._transport.slabs import SlabViews
+
 logger = logging.getLogger("fast_batcher.worker")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -45,7 +52,13 @@ MOST_HARMLESS = 100
 
 
 def worker_main(
-    ends: Any, mark: Mark, max_frame_bytes: int, max_batch_size: int, parent_pid: int
+    ends: Any,
+    mark: Mark,
+    max_frame_bytes: int,
+    max_batch_size: int,
+    parent_pid: int,
+    slabs: "SlabViews | OSError | None",
+    outbox: "OutboxWriter | OSError | None",
 ) -> None:
     """The target of the worker process; which model to load is the first frame.
 
@@ -55,6 +68,10 @@ def worker_main(
         max_frame_bytes: Longest frame body either way.
         max_batch_size: Of the warm-up.
         parent_pid: The process to end with.
+        slabs: Memory in which large batches arrive, None if there is none, an error if this process
+            may not have so much.
+        outbox: Memory in which large answers leave, an error if there is none, None if there is to
+            be none.
     """
     _set_signals()
     _end_with_parent(parent_pid)
@@ -65,18 +82,26 @@ def worker_main(
     # exit hooks.
     _kept_open.append(ends)
     try:
-        exit_code = _load_and_serve(channel, mark.numbers, max_batch_size)
+        posting = Posting(outbox, max_frame_bytes)
+        exit_code = _load_and_serve(channel, mark.numbers, max_batch_size, slabs, posting)
     except OSError:  # the parent has closed its end: there is nobody left to answer
         exit_code = 0
     sys.exit(exit_code)
 
 
-def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]", max_batch_size: int) -> int:
+def _load_and_serve(
+    channel: BlockingChannel,
+    mark: "memoryview[int]",
+    max_batch_size: int,
+    slabs: "SlabViews | OSError | None",
+    posting: Posting,
+) -> int:
     """The life of a worker; returns its exit code."""
     first = channel.receive()
     if first is None:  # the parent has thought better of it
         return 0
     try:
+        views = _check_views(slabs)
         model = load_model(first.body)
         computing = collate(model)
         times = warm_up(computing, max_batch_size)
@@ -85,10 +110,20 @@ def _load_and_serve(channel: BlockingChannel, mark: "memoryview[int]", max_batch
         return 1
     try:
         channel.send(Kind.READY, body=pack_times(times))
-        serve(channel, computing, mark)
+        if views is not None:
+            views.on_pin = lambda batch_id: mark.__setitem__(2, batch_id + 1)
+        serve(channel, computing, mark, views, posting)
     finally:
         _close_model(model)
     return 0
+
+
+def _check_views(slabs: "SlabViews | OSError | None") -> "SlabViews | None":
+    if isinstance(slabs, OSError):
+        raise WorkerStartupError(
+            f"the worker may not have all of max_shared_bytes; lower it: {slabs}"
+        )
+    return slabs
 
 
 def load_model(pickled: bytes | bytearray | memoryview) -> Any:
@@ -117,8 +152,12 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
         raise
 
 
-def serve(  # noqa: C901, PLR0912  flat on purpose
-    channel: BlockingChannel, model: Any, mark: "memoryview[int]"
+def serve(  # noqa: C901, PLR0912, PLR0915  flat on purpose
+    channel: BlockingChannel,
+    model: Any,
+    mark: "memoryview[int]",
+    slabs: "SlabViews | None" = None,
+    posting: Posting | None = None,
 ) -> None:
     """Answer batches until the parent says STOP or closes its end.
 
@@ -132,11 +171,18 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
     send, write, infer = channel.send, channel.write, model.infer
     loads, dumps = codec.loads, codec.dumps
     most_joined = min(MAX_JOINED, channel.max_frame_bytes)
-    inputs_kind, outputs_kind, parts = Kind.INPUTS, Kind.OUTPUTS, _Parts()
+    if posting is None:
+        posting = Posting(None, channel.max_frame_bytes)
+    inputs_kind, outputs_kind = Kind.INPUTS, Kind.OUTPUTS
     # Types of outputs that have been seen not to be exceptions: what a model answers with is of few
     # types, and this question is asked of each output.
     harmless: set[type] = set()
+    # Parts of batches, and batches of which the last view has died, which the answers tell, but for
+    # those that the model has kept for longer.
+    parts, freed = _Parts(), [] if slabs is None else slabs.freed
     while True:
+        if freed:
+            channel.write_rest(_pack_freed(slabs), 0)
         try:
             frame = None if reader.rest else read()
         except (EOFError, ConnectionError):
@@ -146,9 +192,7 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
         if frame.kind is not inputs_kind:
             if frame.kind is Kind.STOP:
                 return
-            if frame.kind is Kind.PING:
-                send(Kind.PONG)
-            elif _answer_items(channel, model, frame, parts, mark) is Kind.FATAL:
+            if _answer_other(channel, model, frame, parts, slabs, posting, mark) is Kind.FATAL:
                 return
             continue
         batch_id = frame.batch_id
@@ -171,7 +215,8 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
             continue
         seconds = monotonic() - started
         if (
-            outputs.__class__ is list
+            not posting.expects_large
+            and outputs.__class__ is list
             and len(outputs) == count
             and (harmless.issuperset(map(type, outputs)) or _learn_harmless(outputs, harmless))
         ):
@@ -185,20 +230,133 @@ def serve(  # noqa: C901, PLR0912  flat on purpose
                 if written != len(data):
                     channel.write_rest(data, written)
                 continue
-        _send_outputs(channel, batch_id, outputs, count, seconds)
+            if body is not None and len(body) <= posting.most_whole:
+                send(outputs_kind, batch_id, body, seconds)
+                continue
+            body = None
+        _send_answer(channel, batch_id, _pack_answer(channel, posting, outputs, count), seconds)
+
+
+def _answer_other(
+    channel: BlockingChannel,
+    model: Any,
+    frame: Frame,
+    parts: "_Parts",
+    slabs: "SlabViews | None",
+    posting: Posting,
+    mark: "memoryview[int]",
+) -> Kind | None:
+    """Answer a ping, or a batch that is not one pickle in its frame.
+
+    Returns:
+        How bad it is if `infer` raised, None if it did not.
+    """
+    if frame.kind is Kind.PING:
+        channel.send(Kind.PONG)
+        posting.rest()
+        return None
+    if frame.kind is Kind.SHARED_INPUTS or frame.kind is Kind.ROWS:
+        return _answer_shared(channel, model, frame, slabs, posting, mark)
+    return _answer_items(channel, model, frame, parts, mark)
+
+
+def _answer_shared(
+    channel: BlockingChannel,
+    model: Any,
+    frame: Frame,
+    slabs: "SlabViews | None",
+    posting: Posting,
+    mark: "memoryview[int]",
+) -> Kind | None:
+    """Compute a batch that lies in shared memory, and tell of it before the answer if it is free.
+
+    Returns:
+        How bad it is if `infer` raised, None if it did not.
+    """
+    assert slabs is not None, "the parent knows that it shares no memory"
+    mark[0] = frame.batch_id + 1
+    inputs: list[Any] | None
+    try:
+        inputs = _load_shared(slabs, frame)
+    except BaseException:  # noqa: BLE001  unpickling is the user's code too
+        inputs = None
+    if inputs is None:
+        stacking.lent.clear()
+        channel.send(Kind.UNREADABLE, frame.batch_id, ahead=_pack_freed(slabs))
+        return None
+    count = len(inputs)
+    mark[1] = frame.batch_id + 1
+    started = monotonic()
+    kind: Kind | None = None
+    try:
+        outputs = model.infer(inputs)
+    except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
+        seconds = monotonic() - started
+        kind, failure = _judge(error)
+        # An error is often kept by a frame of its own, and they hold the inputs.
+        _forget_frames(error)
+        answer = [(kind, failure)]
+    else:
+        seconds = monotonic() - started
+        answer = _pack_answer(channel, posting, outputs, count)
+        # They may be views of the inputs.
+        del outputs
+    del inputs
+    stacking.lent.clear()
+    _send_answer(channel, frame.batch_id, answer, seconds, ahead=_pack_freed(slabs))
+    return kind
+
+
+def _load_shared(slabs: "SlabViews", frame: Frame) -> list[Any]:
+    """The inputs of a batch that lies in shared memory, which is lent to `stack`."""
+    named = codec.loads(frame.body)
+    view = memory = slabs.view(frame.batch_id)
+    try:
+        if frame.kind is Kind.SHARED_INPUTS:
+            start, length, sizes = named
+            view = memory[start : start + length]
+            stacking.lend(slabs.address + start, view)
+            inputs: list[Any] = load_parts(view, sizes)
+            return inputs
+        inputs = []
+        for layout, start, count in named:
+            rows, view = view_rows(layout, memory, start, count)
+            inputs += rows
+            stacking.lend(slabs.address + start, view)
+        return inputs
+    finally:
+        # An error keeps this frame, and is often kept by one of its own.
+        del view, memory
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Cut an error, and those in it and behind it, from their frames.
+
+    A frame may belong to a coroutine that goes on, so it must not be cleared.
+    """
+    seen = set()
+    errors = [error]
+    while errors:
+        error = errors.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        BaseException.with_traceback(error, None)
+        errors += (error.__cause__, error.__context__)
+        if isinstance(error, BaseExceptionGroup):
+            errors += error.exceptions
+
+
+def _pack_freed(slabs: "SlabViews | None") -> bytes:
+    """A frame that says which batches are free, empty if none has become so."""
+    freed = [] if slabs is None else slabs.take_freed()
+    if not freed:
+        return b""
+    body = codec.dumps(freed)
+    return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
 
 _Parts = dict[int, list[bytes]]
-
-
-def _dump_whole(outputs: Any, count: int) -> bytes | None:
-    """One pickle of a list of `count` outputs; None if it is not such a list, or not so simple."""
-    if type(outputs) is not list or len(outputs) != count or _has_error(outputs):
-        return None
-    try:
-        return codec.dumps(outputs)
-    except BaseException:  # noqa: BLE001  then item by item, to find the guilty one
-        return None
 
 
 def _has_error(outputs: list[Any]) -> bool:
@@ -215,19 +373,49 @@ def _learn_harmless(outputs: list[Any], harmless: set[type]) -> bool:
     return True
 
 
-def _send_outputs(
-    channel: BlockingChannel, batch_id: int, outputs: Any, count: int, seconds: float
-) -> None:
-    """Send outputs of any kind: arrays row by row, exceptions and what cannot be pickled apart."""
+_Answer = list[tuple[Kind, bytes]]
+
+
+def _pack_answer(channel: BlockingChannel, posting: Posting, outputs: Any, count: int) -> _Answer:
+    """The frames, as kinds and bodies, that answer a batch with these outputs of any kind.
+
+    If not in one, then exceptions and what cannot be pickled go apart.
+    """
     checked = _check(outputs, count)
     if isinstance(checked, RemoteFailure):
-        channel.send(Kind.FAILED, batch_id, codec.dumps(checked), seconds)
-        return
-    body = _dump_whole(checked, count)
-    if body is not None and len(body) <= channel.max_frame_bytes:
-        channel.send(Kind.OUTPUTS, batch_id, body, seconds)
-    else:
-        _send_items(channel, batch_id, [_pack(channel, output) for output in checked], seconds)
+        return [(Kind.FAILED, codec.dumps(checked))]
+    failures: dict[int, RemoteFailure] = {}
+    if _has_error(checked):
+        failures = {
+            position: codec.describe(output)
+            for position, output in enumerate(checked)
+            if isinstance(output, BaseException)
+        }
+        checked = [
+            None if position in failures else output for position, output in enumerate(checked)
+        ]
+    answer = posting.pack(checked, failures)
+    if answer is not None:
+        return [answer]
+    return _pack_items(
+        channel,
+        [
+            failures[position] if position in failures else _pack(channel, output)
+            for position, output in enumerate(checked)
+        ],
+    )
+
+
+def _send_answer(
+    channel: BlockingChannel,
+    batch_id: int,
+    answer: _Answer,
+    seconds: float,
+    ahead: bytes = b"",
+) -> None:
+    for kind, body in answer:
+        channel.send(kind, batch_id, body, seconds, ahead)
+        ahead = b""
 
 
 def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
@@ -296,7 +484,8 @@ def _answer_items(
         else:
             computed = _pack_outputs(channel, outputs, count)
             outcomes = [next(computed) if known is None else known for known in outcomes]
-    _send_items(channel, frame.batch_id, outcomes, monotonic() - started)
+    seconds = monotonic() - started
+    _send_answer(channel, frame.batch_id, _pack_items(channel, outcomes), seconds)
     return None
 
 
@@ -335,13 +524,10 @@ def _unsendable(output: Any, error: BaseException) -> InferenceError:
     return result
 
 
-def _send_items(
-    channel: BlockingChannel, batch_id: int, outcomes: list[Any], seconds: float
-) -> None:
+def _pack_items(channel: BlockingChannel, outcomes: list[Any]) -> _Answer:
     bodies = list(codec.split_parts(outcomes, channel.max_frame_bytes))
-    for body in bodies[:-1]:
-        channel.send(Kind.OUTPUT_ITEMS_PART, batch_id, body)
-    channel.send(Kind.OUTPUT_ITEMS, batch_id, bodies[-1], seconds)
+    parts = [(Kind.OUTPUT_ITEMS_PART, body) for body in bodies[:-1]]
+    return [*parts, (Kind.OUTPUT_ITEMS, bodies[-1])]
 
 
 def _resolve(name: str) -> Any:

@@ -12,7 +12,7 @@ import io
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from fast_batcher._transport.frames import MAX_JOINED, Frame, FrameReader, Kind, pack_header
@@ -49,6 +49,16 @@ def open_pipes(context: "BaseContext") -> "tuple[Ends, Ends]":
     return (first, into_second), (second, into_first)
 
 
+class Place:
+    """The place of frames that are not ready yet, among those that are sent."""
+
+    __slots__ = ("frames",)
+
+    def __init__(self) -> None:
+        # None until they are known.
+        self.frames: Iterable[tuple[Kind, int, bytes]] | None = None
+
+
 class LoopChannel:
     """The parent's side; all methods are called on the loop's thread.
 
@@ -78,7 +88,7 @@ class LoopChannel:
         self._on_end = on_end
         self._loop: AbstractEventLoop | None = None
         # What the pipe has not taken yet. Bounded by the batches a worker is given at once.
-        self._backlog: deque[memoryview] = deque()
+        self._backlog: deque[memoryview | Place] = deque()
         self._is_over = False
 
     def attach(self, loop: "AbstractEventLoop") -> None:
@@ -86,7 +96,7 @@ class LoopChannel:
         self._loop = loop
         loop.add_reader(self._source, self._read)
         if self._backlog:
-            loop.add_writer(self._sink, self._on_writable)
+            loop.add_writer(self._sink, self._write_backlog)
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
         """Send a frame now or as soon as the pipe takes it. A channel that is over drops it."""
@@ -105,10 +115,29 @@ class LoopChannel:
             if sent == len(first) and is_whole:
                 return
             assert self._loop is not None, "nothing is sent before a loop is attached"
-            self._loop.add_writer(self._sink, self._on_writable)
+            self._loop.add_writer(self._sink, self._write_backlog)
         self._backlog.append(memoryview(first)[sent:])
         if not is_whole:
             self._backlog.append(memoryview(body))
+
+    def reserve(self) -> Place:
+        """A place for frames that are not ready: what is sent from now on stays behind them.
+
+        It has to be given to `fill`.
+        """
+        place = Place()
+        if not self._is_over:
+            self._backlog.append(place)
+        return place
+
+    def fill(self, place: Place, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+        """Send frames in the place that was reserved for them; none gives it up."""
+        place.frames = frames
+        # It is nowhere if the worker has been found dead, and the channel is not over yet.
+        if not self._is_over and self._backlog and self._backlog[0] is place:
+            assert self._loop is not None, "nothing is sent before a loop is attached"
+            self._loop.add_writer(self._sink, self._write_backlog)
+            self._write_backlog()
 
     def drain(self) -> None:
         """Hand on what has arrived: a reply may be read after the death of its writer."""
@@ -149,18 +178,27 @@ class LoopChannel:
             return False
         return True
 
-    def _on_writable(self) -> None:
+    def _write_backlog(self) -> None:
+        """Write what the pipe takes; the loop calls this as long as there is more to write."""
+        backlog = self._backlog
         try:
-            while self._backlog:
-                sent = self._write(self._backlog[0])
+            while backlog:
+                head = backlog[0]
+                if isinstance(head, Place):
+                    if head.frames is None:  # `fill` goes on
+                        break
+                    backlog.popleft()
+                    backlog.extendleft(reversed([*_cut(head.frames)]))
+                    continue
+                sent = self._write(head)
                 if sent is None:
                     return
-                if sent < len(self._backlog[0]):
-                    self._backlog[0] = self._backlog[0][sent:]
+                if sent < len(head):
+                    backlog[0] = head[sent:]
                     return
-                self._backlog.popleft()
+                backlog.popleft()
         except OSError:
-            self._backlog.clear()
+            backlog.clear()
         if self._loop is not None:
             self._loop.remove_writer(self._sink)
 
@@ -175,6 +213,14 @@ class LoopChannel:
             self._loop.remove_reader(self._source)
             self._loop.remove_writer(self._sink)
         self._loop = None
+
+
+def _cut(frames: Iterable[tuple[Kind, int, bytes]]) -> Iterator[memoryview]:
+    """The bytes of frames, in pieces that nothing is copied for."""
+    for kind, batch_id, body in frames:
+        yield memoryview(pack_header(kind, len(body), batch_id, 0.0))
+        if body:
+            yield memoryview(body)
 
 
 def drop(_: object) -> None:
@@ -212,13 +258,20 @@ class BlockingChannel:
             return None
         return frame
 
-    def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"", seconds: float = 0.0) -> None:
-        """Send a frame; returns when the pipe has taken all of it.
+    def send(
+        self,
+        kind: Kind,
+        batch_id: int = 0,
+        body: bytes = b"",
+        seconds: float = 0.0,
+        ahead: bytes = b"",
+    ) -> None:
+        """Send a frame, and `ahead`, a whole one, before it; returns when the pipe has it all.
 
         Raises:
             OSError: The parent has closed its end.
         """
-        header = pack_header(kind, len(body), batch_id, seconds)
+        header = ahead + pack_header(kind, len(body), batch_id, seconds)
         if len(body) <= MAX_JOINED:
             self.write_rest(header + body, 0)
         else:

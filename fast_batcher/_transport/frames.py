@@ -38,14 +38,19 @@ class Kind(IntEnum):
     INPUT_ITEMS_PART = 4  # a part of a batch that is larger than one frame; more follow
     STOP = 5  # finish what has arrived, then end
     PING = 6  # say PONG
+    SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes of its parts)
+    ROWS = 8  # a batch whose inputs lie in rows: a pickled list of (layout, start, count)
     # worker to parent
     READY = 16  # the model is loaded and warm: times of the warm-up, see `pack_times`
     STARTUP_FAILED = 17  # one pickled RemoteFailure
     OUTPUTS = 18  # one pickle of the list of outputs
+    # They lie in the outbox: pickled (start, sizes of the parts, which are read-only, failures).
+    SHARED_OUTPUTS = 28
     OUTPUT_ITEMS = 19  # the list of outcomes, or its last part
     OUTPUT_ITEMS_PART = 20  # a part of outcomes that are larger than one frame; more follow
     UNREADABLE = 21  # INPUTS could not be unpickled: send the batch as INPUT_ITEMS
     PONG = 22
+    FREED = 27  # a pickled list: ids of batches of which no view is left
     # One pickled RemoteFailure, for every request of the batch.
     FAILED = 23  # another try is of no use
     RAISED = 24  # `infer` raised

@@ -1,4 +1,4 @@
-"""What a worker is doing, in memory that it shares with the parent: two batch ids.
+"""What a worker is doing, in memory that it shares with the parent: three batch ids.
 
 When a worker has died, nobody can be asked what it had in hand, and a message that says so before
 every batch would cost a system call. The worker writes; the parent reads once the worker is dead.
@@ -6,22 +6,22 @@ every batch would cost a system call. The worker writes; the parent reads once t
 
 import mmap
 import os
-import sys
-import tempfile
 from multiprocessing import reduction
 from typing import Any
 
-_SIZE = 16  # two unsigned numbers of 8 bytes
+from fast_batcher._transport.memory_file import make_memory_file
+
+_SIZE = 24  # three unsigned numbers of 8 bytes
 
 
 class Mark:
-    """Two numbers that outlive the worker: ids of batches plus one, 0 for none.
+    """Numbers that outlive the worker: ids of batches plus one, 0 for none.
 
     Made in the parent; pickled while a process is being started it becomes the same memory there.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        self._fd = _make_memory() if fd is None else fd
+        self._fd = make_memory_file(_SIZE) if fd is None else fd
         try:
             # It keeps a descriptor of its own.
             self._memory = mmap.mmap(self._fd, _SIZE)
@@ -29,7 +29,7 @@ class Mark:
             self.close_fd()
             raise
         # The worker writes these itself: `numbers[0]` when it has read a batch, `numbers[1]` when
-        # it begins to compute it.
+        # it begins to compute it, `numbers[2]` when it forks.
         self.numbers = memoryview(self._memory).cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -45,6 +45,11 @@ class Mark:
         """The id of the batch whose computation began last."""
         return self.numbers[1] - 1 if self.numbers[1] else None
 
+    @property
+    def inherited(self) -> int | None:
+        """The id of the last batch of whose inputs children of the worker may have views."""
+        return self.numbers[2] - 1 if self.numbers[2] else None
+
     def close_fd(self) -> None:
         """The memory stays mapped, and nobody else is to get it; may be called again."""
         if self._fd >= 0:
@@ -56,20 +61,6 @@ class Mark:
         self.close_fd()
         self.numbers.release()
         self._memory.close()
-
-
-def _make_memory() -> int:
-    if sys.platform == "linux":
-        fd = os.memfd_create("fast_batcher")
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    try:
-        os.ftruncate(fd, _SIZE)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
 
 
 def _open(duplicate: Any) -> Mark:

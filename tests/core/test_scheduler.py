@@ -12,6 +12,7 @@ from schedules import NOTHING, dispatched, make, poll_batches, run, settle, subm
 from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
+    Batch,
     Expire,
     ExpiryReason,
     Group,
@@ -442,6 +443,99 @@ def test_a_running_request_expires_and_its_batch_runs_on() -> None:
     assert wake_at == 9.0
     assert (scheduler.running, scheduler.tally.expired, scheduler.workers_ready) == (1, 1, 1)
     assert settle(scheduler, 6.0, batch) == [patient]
+
+
+def arriving(scheduler: Scheduler, now: float) -> Batch:
+    """The batch that its worker has answered just now, and whose answer is not all here."""
+    (batch,) = poll_batches(scheduler, now)
+    assert scheduler.batch_done(now, 0, batch.id) is batch
+    scheduler.await_rest(batch)
+    return batch
+
+
+def test_a_request_runs_until_its_answer_is_all_here() -> None:
+    scheduler = make()
+    requests = submit(scheduler, 0.0, 2)
+    batch = arriving(scheduler, 0.0)
+    assert scheduler.running == 2
+    assert scheduler.open_requests() == requests
+    assert scheduler.idle_workers == [0]
+    assert scheduler.rest_arrived(batch)
+    assert scheduler.running == 0
+    assert not scheduler.rest_arrived(batch)
+
+
+def test_a_worker_goes_on_while_its_answer_arrives() -> None:
+    scheduler = make()
+    submit(scheduler, 0.0)
+    batch = arriving(scheduler, 0.0)
+    submit(scheduler, 1.0)
+    (second,) = poll_batches(scheduler, 1.0)
+    assert scheduler.find_batch(0, batch.id) is None
+    assert scheduler.batch_done(1.0, 0, batch.id) is None
+    assert settle(scheduler, 2.0, second) == second.requests
+    assert scheduler.rest_arrived(batch)
+
+
+def test_a_request_expires_while_its_answer_arrives() -> None:
+    scheduler = make()
+    (hurried,) = submit(scheduler, 0.0, deadline=5.0)
+    (patient,) = submit(scheduler, 0.0, deadline=9.0)
+    batch = arriving(scheduler, 0.0)
+    actions, wake_at = scheduler.poll(5.0)
+    assert told(actions) == [(ExpiryReason.RUNNING, hurried)]
+    assert wake_at == 9.0
+    actions, wake_at = scheduler.poll(9.0)
+    assert told(actions) == [(ExpiryReason.RUNNING, patient)]
+    assert (wake_at, scheduler.running, scheduler.workers_ready) == (None, 0, 1)
+    assert scheduler.rest_arrived(batch)
+
+
+def test_a_deadline_is_not_forgotten_between_an_answer_and_its_rest() -> None:
+    scheduler = make()
+    submit(scheduler, 0.0, deadline=9.0)
+    (batch,) = poll_batches(scheduler, 0.0)
+    assert scheduler.batch_done(1.0, 0, batch.id) is batch
+    scheduler.next_expiry = inf  # somebody has looked
+    scheduler.await_rest(batch)
+    assert scheduler.poll(1.0)[1] == 9.0
+
+
+def test_a_caller_leaves_while_the_answer_arrives() -> None:
+    scheduler = make()
+    gone, _ = submit(scheduler, 0.0, 2)
+    arriving(scheduler, 0.0)
+    scheduler.cancel(gone)
+    assert (scheduler.running, scheduler.tally.cancelled) == (1, 1)
+
+
+def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
+    scheduler = make()
+    submit(scheduler, 0.0, 2)
+    batch = arriving(scheduler, 0.0)
+    assert scheduler.worker_lost(0) == Lost([], [])
+    assert (scheduler.running, scheduler.waiting) == (2, 0)
+    assert scheduler.rest_arrived(batch)
+
+
+def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
+    scheduler = make()
+    gone, stays = submit(scheduler, 0.0, 2)
+    batch = arriving(scheduler, 0.0)
+    scheduler.cancel(gone)
+    assert scheduler.close() == [stays]
+    assert scheduler.running == 0
+    assert not scheduler.rest_arrived(batch)
+
+
+def test_another_batch_of_that_number_has_not_arrived() -> None:
+    scheduler, other = make(), make()
+    for one in (scheduler, other):
+        submit(one, 0.0)
+    batch, another = arriving(scheduler, 0.0), arriving(other, 0.0)
+    assert batch.id == another.id
+    assert not scheduler.rest_arrived(another)
+    assert scheduler.rest_arrived(batch)
 
 
 def test_the_requests_of_a_batch_expire_one_after_the_other() -> None:

@@ -118,7 +118,7 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
 
 
 async def test_f04_a_worker_is_killed_in_the_middle_of_a_large_answer() -> None:
-    async with DynBatcher(Grows, idempotent=False) as batcher:
+    async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
         (handle,) = batcher._pool.remaining()
         assert handle._channel is not None

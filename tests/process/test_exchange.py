@@ -7,6 +7,7 @@ from sample_models import BrokenOnArrival, RefusesPickling
 
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._process.exchange import Exchange, Failure, UnreadableOutputsError
+from fast_batcher._process.sharing import Sharing
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
@@ -17,8 +18,13 @@ from fast_batcher.errors import (
 )
 
 MAX_FRAME_BYTES = 1000
+THRESHOLD = 100
 WORKER = 3
 BATCH_ID = 17
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("no worker shares memory: nothing is done aside, or known late")
 
 
 class Wire:
@@ -26,7 +32,15 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int, bytes]] = []
-        self.exchange = Exchange({WORKER: self._send}, MAX_FRAME_BYTES)
+        sharing = Sharing(lambda: None, {}, refuse, "name", THRESHOLD, MAX_FRAME_BYTES, 32)
+        self.exchange = Exchange(
+            {WORKER: self._send},
+            MAX_FRAME_BYTES,
+            THRESHOLD,
+            sharing,
+            refuse,
+            {},
+        )
 
     def _send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
@@ -163,8 +177,8 @@ def test_parts_come_before_the_last_and_are_kept_by_worker(wire: Wire) -> None:
 
 def test_the_parts_of_a_lost_worker_are_forgotten(wire: Wire) -> None:
     wire.exchange.keep_part(WORKER, frame(Kind.OUTPUT_ITEMS_PART, [codec.dumps("lost")]))
-    wire.exchange.forget(WORKER)
-    wire.exchange.forget(WORKER)
+    wire.exchange.forget(WORKER, None)
+    wire.exchange.forget(WORKER, None)
     last = frame(Kind.OUTPUT_ITEMS, [codec.dumps("new")])
     assert wire.exchange.read(WORKER, last, 1) == ["new"]
 

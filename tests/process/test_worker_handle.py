@@ -43,7 +43,7 @@ class Owner:
     async def spawn(self, model: Any, *args: Any) -> WorkerHandle:
         """Start a worker and watch it."""
         spec = check_model(model, args, None, SETTINGS.max_frame_bytes)
-        handle = WorkerHandle(0, 0, spec, SETTINGS, self)
+        handle = WorkerHandle(0, 0, spec, SETTINGS, None, self)
         is_started = threading.Event()
 
         def work() -> None:
@@ -189,7 +189,7 @@ async def test_a_death_is_noticed_though_a_child_holds_the_pipe_open(
 
 async def test_a_spawn_that_fails_leaves_nothing(owner: Owner) -> None:
     spec = check_model(Echo, (), None, SETTINGS.max_frame_bytes)
-    handle = WorkerHandle(0, 0, spec, SETTINGS, owner)
+    handle = WorkerHandle(0, 0, spec, SETTINGS, None, owner)
     handle.kill()
     handle.reap()
     assert not handle.is_alive

@@ -35,12 +35,14 @@ from sample_models import (
 from waits import LIMIT, Gate
 
 from fast_batcher._process import worker_main
+from fast_batcher._process.posting import Posting
 from fast_batcher._process.worker_main import load_model, serve
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel, open_pipes
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.mark import Mark
+from fast_batcher._transport.outbox import Outbox, OutboxWriter
 from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
 
 MEBI = 2**20
@@ -49,12 +51,16 @@ MEBI = 2**20
 class Served:
     """The parent's side of a model that is served in a thread."""
 
-    def __init__(self, model: Any, max_frame_bytes: int = MEBI) -> None:
+    def __init__(
+        self, model: Any, max_frame_bytes: int = MEBI, posting: Posting | None = None
+    ) -> None:
         ours, theirs = open_pipes(multiprocessing.get_context())
         self.channel = BlockingChannel(ours, 2**30)
         self._theirs = BlockingChannel(theirs, max_frame_bytes)
         self.mark = Mark()
-        self.thread = threading.Thread(target=serve, args=(self._theirs, model, self.mark.numbers))
+        self.thread = threading.Thread(
+            target=serve, args=(self._theirs, model, self.mark.numbers, None, posting)
+        )
         self.thread.start()
 
     def answer(self) -> Frame:
@@ -156,7 +162,7 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     # One page, so that the worker waits in the middle of its answer until somebody reads.
     fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
     mark = Mark()
-    arguments = (theirs, mark, MEBI, 32, os.getpid())
+    arguments = (theirs, mark, MEBI, 32, os.getpid(), None, None)
     process = context.Process(target=worker_main.worker_main, args=arguments)
     process.start()
     for end in theirs:
@@ -360,6 +366,51 @@ def test_one_output_larger_than_a_frame_fails_its_position(served: Served) -> No
         assert "more than max_frame_bytes=1048576" in str(large)
 
 
+class PicklingCounted:
+    """Outputs that know how often they were pickled."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def infer(self, inputs: list[int]) -> list[Any]:
+        self.counts.append(0)
+        return [_Counted(self.counts, b"x" * one) for one in inputs]
+
+
+class _Counted:
+    def __init__(self, counts: list[int], value: bytes) -> None:
+        self._counts = counts
+        self._value = value
+
+    def __reduce__(self) -> Any:
+        self._counts[-1] += 1
+        return bytes, (self._value,)
+
+
+def test_outputs_are_pickled_once_whatever_their_size() -> None:
+    outbox = Outbox(8 * MEBI, 5000)
+    writer = OutboxWriter(os.dup(outbox._fd), 8 * MEBI, 5000)
+    model = PicklingCounted()
+    served = Served(model, posting=Posting(writer, MEBI))
+    kinds = []
+    for size in (10, 70_000, 200_000, 300_000, 400_000, 10, 200_000, 300_000):
+        frame = served.ask(size)
+        kinds.append(frame.kind)
+        if frame.kind is Kind.SHARED_OUTPUTS:
+            *where, failures = codec.loads(frame.body)
+            assert failures == {}
+            assert outbox.find(*where).load() == [b"x" * size]
+        else:
+            assert codec.loads(frame.body) == [b"x" * size]
+    served.close()
+    writer.close()
+    outbox.close()
+    small, large = Kind.OUTPUTS, Kind.SHARED_OUTPUTS
+    assert kinds == [small, small, small, large, large, small, small, large]
+    # But for the first time that they are large.
+    assert model.counts == [1, 1, 1, 3, 1, 1, 1, 1]
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
@@ -401,6 +452,22 @@ def test_a_module_that_misses_another_raises_what_it_raises(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         load("needs_another:Model")
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_no_error_keeps_the_frames_of_those_in_it_and_behind_it() -> None:
+    errors = [raised(ValueError(number)) for number in range(4)]
+    group = raised(ExceptionGroup("all", [errors[0], ExceptionGroup("some", [errors[1]])]))
+    group.__cause__, group.__context__ = errors[2:]
+    errors[2].__context__ = group
+    worker_main._forget_frames(group)
+    assert [error.__traceback__ for error in (group, *errors)] == [None] * 5
 
 
 def test_what_the_constructor_raises_is_left_as_it_is() -> None:

@@ -364,6 +364,98 @@ def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> Non
 # --- the worker's end -----------------------------------------------------------------------------
 
 
+# --- places ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_frames_keep_the_order_of_their_places_whatever_order_they_are_filled_in(
+    ends: Ends, seed: int
+) -> None:
+    choice = random.Random(seed)
+    ends.worker(echo)
+    expected: list[tuple[Kind, int, bytes]] = []
+    open_places: list[tuple[Any, list[tuple[Kind, int, bytes]]]] = []
+
+    def make_frame() -> tuple[Kind, int, bytes]:
+        expected.append((Kind.OUTPUTS, len(expected), choice.randbytes(choice.choice(SIZES[:-1]))))
+        return Kind.INPUTS, *expected[-1][1:]
+
+    for _ in range(60):
+        what = choice.random()
+        if what < 0.4:
+            ends.channel.send(*make_frame())
+        elif what < 0.7:
+            frames = [make_frame() for _ in range(choice.choice([0, 1, 1, 3]))]
+            open_places.append((ends.channel.reserve(), frames))
+        elif open_places:
+            ends.channel.fill(*open_places.pop(choice.randrange(len(open_places))))
+        if choice.random() < 0.3:
+            await asyncio.sleep(0)
+    choice.shuffle(open_places)
+    for place, frames in open_places:
+        ends.channel.fill(place, frames)
+    await ends.until(lambda: len(ends.frames) == len(expected))
+    assert ends.frames == expected
+
+
+async def test_nothing_overtakes_a_place(ends: Ends) -> None:
+    ends.worker(echo)
+    place = ends.channel.reserve()
+    ends.channel.send(Kind.INPUTS, 2, b"behind")
+    ends.channel.fill(place, [(Kind.INPUTS, 1, b"first")])
+    await ends.until(lambda: len(ends.frames) == 2)
+    assert [batch_id for _, batch_id, _ in ends.frames] == [1, 2]
+
+
+async def test_a_place_may_be_given_up(ends: Ends) -> None:
+    ends.worker(echo)
+    place = ends.channel.reserve()
+    ends.channel.send(Kind.INPUTS, 2, b"behind")
+    ends.channel.fill(place, [])
+    await ends.until(lambda: len(ends.frames) == 1)
+
+
+async def test_a_place_in_a_channel_that_is_over_is_nowhere(ends: Ends) -> None:
+    early = ends.channel.reserve()
+    ends.channel.close()
+    late = ends.channel.reserve()
+    for place in (early, late):
+        ends.channel.fill(place, [(Kind.INPUTS, 1, b"dropped")])
+    assert not ends.channel._backlog
+
+
+async def test_a_place_in_a_pipe_that_nobody_reads_any_more_is_nowhere(ends: Ends) -> None:
+    ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
+    place = ends.channel.reserve()
+    source, _ = ends.theirs
+    source.close()
+    async with asyncio.timeout(LIMIT):
+        while ends.channel._backlog:
+            await asyncio.sleep(0)
+    ends.channel.fill(place, [(Kind.INPUTS, 2, b"dropped")])
+    assert ends.ends == []
+
+
+def test_a_place_is_kept_for_the_next_loop() -> None:
+    first = asyncio.new_event_loop()
+    ends = Ends(first)
+    place = ends.channel.reserve()
+    ends.channel.send(Kind.INPUTS, 2, b"behind")
+    first.run_until_complete(asyncio.sleep(0))
+    first.close()
+
+    async def go_on() -> None:
+        ends.channel.attach(asyncio.get_running_loop())
+        ends.worker(echo)
+        await asyncio.sleep(0)
+        ends.channel.fill(place, [(Kind.INPUTS, 1, b"first")])
+        await ends.until(lambda: len(ends.frames) == 2)
+        ends.close()
+
+    asyncio.run(go_on())
+    assert [body for _, _, body in ends.frames] == [b"first", b"behind"]
+
+
 def blocking_pair() -> tuple[BlockingChannel, BlockingChannel]:
     one, two = open_pipes(multiprocessing.get_context())
     return BlockingChannel(one, MAX_FRAME_BYTES), BlockingChannel(two, MAX_FRAME_BYTES)

@@ -9,12 +9,13 @@ from fast_batcher._transport.mark import Mark
 def write_and_die(mark: Mark) -> None:
     mark.numbers[0] = 8
     mark.numbers[1] = 2**40 + 1
+    mark.numbers[2] = 1
     os._exit(9)
 
 
 def test_nothing_is_marked_at_first() -> None:
     mark = Mark()
-    assert (mark.taken, mark.begun) == (None, None)
+    assert (mark.taken, mark.begun, mark.inherited) == (None, None, None)
     mark.close()
 
 
@@ -25,7 +26,7 @@ def test_what_was_written_outlives_the_process() -> None:
     mark.close_fd()
     process.join()
     assert process.exitcode == 9
-    assert (mark.taken, mark.begun) == (7, 2**40)
+    assert (mark.taken, mark.begun, mark.inherited) == (7, 2**40, 0)
     process.close()
     mark.close()
     mark.close_fd()

@@ -1,0 +1,334 @@
+"""Inputs that are copied into shared memory when they arrive. The parent's event loop thread.
+
+An array or tensor is copied into a *row* behind those of its layout that came before it, so that a
+batch lies in one piece when it is formed, and only has to be named. The value itself is kept beside
+it: a row is sent once, because the model may write into it, and a second try sends the value.
+"""
+
+import functools
+import math
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fast_batcher._transport.layouts import Layout, Look, find_looks, is_plain_dtype
+from fast_batcher._transport.slabs import Slab, Slabs
+
+# Bytes from which on an input has a row. A lone request of less is sent 10 to 20 us faster through
+# the pipe; from 64 KiB on, where the pipe takes it in two pieces, the row is 15 us faster. Two or
+# more at a time are faster in rows from 40 KiB on.
+LEAST = 56 * 1024
+# Bytes; copying so much takes the loop about a tenth of a millisecond, and a millisecond where the
+# system has to find the memory first.
+MOST_AT_ONCE = 1024 * 1024
+# Bytes that the loop copies in one of its turns, in one to two milliseconds. Those for which the
+# system has to find the memory count `FRESH` times: they take so many times as long.
+MOST_PER_TURN = 16 * 1024 * 1024
+FRESH = 10
+# Of so many layouts slabs are open for more rows at a time. Each holds memory for a batch.
+MOST_OPEN = 4
+# An open slab takes at most this part of all shared memory, and none is opened when that part is
+# taken: what has no row needs room too.
+MOST_OF_ONE = 1 / 4
+MOST_OF_ALL = 1 / 2
+
+RunAside = Callable[[Callable[[], None], Callable[[BaseException | None], None]], None]
+
+
+class Row:
+    """One input in shared memory.
+
+    It has a claim on its slab until it is given up, or forgotten.
+    """
+
+    __slots__ = (
+        "end",
+        "has_failed",
+        "is_copied",
+        "is_given_up",
+        "layout",
+        "on_copied",
+        "slab_start",
+        "slabs",
+        "start",
+    )
+
+    def __init__(self, slabs: Slabs, slab_start: int, start: int, end: int, layout: bytes) -> None:
+        self.slabs = slabs
+        self.slab_start = slab_start
+        # Bytes in the memory.
+        self.start = start
+        self.end = end
+        # Pickled; the same object for all in a slab.
+        self.layout = layout
+        # It has been sent, or is never going to be.
+        self.is_given_up = False
+        self.is_copied = False
+        # There was no memory for it.
+        self.has_failed = False
+        # Called when it is copied, or has failed.
+        self.on_copied: Callable[[], None] | None = None
+        slabs.claim(slab_start)
+
+    def give_up(self) -> None:
+        """Nobody sends it, from here on; may be called again, on any thread."""
+        if not self.is_given_up:
+            self.is_given_up = True
+            self.slabs.release(self.slab_start)
+
+    # A caller may be gone without a word, with its event loop.
+    __del__ = give_up
+
+
+class _Open:
+    """A slab that takes more rows."""
+
+    __slots__ = ("end", "next", "packed", "slab_start")
+
+    def __init__(self, slab_start: int, end: int, packed: bytes) -> None:
+        self.slab_start = slab_start
+        # Where the next row begins, and where none begins any more.
+        self.next = slab_start
+        self.end = end
+        self.packed = packed
+
+
+class _Given(NamedTuple):
+    """A row that somebody has, to write it."""
+
+    row: Row
+    # Ends it.
+    watch: "weakref.ref[Any]"
+
+
+class Rows:
+    """Gives rows to inputs.
+
+    Args:
+        find_slabs: Gives the memory that there is now.
+        run_aside: As `Pool.run_aside`.
+        warn: Told why there is no memory for a row.
+        least: Bytes from which on an input has a row.
+        most: Bytes up to which it has one.
+        rows_per_slab: As many as a batch has at most.
+    """
+
+    def __init__(
+        self,
+        find_slabs: Callable[[], Slabs | OSError | None],
+        run_aside: RunAside,
+        warn: Callable[[BaseException], None],
+        least: int,
+        most: int,
+        rows_per_slab: int,
+    ) -> None:
+        self._find_slabs = find_slabs
+        self._run_aside = run_aside
+        self._warn = warn
+        self._least = least
+        self._most = most
+        self.rows_per_slab = rows_per_slab
+        # Bytes that have been copied in this turn of the loop, as they count for `MOST_PER_TURN`;
+        # set to 0 by whoever sees the turn end.
+        self.copied = 0
+        # By type. None before something large has come: until then nobody is asked for its size.
+        self.looks: dict[type, Look] = {}
+        # By layout, the one that was used last at the end.
+        self._open: dict[Layout, _Open] = {}
+        # The same by the start of the slab.
+        self._layouts: dict[int, Layout] = {}
+        # By their start.
+        self._given: dict[int, _Given] = {}
+        _all.add(self)
+
+    def learn(self) -> None:
+        """Something large has come: the like of it gets rows from now on."""
+        for kind, look in find_looks().items():
+            self.looks.setdefault(kind, look)
+
+    def take(self, value: Any) -> Row | None:
+        """A row with a copy of this value, made by now or soon; None if it is to have none.
+
+        Args:
+            value: Of a type that is in `looks`.
+        """
+        found = self.looks[type(value)](value, self._least, self._most)
+        slabs = self._find_slabs()
+        if found is None or not isinstance(slabs, Slabs):
+            return None
+        layout, address, size = found
+        given = self._given.get(slabs.offset_of(address)) if self._given else None
+        if given is not None and given.row.end - given.row.start == size:
+            return self._repeat(given.row, layout)
+        row = self._place(slabs, layout, size)
+        if row is None:
+            return None
+        part = slabs.part(row.start, size)
+        cost = size + (row.end - part.fresh) * (FRESH - 1)
+        if size > MOST_AT_ONCE or self.copied + cost > MOST_PER_TURN:
+            # The memory is not another's before this has been done, whoever gives the row up.
+            slabs.claim(row.slab_start)
+            if layout.is_tensor:
+                # Has this memory also when the tensor is given another.
+                value = value.detach()
+            copy = functools.partial(_copy, slabs, part, address, value, layout.is_tensor, row)
+            self._run_aside(copy, functools.partial(_finish, slabs, part, row, self._warn))
+            return row
+        self.copied += cost
+        try:
+            slabs.copy(part, address, is_aside=False)
+        except OSError as error:
+            self._fail(slabs, part, row, error)
+            return None
+        row.is_copied = True
+        return row
+
+    def give(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """An array in a row, which is sent as it is when it is taken; None if it is to have none.
+
+        Args:
+            dtype: NumPy's.
+            shape: Of one input.
+        """
+        numpy: Any = sys.modules["numpy"]
+        slabs = self._find_slabs()
+        size = math.prod(shape) * dtype.itemsize
+        is_fit = self._least <= size <= self._most and shape and is_plain_dtype(dtype)
+        if not is_fit or not isinstance(slabs, Slabs):
+            return None
+        row = self._place(slabs, Layout(False, dtype, shape, True), size)
+        if row is None:
+            return None
+        part = slabs.part(row.start, size)
+        cost = (row.end - part.fresh) * FRESH
+        if self.copied + cost > MOST_PER_TURN:
+            slabs.lacks_memory(part)
+            return None
+        self.copied += cost
+        try:
+            memory = slabs.lend(part)
+        except OSError as error:
+            self._fail(slabs, part, row, error)
+            return None
+        # The row goes with the last view of the memory.
+        given, start = self._given, row.start
+        watch = weakref.ref(memory.obj, lambda _: given.pop(start, None))
+        given[start] = _Given(row, watch)
+        return numpy.frombuffer(memory, dtype).reshape(shape)
+
+    def keep_given(self) -> None:
+        """What somebody has to write is never given to another: a child will see it too."""
+        for row, _ in list(self._given.values()):
+            row.slabs.keep(row.slab_start)
+
+    def close(self, slab_start: int) -> None:
+        """No more rows in this slab: a batch has been taken from it."""
+        layout = self._layouts.get(slab_start)
+        slabs = self._find_slabs()
+        if layout is not None and isinstance(slabs, Slabs):
+            self._close(slabs, layout)
+
+    def _place(self, slabs: Slabs, layout: Layout, size: int) -> Row | None:
+        """A row that has not been written."""
+        slab = self._open.get(layout) or self._begin(slabs, layout, size)
+        if slab is None:
+            return None
+        start = slab.next
+        slab.next = end = start + size
+        row = Row(slabs, slab.slab_start, start, end, slab.packed)
+        if end + size > slab.end:
+            self._close(slabs, layout)
+        elif len(self._open) > 1:
+            self._open[layout] = self._open.pop(layout)
+        return row
+
+    def _repeat(self, row: Row, layout: Layout) -> Row:
+        """A row of what somebody has been given, and has written."""
+        packed = _pack(layout._replace(is_read_only=True))
+        another = Row(row.slabs, row.slab_start, row.start, row.end, packed)
+        another.is_copied = True
+        return another
+
+    def _fail(self, slabs: Slabs, part: Slab, row: Row, error: OSError) -> None:
+        slabs.lacks_memory(part)
+        row.give_up()
+        self._warn(error)
+
+    def _begin(self, slabs: Slabs, layout: Layout, size: int) -> _Open | None:
+        """Open a slab for this layout."""
+        length = size * max(1, min(self.rows_per_slab, int(slabs.size * MOST_OF_ONE) // size))
+        most = slabs.size * MOST_OF_ALL - length
+        # Those that are open may be of layouts that never come again.
+        while self._open and (len(self._open) == MOST_OPEN or slabs.taken_bytes > most):
+            self._close(slabs, next(iter(self._open)))
+        if slabs.taken_bytes > most:
+            return None
+        packed = _pack(layout)
+        start = slabs.reserve(length)
+        if start is None:
+            return None
+        slab = _Open(start, start + length, packed)
+        self._open[layout] = slab
+        self._layouts[start] = layout
+        return slab
+
+    def _close(self, slabs: Slabs, layout: Layout) -> None:
+        slab = self._open.pop(layout)
+        del self._layouts[slab.slab_start]
+        slabs.shrink(slab.slab_start, slab.next - slab.slab_start)
+        slabs.release(slab.slab_start)
+
+
+# Those of this process, which may fork.
+_all: "weakref.WeakSet[Rows]" = weakref.WeakSet()
+
+
+def _keep_given() -> None:
+    for rows in list(_all):
+        rows.keep_given()
+
+
+os.register_at_fork(before=_keep_given)
+
+
+# A dtype takes microseconds to pickle.
+@functools.lru_cache(maxsize=64)
+def _pack(layout: Layout) -> bytes:
+    return pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
+
+
+class _NotWanted(OSError):
+    """There is nobody left whom a row is for."""
+
+
+def _copy(slabs: Slabs, part: Slab, address: int, value: Any, may_be_freed: bool, row: Row) -> None:
+    """On another thread. The value is here so that its memory stays."""
+    # Given up, and no batch waits for it: its caller has left.
+    if row.is_given_up and row.on_copied is None:
+        raise _NotWanted
+    slabs.copy(part, address, is_aside=True, may_be_freed=may_be_freed)
+
+
+def _finish(
+    slabs: Slabs,
+    part: Slab,
+    row: Row,
+    warn: Callable[[BaseException], None],
+    error: BaseException | None,
+) -> None:
+    """On the loop again: a row has been copied, or could not be."""
+    slabs.release(row.slab_start)
+    if error is None:
+        row.is_copied = True
+    else:
+        slabs.lacks_memory(part)
+        row.has_failed = True
+        row.give_up()
+        if not slabs.is_closed and not isinstance(error, _NotWanted):
+            warn(error)
+    on_copied, row.on_copied = row.on_copied, None
+    if on_copied is not None:
+        on_copied()

@@ -1,0 +1,289 @@
+"""Batches on their way through shared memory. The parent's event loop thread, but for the copying.
+
+A batch whose inputs all have rows is named to its worker, as soon as they are copied. Any other is
+copied here: up to `MOST_AT_ONCE` on the spot, a larger one on a thread of the pool while the loop
+goes on. A frame that is not ready keeps its place in the order of what its worker is sent. What
+finds no room, or no memory, goes through the pipe, and that is said once.
+
+What a worker may read is a *lease*: the slabs of a batch. It ends when the worker says that no view
+of the batch is left, or is dead.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from fast_batcher._core.messages import Batch
+from fast_batcher._core.scheduler import BATCHES_PER_WORKER
+from fast_batcher._process.input_rows import MOST_AT_ONCE, Row, Rows, RunAside
+from fast_batcher._transport.channel import Place
+from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.pickler import Parts
+from fast_batcher._transport.slabs import Slab, Slabs
+
+logger = logging.getLogger("fast_batcher")
+
+# Beside its bytes a pickled array takes less than this, so one that has a row may also go without.
+MOST_AROUND = 4096
+
+Send = Callable[[Kind, int, bytes], None]
+SendInBand = Callable[[Batch, Send], None]
+
+
+class Lane(NamedTuple):
+    """How frames that are not ready yet reach one worker."""
+
+    reserve: Callable[[], Place]
+    fill: Callable[[Place, list[tuple[Kind, int, bytes]]], None]
+
+
+class Sharing:
+    """Sends batches through the memory that is shared with the workers.
+
+    Args:
+        find_slabs: Gives that memory; an error if there is none, None if there is to be none.
+        lanes: Those of the ready workers.
+        run_aside: Calls its first argument on another thread, and then the second on the loop's,
+            with the error or None.
+        name: The batcher's name, for logs.
+        threshold: Bytes from which on an input has a row.
+        max_frame_bytes: Bytes that it takes at most, pickled.
+        max_batch_size: Most inputs of a batch.
+    """
+
+    def __init__(
+        self,
+        find_slabs: Callable[[], Slabs | OSError | None],
+        lanes: Mapping[int, Lane],
+        run_aside: RunAside,
+        name: str,
+        threshold: int,
+        max_frame_bytes: int,
+        max_batch_size: int,
+    ) -> None:
+        self._find_slabs = find_slabs
+        self._lanes = lanes
+        self._run_aside = run_aside
+        self._name = name
+        self._has_warned = False
+        # Where the slabs of each batch start that a worker may have views of, by worker.
+        self._leases: dict[int, dict[int, list[int]]] = {}
+        self.rows = Rows(
+            find_slabs,
+            run_aside,
+            lambda error: self._warn(f"{error}"),
+            threshold,
+            max_frame_bytes - MOST_AROUND,
+            max_batch_size,
+        )
+
+    def is_there(self) -> bool:
+        """Whether there is memory to share."""
+        slabs = self._find_slabs()
+        if isinstance(slabs, OSError):
+            self._warn(f"{slabs}")
+        return isinstance(slabs, Slabs)
+
+    def send_rows(self, batch: Batch, send: Send, send_in_band: SendInBand) -> bool:
+        """Send a batch whose inputs all have rows; False, and nothing done, if one has none.
+
+        Args:
+            batch: The batch; its first request has had a row.
+            send: Sends a frame to its worker.
+            send_in_band: Sends the batch through `Send` if there turns out to be no memory.
+        """
+        rows: list[Row] = []
+        for request in batch.requests:
+            row: Row | None = getattr(request, "row", None)
+            if row is None or row.is_given_up:
+                return False
+            rows.append(row)
+        body = dumps(_name_runs(rows))
+        slabs = rows[0].slabs
+        starts = list({row.slab_start: None for row in rows})
+        for start in starts:
+            slabs.claim(start)
+            self.rows.close(start)
+        self._lease(batch, starts)
+        pending = [row for row in rows if not row.is_copied]
+        if pending:
+            lane = self._lanes[batch.worker]
+            fill = functools.partial(
+                self._fill_rows, lane, lane.reserve(), body, batch, pending, send_in_band
+            )
+            for row in pending:
+                row.on_copied = fill
+        else:
+            send(Kind.ROWS, batch.id, body)
+        for row in rows:
+            row.give_up()
+        return True
+
+    def send(self, batch: Batch, parts: Parts, send: Send, send_in_band: SendInBand) -> bool:
+        """Send a batch; False, and nothing done, if there is no room for it.
+
+        Args:
+            batch: The batch; it `is_there`.
+            parts: Its pickled inputs, which it releases when they are copied.
+            send: As for `send_rows`.
+            send_in_band: As for `send_rows`.
+        """
+        slabs = self._find_slabs()
+        assert isinstance(slabs, Slabs), "the caller has asked"
+        slab = slabs.take(parts.size)
+        if slab is None:
+            self._warn_of_no_room(slabs, parts.size)
+            return False
+        frame = (Kind.SHARED_INPUTS, batch.id, dumps((slab.start, slab.length, parts.sizes)))
+        if parts.size > MOST_AT_ONCE:
+            lane = self._lanes[batch.worker]
+            place = lane.reserve()
+            done = functools.partial(
+                self._finish, slabs, lane, slab, place, frame, batch, send_in_band
+            )
+            self._run_aside(functools.partial(_copy, slabs, slab, parts), done)
+            return True
+        try:
+            slabs.write(slab, parts, is_aside=False)
+        except OSError as error:
+            self._give_up(slabs, slab, error)
+            return False
+        parts.release()
+        self._lease(batch, [slab.start])
+        send(*frame)
+        return True
+
+    def free(self, worker: int, batch_ids: list[int]) -> None:
+        """The worker has no view of these batches any more.
+
+        Raises:
+            KeyError: It never had one.
+        """
+        leases = self._leases.get(worker)
+        slabs = self._find_slabs()
+        if leases is not None and isinstance(slabs, Slabs):
+            for batch_id in batch_ids:
+                for start in leases.pop(batch_id):
+                    slabs.release(start)
+
+    def forget(self, worker: int, inherited: int | None) -> None:
+        """The worker is dead.
+
+        Args:
+            worker: Which.
+            inherited: The last batch of which children of it may have views, so that it and those
+                before it are never free; None if there is none.
+        """
+        leases = self._leases.pop(worker, {})
+        slabs = self._find_slabs()
+        if isinstance(slabs, Slabs):
+            for batch_id, starts in leases.items():
+                if inherited is None or batch_id > inherited:
+                    for start in starts:
+                        slabs.release(start)
+
+    def _lease(self, batch: Batch, starts: list[int]) -> None:
+        """A claim on each of these slabs is from now on that of the worker."""
+        self._leases.setdefault(batch.worker, {})[batch.id] = starts
+
+    def _fill_rows(
+        self,
+        lane: Lane,
+        place: Place,
+        body: bytes,
+        batch: Batch,
+        pending: list[Row],
+        send_in_band: SendInBand,
+    ) -> None:
+        """One of the rows that a batch waits for has been copied, or could not be."""
+        if not all(row.is_copied or row.has_failed for row in pending):
+            return
+        if self._lanes.get(batch.worker) is not lane:  # it has died, and its leases have ended
+            return
+        frames = [(Kind.ROWS, batch.id, body)]
+        if any(row.has_failed for row in pending):
+            self.free(batch.worker, [batch.id])
+            frames.clear()
+            send_in_band(batch, lambda *one: frames.append(one))
+        lane.fill(place, frames)
+
+    def _finish(
+        self,
+        slabs: Slabs,
+        lane: Lane,
+        slab: Slab,
+        place: Place,
+        frame: tuple[Kind, int, bytes],
+        batch: Batch,
+        send_in_band: SendInBand,
+        error: BaseException | None,
+    ) -> None:
+        """On the loop again: a batch has been copied, or could not be."""
+        if self._lanes.get(batch.worker) is not lane:  # it has died: somebody has seen to the batch
+            if error is None:
+                slabs.release(slab.start)
+            else:
+                slabs.discard(slab)
+            return
+        frames = [frame]
+        if error is None:
+            self._lease(batch, [slab.start])
+        else:
+            self._give_up(slabs, slab, error)
+            frames.clear()
+            send_in_band(batch, lambda *one: frames.append(one))
+        lane.fill(place, frames)
+
+    def _give_up(self, slabs: Slabs, slab: Slab, error: BaseException) -> None:
+        slabs.discard(slab)
+        self._warn(f"{error}")
+
+    def _warn_of_no_room(self, slabs: Slabs, size: int) -> None:
+        text = (
+            f"{size} bytes find no room, {slabs.taken_bytes} of max_shared_bytes={slabs.size} are "
+            "taken"
+        )
+        kept = max(
+            [len(leases) - BATCHES_PER_WORKER for leases in self._leases.values()], default=0
+        )
+        if kept > 0:
+            text += (
+                f"; the model keeps views of the inputs of at least {kept} batches, let it keep "
+                "copies (array.copy(), tensor.clone()) instead"
+            )
+        self._warn(text)
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: large inputs go through a pipe, which is slower, while there is no shared "
+                "memory for them: %s",
+                self._name,
+                reason,
+            )
+
+
+def _name_runs(rows: list[Row]) -> list[tuple[bytes, int, int]]:
+    """Where rows lie: layout, start and number of those that lie one behind the other."""
+    runs: list[tuple[bytes, int, int]] = []
+    layout, start, end, count = rows[0].layout, rows[0].start, rows[0].start, 0
+    for row in rows:
+        if row.start != end or row.layout != layout:
+            runs.append((layout, start, count))
+            layout, start, count = row.layout, row.start, 0
+        count += 1
+        end = row.end
+    runs.append((layout, start, count))
+    return runs
+
+
+def _copy(slabs: Slabs, slab: Slab, parts: Parts) -> None:
+    """On another thread."""
+    try:
+        slabs.write(slab, parts, is_aside=True)
+    finally:
+        # At once, and not when the last reference goes: inputs are locked as long.
+        parts.release()

@@ -1,0 +1,146 @@
+"""What rows of shared memory hold: arrays or tensors of one dtype and shape. Both sides.
+
+NumPy and PyTorch are used where they are loaded: the parent is given a value of theirs, and the
+worker reads a dtype.
+"""
+
+import functools
+import math
+import operator
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class Layout(NamedTuple):
+    """What is equal in all that lie in one slab of rows."""
+
+    # Whether they are tensors, not arrays.
+    is_tensor: bool
+    dtype: Any
+    shape: tuple[int, ...]
+    # There is no other copy of them, so that the model must not write into them.
+    is_read_only: bool = False
+
+
+# By type: the layout of a value, its address and its bytes. None if it has fewer than the one or
+# more than the other number, and if its memory is not simply its values.
+Look = Callable[[Any, int, int], tuple[Layout, int, int] | None]
+
+
+def find_looks() -> dict[type, Look]:
+    """How to look at those that can lie in rows, of the libraries that are loaded."""
+    looks: dict[type, Look] = {}
+    numpy: Any = sys.modules.get("numpy")
+    if hasattr(numpy, "ndarray"):  # else it is being imported
+        looks[numpy.ndarray] = _look_at_array
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "Tensor"):
+        looks[torch.Tensor] = functools.partial(_look_at_tensor, torch)
+    return looks
+
+
+def is_plain_dtype(dtype: Any) -> bool:
+    """Whether values of this dtype of NumPy's are their bytes, and it is what it is equal to."""
+    # Dtypes are equal whatever their metadata, also of a field; and with fields they are equal
+    # whether or not they are aligned or records. Those of subarrays change the shape.
+    return (
+        not dtype.hasobject
+        and dtype.metadata is None
+        and dtype.names is None
+        and dtype.subdtype is None
+    )
+
+
+def to_shape(shape: Any) -> tuple[int, ...]:
+    """Whole numbers, as NumPy takes them: one, or several.
+
+    Raises:
+        TypeError: They are not.
+    """
+    try:
+        return (operator.index(shape),)
+    except TypeError:
+        return tuple(map(operator.index, shape))
+
+
+def _look_at_array(array: Any, least: int, most: int) -> tuple[Layout, int, int] | None:
+    size = array.nbytes
+    dtype = array.dtype
+    if (
+        not least <= size <= most
+        or not array.flags.c_contiguous
+        or not is_plain_dtype(dtype)
+        or not array.ndim
+    ):
+        return None
+    return Layout(False, dtype, array.shape), array.__array_interface__["data"][0], size
+
+
+def _look_at_tensor(
+    torch: Any, tensor: Any, least: int, most: int
+) -> tuple[Layout, int, int] | None:
+    """As `pickler` decides it: of plain numbers in the memory of the CPU."""
+    try:
+        # Sparse ones do not know it.
+        size = tensor.nbytes
+        is_plain = (
+            least <= size <= most
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and tensor.is_contiguous()
+            and not tensor.requires_grad
+            and not vars(tensor)
+            and tensor.dim() > 0
+            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        )
+        # Without an address its storage has been taken away.
+        if is_plain and (address := tensor.data_ptr()):
+            return Layout(True, tensor.dtype, tuple(tensor.shape)), address, size
+    except (RuntimeError, TypeError, AttributeError):  # one of the many that are none
+        pass
+    return None
+
+
+def view_rows(
+    packed: bytes, memory: memoryview, start: int, count: int
+) -> tuple[list[Any], memoryview]:
+    """So many rows that lie one behind the other from `start` on, and all of their memory.
+
+    Args:
+        packed: The layout, pickled.
+        memory: What the rows keep; they can be written, if the layout says so. PyTorch has no
+            tensors that cannot be, and gets copies then.
+        start: Bytes.
+        count: Rows, 1 or more.
+    """
+    layout = _unpack(packed)
+    items = math.prod(layout.shape)
+    size = items * layout.dtype.itemsize
+    part = memory[start : start + count * size]
+    if layout.is_tensor:
+        import torch
+
+        # Each by itself: a view of a tensor is pickled with all of what it is a view of.
+        rows: list[Any] = [
+            torch.frombuffer(part, dtype=layout.dtype, count=items, offset=begin).reshape(
+                layout.shape
+            )
+            for begin in range(0, count * size, size)
+        ]
+        if layout.is_read_only:
+            rows = [row.clone() for row in rows]
+        return rows, part
+    import numpy
+
+    if layout.is_read_only:
+        part = part.toreadonly()
+    return list(numpy.frombuffer(part, layout.dtype).reshape(count, *layout.shape)), part
+
+
+# A dtype takes microseconds to unpickle, and most models take inputs of few layouts.
+@functools.lru_cache(maxsize=64)
+def _unpack(packed: bytes) -> Layout:
+    layout: Layout = pickle.loads(packed)
+    return layout

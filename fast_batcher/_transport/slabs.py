@@ -1,0 +1,505 @@
+"""Memory that the parent and its workers share: the parent writes slabs, the workers have views.
+
+It is one file without a name, which ends with the processes that have it, whatever they die of. It
+is as long as it may become, and takes no memory before something is written. The side that writes
+also says which parts are taken. A slab is free again when nobody has a claim on it: not who writes
+it, and not a batch that lies in it, which has one as long as its worker has a view of it.
+
+`Slabs` is the writer's side: its thread is the event loop's, but for what any thread may call:
+`write`, `copy`, `punch` and `release`. `SlabViews` is the reader's: the worker's main thread, and
+whichever drops a view.
+"""
+
+import contextlib
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import pickle
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from multiprocessing import reduction
+from typing import Any, NamedTuple
+
+from fast_batcher._transport.memory_file import make_memory_file
+from fast_batcher._transport.ranges import PAGE, Ranges, round_up
+
+# Where a buffer begins in its slab: the alignment that vector instructions like, a cache line.
+ALIGNMENT = 64
+# From here on a copy aside lets other threads run: less than this is over before they notice.
+RELEASING_SIZE = 64 * 1024
+# linux/falloc.h: keep the size, and take the memory out of the middle.
+_KEEP_SIZE_AND_PUNCH = 0x01 | 0x02
+
+
+class Slab(NamedTuple):
+    """A part of the memory that somebody has taken, or a part of that which is to be written."""
+
+    start: int
+    # Bytes.
+    length: int
+    # From where on it may be memory that the system has not given us yet.
+    fresh: int
+
+
+def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Where buffers of these sizes begin in a slab, and how long it has to be."""
+    offsets, end = [], 0
+    for size in sizes:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets.append(begin)
+        end = begin + size
+    return offsets, end
+
+
+class Loose:
+    """What an array is made of whose memory may be freed while the array is there."""
+
+
+class Slabs:
+    """The side that takes slabs and writes them.
+
+    Pickled while a process is being started, it becomes the `SlabViews` of that process.
+
+    Args:
+        size: Most bytes in all slabs together.
+
+    Raises:
+        OSError: The system has no such memory, or not so much.
+    """
+
+    def __init__(self, size: int) -> None:
+        # Most bytes in all slabs together.
+        self.size = size
+        self._ranges = Ranges(size)
+        # How many have a claim on each slab, by its start.
+        self._claims: dict[int, int] = {}
+        # Starts of slabs on which a claim has ended that is still counted: whoever ends one may be
+        # on any thread, and be the garbage collector in the middle of anything.
+        self._ended: deque[int] = deque()
+        # Those of slabs that are never free again; whoever says so may be on any thread too, and
+        # comes before the end of a claim that he knows of.
+        self._kept: deque[int] = deque()
+        # Up to here the file has been taken.
+        self._used_end = 0
+        # Up to here all of it has been written, or is about to be.
+        self._solid_end = 0
+        self._fd = make_file(size)
+        try:
+            self._memory = mmap.mmap(self._fd, size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
+        # Guards the following two, for moments only.
+        self._lock = threading.Lock()
+        self.is_closed = False
+        # Calls of `write`, `copy` and `punch` under way: the memory must stay until they are over.
+        self._users = 0
+        _all.add(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (reduction.DupFd(self._fd), self.size)
+
+    @property
+    def count(self) -> int:
+        """Slabs that are taken."""
+        self._forget_ended()
+        return self._ranges.count
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes in them."""
+        self._forget_ended()
+        return self._ranges.taken_bytes
+
+    @property
+    def has_been_used(self) -> bool:
+        """Whether there is much to give back."""
+        return self._used_end > 0
+
+    def take(self, length: int) -> Slab | None:
+        """Take a slab of at least so many bytes, to be written at once; None if there is no room.
+
+        Whoever takes it has a claim on it.
+        """
+        start = self.reserve(length)
+        return None if start is None else self.part(start, round_up(length))
+
+    def reserve(self, length: int) -> int | None:
+        """Take a slab that is written part by part; its start, None if there is no room."""
+        self._forget_ended()
+        start = None if self.is_closed else self._ranges.take(length)
+        if start is not None:
+            self._claims[start] = 1
+            self._used_end = max(self._used_end, start + round_up(length))
+        return start
+
+    def part(self, start: int, length: int) -> Slab:
+        """A part of a slab that has been taken, which is written now."""
+        end = start + length
+        part = Slab(start, length, min(end, max(start, self._solid_end)))
+        if start <= self._solid_end:
+            # Memory comes in pages.
+            self._solid_end = max(self._solid_end, -(-end // PAGE) * PAGE)
+        return part
+
+    def shrink(self, slab_start: int, length: int) -> None:
+        """Of a slab no more than so many bytes are needed; more than none."""
+        if not self.is_closed:
+            self._ranges.shrink(slab_start, length)
+
+    def claim(self, slab_start: int) -> None:
+        """One more has a claim on this slab, on which somebody has one."""
+        self._claims[slab_start] += 1
+
+    def release(self, slab_start: int) -> None:
+        """A claim on this slab has ended; any thread, at any moment."""
+        self._ended.append(slab_start)
+
+    def keep(self, slab_start: int) -> None:
+        """A slab on which somebody has a claim is never free again; any thread."""
+        self._kept.append(slab_start)
+
+    def write(
+        self, slab: Slab, pieces: Iterable[tuple[int, "bytes | memoryview"]], *, is_aside: bool
+    ) -> None:
+        """Copy buffers into a slab.
+
+        Args:
+            slab: Whoever calls has a claim on it; nobody else writes it meanwhile.
+            pieces: Where each begins in the slab, and its bytes, which are contiguous.
+            is_aside: Whether other threads may run meanwhile; costs 2 us per large piece.
+
+        Raises:
+            OSError: There is no memory left, or the slabs have been closed.
+        """
+        self._begin_use()
+        try:
+            self._get_memory(slab)
+            for offset, piece in pieces:
+                self._write_piece(slab.start + offset, piece, is_aside=is_aside)
+        finally:
+            self._end_use()
+
+    def copy(self, part: Slab, address: int, *, is_aside: bool, may_be_freed: bool = False) -> None:
+        """Copy what is at this address into all of a part of a slab; otherwise like `write`.
+
+        Args:
+            part: As `slab` of `write`.
+            address: Of as many bytes.
+            is_aside: As for `write`.
+            may_be_freed: Whether others may free them meanwhile; that is an `OSError` then, or what
+                is copied is anything.
+        """
+        self._begin_use()
+        try:
+            self._get_memory(part)
+            if may_be_freed and is_aside:
+                source = (ctypes.c_ubyte * part.length).from_address(address)
+                self._write_loose(part.start, memoryview(source))
+            else:
+                move = ctypes.memmove if is_aside else _move_held
+                move(self._address + part.start, address, part.length)
+        finally:
+            self._end_use()
+
+    def lend(self, part: Slab) -> memoryview:
+        """A part of a slab, for somebody else to write; its `obj` lives as long as views of it.
+
+        Args:
+            part: Whoever calls has a claim on it.
+
+        Raises:
+            OSError: There is no memory left, or the slabs have been closed.
+        """
+        self._begin_use()
+        try:
+            self._get_memory(part)
+            owner = (ctypes.c_ubyte * part.length).from_buffer(self._memory, part.start)
+            return pickle.PickleBuffer(owner).raw()
+        finally:
+            self._end_use()
+
+    def offset_of(self, address: int) -> int:
+        """Where this address is in the memory; below 0, or `size` and more, if it is elsewhere."""
+        return address - self._address
+
+    def discard(self, slab: Slab) -> None:
+        """Release a slab that could not be written: it may be without memory."""
+        self.release(slab.start)
+        self.lacks_memory(slab)
+        if self._used_end == slab.start + slab.length:
+            self._used_end = slab.fresh
+
+    def lacks_memory(self, part: Slab) -> None:
+        """A part could not be written: it may be without memory."""
+        self._solid_end = min(self._solid_end, part.fresh)
+
+    def take_unused(self) -> Slab | None:
+        """Take the memory at the end that was not used since the last call of this, or None.
+
+        It is for `punch`, and `discard` after that.
+        """
+        self._forget_ended()
+        begin, end = self._ranges.forget_peak(), self._used_end
+        if self.is_closed or begin >= end:
+            return None
+        self._ranges.take_part(begin, end)
+        self._claims[begin] = 1
+        return Slab(begin, end - begin, begin)
+
+    def punch(self, slab: Slab) -> None:
+        """Give the memory of a slab back to the system.
+
+        Raises:
+            OSError: The system cannot, or the slabs have been closed.
+        """
+        self._begin_use()
+        try:
+            punch(self._fd, slab.start, slab.length)
+        finally:
+            self._end_use()
+
+    def close(self) -> None:
+        """Give everything back, as soon as nobody writes any more; may be called again.
+
+        Takes 80 ms per 200 MiB.
+        """
+        with self._lock:
+            self.is_closed = True
+            self._close_unused()
+
+    def close_in_child(self) -> None:
+        """Give back what a fork has copied of this, whatever other threads were doing with it."""
+        self._lock, self._users = threading.Lock(), 0
+        self.close()
+
+    def _forget_ended(self) -> None:
+        ended, kept, claims = self._ended, self._kept, self._claims
+        while ended:
+            start = ended.popleft()
+            while kept:
+                claims[kept.popleft()] += 1
+            claims[start] -= 1
+            if not claims[start]:
+                del claims[start]
+                self._ranges.give_back(start)
+
+    def _get_memory(self, slab: Slab) -> None:
+        end = slab.start + slab.length
+        if slab.fresh < end:
+            # Else it were a fatal signal to write where there is no memory to be had. With the page
+            # before: a neighbour that begins it may have failed to get it.
+            begin = max(slab.start, slab.fresh - PAGE)
+            os.posix_fallocate(self._fd, begin, end - begin)
+
+    def _write_piece(self, start: int, piece: "bytes | memoryview", *, is_aside: bool) -> None:
+        size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+        if is_aside and isinstance(piece, memoryview) and _is_loose(piece):
+            self._write_loose(start, piece)
+        elif is_aside and size >= RELEASING_SIZE:
+            move(self._address + start, piece)
+        else:
+            self._memory[start : start + size] = piece
+
+    def _write_loose(self, start: int, piece: memoryview) -> None:
+        """Copy what somebody may free meanwhile, and let other threads run.
+
+        To read what has been freed would be a fatal signal; for the system it is an error.
+        """
+        while piece:
+            try:
+                written = os.pwrite(self._fd, piece, start)
+            except OSError as error:
+                if error.errno == errno.EFAULT:
+                    error.strerror = "an input was resized while it was copied"
+                raise
+            start += written
+            piece = piece[written:]
+
+    def _begin_use(self) -> None:
+        with self._lock:
+            if self.is_closed:
+                raise OSError(errno.EBADF, "the shared memory is closed")
+            self._users += 1
+
+    def _end_use(self) -> None:
+        with self._lock:
+            self._users -= 1
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        if self.is_closed and not self._users and self._fd >= 0:
+            with contextlib.suppress(BufferError):
+                self._memory.close()
+            # What has been lent keeps it until that is forgotten.
+            del self._memory
+            os.close(self._fd)
+            self._fd = -1
+
+
+# Those of this process. A child that the app forks would keep their memory as long as it lives.
+_all: "weakref.WeakSet[Slabs]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for slabs in list(_all):
+        slabs.close_in_child()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+class SlabViews:
+    """The side that reads slabs.
+
+    What a batch has been given can be written: nobody else looks at it as long as there is a view.
+
+    Args:
+        fd: Of the file, which is taken over.
+        size: Its length in bytes.
+    """
+
+    def __init__(self, fd: int, size: int) -> None:
+        try:
+            self._memory = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+        self._type = ctypes.c_ubyte * size
+        # Where the memory is in this process.
+        self.address = ctypes.addressof(self._type.from_buffer(self._memory))
+        # By batch: dies with the last view that was made for it, and says so.
+        self._owners: dict[int, weakref.ref[Any]] = {}
+        # Ids of batches of which no view is left and the writer has not been told yet.
+        self.freed: list[int] = []
+        # Told the last batch of those that will never be free: see `pin`.
+        self.on_pin: Callable[[int], object] = _ignore
+
+    def view(self, batch_id: int) -> memoryview:
+        """The whole memory, for one batch, which may use what it has been given of it.
+
+        The batch is free when no view of this view and no array on it is left.
+        """
+        # An exporter of its own for every batch. All views have a reference to the exporter, how-
+        # ever they were made, and not to the views between: those are no measure of its life.
+        owner = self._type.from_buffer(self._memory)
+        self._owners[batch_id] = weakref.ref(owner, functools.partial(self._free, batch_id))
+        # A view of plain bytes, which that of a ctypes array is not.
+        return pickle.PickleBuffer(owner).raw()
+
+    def take_freed(self) -> list[int]:
+        """Batches that have become free since the last call."""
+        # Another thread may add one at any moment.
+        freed = self.freed[:]
+        del self.freed[: len(freed)]
+        return freed
+
+    def pin(self) -> None:
+        """What is viewed now is never free again: a copy of this process will have views too."""
+        if self._owners:
+            last = max(list(self._owners))
+            self._owners.clear()
+            self.on_pin(last)
+
+    def close(self) -> None:
+        """Give the memory back.
+
+        Raises:
+            BufferError: There are views.
+        """
+        self._memory.close()
+
+    def _free(self, batch_id: int, _: object) -> None:
+        # Not there if it was pinned.
+        if self._owners.pop(batch_id, None) is not None:
+            self.freed.append(batch_id)
+
+
+def _ignore(_: int) -> None:
+    """Nobody wants to know."""
+
+
+def _open(duplicate: Any, size: int) -> SlabViews | OSError:
+    try:
+        views = SlabViews(duplicate.detach(), size)
+    except OSError as error:  # the process may not have so much: it says so when it can
+        return error.with_traceback(None)
+    # A model may fork, and nobody would hear of the views that its child drops.
+    os.register_at_fork(before=views.pin)
+    return views
+
+
+def make_file(size: int) -> int:
+    """The descriptor of a file without a name, of so many bytes.
+
+    Raises:
+        OSError: The system has no such memory, or not so much.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "memory is shared on Linux only")
+    return make_memory_file(size)
+
+
+class _Buffer(ctypes.Structure):
+    """CPython's `Py_buffer`, which is the same in all versions from 3.11 on."""
+
+    _fields_ = (
+        ("address", ctypes.c_void_p),
+        ("owner", ctypes.c_void_p),
+        ("size", ctypes.c_ssize_t),
+        ("item_size", ctypes.c_ssize_t),
+        ("is_read_only", ctypes.c_int),
+        ("dimensions", ctypes.c_int),
+        ("format", ctypes.c_void_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+# Functions of our own: those of `ctypes.pythonapi` are everybody's, and so are their types.
+_python = ctypes.PyDLL(None)
+_get_buffer = _python.PyObject_GetBuffer
+_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
+_release_buffer = _python.PyBuffer_Release
+_release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
+_release_buffer.restype = None
+# Contiguous bytes, which need not be writable.
+_SIMPLE = 0
+# `ctypes.memmove` lets other threads run, and a loop that has let go has to wait for its turn.
+_move_held = _python.memmove
+_move_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_held.restype = None
+
+
+def _is_loose(piece: memoryview) -> bool:
+    return isinstance(getattr(piece.obj, "base", None), Loose)
+
+
+def move(address: int, piece: "bytes | memoryview") -> None:
+    """Copy contiguous bytes to this address, and let other threads run meanwhile."""
+    buffer = _Buffer()
+    _get_buffer(piece, buffer, _SIMPLE)
+    try:
+        ctypes.memmove(address, buffer.address, buffer.size)
+    finally:
+        _release_buffer(buffer)
+
+
+def punch(fd: int, start: int, length: int) -> None:
+    """Give the memory of a part of a file back to the system.
+
+    Raises:
+        OSError: The system cannot.
+    """
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+    if fallocate(fd, _KEEP_SIZE_AND_PUNCH, start, length) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

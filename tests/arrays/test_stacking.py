@@ -1,0 +1,152 @@
+"""`stack`: one array of many, and when it is a view."""
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fast_batcher import CollationError, stack
+from fast_batcher._arrays import stacking
+from fast_batcher._arrays.batches import join
+from fast_batcher._arrays.collation import Collation
+
+torch = pytest.importorskip("torch")
+
+COUNT, SHAPE = 4, (2, 3)
+KINDS = ["array", "tensor"]
+
+
+@pytest.fixture
+def memory() -> Iterator[bytearray]:
+    """Memory that is lent."""
+    memory = bytearray(16 + COUNT * 6 * 4)
+    view = memoryview(memory)
+    stacking.lend(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) + 16, view[16:])
+    yield memory
+    stacking.lent.clear()
+
+
+def rows_in(memory: bytearray, kind: str) -> list[Any]:
+    """Each row by itself, and all different."""
+    rebuild = np.frombuffer if kind == "array" else torch.frombuffer
+    dtype = np.float32 if kind == "array" else torch.float32
+    rows = [
+        rebuild(memory, dtype=dtype, count=6, offset=16 + 24 * number).reshape(SHAPE)
+        for number in range(COUNT)
+    ]
+    for number, row in enumerate(rows):
+        row[:] = number
+    return rows
+
+
+def address(value: Any) -> int:
+    return int(np.asarray(value).__array_interface__["data"][0])
+
+
+def numbers(value: Any) -> list[float]:
+    """The first of each row, after a look that the others are the same."""
+    array = np.asarray(value)
+    assert array.dtype == np.float32
+    assert array.shape[1:] == SHAPE
+    for row in array:
+        assert len(np.unique(row)) == 1
+    return [float(row[0, 0]) for row in array]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_in_lent_memory_are_one_without_a_copy(memory: bytearray, kind: str) -> None:
+    rows = rows_in(memory, kind)
+    for begin, end in ((0, 4), (1, 3), (2, 3)):
+        whole = stack(rows[begin:end])
+        assert type(whole) is type(rows[0])
+        assert numbers(whole) == [0.0, 1.0, 2.0, 3.0][begin:end]
+        assert address(whole) == address(rows[begin])
+        whole[0] += 10
+        assert numbers(rows[begin][None]) == [begin + 10.0]
+        whole[0] -= 10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_lies_otherwise_is_copied(memory: bytearray, kind: str) -> None:
+    rows = rows_in(memory, kind)
+    own = rows[1] + 0
+    cases = [
+        ([rows[1], rows[0]], [1.0, 0.0]),
+        ([rows[0], rows[2]], [0.0, 2.0]),
+        ([rows[0], rows[0]], [0.0, 0.0]),
+        ([rows[0], own], [0.0, 1.0]),
+        ([own, rows[2]], [1.0, 2.0]),
+    ]
+    for values, expected in cases:
+        whole = stack(values)
+        assert numbers(whole) == expected
+        before = numbers(rows[0][None])
+        whole[:] = 7
+        assert numbers(rows[0][None]) == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_that_are_not_alike_are_not_rows(memory: bytearray, kind: str) -> None:
+    rows = rows_in(memory, kind)
+    assert stacking.find_whole([rows[0], rows[1].reshape(3, 2)]) is None
+    assert stacking.find_whole([rows[0], rows[1].T]) is None
+    other = rows[1].view(np.int32 if kind == "array" else torch.int32)
+    assert stacking.find_whole([rows[0], other]) is None
+    assert stacking.find_whole([rows[0], "text"]) is None
+    assert stacking.find_whole([rows[0][:0], rows[0][:0]]) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neighbours_in_memory_that_is_not_lent_are_copied(memory: bytearray, kind: str) -> None:
+    rows = rows_in(memory, kind)
+    stacking.lent.clear()
+    whole = stack(rows)
+    assert numbers(whole) == [0.0, 1.0, 2.0, 3.0]
+    assert address(whole) != address(rows[0])
+
+
+def test_what_begins_before_lent_memory_or_ends_behind_it_is_copied(memory: bytearray) -> None:
+    rows = rows_in(memory, "array")
+    ((begin, end, view),) = stacking.lent
+    for piece in ((begin + 1, end, view), (begin, end - 1, view)):
+        stacking.lent[:] = [piece]
+        assert stacking.find_whole(rows) is None
+
+
+def test_a_gradient_is_kept(memory: bytearray) -> None:
+    rows = [row.requires_grad_() for row in rows_in(memory, "tensor")]
+    assert stack(rows).requires_grad
+
+
+def test_a_tensor_that_is_not_what_is_in_its_memory_is_copied(memory: bytearray) -> None:
+    rows = [row.reshape(6).view(torch.complex64).conj() for row in rows_in(memory, "tensor")]
+    assert stacking.find_whole(rows) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_joined_without_a_copy(memory: bytearray, kind: str) -> None:
+    rows = rows_in(memory, kind)
+    whole = join(rows, Collation.stack())
+    assert address(whole) == address(rows[0])
+    features = join([{"x": row, "y": 1.0} for row in rows], Collation.pad(value=0))
+    assert address(features["x"]) == address(rows[0])
+    assert address(join(rows, Collation.stack(batch_dim=1))) != address(rows[0])
+
+
+def test_without_arrays_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one array"):
+        stack([])
+    with pytest.raises(ValueError, match="same shape"):
+        stack([np.zeros(1), np.zeros(2)])
+    with pytest.raises(RuntimeError):
+        stack([torch.zeros(1), torch.zeros(2)])
+
+
+def test_without_numpy_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.delitem(sys.modules, "numpy")
+    with pytest.raises(CollationError, match="takes NumPy arrays or tensors"):
+        stack([1, 2])

@@ -1,0 +1,420 @@
+"""`read_body` and `read_array`: on raw sockets to a server, and against bodies of every kind."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import httpx2
+import numpy as np
+import pytest
+from apps.bodies import MAX_BYTES, SHAPE
+from fastapi import Depends, FastAPI
+from fastapi.testclient import TestClient
+from starlette.requests import Request
+from starlette.types import Message
+from test_fastapi import ERROR_ID, LIMIT, Gate, Server, ask_until, gate
+
+from fast_batcher import ConfigurationError
+from fast_batcher.fastapi import (
+    BodyError,
+    LimitBody,
+    install_exception_handlers,
+    read_array,
+    read_body,
+)
+
+__all__ = ["gate"]
+
+ARRAY = np.arange(60_000, dtype=np.float32).reshape(SHAPE)
+TOTAL = float(np.sum(ARRAY, dtype=np.float64))
+
+# --- a server -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("apps.bodies:app", "--no-access-log")
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def url(server: Server) -> str:
+    return str(server.wait_for(r"running on (http://[\d.:]+)")[1])
+
+
+def connect(url: str) -> socket.socket:
+    address = urlsplit(url)
+    assert address.port is not None
+    return socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT)
+
+
+def head(path: str, *lines: str) -> bytes:
+    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: test", *lines, "", ""]).encode()
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n" % len(data) + data + b"\r\n"
+
+
+def answer_of(client: socket.socket) -> tuple[int, str]:
+    """Status, and all the rest until the server closes or has sent the body."""
+    text = client.recv(10_000).decode()
+    # Head and body may be two segments.
+    while "\r\n\r\n" not in text or text.endswith("\r\n\r\n"):
+        more = client.recv(10_000).decode()
+        assert more, text
+        text += more
+    return int(text.split()[1]), text
+
+
+def next_refused(url: str) -> int:
+    return int(httpx2.get(f"{url}/refused", timeout=LIMIT).json())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/bytes", "/array"])
+def test_a_body_that_announces_too_much_is_refused_before_any_of_it_is_sent(
+    url: str, path: str
+) -> None:
+    with connect(url) as client:
+        client.sendall(head(path, f"Content-Length: {2**40}", "Expect: 100-continue"))
+        status, text = answer_of(client)
+    assert (status, next_refused(url)) == (413, 413)
+    assert '"code":"request_too_large"' in text
+    assert "connection: close" in text.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/bytes", "/array"])
+def test_a_body_of_unknown_length_is_refused_as_soon_as_it_is_too_long(url: str, path: str) -> None:
+    most, wanted = (MAX_BYTES, 413) if path == "/bytes" else (ARRAY.nbytes, 422)
+    with connect(url) as client:
+        client.sendall(head(path, "Transfer-Encoding: chunked"))
+        for _ in range(10):
+            client.sendall(chunk(bytes(most // 10)))
+        # It has no end: who waits for that does not answer. And nothing is sent beyond: who closes
+        # a connection with something unread resets it.
+        client.sendall(chunk(b"x"))
+        status, text = answer_of(client)
+    assert (status, next_refused(url)) == (wanted, wanted)
+    assert "connection: close" in text.lower()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "length", ["-1", "1e3", "abc", "0x10", "9" * 30, "9" * 5000, "1, 2", "\xb2"]
+)
+def test_an_absurd_length_is_the_clients_error_and_never_the_servers(url: str, length: str) -> None:
+    with connect(url) as client:
+        client.sendall(f"POST /bytes HTTP/1.1\r\nHost: test\r\nContent-Length: {length}".encode())
+        client.sendall(b"\r\n\r\n")
+        assert answer_of(client)[0] in (400, 413, 431)
+    assert httpx2.post(f"{url}/bytes", content=b"fine", timeout=LIMIT).json() == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 1000, 65_537, ARRAY.nbytes])
+def test_an_array_arrives_whole_in_pieces_of_any_size(url: str, size: int) -> None:
+    data = ARRAY.tobytes()
+    # Many pieces, but not so many that the test takes long.
+    pieces = [data[start : start + size] for start in range(0, min(len(data), 300 * size), size)]
+    pieces.append(data[300 * size :])
+    with connect(url) as client:
+        client.sendall(head("/array", "Transfer-Encoding: chunked"))
+        client.sendall(b"".join(chunk(piece) for piece in pieces if piece) + b"0\r\n\r\n")
+        status, text = answer_of(client)
+    assert (status, text.split("\r\n\r\n")[1]) == (200, str(TOTAL))
+    whole = httpx2.post(f"{url}/array", content=data, timeout=LIMIT)
+    assert (whole.status_code, whole.json()) == (200, TOTAL)
+
+
+@pytest.mark.slow
+def test_a_wrong_length_names_both_lengths_and_is_refused_unread_if_announced(url: str) -> None:
+    with connect(url) as client:
+        client.sendall(head("/array", "Content-Length: 239999"))
+        status, text = answer_of(client)
+    assert status == 422
+    assert "dtype float32 has 240000 bytes, the body 239999" in text
+    assert '"code":"wrong_length"' in text
+    assert "connection: close" in text.lower()
+    with connect(url) as client:
+        client.sendall(head("/array", "Transfer-Encoding: chunked"))
+        client.sendall(chunk(bytes(1000)) + chunk(bytes(234)) + b"0\r\n\r\n")
+        status, text = answer_of(client)
+        assert status == 422
+        assert "240000 bytes, the body 1234" in text
+        # It has been read to its end, so the connection can go on.
+        client.sendall(head("/bytes", "Content-Length: 4") + b"fine")
+        assert answer_of(client)[0] == 200
+    assert (next_refused(url), next_refused(url)) == (422, 422)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/bytes", "/array"])
+@pytest.mark.parametrize("line", ["Content-Length: 240000", "Transfer-Encoding: chunked"])
+def test_a_client_that_goes_away_in_the_middle_is_no_error_of_the_server(
+    server: Server, url: str, path: str, line: str
+) -> None:
+    with connect(url) as client:
+        client.sendall(head(path, line))
+        client.sendall(chunk(bytes(1000)))
+    assert next_refused(url) == 499
+    assert httpx2.post(f"{url}/bytes", content=b"fine", timeout=LIMIT).json() == 4
+
+
+@pytest.mark.slow
+def test_a_body_can_be_read_before_the_disconnect_is_waited_for(url: str, gate: Gate) -> None:
+    port = str(gate.port).encode()
+    with connect(url) as client:
+        client.sendall(head("/pass", f"Content-Length: {len(port)}"))
+        # One piece after the other: who waits for the disconnect alone would swallow them.
+        for digit in port:
+            client.sendall(bytes([digit]))
+        gate.wait_for_visitor()
+    ask_until(url, running=0, cancelled=1)
+    gate.let_on()
+    assert httpx2.post(f"{url}/pass", content=b"0", timeout=LIMIT).status_code == 200
+
+
+@pytest.mark.slow
+def test_nothing_of_all_this_is_in_the_servers_log() -> None:
+    server = Server("apps.bodies:app", "--no-access-log")
+    try:
+        url = str(server.wait_for(r"running on (http://[\d.:]+)")[1])
+        with connect(url) as client:
+            client.sendall(head("/bytes", "Content-Length: 1000") + b"x")
+        assert next_refused(url) == 499
+        httpx2.post(f"{url}/array", content=b"short", timeout=LIMIT)
+        server.process.terminate()
+        server.wait_for_exit()
+        assert "Traceback" not in server.output
+        assert "ERROR" not in server.output
+    finally:
+        server.close()
+
+
+# --- what is read, and no more --------------------------------------------------------------------
+
+
+class Sent:
+    """A request whose body is handed over in these pieces, and how many were asked for."""
+
+    def __init__(self, *pieces: bytes, headers: dict[str, str] | None = None) -> None:
+        self.asked = 0
+        self._pieces = list(pieces)
+        lines = [(key.encode(), value.encode("latin-1")) for key, value in (headers or {}).items()]
+        self.request = Request({"type": "http", "headers": lines}, self._receive)
+
+    async def _receive(self) -> Message:
+        self.asked += 1
+        if not self._pieces:
+            return {"type": "http.disconnect"}
+        piece = self._pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(self._pieces)}
+
+
+def read_as_bytes(sent: Sent, max_bytes: int) -> bytes:
+    return asyncio.run(read_body(sent.request, max_bytes=max_bytes))
+
+
+def read_as_array(sent: Sent, shape: Any, dtype: Any, **options: Any) -> Any:
+    return asyncio.run(read_array(sent.request, shape, dtype, **options))
+
+
+@pytest.mark.parametrize("pieces", [(b"",), (b"abc",), (b"a", b"b", b"", b"c"), (b"abc", b"")])
+def test_bytes_are_what_was_sent(pieces: tuple[bytes, ...]) -> None:
+    assert read_as_bytes(Sent(*pieces), 3) == b"".join(pieces)
+
+
+def test_one_piece_is_not_copied() -> None:
+    piece = bytes(1000)
+    assert read_as_bytes(Sent(piece), 1000) is piece
+
+
+def test_what_is_beyond_the_limit_is_not_asked_for() -> None:
+    sent = Sent(*[bytes(10)] * 100)
+    with pytest.raises(BodyError, match="larger than 25 bytes") as caught:
+        read_as_bytes(sent, 25)
+    assert caught.value.status_code == 413
+    assert sent.asked == 3
+    sent = Sent(*[bytes(10)] * 100)
+    with pytest.raises(BodyError, match="has 24 bytes, the body more"):
+        read_as_array(sent, (3,), "f8")
+    assert sent.asked == 3
+
+
+@pytest.mark.parametrize("length", ["26", "9" * 18, "9" * 19, "9" * 5000, "0" * 5000 + "26"])
+def test_an_announced_length_beyond_the_limit_is_refused_before_anything_is_asked_for(
+    length: str,
+) -> None:
+    sent = Sent(b"x", headers={"content-length": length})
+    with pytest.raises(BodyError):
+        read_as_bytes(sent, 25)
+    assert sent.asked == 0
+
+
+@pytest.mark.parametrize("length", ["25", "0", "", "\xb2", "-1", "twenty", "1.0", "+5", " 5"])
+def test_what_is_announced_is_counted_all_the_same(length: str) -> None:
+    headers = {"content-length": length}
+    assert read_as_bytes(Sent(b"x" * 25, headers=headers), 25) == b"x" * 25
+    with pytest.raises(BodyError, match="larger than 25"):
+        read_as_bytes(Sent(b"x" * 26, headers=headers), 25)
+
+
+def test_an_absurd_length_is_nothing_to_the_middleware_either() -> None:
+    async def app(_scope: Any, receive: Any, _send: Any) -> None:
+        assert (await receive())["body"] == b"x"
+
+    async def send(_: Message) -> None:
+        raise AssertionError("nothing is answered")
+
+    scope = {"type": "http", "headers": [(b"content-length", b"\xb2")]}
+    sent = Sent(b"x")
+    asyncio.run(LimitBody(app)(scope, sent._receive, send))
+    assert sent.asked == 1
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float16", ">f4", "complex128", "bool", "M8[s]", "S3"])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 0, 3), (2, 3, 4)])
+def test_arrays_of_every_kind_are_what_was_sent(shape: tuple[int, ...], dtype: str) -> None:
+    count = int(np.prod(shape, dtype=int))
+    data = bytes(one % 2 for one in range(count * np.dtype(dtype).itemsize))
+    found = read_as_array(Sent(data[:7], data[7:]), shape, dtype)
+    assert (found.shape, found.dtype, found.tobytes()) == (shape, np.dtype(dtype), data)
+    assert found.flags.writeable
+
+
+def test_the_array_is_made_where_the_caller_wants_it() -> None:
+    row = np.zeros((2, 3), np.float32)
+    wanted = []
+
+    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        wanted.append((shape, dtype))
+        return row
+
+    found = read_as_array(Sent(np.ones(6, "f4").tobytes()), [2, 3], "float32", empty=empty)
+    assert found is row
+    assert (row == 1).all()
+    assert wanted == [((2, 3), np.dtype("float32"))]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        np.zeros((3, 2), "f4"),
+        np.zeros((2, 3), "f8"),
+        np.zeros((2, 6), "f4")[:, ::2],
+        np.asfortranarray(np.zeros((2, 3), "f4")),
+        np.broadcast_to(np.zeros(3, "f4"), (2, 3)),
+    ],
+    ids=["shape", "dtype", "strides", "order", "read-only"],
+)
+def test_an_array_that_cannot_be_filled_is_refused(made: Any) -> None:
+    with pytest.raises(ConfigurationError, match="contiguous, writable array of shape"):
+        read_as_array(Sent(bytes(24)), (2, 3), "f4", empty=lambda *_: made)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((2, -1), "f4"),
+        ((2,), object),
+        ((2,), "S0"),
+        ((2,), "f4,O"),
+        ((0, 10**30), "f4"),
+        ((1,) * 65, "u1"),
+    ],
+)
+def test_what_is_no_array_of_numbers_is_refused(shape: tuple[int, ...], dtype: Any) -> None:
+    with pytest.raises(ConfigurationError, match="read_array"):
+        read_as_array(Sent(b""), shape, dtype)
+
+
+@pytest.mark.parametrize("shape", [(26,), (2**62, 2**62)])
+def test_a_shape_of_more_than_the_limit_is_refused_before_there_is_an_array(shape: Any) -> None:
+    def empty(*_: Any) -> Any:
+        raise AssertionError("an array was made")
+
+    sent = Sent(bytes(26))
+    with pytest.raises(BodyError, match="a body may have 25") as caught:
+        read_as_array(sent, shape, "u1", max_bytes=25, empty=empty)
+    assert (caught.value.status_code, sent.asked) == (413, 0)
+
+
+@pytest.mark.parametrize(("length", "status"), [("23", 422), ("30", 422), ("31", 413)])
+def test_an_announced_length_is_compared_before_there_is_an_array(length: str, status: int) -> None:
+    made = []
+    sent = Sent(bytes(24), headers={"content-length": length})
+    with pytest.raises(BodyError) as caught:
+        read_as_array(sent, (6,), "f4", max_bytes=30, empty=lambda *one: made.append(one))
+    assert (caught.value.status_code, sent.asked, made) == (status, 0, [])
+
+
+# --- the answers ----------------------------------------------------------------------------------
+
+
+def make_client(*, has_handlers: bool) -> TestClient:
+    app = FastAPI()
+    if has_handlers:
+        install_exception_handlers(app)
+
+    async def read(request: Request) -> bytes:
+        return await read_body(request, max_bytes=100)
+
+    @app.post("/length")
+    async def length(body: Annotated[bytes, Depends(read)]) -> int:
+        return len(body)
+
+    return TestClient(app)
+
+
+@pytest.mark.parametrize("size", [0, 99, 100])
+def test_a_body_up_to_the_limit_passes(size: int) -> None:
+    response = make_client(has_handlers=True).post("/length", content=bytes(size))
+    assert (response.status_code, response.json()) == (200, size)
+
+
+def test_a_refusal_has_the_body_of_all_errors() -> None:
+    response = make_client(has_handlers=True).post("/length", content=bytes(101))
+    assert response.status_code == 413
+    assert response.headers["Connection"] == "close"
+    body = response.json()
+    assert set(body) == {"detail", "code", "error_id"}
+    assert (body["detail"], body["code"]) == (
+        "the body is larger than 100 bytes",
+        "request_too_large",
+    )
+    assert ERROR_ID.fullmatch(body["error_id"])
+
+
+def test_without_our_handlers_a_refusal_is_an_http_exception() -> None:
+    response = make_client(has_handlers=False).post("/length", content=bytes(101))
+    assert response.status_code == 413
+    assert response.json() == {"detail": "the body is larger than 100 bytes"}
+
+
+def test_the_apps_own_handler_is_left_alone() -> None:
+    app = FastAPI()
+
+    @app.exception_handler(413)
+    async def own(_: Request, error: Exception) -> Any:
+        raise RuntimeError(f"mine: {error}")
+
+    install_exception_handlers(app)
+
+    @app.post("/length")
+    async def length(request: Request) -> int:
+        return len(await read_body(request, max_bytes=100))
+
+    with pytest.raises(RuntimeError, match="mine"):
+        TestClient(app).post("/length", content=bytes(101))
+
+
+def test_the_integration_loads_no_numpy() -> None:
+    code = "import sys, fast_batcher.fastapi; sys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)

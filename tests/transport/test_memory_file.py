@@ -1,0 +1,67 @@
+"""Files without a name: they are made in whatever way the system and its Python have."""
+
+import ctypes
+import os
+import sys
+from typing import Any
+
+import pytest
+
+from fast_batcher._transport.memory_file import make_memory_file
+
+SIZE = 100_000
+
+
+class OldLibrary(ctypes.CDLL):
+    """A C library from before 2018."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "memfd_create":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+def test_it_is_as_long_as_asked_for_and_is_not_inherited() -> None:
+    fd = make_memory_file(SIZE)
+    assert os.fstat(fd).st_size == SIZE
+    assert not os.get_inheritable(fd)
+    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:fast_batcher")
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("has_old_library", "kind"), [(False, "/memfd:fast_batcher"), (True, "/dev/shm/")]
+)
+def test_a_python_without_memfd_has_such_files_all_the_same(
+    has_old_library: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.listdir("/dev/shm")
+    monkeypatch.delattr(os, "memfd_create")
+    if has_old_library:
+        monkeypatch.setattr(ctypes, "CDLL", OldLibrary)
+    fd = make_memory_file(SIZE)
+    assert os.fstat(fd).st_size == SIZE
+    assert not os.get_inheritable(fd)
+    assert os.readlink(f"/proc/self/fd/{fd}").startswith(kind)
+    assert os.listdir("/dev/shm") == before
+    os.close(fd)
+
+
+def test_elsewhere_it_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    fd = make_memory_file(SIZE)
+    assert os.fstat(fd).st_size == SIZE
+    assert os.fstat(fd).st_nlink == 0
+    os.close(fd)
+
+
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_what_the_system_refuses_is_an_error_and_leaves_nothing(
+    has_memfd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Invalid argument"):
+        make_memory_file(-1)
+    assert os.listdir("/proc/self/fd") == before

@@ -1,0 +1,432 @@
+"""Memory that two sides share: what is written is seen, and is free when nobody can see it."""
+
+import ctypes
+import errno
+import gc
+import mmap
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from memory import memory_of, refuse_memory
+from waits import LIMIT
+
+from fast_batcher._transport.ranges import PAGE
+from fast_batcher._transport.slabs import (
+    ALIGNMENT,
+    RELEASING_SIZE,
+    Slab,
+    Slabs,
+    SlabViews,
+    _open,
+    lay_out,
+)
+
+MEBI = 2**20
+SIZE = 8 * MEBI
+# The id of a batch.
+BATCH = 17
+
+
+@pytest.fixture
+def slabs() -> Iterator[Slabs]:
+    slabs = Slabs(SIZE)
+    yield slabs
+    slabs.close()
+
+
+@pytest.fixture
+def views(slabs: Slabs) -> Iterator[SlabViews]:
+    """The other side, in this process."""
+    views = SlabViews(os.dup(slabs._fd), SIZE)
+    yield views
+    gc.collect()
+    views.close()
+
+
+def taken(slabs: Slabs, length: int) -> Slab:
+    slab = slabs.take(length)
+    assert slab is not None
+    return slab
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_buffers_lie_one_behind_the_other_and_aligned(sizes: list[int]) -> None:
+    offsets, length = lay_out(sizes)
+    ends = [0, *(offset + size for offset, size in zip(offsets, sizes, strict=True))]
+    assert all(offset % ALIGNMENT == 0 for offset in offsets)
+    for offset, end in zip(offsets, ends, strict=False):
+        assert 0 <= offset - end < ALIGNMENT
+    assert length == ends[-1]
+
+
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_the_other_side_sees_what_was_written(
+    slabs: Slabs, views: SlabViews, is_aside: bool
+) -> None:
+    random = np.random.default_rng(1)
+    pieces: list[tuple[int, bytes | memoryview]] = [
+        (0, b"short"),
+        (64, random.bytes(RELEASING_SIZE)),
+        (2 * RELEASING_SIZE, memoryview(random.bytes(3 * RELEASING_SIZE))),
+        (7 * RELEASING_SIZE, memoryview(bytearray(random.bytes(100_000)))),
+        (10 * RELEASING_SIZE, b""),
+    ]
+    taken(slabs, PAGE)
+    slab = taken(slabs, MEBI)
+    slabs.write(slab, pieces, is_aside=is_aside)
+    view = views.view(BATCH)
+    assert (view.format, view.nbytes, view.readonly) == ("B", SIZE, False)
+    for offset, piece in pieces:
+        begin = slab.start + offset
+        assert view[begin : begin + len(piece)] == piece
+
+
+@pytest.mark.parametrize("is_aside", [False, True])
+def test_the_other_side_sees_what_was_copied(
+    slabs: Slabs, views: SlabViews, is_aside: bool
+) -> None:
+    array = np.arange(1000.0)
+    start = slabs.reserve(MEBI)
+    assert start is not None
+    address = array.__array_interface__["data"][0]
+    slabs.copy(slabs.part(start + 8, array.nbytes), address, is_aside=is_aside)
+    got = np.frombuffer(views.view(BATCH), np.float64, 1000, start + 8)
+    assert np.array_equal(got, array)
+    # It has memory for what was written.
+    assert 0 < memory_of(slabs._fd) < MEBI
+
+
+def test_a_batch_is_free_when_the_last_view_of_it_has_died(slabs: Slabs, views: SlabViews) -> None:
+    """Above all: not as long as there is a reshape of a slice of a view."""
+    view = views.view(BATCH)
+    array = np.frombuffer(view[64 : 64 + 4 * 3000], np.float32)
+    kept = array[10:2010].reshape(20, 100)[3:, ::2]
+    del view, array
+    gc.collect()
+    assert views.take_freed() == []
+    kept = kept.T
+    assert views.take_freed() == []
+    del kept
+    assert views.take_freed() == [BATCH]
+    assert views.take_freed() == []
+
+
+def test_a_tensor_is_a_view(views: SlabViews) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.frombuffer(views.view(BATCH)[:64], dtype=torch.float32)
+    kept = tensor.reshape(4, 4)[1:].numpy()[1:]
+    del tensor
+    assert views.take_freed() == []
+    del kept
+    assert views.take_freed() == [BATCH]
+
+
+def test_each_batch_has_views_of_its_own(views: SlabViews) -> None:
+    one, two = views.view(1), views.view(2)
+    del two
+    assert views.take_freed() == [2]
+    three = views.view(3)
+    assert views.take_freed() == []
+    del one
+    assert views.take_freed() == [1]
+    del three
+    assert views.take_freed() == [3]
+
+
+def test_what_is_viewed_when_the_process_forks_is_never_free(views: SlabViews) -> None:
+    told: list[int] = []
+    views.on_pin = told.append
+    views.pin()
+    assert told == []  # there was nothing to see
+    held = [views.view(batch_id) for batch_id in (1, 2)]
+    views.pin()
+    assert told == [2]
+    held.append(views.view(3))
+    held.clear()
+    assert views.take_freed() == [3]
+
+
+def test_memory_that_is_gone_is_an_error_and_not_the_end(slabs: Slabs) -> None:
+    gone = mmap.mmap(-1, MEBI)
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(gone))
+    gc.collect()
+    gone.close()
+    part = slabs.part(taken(slabs, MEBI).start, MEBI)
+    with pytest.raises(OSError, match="resized"):
+        slabs.copy(part, address, is_aside=True, may_be_freed=True)
+
+
+def test_memory_that_may_go_is_copied_whole(slabs: Slabs, views: SlabViews) -> None:
+    source = np.random.default_rng(0).integers(0, 255, 3 * MEBI, np.uint8)
+    part = slabs.part(taken(slabs, 4 * MEBI).start, 3 * MEBI)
+    slabs.copy(part, source.ctypes.data, is_aside=True, may_be_freed=True)
+    assert views.view(BATCH)[part.start : part.start + 3 * MEBI] == source.tobytes()
+
+
+def test_a_part_that_begins_in_a_page_gets_this_page_as_well(slabs: Slabs) -> None:
+    """Whoever was to write the part before it may have failed to get it."""
+    start = taken(slabs, MEBI).start
+    before = memory_of(slabs._fd)
+    slabs._solid_end = start
+    slabs.part(start, PAGE + 100)
+    lent = slabs.lend(slabs.part(start + PAGE + 100, PAGE))
+    assert memory_of(slabs._fd) - before == 2 * PAGE
+    lent.release()
+
+
+def test_a_slab_is_taken_as_long_as_somebody_has_a_claim_on_it(slabs: Slabs) -> None:
+    slab = taken(slabs, MEBI)
+    for _ in range(2):
+        slabs.claim(slab.start)
+    for left in (1, 1, 0):
+        slabs.release(slab.start)
+        assert slabs.count == left
+    with pytest.raises(KeyError):
+        slabs.claim(slab.start)
+
+
+def test_a_claim_may_end_on_any_thread(slabs: Slabs) -> None:
+    slab = taken(slabs, SIZE)
+    thread = threading.Thread(target=slabs.release, args=(slab.start,))
+    thread.start()
+    thread.join(LIMIT)
+    assert taken(slabs, SIZE).start == slab.start
+
+
+def test_what_a_slab_does_not_need_is_anothers(slabs: Slabs) -> None:
+    start = slabs.reserve(6 * MEBI)
+    assert start == 0
+    slabs.shrink(start, MEBI + 1)
+    assert slabs.taken_bytes == MEBI + PAGE
+    slabs.shrink(start, 2 * MEBI)  # nothing grows
+    assert taken(slabs, MEBI).start == MEBI + PAGE
+    slabs.release(start)
+    assert taken(slabs, MEBI).start == 0
+
+
+PARTS = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
+
+
+def test_memory_is_asked_for_once_where_parts_follow_each_other(slabs: Slabs) -> None:
+    start = slabs.reserve(MEBI)
+    assert start == 0
+    parts = [slabs.part(begin, length) for begin, length in PARTS]
+    # From there on, or from its end if the pages of the others are enough.
+    assert [part.fresh for part in parts] == [0, 2000, PAGE, 3000 + 2 * PAGE]
+    for part in parts:
+        slabs.write(part, [(0, b"x")], is_aside=False)
+    assert memory_of(slabs._fd) == 3 * PAGE
+
+
+def test_somebody_else_may_write(slabs: Slabs, views: SlabViews) -> None:
+    slab = taken(slabs, MEBI)
+    part = slabs.part(slab.start + 64, 5)
+    lent = slabs.lend(part)
+    lent[:] = b"hello"
+    assert bytes(views.view(BATCH)[slab.start + 64 : slab.start + 69]) == b"hello"
+    address = np.frombuffer(lent, np.uint8).__array_interface__["data"][0]
+    assert slabs.offset_of(address) == slab.start + 64
+    # As long as there is a view.
+    watch = weakref.ref(lent.obj)
+    kept = lent[2:]
+    del lent
+    assert watch() is not None
+    del kept
+    assert watch() is None
+
+
+def test_what_is_lent_stays_when_the_slabs_are_closed() -> None:
+    slabs = Slabs(SIZE)
+    lent = slabs.lend(taken(slabs, MEBI))
+    slabs.close()
+    assert slabs._fd == -1
+    lent[:5] = b"hello"
+    assert bytes(lent[:5]) == b"hello"
+    with pytest.raises(OSError, match="closed"):
+        slabs.lend(Slab(0, 10, 10))
+
+
+def test_no_room_is_none(slabs: Slabs) -> None:
+    assert slabs.take(SIZE + 1) is None
+    slab = taken(slabs, SIZE)
+    assert slabs.take(1) is None
+    assert (slabs.count, slabs.taken_bytes) == (1, SIZE)
+    slabs.release(slab.start)
+    assert (slabs.count, slabs.taken_bytes) == (0, 0)
+
+
+def test_it_takes_memory_when_it_is_written(slabs: Slabs) -> None:
+    assert memory_of(slabs._fd) == 0
+    slab = taken(slabs, MEBI)
+    assert memory_of(slabs._fd) == 0
+    slabs.write(slab, [(0, b"x")], is_aside=False)
+    assert memory_of(slabs._fd) == MEBI
+
+
+def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) -> None:
+    small, large = taken(slabs, MEBI), taken(slabs, 4 * MEBI)
+    slabs.write(small, [(0, b"small")], is_aside=False)
+    slabs.write(large, [(0, b"large")], is_aside=False)
+    slabs.release(large.start)
+    assert slabs.take_unused() is None  # it has just been used
+    unused = slabs.take_unused()
+    assert unused is not None
+    assert (unused.start, unused.length) == (MEBI, 4 * MEBI)
+    # Nobody gets it while it is being given back, nor is it given back twice.
+    assert slabs.take_unused() is None
+    other = taken(slabs, PAGE)
+    assert other.start == 5 * MEBI
+    slabs.punch(unused)
+    slabs.discard(unused)
+    assert memory_of(slabs._fd) == MEBI
+    assert slabs._memory[:5] == b"small"
+    again = taken(slabs, MEBI)
+    assert again.start == MEBI
+    slabs.write(again, [(0, b"again")], is_aside=False)
+    assert memory_of(slabs._fd) == 2 * MEBI
+    assert slabs.take_unused() is None
+
+
+def test_what_is_in_use_is_not_given_back_to_the_system(slabs: Slabs) -> None:
+    slab = taken(slabs, MEBI)
+    slabs.write(slab, [(0, b"x")], is_aside=False)
+    assert slabs.take_unused() is None
+    assert slabs.take_unused() is None
+
+
+def test_after_the_end_nothing_is_taken_or_written() -> None:
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, PAGE)
+    slabs.close()
+    slabs.close()
+    assert slabs.take(1) is None
+    assert slabs.take_unused() is None
+    slabs.release(slab.start)
+    with pytest.raises(OSError, match="closed"):
+        slabs.write(slab, [(0, b"x")], is_aside=False)
+    with pytest.raises(OSError, match="closed"):
+        slabs.punch(slab)
+
+
+def test_the_memory_stays_until_what_is_being_copied_has_been() -> None:
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, MEBI)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def pieces() -> Iterator[tuple[int, bytes | memoryview]]:
+        copying.set()
+        assert go_on.wait(LIMIT)
+        yield 0, bytes(MEBI)
+
+    thread = threading.Thread(target=lambda: slabs.write(slab, pieces(), is_aside=True))
+    thread.start()
+    assert copying.wait(LIMIT)
+    slabs.close()
+    fd = slabs._fd
+    os.fstat(fd)
+    go_on.set()
+    thread.join(LIMIT)
+    assert slabs._fd == -1
+    assert not hasattr(slabs, "_memory")
+
+
+def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
+    """In another process."""
+    view = slabs.view(BATCH)[start : start + length]
+    sender.send(bytes(view[:5]))
+    assert slabs.freed == []
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    del view
+    sender.send(slabs.freed)
+
+
+@pytest.mark.slow
+def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() -> None:
+    context = multiprocessing.get_context("spawn")
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, PAGE)
+    slabs.write(slab, [(0, b"hello")], is_aside=False)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=read, args=(slabs, slab.start, slab.length, sender))
+    process.start()
+    sender.close()
+    assert receiver.recv() == b"hello"
+    assert receiver.recv() == []
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
+    receiver.close()
+    slabs.close()
+
+
+def test_a_fork_of_the_app_gives_its_copy_back_whatever_a_thread_is_doing(slabs: Slabs) -> None:
+    slabs.write(taken(slabs, MEBI), [(0, bytes(MEBI))], is_aside=False)
+    with slabs._lock:
+        pid = os.fork()
+        if pid == 0:
+            os._exit(slabs._fd != -1)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    assert memory_of(slabs._fd) == MEBI
+
+
+@pytest.mark.slow
+def test_a_limit_on_memory_is_an_error() -> None:
+    program = f"""
+import resource
+from fast_batcher._transport.slabs import Slabs
+resource.setrlimit(resource.RLIMIT_FSIZE, ({MEBI}, {MEBI}))
+try:
+    Slabs({SIZE})
+except OSError as error:
+    print(error.errno)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
+    )
+    assert int(done.stdout) == errno.EFBIG
+
+
+def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
+    small = taken(slabs, MEBI)
+    slabs.write(small, [(0, b"before")], is_aside=False)
+    refuse_memory(slabs._fd)
+    large = taken(slabs, 4 * MEBI)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        slabs.write(large, [(0, b"x")], is_aside=False)
+    slabs.discard(large)
+    assert memory_of(slabs._fd) == MEBI
+    # It is known that the memory is not there, and what is there can still be used.
+    assert taken(slabs, MEBI).fresh == MEBI
+    slabs.release(small.start)
+    slabs.write(taken(slabs, MEBI), [(0, b"after")], is_aside=False)
+
+
+def test_elsewhere_there_is_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OSError, match="Linux only"):
+        Slabs(SIZE)
+
+
+def test_a_process_that_may_not_have_so_much_is_told(slabs: Slabs) -> None:
+    pid = os.fork()
+    if pid == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (MEBI, MEBI))
+        duplicate = SimpleNamespace(detach=lambda: os.dup(slabs._fd))
+        os._exit(isinstance(_open(duplicate, SIZE), OSError))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
