@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from desk import LARGE, SMALL, Desk, opened, slabs_of
 from sample_models import Digests, digest
+from waits import turns
 
 from fast_batcher._callers import tell
 from fast_batcher._process.input_rows import FRESH, MOST_PER_TURN
@@ -41,17 +42,21 @@ async def test_a_shape_is_what_numpy_takes_for_one() -> None:
             (270_000, (270_000,)),
         ]
         for shape, expected in shapes:
+            await turns(1)  # in one turn memory is found for few
             array = batcher.empty(shape)
             assert array.shape == expected
             assert 0 <= memory.offset_of(array.ctypes.data) < memory.size
         wrong: Any
         for wrong in (300.0, (300.0, 300, 3), "300", None):
+            await turns(1)
             with pytest.raises(TypeError):
                 batcher.empty(wrong)
         with pytest.raises(ValueError, match="negative"):
             batcher.empty((300, -300, 3))
         # What goes wrong with one is nobody else's business.
+        await turns(1)
         array = batcher.empty((300, 300, 3))
+        assert 0 <= memory.offset_of(array.ctypes.data) < memory.size
         array[:] = kept[:] = 7
         assert await asyncio.gather(*map(batcher.process_batched, (array, kept))) == [
             digest(array),
