@@ -60,7 +60,8 @@ async def test_f63_a_deadline_that_nobody_can_meet_never_stops_the_service() -> 
         for number in range(20):
             impossible = [call(batcher, number, timeout=0.001) for _ in range(3)]
             outcomes = await asyncio.gather(*impossible, return_exceptions=True)
-            assert all(isinstance(one, BatcherError) for one in outcomes)
+            # A loop that stood still for so long may hear of an answer and its deadline at once.
+            assert all(isinstance(one, BatcherError) or one == number for one in outcomes)
             assert await batcher.process_batched("usual", timeout=LIMIT) == "usual"
         assert_balance(batcher)
 
