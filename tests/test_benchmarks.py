@@ -15,7 +15,7 @@ import pytest
 from benchmarks import peers
 from benchmarks.arrivals import due_times
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
-from benchmarks.harness import Job, measure
+from benchmarks.harness import MOST_STOLEN, Host, Job, measure, read_ticks
 from benchmarks.limit import open_loop_limit
 from benchmarks.models import MODELS
 from benchmarks.report import Measurement, Series, Spread, Verdict, failures, number, table
@@ -190,6 +190,21 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
     assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
     assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
     assert "[2/2]" in done.stderr
+
+
+def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> None:
+    all_ticks, stolen = read_ticks()
+    assert 0 <= stolen < all_ticks
+    host = Host()
+    host.patience = 3.0
+    before, calm, disturbed = (5000, 70), (6000, 75), (6000, 76)
+    assert MOST_STOLEN == 100 * 5 / 1000
+    assert host.was_calm(before, calm, seconds=2.0)
+    assert host.describe() == {"stolen_percent": 0.5}
+    assert not host.was_calm(before, disturbed, seconds=2.0)
+    assert not host.was_calm(before, disturbed, seconds=2.0)
+    assert host.was_calm(before, disturbed, seconds=2.0)  # no patience is left
+    assert host.describe() == {"stolen_percent": 0.55, "measured_again": 2}
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
