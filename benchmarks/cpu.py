@@ -59,3 +59,17 @@ class TreeCpu:
     def since(self, start: "TreeCpu") -> "TreeCpu":
         """What was used after `start` was read."""
         return TreeCpu(self.api - start.api, self.workers - start.workers)
+
+
+def read_ticks() -> tuple[int, int]:
+    """Of all cores since they were started, and of these what the host gave to others.
+
+    Source: proc(5), `/proc/stat`; the times of guests are counted among those of users.
+    """
+    numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    return sum(map(int, numbers)), int(numbers[7])
+
+
+def stolen_percent(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """The host's share of the cores' time between two readings, in percent."""
+    return round(100 * (after[1] - before[1]) / max(1, after[0] - before[0]), 2)

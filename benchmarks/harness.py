@@ -127,9 +127,9 @@ def measure_all(jobs: Sequence[Job], repetitions: int, first: int = 0) -> list[M
 def _measure_in_calm(job: Job, repetition: int) -> Measurement:
     """Measure; again if the host took too much of the time, whatever was found, while it pays."""
     while True:
-        begin, before = time.monotonic(), read_ticks()
+        begin = time.monotonic()
         measurement = measure(job, repetition)
-        if _host.was_calm(before, read_ticks(), time.monotonic() - begin):
+        if _host.was_calm(measurement.stolen_percent, time.monotonic() - begin):
             return measurement
 
 
@@ -213,15 +213,6 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def read_ticks() -> tuple[int, int]:
-    """Of all cores since they were started, and of these what the host gave to others.
-
-    Source: proc(5), `/proc/stat`; the times of guests are counted among those of users.
-    """
-    numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    return sum(map(int, numbers)), int(numbers[7])
-
-
 class Host:
     """What a virtual machine's host takes of it while we measure. One command is one process."""
 
@@ -230,32 +221,29 @@ class Host:
         self.patience = 0.0
         # Those.
         self.discarded = 0
-        self._all_ticks = self._stolen = 0
+        # Of each of the others.
+        self._stolen_percents: list[float] = []
 
-    def was_calm(self, before: tuple[int, int], after: tuple[int, int], seconds: float) -> bool:
+    def was_calm(self, stolen_percent: float, seconds: float) -> bool:
         """Whether a measurement counts.
 
         Args:
-            before: `read_ticks` before it.
-            after: The same after it.
+            stolen_percent: Of the cores' time meanwhile.
             seconds: How long it has taken.
         """
-        all_ticks, stolen = after[0] - before[0], after[1] - before[1]
-        percent = 100 * stolen / max(1, all_ticks)
-        if percent > MOST_STOLEN and self.patience > 0:
+        if stolen_percent > MOST_STOLEN and self.patience > 0:
             self.patience -= seconds
             self.discarded += 1
-            print(f"    again: the host took {percent:.1f} % of the time", file=sys.stderr)
+            print(f"    again: the host took {stolen_percent:.1f} % of the time", file=sys.stderr)
             return False
-        self._all_ticks += all_ticks
-        self._stolen += stolen
+        self._stolen_percents.append(stolen_percent)
         return True
 
     def describe(self) -> dict[str, Any]:
         """For the results."""
-        percent = round(100 * self._stolen / max(1, self._all_ticks), 2)
-        discarded = {"measured_again": self.discarded} if self.discarded else {}
         # Of the cores' time while what counts was measured; beside much of it that says little.
+        percent = round(sum(self._stolen_percents) / max(1, len(self._stolen_percents)), 2)
+        discarded = {"measured_again": self.discarded} if self.discarded else {}
         return {"stolen_percent": percent, **discarded}
 
 

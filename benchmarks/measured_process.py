@@ -13,6 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from benchmarks import arrays, closed_loop, scenarios, texts
+from benchmarks.cpu import read_ticks, stolen_percent
 from benchmarks.scenarios import Figures, Load, bare_loop
 
 SCENARIOS = scenarios.SCENARIOS | arrays.SCENARIOS | closed_loop.SCENARIOS | texts.SCENARIOS
@@ -24,9 +25,10 @@ async def _measure(adapter: Any, job: dict[str, Any]) -> None:
         answer = await process(load.payload())
         if not load.is_right(answer):
             raise RuntimeError(f"{job['adapter']} answered {answer!r:.100}")
+        before = read_ticks()
         figures = await SCENARIOS[job["scenario"]](process, load)
         # Before the system ends: some take a minute, or never do after an overload.
-        _tell(job, adapter.DISTRIBUTIONS, figures)
+        _tell(job, adapter.DISTRIBUTIONS, figures, before)
         os._exit(0)
 
 
@@ -49,19 +51,24 @@ def main() -> None:
     """Measure what the first argument says, as JSON; see `harness.Job`."""
     job = json.loads(sys.argv[1])
     if job["adapter"] is None:
-        _tell(job, [], bare_loop(Load(**job["load"])))
+        before = read_ticks()
+        _tell(job, [], bare_loop(Load(**job["load"])), before)
     else:
         adapter = importlib.import_module(f"benchmarks.systems.{job['adapter']}")
         with asyncio.Runner(loop_factory=_loop_factory(job["loop"])) as runner:
             runner.run(_measure(adapter, job))
 
 
-def _tell(job: dict[str, Any], distributions: list[str], figures: Figures) -> None:
+def _tell(
+    job: dict[str, Any], distributions: list[str], figures: Figures, before: tuple[int, int]
+) -> None:
+    stolen = stolen_percent(before, read_ticks())
     if job["loop"] == "uvloop":
         distributions = ["uvloop", *distributions]
     versions = {name: _version(name) for name in distributions}
     versions = {"python": platform.python_version(), **versions}
-    print(json.dumps({"figures": figures, "versions": versions}), flush=True)
+    outcome = {"figures": figures, "versions": versions, "stolen_percent": stolen}
+    print(json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ class Measurement:
     figures: Figures
     versions: dict[str, str]
     error: str | None = None
+    # Of the cores' time meanwhile: what the host of a virtual machine gave to others.
+    stolen_percent: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import peers
 from benchmarks.arrivals import due_times
-from benchmarks.cpu import TreeCpu, descendants, process_cpu
-from benchmarks.harness import MOST_STOLEN, Host, Job, measure, read_ticks
+from benchmarks.cpu import TreeCpu, descendants, process_cpu, read_ticks, stolen_percent
+from benchmarks.harness import MOST_STOLEN, Host, Job, measure
 from benchmarks.limit import open_loop_limit
 from benchmarks.models import MODELS
 from benchmarks.report import Measurement, Series, Spread, Verdict, failures, number, table
@@ -193,18 +193,21 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
 
 
 def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> None:
-    all_ticks, stolen = read_ticks()
-    assert 0 <= stolen < all_ticks
     host = Host()
     host.patience = 3.0
-    before, calm, disturbed = (5000, 70), (6000, 75), (6000, 76)
-    assert MOST_STOLEN == 100 * 5 / 1000
-    assert host.was_calm(before, calm, seconds=2.0)
-    assert host.describe() == {"stolen_percent": 0.5}
-    assert not host.was_calm(before, disturbed, seconds=2.0)
-    assert not host.was_calm(before, disturbed, seconds=2.0)
-    assert host.was_calm(before, disturbed, seconds=2.0)  # no patience is left
-    assert host.describe() == {"stolen_percent": 0.55, "measured_again": 2}
+    assert host.was_calm(MOST_STOLEN, seconds=2.0)
+    assert host.describe() == {"stolen_percent": MOST_STOLEN}
+    assert not host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)
+    assert not host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)
+    assert host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)  # no patience is left
+    assert host.describe() == {"stolen_percent": MOST_STOLEN + 0.05, "measured_again": 2}
+
+
+def test_the_share_of_the_host_is_in_percent_of_the_cores_time() -> None:
+    assert stolen_percent((5000, 70), (6000, 85)) == 1.5
+    assert stolen_percent((5000, 70), (5000, 70)) == 0.0
+    all_ticks, stolen = read_ticks()
+    assert 0 <= stolen < all_ticks
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
