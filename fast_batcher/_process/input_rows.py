@@ -14,7 +14,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fast_batcher._transport.layouts import Layout, Look, find_looks, is_plain_dtype
+from fast_batcher._transport.layouts import (
+    Key,
+    Layout,
+    Look,
+    address_of,
+    find_looks,
+    is_plain_dtype,
+)
 from fast_batcher._transport.slabs import Slab, Slabs
 
 # Bytes from which on an input has a row. A lone request of less is sent 10 to 20 us faster through
@@ -137,9 +144,9 @@ class Rows:
         # By type. None before something large has come: until then nobody is asked for its size.
         self.looks: dict[type, Look] = {}
         # By layout, the one that was used last at the end.
-        self._open: dict[Layout, _Open] = {}
+        self._open: dict[Key, _Open] = {}
         # The same by the start of the slab.
-        self._layouts: dict[int, Layout] = {}
+        self._keys: dict[int, Key] = {}
         # By their start.
         self._given: dict[int, _Given] = {}
         _all.add(self)
@@ -159,22 +166,35 @@ class Rows:
         slabs = self._find_slabs()
         if found is None or not isinstance(slabs, Slabs):
             return None
-        layout, address, size = found
-        given = self._given.get(slabs.offset_of(address)) if self._given else None
-        if given is not None and given.row.end - given.row.start == size:
-            return self._repeat(given.row, layout)
-        row = self._place(slabs, layout, size)
+        key, size = found
+        if self._given:
+            given = self._given.get(slabs.offset_of(address_of(value)))
+            if given is not None and given.row.end - given.row.start == size:
+                return self._repeat(given.row, key)
+        row = self._place(slabs, key, size)
         if row is None:
             return None
+        is_tensor = key[0]
+        is_little = size <= MOST_AT_ONCE and self.copied + size <= MOST_PER_TURN
+        if is_little and not is_tensor and slabs.put(row.start, row.end, value):
+            self.copied += size
+            row.is_copied = True
+            return row
+        return self._fill(slabs, row, value, is_tensor=is_tensor)
+
+    def _fill(self, slabs: Slabs, row: Row, value: Any, *, is_tensor: bool) -> Row | None:
+        """Copy a value into its row, here or aside; None if there is no memory for it."""
+        address = address_of(value)
+        size = row.end - row.start
         part = slabs.part(row.start, size)
         cost = size + (row.end - part.fresh) * (FRESH - 1)
         if size > MOST_AT_ONCE or self.copied + cost > MOST_PER_TURN:
             # The memory is not another's before this has been done, whoever gives the row up.
             slabs.claim(row.slab_start)
-            if layout.is_tensor:
+            if is_tensor:
                 # Has this memory also when the tensor is given another.
                 value = value.detach()
-            copy = functools.partial(_copy, slabs, part, address, value, layout.is_tensor, row)
+            copy = functools.partial(_copy, slabs, part, address, value, is_tensor, row)
             self._run_aside(copy, functools.partial(_finish, slabs, part, row, self._warn))
             return row
         self.copied += cost
@@ -199,7 +219,7 @@ class Rows:
         is_fit = self._least <= size <= self._most and shape and is_plain_dtype(dtype)
         if not is_fit or not isinstance(slabs, Slabs):
             return None
-        row = self._place(slabs, Layout(False, dtype, shape, True), size)
+        row = self._place(slabs, (False, dtype, shape, True), size)
         if row is None:
             return None
         part = slabs.part(row.start, size)
@@ -226,28 +246,28 @@ class Rows:
 
     def close(self, slab_start: int) -> None:
         """No more rows in this slab: a batch has been taken from it."""
-        layout = self._layouts.get(slab_start)
+        key = self._keys.get(slab_start)
         slabs = self._find_slabs()
-        if layout is not None and isinstance(slabs, Slabs):
-            self._close(slabs, layout)
+        if key is not None and isinstance(slabs, Slabs):
+            self._close(slabs, key)
 
-    def _place(self, slabs: Slabs, layout: Layout, size: int) -> Row | None:
+    def _place(self, slabs: Slabs, key: Key, size: int) -> Row | None:
         """A row that has not been written."""
-        slab = self._open.get(layout) or self._begin(slabs, layout, size)
+        slab = self._open.get(key) or self._begin(slabs, key, size)
         if slab is None:
             return None
         start = slab.next
         slab.next = end = start + size
         row = Row(slabs, slab.slab_start, start, end, slab.packed)
         if end + size > slab.end:
-            self._close(slabs, layout)
+            self._close(slabs, key)
         elif len(self._open) > 1:
-            self._open[layout] = self._open.pop(layout)
+            self._open[key] = self._open.pop(key)
         return row
 
-    def _repeat(self, row: Row, layout: Layout) -> Row:
+    def _repeat(self, row: Row, key: Key) -> Row:
         """A row of what somebody has been given, and has written."""
-        packed = _pack(layout._replace(is_read_only=True))
+        packed = _pack(Layout(*key)._replace(is_read_only=True))
         another = Row(row.slabs, row.slab_start, row.start, row.end, packed)
         another.is_copied = True
         return another
@@ -257,7 +277,7 @@ class Rows:
         row.give_up()
         self._warn(error)
 
-    def _begin(self, slabs: Slabs, layout: Layout, size: int) -> _Open | None:
+    def _begin(self, slabs: Slabs, key: Key, size: int) -> _Open | None:
         """Open a slab for this layout."""
         length = size * max(1, min(self.rows_per_slab, int(slabs.size * MOST_OF_ONE) // size))
         most = slabs.size * MOST_OF_ALL - length
@@ -266,18 +286,18 @@ class Rows:
             self._close(slabs, next(iter(self._open)))
         if slabs.taken_bytes > most:
             return None
-        packed = _pack(layout)
+        packed = _pack(Layout(*key))
         start = slabs.reserve(length)
         if start is None:
             return None
         slab = _Open(start, start + length, packed)
-        self._open[layout] = slab
-        self._layouts[start] = layout
+        self._open[key] = slab
+        self._keys[start] = key
         return slab
 
-    def _close(self, slabs: Slabs, layout: Layout) -> None:
-        slab = self._open.pop(layout)
-        del self._layouts[slab.slab_start]
+    def _close(self, slabs: Slabs, key: Key) -> None:
+        slab = self._open.pop(key)
+        del self._keys[slab.slab_start]
         slabs.shrink(slab.slab_start, slab.next - slab.slab_start)
         slabs.release(slab.slab_start)
 

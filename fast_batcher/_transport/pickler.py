@@ -206,14 +206,15 @@ def _keep_large(
     """
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
-        size = memoryview(buffer).nbytes
+        # Not the PickleBuffer itself: in a cycle with what it shows, CPython 3.11 crashes on it.
+        raw = buffer.raw()
+        size = raw.nbytes
         if size < least:
             return True
         total[0] += size
         if total[0] < LEAST_SHARED:
             return True
-        # Not the PickleBuffer itself: in a cycle with what it shows, CPython 3.11 crashes on it.
-        buffers.append(buffer.raw())
+        buffers.append(raw)
         return False
 
     return keep
@@ -264,6 +265,29 @@ class Lifted:
 
 def _put_down(raw: bytes) -> bytes:
     return raw
+
+
+class Alike:
+    """Arrays of one dtype and shape, which are pickled as a list of them, in half the time.
+
+    Args:
+        arrays: At least one; contiguous, of plain numbers.
+    """
+
+    __slots__ = ("_arrays",)
+
+    def __init__(self, arrays: list[Any]) -> None:
+        self._arrays = arrays
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        first = self._arrays[0]
+        return _set_apart, (first.dtype, first.shape, *map(pickle.PickleBuffer, self._arrays))
+
+
+def _set_apart(dtype: Any, shape: tuple[int, ...], *buffers: Any) -> list[Any]:
+    import numpy
+
+    return [numpy.frombuffer(buffer, dtype).reshape(shape) for buffer in buffers]
 
 
 def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:

@@ -208,6 +208,26 @@ class Slabs:
         finally:
             self._end_use()
 
+    def put(self, start: int, end: int, array: Any) -> bool:
+        """Copy an array into a part that has memory already, in a tenth of the time of a `copy`.
+
+        Args:
+            start: Of the part; as for `copy`.
+            end: The part has as many bytes as the array.
+            array: Contiguous.
+
+        Returns:
+            Whether it has been done. Not if there may be no memory, and not if another thread has
+            resized the array or closed the slabs just now.
+        """
+        if end > self._solid_end:
+            return False
+        try:
+            self._memory[start:end] = array
+        except (AttributeError, BufferError, IndexError, ValueError):
+            return False
+        return True
+
     def lend(self, part: Slab) -> memoryview:
         """A part of a slab, for somebody else to write; its `obj` lives as long as views of it.
 

@@ -320,7 +320,7 @@ def test_a_turn_of_the_loop_copies_so_much_and_leaves_the_rest_to_the_thread(des
         given.clear()
         desk.done_jobs.clear()
         rows.copied = MOST_PER_TURN - 8 * size
-        for slab_start in list(rows._layouts):
+        for slab_start in list(rows._keys):
             rows.close(slab_start)
         assert desk.slabs.count == 0
     assert rows.take(filled(0, size)) is not None

@@ -131,6 +131,69 @@ def test_tensors_are_copied_from_where_they_are(post: Post) -> None:
     got[0] += 1  # it can be written
 
 
+ROW = np.arange(LARGE // 6)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [ROW, ROW + 1],
+        list(np.arange(LARGE, dtype=">f4").reshape(2, 3, -1)),
+        [np.full((), number) for number in range(3)],
+        [np.empty((0, 3)), np.empty((0, 3))],
+        [np.arange(number, number + 10) for number in range(3)],
+        [np.broadcast_to(ROW[:1000], (9, 1000)), np.ones((9, 1000), ROW.dtype)],
+        [ROW.astype("M8[s]"), ROW.astype("M8[s]")],
+        [np.array([None] * 9), np.array([1] * 9, object)],
+        [np.zeros((300, 400), order="F"), np.ones((300, 400), order="F")],
+        [ROW.astype("f4"), ROW.astype("f8")],
+        [ROW, ROW[1:]],
+        [np.zeros(9000, [("a", "f8"), ("b", "i4")]) for _ in range(2)],
+    ],
+    ids=range(12),
+)
+def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
+    post.pack([ROW])
+    _, got = post.pack(outputs)
+    for one, sent in zip(got, outputs, strict=True):
+        assert one.dtype == sent.dtype
+        assert one.shape == sent.shape
+        assert (one == sent).all()
+        assert one.flags.writeable
+        assert one.flags.f_contiguous is sent.flags.f_contiguous
+    assert not np.shares_memory(got[0], got[1])
+
+
+def test_arrays_that_nobody_may_write_come_so(post: Post) -> None:
+    locked = ROW.copy()
+    locked.flags.writeable = False
+    for outputs in ([ROW, locked], [locked[:10], locked[10:20]]):
+        post.pack([ROW])
+        _, got = post.pack(outputs)
+        assert [one.flags.writeable for one in got] == [one.flags.writeable for one in outputs]
+
+
+def test_arrays_alike_are_described_once(post: Post) -> None:
+    described = []
+    for count in (2, 8):
+        packed = post.posting.pack([ROW + number for number in range(count)], {})
+        assert packed is not None
+        *where, _ = loads(packed[1])
+        assert where[1][1:] == [ROW.nbytes] * count
+        described.append(where[1][0])
+    assert described[1] - described[0] == 6  # a byte for each
+
+
+def test_one_array_for_several_requests_is_copied_once(post: Post) -> None:
+    post.pack([ROW])
+    packed = post.posting.pack([ROW, ROW + 1, ROW], {})
+    assert packed is not None
+    *where, _ = loads(packed[1])
+    assert where[1][1:] == [ROW.nbytes] * 2
+    got = post.outbox.find(*where).load()
+    assert got[0] is got[2]
+
+
 def test_bytes_are_copied_from_where_they_are(post: Post) -> None:
     outputs = [b"a" * LARGE, b"short", b"b" * 5000, b"c" * 4999, bytearray(b"d" * LARGE)]
     packed = post.posting.pack(outputs, {})

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from fast_batcher._transport.codec import dumps
-from fast_batcher._transport.layouts import Layout, find_looks, view_rows
+from fast_batcher._transport.layouts import Key, Layout, address_of, find_looks, view_rows
 
 torch = pytest.importorskip("torch")
 
 COUNT = 3
 
 
-def look(value: Any, least: int = 0, most: int = 2**30) -> tuple[Layout, int, int] | None:
+def look(value: Any, least: int = 0, most: int = 2**30) -> tuple[Key, int] | None:
     return find_looks()[type(value)](value, least, most)
 
 
@@ -23,10 +23,10 @@ def copies(value: Any) -> tuple[list[Any], bytearray]:
     """Rows of copies of a value, in memory that begins with something else."""
     found = look(value)
     assert found is not None
-    layout, address, size = found
+    key, size = found
     assert size == value.nbytes
-    memory = bytearray(64) + ctypes.string_at(address, size) * COUNT
-    rows, part = view_rows(dumps(layout), memoryview(memory), 64, COUNT)
+    memory = bytearray(64) + ctypes.string_at(address_of(value), size) * COUNT
+    rows, part = view_rows(dumps(Layout(*key)), memoryview(memory), 64, COUNT)
     assert part == memory[64:]
     return rows, memory
 

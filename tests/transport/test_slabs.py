@@ -108,6 +108,28 @@ def test_the_other_side_sees_what_was_copied(
     assert 0 < memory_of(slabs._fd) < MEBI
 
 
+def test_an_array_is_put_where_there_is_memory(slabs: Slabs, views: SlabViews) -> None:
+    array = np.arange(1000.0)
+    start = slabs.reserve(MEBI)
+    assert start is not None
+    end = start + array.nbytes
+    assert not slabs.put(start, end, array)
+    assert memory_of(slabs._fd) == 0
+    slabs.copy(slabs.part(start, PAGE), slabs._address, is_aside=False)
+    # Which is less than its 8000 bytes.
+    assert not slabs.put(start, end, array)
+    slabs.copy(slabs.part(start, 2 * PAGE), slabs._address, is_aside=False)
+    assert slabs.put(start, end, array)
+    got = views.view(BATCH)[start : end + 1]
+    assert bytes(got[:-1]) == array.tobytes()
+    assert got[-1] == 0
+    # Another thread has resized it.
+    assert not slabs.put(start, end, array[:999])
+    assert not slabs.put(start, end, np.arange(2000.0)[::2])
+    slabs.close()
+    assert not slabs.put(start, end, array)
+
+
 def test_a_batch_is_free_when_the_last_view_of_it_has_died(slabs: Slabs, views: SlabViews) -> None:
     """Above all: not as long as there is a reshape of a slice of a view."""
     view = views.view(BATCH)
