@@ -154,6 +154,15 @@ class Desk:
         self.views.close()
 
 
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    """One that knows that large inputs come."""
+    desk = Desk()
+    desk.sharing.rows.learn()
+    yield desk
+    desk.close()
+
+
 def filled(number: int, size: int = SMALL) -> Any:
     """An input of so many bytes."""
     return np.full(size, number, np.uint8)

@@ -4,12 +4,12 @@ import socket
 from collections.abc import Iterator
 from time import monotonic
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from raw_http import chunk, connect, head
 from starlette.requests import Request
 from test_fastapi import LIMIT, Server
 
@@ -30,15 +30,8 @@ def url(server: Server) -> str:
     return str(server.wait_for(r"running on (http://[\d.:]+)")[1])
 
 
-def connect(url: str) -> socket.socket:
-    address = urlsplit(url)
-    assert address.port is not None
-    return socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT)
-
-
-def head(*lines: str) -> bytes:
-    first = ("POST /length HTTP/1.1", "Host: test", "Content-Type: application/json")
-    return "\r\n".join([*first, *lines, "", ""]).encode()
+def begin(client: socket.socket, line: str) -> None:
+    client.sendall(head("/length", "Content-Type: application/json", line))
 
 
 def status_of(client: socket.socket) -> int:
@@ -48,24 +41,23 @@ def status_of(client: socket.socket) -> int:
 @pytest.mark.slow
 def test_f67_a_body_that_announces_2_gb_is_refused_before_any_of_it_is_sent(url: str) -> None:
     with connect(url) as client:
-        client.sendall(head(f"Content-Length: {2**31}"))
+        begin(client, f"Content-Length: {2**31}")
         assert status_of(client) == 413
 
 
 @pytest.mark.slow
 def test_f67_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(url: str) -> None:
     with connect(url) as client:
-        client.sendall(head("Transfer-Encoding: chunked"))
-        chunk = b"x" * 10_000
+        begin(client, "Transfer-Encoding: chunked")
         for _ in range(11):
-            client.sendall(b"%x\r\n" % len(chunk) + chunk + b"\r\n")
+            client.sendall(chunk(b"x" * 10_000))
         assert status_of(client) == 413
 
 
 @pytest.mark.slow
 def test_f67_a_body_that_comes_byte_by_byte_is_refused(url: str) -> None:
     with connect(url) as client:
-        client.sendall(head("Content-Length: 1000"))
+        begin(client, "Content-Length: 1000")
         client.sendall(b"{")
         assert status_of(client) == 408
 
@@ -101,7 +93,7 @@ def test_f68_a_thousand_slow_clients_do_not_keep_others_waiting(url: str) -> Non
     clients = [connect(url) for _ in range(1000)]
     try:
         for client in clients:
-            client.sendall(head("Content-Length: 1000"))
+            begin(client, "Content-Length: 1000")
         # One socket for each of us and the server; others are served meanwhile.
         started = monotonic()
         assert httpx2.post(f"{url}/length", json={"text": "fine"}, timeout=LIMIT).json() == len(

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import httpx2
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 from apps.bodies import MAX_BYTES, SHAPE
 from fastapi import Depends, FastAPI
 from fastapi.testclient import TestClient
+from raw_http import chunk, connect, head
 from starlette.requests import Request
 from starlette.types import Message
 from test_fastapi import ERROR_ID, LIMIT, Gate, Server, ask_until, gate
@@ -45,20 +45,6 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def url(server: Server) -> str:
     return str(server.wait_for(r"running on (http://[\d.:]+)")[1])
-
-
-def connect(url: str) -> socket.socket:
-    address = urlsplit(url)
-    assert address.port is not None
-    return socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT)
-
-
-def head(path: str, *lines: str) -> bytes:
-    return "\r\n".join([f"POST {path} HTTP/1.1", "Host: test", *lines, "", ""]).encode()
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n" % len(data) + data + b"\r\n"
 
 
 def answer_of(client: socket.socket) -> tuple[int, str]:

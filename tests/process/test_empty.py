@@ -5,12 +5,11 @@ What they are sent as is in `test_input_rows.py`.
 
 import asyncio
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from desk import LARGE, SMALL, Desk, opened, slabs_of
+from desk import LARGE, SMALL, Desk, desk, opened, slabs_of
 from sample_models import Digests, digest
 from waits import turns
 
@@ -18,16 +17,9 @@ from fast_batcher._callers import tell
 from fast_batcher._process.input_rows import FRESH, MOST_PER_TURN
 from fast_batcher._transport.frames import Kind
 
+__all__ = ["desk"]
+
 BYTES = np.dtype(np.uint8)
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    """One that knows that large inputs come."""
-    desk = Desk()
-    desk.sharing.rows.learn()
-    yield desk
-    desk.close()
 
 
 @pytest.mark.anyio

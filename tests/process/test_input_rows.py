@@ -9,13 +9,12 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from desk import LARGE, MEBI, SIZE, SMALL, Desk, filled, free, opened, slabs_of, sums
+from desk import LARGE, MEBI, SIZE, SMALL, Desk, desk, filled, free, opened, slabs_of, sums
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -31,14 +30,7 @@ from fast_batcher._transport.frames import Kind
 if TYPE_CHECKING:
     from fast_batcher._core.messages import Request
 
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    """One that knows that large inputs come."""
-    desk = Desk()
-    desk.sharing.rows.learn()
-    yield desk
-    desk.close()
+__all__ = ["desk"]
 
 
 def runs(desk: Desk) -> list[tuple[int, int]]:

@@ -62,6 +62,7 @@ from fast_batcher.errors import (
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
+    """One that has seen nothing large yet."""
     desk = Desk()
     yield desk
     desk.close()
