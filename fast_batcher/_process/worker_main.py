@@ -322,7 +322,7 @@ def _load_shared(slabs: "SlabViews", frame: Frame) -> list[Any]:
         for layout, start, count in named:
             rows, view = view_rows(layout, memory, start, count)
             inputs += rows
-            stacking.lend(slabs.address + start, view)
+            stacking.lend(slabs.address + start, view, rows)
         return inputs
     finally:
         # An error keeps this frame, and is often kept by one of its own.

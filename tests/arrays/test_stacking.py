@@ -88,6 +88,34 @@ def test_what_lies_otherwise_is_copied(memory: bytearray, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_are_known_are_looked_at_as_they_are_now(memory: bytearray, kind: str) -> None:
+    rows = rows_in(memory, kind)
+    (piece,) = stacking.lent
+    stacking.lent[:] = [piece._replace(rows=rows)]
+    assert address(stack(rows)) == address(rows[0])
+    assert numbers(stack([*rows])) == [0.0, 1.0, 2.0, 3.0]
+    assert numbers(stack(rows[1:])) == [1.0, 2.0, 3.0]
+    changed = [rows[1], rows[0], *rows[2:]]
+    assert numbers(stack(changed)) == [1.0, 0.0, 2.0, 3.0]
+    changed = [*rows[:3], rows[3] + 1]
+    assert numbers(stack(changed)) == [0.0, 1.0, 2.0, 4.0]
+    for row in rows:
+        row.resize_((6,)) if kind == "tensor" else setattr(row, "shape", (6,))
+    assert stack(rows).shape == (COUNT, 6)
+    rows[2].resize_((3, 2)) if kind == "tensor" else setattr(rows[2], "shape", (3, 2))
+    with pytest.raises((RuntimeError, ValueError), match=r"equal size|same shape"):
+        stack(rows)
+
+
+def test_a_tensor_that_was_given_other_memory_is_not_where_it_was(memory: bytearray) -> None:
+    rows = rows_in(memory, "tensor")
+    (piece,) = stacking.lent
+    stacking.lent[:] = [piece._replace(rows=rows)]
+    rows[1].data = rows[1] + 8
+    assert numbers(stack(rows)) == [0.0, 9.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_neighbours_that_are_not_alike_are_not_rows(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)
     assert stacking.find_whole([rows[0], rows[1].reshape(3, 2)]) is None
@@ -109,10 +137,11 @@ def test_neighbours_in_memory_that_is_not_lent_are_copied(memory: bytearray, kin
 
 def test_what_begins_before_lent_memory_or_ends_behind_it_is_copied(memory: bytearray) -> None:
     rows = rows_in(memory, "array")
-    ((begin, end, view),) = stacking.lent
-    for piece in ((begin + 1, end, view), (begin, end - 1, view)):
-        stacking.lent[:] = [piece]
-        assert stacking.find_whole(rows) is None
+    (piece,) = stacking.lent
+    for start, end in ((piece.start + 1, piece.end), (piece.start, piece.end - 1)):
+        for known in ((), rows):
+            stacking.lent[:] = [piece._replace(start=start, end=end, rows=known)]
+            assert stacking.find_whole(rows) is None
 
 
 def test_a_gradient_is_kept(memory: bytearray) -> None:
