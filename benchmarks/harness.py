@@ -92,7 +92,7 @@ def parse_arguments(
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     arguments = parser.parse_args()
     arguments.name = name
-    _host.patience = 60 * arguments.patience
+    host.patience = 60 * arguments.patience
     # Odd numbers, so that the median is one of the repetitions.
     usual = quick_repetitions if arguments.quick else repetitions
     arguments.repetitions = arguments.repetitions or usual
@@ -125,11 +125,11 @@ def measure_all(jobs: Sequence[Job], repetitions: int, first: int = 0) -> list[M
 
 
 def _measure_in_calm(job: Job, repetition: int) -> Measurement:
-    """Measure; again if the host took too much of the time, whatever was found, while it pays."""
+    """Measure; again if the host took too much of the time, while there is patience."""
     while True:
         begin = time.monotonic()
         measurement = measure(job, repetition)
-        if _host.was_calm(measurement.stolen_percent, time.monotonic() - begin):
+        if host.was_calm(measurement.stolen_percent, time.monotonic() - begin):
             return measurement
 
 
@@ -224,13 +224,15 @@ class Host:
         # Of each of the others.
         self._stolen_percents: list[float] = []
 
-    def was_calm(self, stolen_percent: float, seconds: float) -> bool:
+    def was_calm(self, stolen_percent: float | None, seconds: float) -> bool:
         """Whether a measurement counts.
 
         Args:
-            stolen_percent: Of the cores' time meanwhile.
+            stolen_percent: Of the cores' time meanwhile; None if it has failed.
             seconds: How long it has taken.
         """
+        if stolen_percent is None:
+            return True
         if stolen_percent > MOST_STOLEN and self.patience > 0:
             self.patience -= seconds
             self.discarded += 1
@@ -247,7 +249,7 @@ class Host:
         return {"stolen_percent": percent, **discarded}
 
 
-_host = Host()
+host = Host()
 
 
 def finish(
@@ -262,7 +264,7 @@ def finish(
     Returns:
         The exit status: 1 if `--check` was given and a bar was missed or not measured, else 0.
     """
-    machine = {**machine, **_host.describe()}
+    machine = {**machine, **host.describe()}
     versions: dict[str, str] = {}
     for measurement in measurements:
         versions |= measurement.versions

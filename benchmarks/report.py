@@ -21,7 +21,7 @@ class Measurement:
     versions: dict[str, str]
     error: str | None = None
     # Of the cores' time meanwhile: what the host of a virtual machine gave to others.
-    stolen_percent: float = 0.0
+    stolen_percent: float | None = None
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peers
+from benchmarks import harness, peers
 from benchmarks.arrivals import due_times
 from benchmarks.cpu import TreeCpu, descendants, process_cpu, read_ticks, stolen_percent
-from benchmarks.harness import MOST_STOLEN, Host, Job, measure
+from benchmarks.harness import MOST_STOLEN, Host, Job, measure, measure_all, parse_arguments
 from benchmarks.limit import open_loop_limit
 from benchmarks.models import MODELS
 from benchmarks.report import Measurement, Series, Spread, Verdict, failures, number, table
@@ -180,6 +180,7 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
     assert [m["repetition"] for m in result["measurements"]] == [0, 1]
     for measurement in result["measurements"]:
         assert measurement["system"] == "floor"
+        assert 0 <= measurement["stolen_percent"] <= 100
         assert measurement["figures"]["api_cpu_us"] > 0
         assert measurement["figures"]["workers_cpu_us"] == 0
         assert measurement["figures"]["requests_per_second"] > 0
@@ -199,8 +200,25 @@ def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> 
     assert host.describe() == {"stolen_percent": MOST_STOLEN}
     assert not host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)
     assert not host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)
+    assert host.was_calm(None, seconds=2.0)  # it has failed, as it would again
     assert host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)  # no patience is left
     assert host.describe() == {"stolen_percent": MOST_STOLEN + 0.05, "measured_again": 2}
+
+
+def test_patience_is_a_matter_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host()
+    monkeypatch.setattr(harness, "host", host)
+    # Nothing is calm then.
+    monkeypatch.setattr(harness, "MOST_STOLEN", -1.0)
+    monkeypatch.setattr(sys, "argv", ["overhead", "--patience", "0.001"])
+    parse_arguments("overhead", "What?", systems=("floor",), seconds=1.0, quick_seconds=1.0)
+    assert host.patience == pytest.approx(0.06)
+    (measurement,) = measure_all(
+        [Job("floor", "full_speed", "asyncio", Load("NoOp", 8, 1, 0.01))], 1
+    )
+    assert measurement.error is None
+    assert host.discarded == 1
+    assert host.patience < 0
 
 
 def test_the_share_of_the_host_is_in_percent_of_the_cores_time() -> None:

@@ -19,8 +19,10 @@ class Piece(NamedTuple):
     end: int
     # Keeps it.
     memory: memoryview
-    # All that it is made of, if that is known, in its order.
-    rows: Sequence[Any]
+    # All arrays that it is made of, if that is known, in their order; and the one whose views they
+    # are.
+    rows: Sequence[Any] = ()
+    base: Any = None
 
 
 lent: list[Piece] = []
@@ -32,9 +34,13 @@ def lend(address: int, memory: memoryview, rows: Sequence[Any] = ()) -> None:
     Args:
         address: Of the memory.
         memory: A view of it.
-        rows: All that it is made of, in its order, if that is known: then it takes less time.
+        rows: All that it is made of, in its order, if that is known: with arrays that are views of
+            one `stack` takes less time then.
     """
-    lent.append(Piece(address, address + len(memory), memory, rows))
+    piece = Piece(address, address + len(memory), memory)
+    if rows and (base := getattr(rows[0], "base", None)) is not None:
+        piece = piece._replace(rows=rows, base=base)
+    lent.append(piece)
 
 
 def stack(inputs: Sequence[Any]) -> Any:
@@ -81,9 +87,8 @@ def find_whole(values: Sequence[Any]) -> Any:
         return None
     start = address_of(values[0])
     end = start + len(values) * size
-    if not _are_rows(values, address_of) and [*map(address_of, values)] != [
-        *range(start, end, size)
-    ]:
+    expected = [*range(start, end, size)]
+    if not _are_rows(values) and [*map(address_of, values)] != expected:
         return None
     for piece in lent:
         if piece.start <= start and end <= piece.end:
@@ -92,14 +97,17 @@ def find_whole(values: Sequence[Any]) -> Any:
     return None
 
 
-def _are_rows(values: Sequence[Any], address_of: "_AddressOf") -> bool:
-    """Whether these are what a piece is known to be made of, wherever that lies now.
+def _are_rows(values: Sequence[Any]) -> bool:
+    """Whether these are arrays that a piece is known to be made of, and where they were made.
 
-    NumPy takes longer for the address than for all the rest, and an array stays where it is made. A
-    tensor may have been given other memory.
+    NumPy takes longer to tell an address than for all the rest.
     """
-    return address_of is _address_of_array and any(
-        len(piece.rows) == len(values) and all(map(is_, piece.rows, values)) for piece in lent
+    return any(
+        len(piece.rows) == len(values)
+        and all(map(is_, piece.rows, values))
+        # An array that was given other memory has another base.
+        and all(value.base is piece.base for value in values)
+        for piece in lent
     )
 
 

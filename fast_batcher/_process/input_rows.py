@@ -183,9 +183,12 @@ class Rows:
         return self._fill(slabs, row, value, is_tensor=is_tensor)
 
     def _fill(self, slabs: Slabs, row: Row, value: Any, *, is_tensor: bool) -> Row | None:
-        """Copy a value into its row, here or aside; None if there is no memory for it."""
-        address = address_of(value)
+        """Copy a value into its row, here or aside; None if that cannot be."""
         size = row.end - row.start
+        if value.nbytes != size:  # another thread has resized it just now
+            row.give_up()
+            return None
+        address = address_of(value)
         part = slabs.part(row.start, size)
         cost = size + (row.end - part.fresh) * (FRESH - 1)
         if size > MOST_AT_ONCE or self.copied + cost > MOST_PER_TURN:

@@ -3,6 +3,7 @@
 The main thread of the worker.
 """
 
+import copyreg
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
     from fast_batcher._transport.outbox import OutboxWriter
 
 logger = logging.getLogger("fast_batcher.worker")
-
-# NumPy's letters for truth values, whole numbers with and without a sign, floating-point ones and
-# complex ones.
-PLAIN_NUMBERS = "biufc"
 
 
 class Posting:
@@ -136,7 +133,9 @@ def _lift(outputs: list[Any], least: int) -> Any:
     Long `bytes` are not copied into the pickle, nor by who reads it, and arrays are described once.
     """
     kinds = set(map(type, outputs))
-    if kinds == {getattr(sys.modules.get("numpy"), "ndarray", None)}:
+    array = getattr(sys.modules.get("numpy"), "ndarray", None)
+    # The model may have a way of its own to pickle arrays.
+    if kinds == {array} and array not in copyreg.dispatch_table:
         return Alike(outputs) if _are_alike(outputs) else outputs
     if bytes not in kinds:
         return outputs
@@ -153,8 +152,13 @@ def _lift(outputs: list[Any], least: int) -> Any:
 def _are_alike(arrays: list[Any]) -> bool:
     first = arrays[0]
     dtype, shape = first.dtype, first.shape
+    try:
+        memoryview(first)
+    except (BufferError, ValueError):  # those of dates, among others, have no buffer
+        return False
     return (
-        dtype.kind in PLAIN_NUMBERS
+        not dtype.hasobject
+        and first.nbytes > 0
         and all(
             one.dtype is dtype and one.shape == shape and one.flags.c_contiguous for one in arrays
         )

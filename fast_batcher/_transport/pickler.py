@@ -271,7 +271,7 @@ class Alike:
     """Arrays of one dtype and shape, which are pickled as a list of them, in half the time.
 
     Args:
-        arrays: At least one; contiguous, of plain numbers.
+        arrays: At least one; contiguous, and what is in their memory is all that they are.
     """
 
     __slots__ = ("_arrays",)

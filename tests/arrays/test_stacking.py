@@ -29,16 +29,25 @@ def memory() -> Iterator[bytearray]:
 
 
 def rows_in(memory: bytearray, kind: str) -> list[Any]:
-    """Each row by itself, and all different."""
-    rebuild = np.frombuffer if kind == "array" else torch.frombuffer
-    dtype = np.float32 if kind == "array" else torch.float32
-    rows = [
-        rebuild(memory, dtype=dtype, count=6, offset=16 + 24 * number).reshape(SHAPE)
-        for number in range(COUNT)
-    ]
+    """All different, and made as a worker makes them."""
+    rows: list[Any] = (
+        list(np.frombuffer(memory, np.float32, offset=16).reshape(COUNT, *SHAPE))
+        if kind == "array"
+        else [
+            torch.frombuffer(memory, dtype=torch.float32, count=6, offset=offset).reshape(SHAPE)
+            for offset in range(16, len(memory), 24)
+        ]
+    )
     for number, row in enumerate(rows):
         row[:] = number
     return rows
+
+
+def know(rows: list[Any]) -> None:
+    """Lend the same memory as what is made of these rows."""
+    (piece,) = stacking.lent
+    stacking.lent.clear()
+    stacking.lend(piece.start, piece.memory, rows)
 
 
 def address(value: Any) -> int:
@@ -90,8 +99,7 @@ def test_what_lies_otherwise_is_copied(memory: bytearray, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_are_known_are_looked_at_as_they_are_now(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)
-    (piece,) = stacking.lent
-    stacking.lent[:] = [piece._replace(rows=rows)]
+    know(rows)
     assert address(stack(rows)) == address(rows[0])
     assert numbers(stack([*rows])) == [0.0, 1.0, 2.0, 3.0]
     assert numbers(stack(rows[1:])) == [1.0, 2.0, 3.0]
@@ -107,11 +115,15 @@ def test_rows_that_are_known_are_looked_at_as_they_are_now(memory: bytearray, ki
         stack(rows)
 
 
-def test_a_tensor_that_was_given_other_memory_is_not_where_it_was(memory: bytearray) -> None:
-    rows = rows_in(memory, "tensor")
-    (piece,) = stacking.lent
-    stacking.lent[:] = [piece._replace(rows=rows)]
-    rows[1].data = rows[1] + 8
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_given_other_memory_is_not_where_it_was(memory: bytearray, kind: str) -> None:
+    rows = rows_in(memory, kind)
+    know(rows)
+    other = rows[1] + 8
+    if kind == "tensor":
+        rows[1].data = other
+    else:
+        rows[1].__setstate__((1, SHAPE, other.dtype, False, other.tobytes()))
     assert numbers(stack(rows)) == [0.0, 9.0, 2.0, 3.0]
 
 
@@ -140,7 +152,8 @@ def test_what_begins_before_lent_memory_or_ends_behind_it_is_copied(memory: byte
     (piece,) = stacking.lent
     for start, end in ((piece.start + 1, piece.end), (piece.start, piece.end - 1)):
         for known in ((), rows):
-            stacking.lent[:] = [piece._replace(start=start, end=end, rows=known)]
+            base = rows[0].base
+            stacking.lent[:] = [piece._replace(start=start, end=end, rows=known, base=base)]
             assert stacking.find_whole(rows) is None
 
 

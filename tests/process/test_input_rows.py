@@ -319,6 +319,25 @@ def test_a_turn_of_the_loop_copies_so_much_and_leaves_the_rest_to_the_thread(des
     assert rows.copied == MOST_PER_TURN - 7 * size
 
 
+def test_an_array_that_was_resized_meanwhile_has_none(desk: Desk) -> None:
+    rows = desk.sharing.rows
+    # The memory is there from now on.
+    for size in (SMALL, SMALL):
+        desk.send_requests([desk.arrive(filled(1, size))])
+        assert desk.kinds == [Kind.ROWS]
+        desk.read()
+        desk.free()
+    # What another thread does between the look and the copy.
+    array = filled(2, SMALL)
+    look = rows.looks[np.ndarray]
+    rows.looks[np.ndarray] = lambda value, least, most: look(np.zeros(SMALL + 8, "u1"), least, most)
+    assert rows.take(array) is None
+    rows.looks[np.ndarray] = look
+    for slab_start in list(rows._keys):
+        rows.close(slab_start)
+    assert desk.slabs.count == 0
+
+
 def test_closed_slabs_give_no_rows(desk: Desk) -> None:
     desk.slabs.close()
     assert not hasattr(desk.arrive(filled(1)), "row")

@@ -1,5 +1,6 @@
 """Which way outputs take: the pipe, the outbox, or one by one; and how often they are pickled."""
 
+import copyreg
 import os
 import pickle
 from collections.abc import Iterator
@@ -141,6 +142,9 @@ ROW = np.arange(LARGE // 6)
         list(np.arange(LARGE, dtype=">f4").reshape(2, 3, -1)),
         [np.full((), number) for number in range(3)],
         [np.empty((0, 3)), np.empty((0, 3))],
+        [np.zeros(3, "V0"), np.zeros(3, "V0")],
+        list(np.array([[b"a", b"bc"], [b"d", b""]])),
+        list(np.zeros((2, 9000), [("a", "f8"), ("b", "i4")])),
         [np.arange(number, number + 10) for number in range(3)],
         [np.broadcast_to(ROW[:1000], (9, 1000)), np.ones((9, 1000), ROW.dtype)],
         [ROW.astype("M8[s]"), ROW.astype("M8[s]")],
@@ -150,7 +154,7 @@ ROW = np.arange(LARGE // 6)
         [ROW, ROW[1:]],
         [np.zeros(9000, [("a", "f8"), ("b", "i4")]) for _ in range(2)],
     ],
-    ids=range(12),
+    ids=range(15),
 )
 def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
     post.pack([ROW])
@@ -162,6 +166,14 @@ def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
         assert one.flags.writeable
         assert one.flags.f_contiguous is sent.flags.f_contiguous
     assert not np.shares_memory(got[0], got[1])
+
+
+def test_a_way_of_the_models_own_to_pickle_arrays_is_taken(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post.pack([ROW])
+    monkeypatch.setitem(copyreg.dispatch_table, np.ndarray, lambda array: (int, (len(array),)))
+    assert post.pack([ROW, ROW + 1])[1] == [len(ROW)] * 2
 
 
 def test_arrays_that_nobody_may_write_come_so(post: Post) -> None:
