@@ -105,6 +105,7 @@ def test_rows_that_are_known_are_looked_at_as_they_are_now(memory: bytearray, ki
     assert numbers(stack(rows[1:])) == [1.0, 2.0, 3.0]
     changed = [rows[1], rows[0], *rows[2:]]
     assert numbers(stack(changed)) == [1.0, 0.0, 2.0, 3.0]
+    assert numbers(stack([rows[0], rows[0], *rows[2:]])) == [0.0, 0.0, 2.0, 3.0]
     changed = [*rows[:3], rows[3] + 1]
     assert numbers(stack(changed)) == [0.0, 1.0, 2.0, 4.0]
     for row in rows:
