@@ -804,7 +804,9 @@ def test_a_call_among_calls_of_a_loop_that_was_closed_in_that_turn(new_loop: New
     assert new_loop().run_until_complete(go_on()) == [10, 11, 12]
     batcher.stop()
     stats = assert_balance(batcher)
-    assert (stats.completed, stats.waiting, stats.running) == (3, 0, 0)
+    assert (stats.waiting, stats.running) == (0, 0)
+    # uvloop stops a turn later, and by the end of that the first two may have been answered.
+    assert stats.completed in (3, 5)
     abandon(tasks)
 
 
