@@ -268,7 +268,7 @@ def _put_down(raw: bytes) -> bytes:
 
 
 class Alike:
-    """Arrays of one dtype and shape, which are pickled as a list of them, in half the time.
+    """Arrays of one dtype and shape, which are pickled as a list of them, in less time.
 
     Args:
         arrays: At least one; contiguous, and what is in their memory is all that they are.
