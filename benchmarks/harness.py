@@ -88,11 +88,18 @@ def parse_arguments(
         metavar="MINUTES",
         help="so long, measure again what the host of a virtual machine has disturbed (0)",
     )
+    parser.add_argument(
+        "--awake",
+        action="store_true",
+        help="let no CPU sleep meanwhile: that of a virtual machine is given to others then",
+    )
     parser.add_argument("--json", type=Path, help="where the results go, with a .txt beside it")
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
     arguments = parser.parse_args()
     arguments.name = name
     host.patience = 60 * arguments.patience
+    if arguments.awake:
+        host.stay_awake()
     # Odd numbers, so that the median is one of the repetitions.
     usual = quick_repetitions if arguments.quick else repetitions
     arguments.repetitions = arguments.repetitions or usual
@@ -223,6 +230,15 @@ class Host:
         self.discarded = 0
         # Of each of the others.
         self._stolen_percents: list[float] = []
+        # One for each CPU that must not sleep; they end with us.
+        self.sleepless: list[subprocess.Popen[bytes]] = []
+
+    def stay_awake(self) -> None:
+        """Let no CPU that we may use sleep from now on."""
+        for cpu in sorted(os.sched_getaffinity(0)):
+            command = [sys.executable, "-m", "benchmarks.awake", str(cpu), str(os.getpid())]
+            # In a group of its own: an interrupt from the keyboard is for us alone.
+            self.sleepless.append(subprocess.Popen(command, cwd=ROOT, start_new_session=True))
 
     def was_calm(self, stolen_percent: float | None, seconds: float) -> bool:
         """Whether a measurement counts.
@@ -246,7 +262,8 @@ class Host:
         # Of the cores' time while what counts was measured; beside much of it that says little.
         percent = round(sum(self._stolen_percents) / max(1, len(self._stolen_percents)), 2)
         discarded = {"measured_again": self.discarded} if self.discarded else {}
-        return {"stolen_percent": percent, **discarded}
+        awake = {"cpus_kept_awake": len(self.sleepless)} if self.sleepless else {}
+        return {"stolen_percent": percent, **discarded, **awake}
 
 
 host = Host()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waits import LIMIT, Watch, one_loop, until
 
 from benchmarks import harness, peers
 from benchmarks.arrivals import due_times
@@ -219,6 +220,29 @@ def test_patience_is_a_matter_of_the_command_line(monkeypatch: pytest.MonkeyPatc
     assert measurement.error is None
     assert host.discarded == 1
     assert host.patience < 0
+
+
+@pytest.mark.anyio
+@one_loop
+async def test_no_cpu_sleeps_while_a_benchmark_runs_that_was_asked_for_it() -> None:
+    cpus = os.sched_getaffinity(0)
+    with child(
+        "from benchmarks import harness; import sys; sys.argv = ['overhead', '--awake'];"
+        "harness.parse_arguments("
+        "'overhead', 'What?', systems=('floor',), seconds=1.0, quick_seconds=1.0);"
+        f"assert harness.host.describe()['cpus_kept_awake'] == {len(cpus)}"
+    ) as benchmark:
+        pids = descendants(benchmark.pid)
+        assert len(pids) == len(cpus)
+        await until(lambda: all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in pids))
+        assert [os.sched_getaffinity(pid) for pid in sorted(pids)] == [{c} for c in sorted(cpus)]
+        for pid in pids:  # it computes all the time, as fast as others let it
+            used = process_cpu(pid)
+            await until(lambda pid=pid, used=used: process_cpu(pid) > used)  # type: ignore[misc]
+        watch = Watch(pids)
+    with watch:
+        assert benchmark.returncode == 0
+        assert not watch.survivors(LIMIT)  # nobody has told them: they see that it is gone
 
 
 def test_the_share_of_the_host_is_in_percent_of_the_cores_time() -> None:
