@@ -1,27 +1,33 @@
-"""Keeps one CPU from sleeping. A process for each CPU, which `harness` starts with `--awake`.
+"""Keeps one CPU from sleeping long. A process for each CPU, which `harness` starts with `--awake`.
 
 A CPU with nothing to do sleeps. That of a virtual machine is then given to others, and what a timer
 or a message should have woken waits until it is given back: up to tens of milliseconds on a shared
-host. Here something always runs, in the scheduler's idle class: whatever else can run takes the CPU
-from it at once, so it costs others no more than that.
+host. A hypervisor waits a little before it gives one away, so one that wakes often enough is kept.
 
-Source: sched(7), `SCHED_IDLE`.
+Here something wakes and sleeps again, in the scheduler's idle class: whatever else can run takes the
+CPU from it at once. It must not compute in between. Of CPUs that are never idle the scheduler thinks
+that there is no use in looking for a free one, and lets two processes share one for up to 4 ms.
+
+Source: sched(7), `SCHED_IDLE`; the kernel's guest halt polling and `select_idle_cpu`.
 """
 
 import os
 import sys
+import time
+from pathlib import Path
 
-# Between two looks for the parent: tens of milliseconds, so that what runs is no system call.
-TURNS = 1_000_000
+# Seconds. Hosts poll for up to 200 us before they give a CPU away (`halt_poll_ns` of KVM).
+NAP = 50e-6
 
 
 def stay_awake(cpu: int, parent: int) -> None:
     """Run on this CPU until the parent, a process id, has ended."""
     os.sched_setaffinity(0, {cpu})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    # Else the kernel doubles the nap, to wake for several timers at once.
+    Path("/proc/self/timerslack_ns").write_text("1")
     while os.getppid() == parent:
-        for _ in range(TURNS):
-            pass
+        time.sleep(NAP)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 The same arrivals, or clients with the same pauses, seed by seed: once through `DynBatcher` with a
 worker that sleeps as long as the model would compute, and once through the simulator. It is given
 the model's times and what was measured apart, in loads of another kind: what the way there and back
-takes from the worker (full batches of three sizes, one after the other), and how late a request
-that is due comes in (`at once`). Nothing is fitted to the runs that are compared. Mean latency and
-mean batch size are to agree within 10 %.
+takes from the worker (full batches of three sizes, one after the other, for clients in a process of
+their own as in what is compared), and how late a request that is due comes in (`at once`). Nothing
+is fitted to the runs that are compared. Mean latency and mean batch size are to agree within 10 %.
 """
 
 import itertools
@@ -34,6 +34,7 @@ LOADS = (0.3, 0.7, 0.9)
 LARGEST_DIFFERENCE = 0.1
 # So many callers for each place in a batch: the next batch is always full.
 CROWD = 4
+WAYS_HEADER = ("load", "requests/s", "batch size", "way ms", "late ms")
 FIGURES = {"mean ms": "mean_ms", "batch size": "batch_size"}
 # Requests/s at which requests find the event loop at rest.
 LATENESS_RATE = 500.0
@@ -141,7 +142,7 @@ def transport_jobs(model: str, loop: str, seconds: float) -> list[Job]:
     return [
         Job(
             "ours greedy",
-            "saturation",
+            "closed_loop",
             loop,
             Load(model, size, CROWD * size, seconds),
             batches_label(model, size),
@@ -232,10 +233,11 @@ def text_of(measurements: list[Measurement], cells: Sequence[Cell], loops: Itera
             callers, size = job.load.callers, job.load.max_batch_size
             series = Series.of(measurements, job.system, job.label or job.scenario, loop, callers)
             rate, late = series.spread("requests_per_second"), series.spread("p50_ms")
+            batch = series.spread("batch_size")
             way = None
             if job.system != AT_ONCE and rate is not None:
                 way = number(1e3 * (size / rate.median - SIZED[job.load.model].seconds(size)))
-            ways.append([f"{job.system}, {job.label or job.scenario}", rate, way, late])
+            ways.append([f"{job.system}, {job.label or job.scenario}", rate, batch, way, late])
         rows: list[list[object]] = []
         for cell in cells:
             real, virtual = pair(measurements, cell, loop)
@@ -244,7 +246,7 @@ def text_of(measurements: list[Measurement], cells: Sequence[Cell], loops: Itera
             rows.append([cell.label, POLICIES[cell.system], *spreads, *ratios])
         ratio_names = [f"{title}, real over simulated" for title in FIGURES]
         parts += [
-            f"Measured apart, {loop}\n{table(['load', 'requests/s', 'way ms', 'late ms'], ways)}",
+            f"Measured apart, {loop}\n{table(WAYS_HEADER, ways)}",
             f"{loop}\n{table(['load', 'policy', *names, *ratio_names], rows)}",
         ]
     return "\n\n".join(parts)

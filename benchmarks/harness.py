@@ -91,7 +91,7 @@ def parse_arguments(
     parser.add_argument(
         "--awake",
         action="store_true",
-        help="let no CPU sleep meanwhile: that of a virtual machine is given to others then",
+        help="let no CPU sleep long meanwhile: that of a virtual machine is given to others then",
     )
     parser.add_argument("--json", type=Path, help="where the results go, with a .txt beside it")
     parser.add_argument("--check", action="store_true", help="end with 1 if a bar is missed")
@@ -230,11 +230,11 @@ class Host:
         self.discarded = 0
         # Of each of the others.
         self._stolen_percents: list[float] = []
-        # One for each CPU that must not sleep; they end with us.
+        # One for each CPU that must not sleep long; they end with us.
         self.sleepless: list[subprocess.Popen[bytes]] = []
 
     def stay_awake(self) -> None:
-        """Let no CPU that we may use sleep from now on."""
+        """Let no CPU that we may use sleep long from now on."""
         for cpu in sorted(os.sched_getaffinity(0)):
             command = [sys.executable, "-m", "benchmarks.awake", str(cpu), str(os.getpid())]
             # In a group of its own: an interrupt from the keyboard is for us alone.
