@@ -4,9 +4,9 @@ A CPU with nothing to do sleeps. That of a virtual machine is then given to othe
 or a message should have woken waits until it is given back: up to tens of milliseconds on a shared
 host. A hypervisor waits a little before it gives one away, so one that wakes often enough is kept.
 
-Here something wakes and sleeps again, in the scheduler's idle class: whatever else can run takes the
-CPU from it at once. It must not compute in between. Of CPUs that are never idle the scheduler thinks
-that there is no use in looking for a free one, and lets two processes share one for up to 4 ms.
+Here something wakes and sleeps again, in the scheduler's idle class: whatever else can run takes
+the CPU from it at once. It must not compute in between. Of CPUs that are never idle the scheduler
+thinks that there is no use in looking for a free one, and lets two processes share one for 4 ms.
 
 Source: sched(7), `SCHED_IDLE`; the kernel's guest halt polling and `select_idle_cpu`.
 """
