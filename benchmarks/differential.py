@@ -232,10 +232,11 @@ def text_of(measurements: list[Measurement], cells: Sequence[Cell], loops: Itera
         for job in apart(cells, loop, 0.0):
             callers, size = job.load.callers, job.load.max_batch_size
             series = Series.of(measurements, job.system, job.label or job.scenario, loop, callers)
-            rate, late = series.spread("requests_per_second"), series.spread("p50_ms")
-            batch = series.spread("batch_size")
-            way = None
-            if job.system != AT_ONCE and rate is not None:
+            rate, batch = series.spread("requests_per_second"), series.spread("batch_size")
+            way, late = None, None
+            if job.system == AT_ONCE:
+                late = series.spread("p50_ms")
+            elif rate is not None:
                 way = number(1e3 * (size / rate.median - SIZED[job.load.model].seconds(size)))
             ways.append([f"{job.system}, {job.label or job.scenario}", rate, batch, way, late])
         rows: list[list[object]] = []
