@@ -5,10 +5,10 @@ or a message should have woken waits until it is given back: up to tens of milli
 host. A hypervisor waits a little before it gives one away, so one that wakes often enough is kept.
 
 Here something wakes and sleeps again, in the scheduler's idle class: whatever else can run takes
-the CPU from it at once. It must not compute in between. Of CPUs that are never idle the scheduler
-thinks that there is no use in looking for a free one, and lets two processes share one for 4 ms.
+the CPU from it at once. It must not compute in between: when it did, event loops were late by 4 ms,
+a tick of the kernel, as if two processes shared a CPU while the other did nothing else.
 
-Source: sched(7), `SCHED_IDLE`; the kernel's guest halt polling and `select_idle_cpu`.
+Source: sched(7), `SCHED_IDLE`; the halt polling of KVM.
 """
 
 import os
