@@ -96,7 +96,7 @@ logger = logging.getLogger("fast_batcher")
 _new = object.__new__
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_OUTPUTS, _SHARED_OUTPUTS = Kind.OUTPUTS, Kind.SHARED_OUTPUTS
+_OUTPUTS, _SHARED_OUTPUTS, _FREED = Kind.OUTPUTS, Kind.SHARED_OUTPUTS, Kind.FREED
 # Frames that leave their batch unanswered.
 UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART, Kind.PONG, Kind.FREED})
 # Frames after which some of the batch's requests may be tried again.
@@ -1079,11 +1079,11 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _go_on(self, worker: int, frame: Frame) -> None:
         """The worker has said something that is not the end of a batch."""
+        if frame.kind is _FREED:
+            self._exchange.free(worker, frame)
+            return
         if frame.kind is Kind.PONG:
             self._pool.answered_ping(worker)
-            return
-        if frame.kind is Kind.FREED:
-            self._exchange.free(worker, frame)
             return
         batch = self._scheduler.find_batch(worker, frame.batch_id)
         if batch is None:

@@ -120,7 +120,7 @@ class Desk:
         try:
             job()
         except OSError as caught:
-            error = caught
+            error = caught.with_traceback(None)
         done(error)
 
     def free(self) -> None:

@@ -19,28 +19,24 @@ class Piece(NamedTuple):
     end: int
     # Keeps it.
     memory: memoryview
-    # All arrays that it is made of, if that is known, in their order; and the one whose views they
-    # are.
-    rows: Sequence[Any] = ()
-    base: Any = None
+    # All of it as one array, if that has been made, and the rows of that.
+    whole: Any
+    rows: Sequence[Any]
 
 
 lent: list[Piece] = []
 
 
-def lend(address: int, memory: memoryview, rows: Sequence[Any] = ()) -> None:
+def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()) -> None:
     """Let arrays and tensors that lie in this memory become one, until `lent` is cleared.
 
     Args:
         address: Of the memory.
         memory: A view of it.
-        rows: All that it is made of, in its order, if that is known: with arrays that are views of
-            one `stack` takes less time then.
+        whole: All of it as one array, if there is one: `stack` takes less time then.
+        rows: Those of that array, which the model gets.
     """
-    piece = Piece(address, address + len(memory), memory)
-    if rows and (base := getattr(rows[0], "base", None)) is not None:
-        piece = piece._replace(rows=rows, base=base)
-    lent.append(piece)
+    lent.append(Piece(address, address + len(memory), memory, whole, rows))
 
 
 def stack(inputs: Sequence[Any]) -> Any:
@@ -74,6 +70,13 @@ def find_whole(values: Sequence[Any]) -> Any:
     """The array or tensor of which these are the rows, None if there is none."""
     if not lent or not values:
         return None
+    for piece in lent:
+        if piece.whole is not None and _are_rows(values, piece):
+            return piece.whole[:]
+    return _find_by_address(values)
+
+
+def _find_by_address(values: Sequence[Any]) -> Any:
     kind = type(values[0])
     library = _library_of(kind)
     if library is None:
@@ -87,8 +90,7 @@ def find_whole(values: Sequence[Any]) -> Any:
         return None
     start = address_of(values[0])
     end = start + len(values) * size
-    expected = [*range(start, end, size)]
-    if not _are_rows(values) and [*map(address_of, values)] != expected:
+    if [*map(address_of, values)] != [*range(start, end, size)]:
         return None
     for piece in lent:
         if piece.start <= start and end <= piece.end:
@@ -97,17 +99,22 @@ def find_whole(values: Sequence[Any]) -> Any:
     return None
 
 
-def _are_rows(values: Sequence[Any]) -> bool:
-    """Whether these are arrays that a piece is known to be made of, and where they were made.
+def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
+    """Whether these are the rows of the piece, and as they were made.
 
-    NumPy takes longer to tell an address than for all the rest.
+    Nothing is asked for an address: NumPy takes longer to tell it than for all the rest.
     """
-    return any(
-        len(piece.rows) == len(values)
-        and all(map(is_, piece.rows, values))
-        # An array that was given other memory has another base.
-        and all(value.base is piece.base for value in values)
-        for piece in lent
+    if len(piece.rows) != len(values) or not all(map(is_, piece.rows, values)):
+        return False
+    whole = piece.whole
+    shape, strides, dtype, base = whole.shape[1:], whole.strides[1:], whole.dtype, whole.base
+    # An array that was given other memory has another base.
+    return all(
+        value.base is base
+        and value.shape == shape
+        and value.strides == strides
+        and value.dtype is dtype
+        for value in values
     )
 
 

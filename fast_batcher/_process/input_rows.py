@@ -22,7 +22,7 @@ from fast_batcher._transport.layouts import (
     find_looks,
     is_plain_dtype,
 )
-from fast_batcher._transport.slabs import Slab, Slabs
+from fast_batcher._transport.slabs import Part, Slab, Slabs
 
 # Bytes from which on an input has a row. A lone request of less is sent 10 to 20 us faster through
 # the pipe; from 64 KiB on, where the pipe takes it in two pieces, the row is 15 us faster. Two or
@@ -46,60 +46,39 @@ RunAside = Callable[[Callable[[], None], Callable[[BaseException | None], None]]
 
 
 class Row:
-    """One input in shared memory.
+    """One input in shared memory."""
 
-    It has a claim on its slab until it is given up, or forgotten.
-    """
+    __slots__ = ("end", "has_failed", "is_copied", "layout", "on_copied", "slab", "start")
 
-    __slots__ = (
-        "end",
-        "has_failed",
-        "is_copied",
-        "is_given_up",
-        "layout",
-        "on_copied",
-        "slab_start",
-        "slabs",
-        "start",
-    )
-
-    def __init__(self, slabs: Slabs, slab_start: int, start: int, end: int, layout: bytes) -> None:
-        self.slabs = slabs
-        self.slab_start = slab_start
+    def __init__(self, slab: Slab, start: int, end: int, layout: bytes) -> None:
+        # None once it has been sent, or is never going to be.
+        self.slab: Slab | None = slab
         # Bytes in the memory.
         self.start = start
         self.end = end
         # Pickled; the same object for all in a slab.
         self.layout = layout
-        # It has been sent, or is never going to be.
-        self.is_given_up = False
         self.is_copied = False
         # There was no memory for it.
         self.has_failed = False
         # Called when it is copied, or has failed.
         self.on_copied: Callable[[], None] | None = None
-        slabs.claim(slab_start)
 
     def give_up(self) -> None:
-        """Nobody sends it, from here on; may be called again, on any thread."""
-        if not self.is_given_up:
-            self.is_given_up = True
-            self.slabs.release(self.slab_start)
-
-    # A caller may be gone without a word, with its event loop.
-    __del__ = give_up
+        """Nobody sends it, from here on; may be called again."""
+        self.slab = None
 
 
 class _Open:
     """A slab that takes more rows."""
 
-    __slots__ = ("end", "next", "packed", "slab_start")
+    __slots__ = ("end", "next", "packed", "slab")
 
-    def __init__(self, slab_start: int, end: int, packed: bytes) -> None:
-        self.slab_start = slab_start
+    def __init__(self, slab: Slab, length: int, packed: bytes) -> None:
+        self.slab = slab
         # Where the next row begins, and where none begins any more.
-        self.next = slab_start
-        self.end = end
+        self.next = slab.start
+        self.end = slab.start + length
         self.packed = packed
 
 
@@ -145,8 +124,6 @@ class Rows:
         self.looks: dict[type, Look] = {}
         # By layout, the one that was used last at the end.
         self._open: dict[Key, _Open] = {}
-        # The same by the start of the slab.
-        self._keys: dict[int, Key] = {}
         # By their start.
         self._given: dict[int, _Given] = {}
         _all.add(self)
@@ -188,14 +165,14 @@ class Rows:
         if value.nbytes != size:  # another thread has resized it just now
             return None
         address = address_of(value)
-        part = slabs.part(row.start, size)
+        assert row.slab is not None, "it is new"
+        part = slabs.part(row.slab, row.start, size)
         cost = size + (row.end - part.fresh) * (FRESH - 1)
         if size > MOST_AT_ONCE or self.copied + cost > MOST_PER_TURN:
-            # The memory is not another's before this has been done, whoever gives the row up.
-            slabs.claim(row.slab_start)
             if is_tensor:
                 # Has this memory also when the tensor is given another.
                 value = value.detach()
+            # The part keeps the slab, whoever gives the row up.
             copy = functools.partial(_copy, slabs, part, address, value, is_tensor, row)
             self._run_aside(copy, functools.partial(_finish, slabs, part, row, self._warn))
             return row
@@ -224,7 +201,8 @@ class Rows:
         row = self._place(slabs, (False, dtype, shape, True), size)
         if row is None:
             return None
-        part = slabs.part(row.start, size)
+        assert row.slab is not None, "it is new"
+        part = slabs.part(row.slab, row.start, size)
         cost = (row.end - part.fresh) * FRESH
         if self.copied + cost > MOST_PER_TURN:
             slabs.lacks_memory(part)
@@ -244,24 +222,26 @@ class Rows:
     def keep_given(self) -> None:
         """What somebody has to write is never given to another: a child will see it too."""
         for row, _ in list(self._given.values()):
-            row.slabs.keep(row.slab_start)
+            assert row.slab is not None, "it is never sent itself"
+            row.slab.keep()
 
-    def close(self, slab_start: int) -> None:
+    def close(self, slab: Slab) -> None:
         """No more rows in this slab: a batch has been taken from it."""
-        key = self._keys.get(slab_start)
         slabs = self._find_slabs()
-        if key is not None and isinstance(slabs, Slabs):
-            self._close(slabs, key)
+        for key, one in self._open.items():
+            if one.slab is slab and isinstance(slabs, Slabs):
+                self._close(slabs, key)
+                break
 
     def _place(self, slabs: Slabs, key: Key, size: int) -> Row | None:
         """A row that has not been written."""
-        slab = self._open.get(key) or self._begin(slabs, key, size)
-        if slab is None:
+        place = self._open.get(key) or self._begin(slabs, key, size)
+        if place is None:
             return None
-        start = slab.next
-        slab.next = end = start + size
-        row = Row(slabs, slab.slab_start, start, end, slab.packed)
-        if end + size > slab.end:
+        start = place.next
+        place.next = end = start + size
+        row = Row(place.slab, start, end, place.packed)
+        if end + size > place.end:
             self._close(slabs, key)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
@@ -270,11 +250,12 @@ class Rows:
     def _repeat(self, row: Row, key: Key) -> Row:
         """A row of what somebody has been given, and has written."""
         packed = _pack(Layout(*key)._replace(is_read_only=True))
-        another = Row(row.slabs, row.slab_start, row.start, row.end, packed)
+        assert row.slab is not None, "it is never sent itself"
+        another = Row(row.slab, row.start, row.end, packed)
         another.is_copied = True
         return another
 
-    def _fail(self, slabs: Slabs, part: Slab, row: Row, error: OSError) -> None:
+    def _fail(self, slabs: Slabs, part: Part, row: Row, error: OSError) -> None:
         slabs.lacks_memory(part)
         row.give_up()
         self._warn(error)
@@ -289,19 +270,15 @@ class Rows:
         if slabs.taken_bytes > most:
             return None
         packed = _pack(Layout(*key))
-        start = slabs.reserve(length)
-        if start is None:
+        slab = slabs.reserve(length)
+        if slab is None:
             return None
-        slab = _Open(start, start + length, packed)
-        self._open[key] = slab
-        self._keys[start] = key
-        return slab
+        self._open[key] = begun = _Open(slab, length, packed)
+        return begun
 
     def _close(self, slabs: Slabs, key: Key) -> None:
-        slab = self._open.pop(key)
-        del self._keys[slab.slab_start]
-        slabs.shrink(slab.slab_start, slab.next - slab.slab_start)
-        slabs.release(slab.slab_start)
+        closed = self._open.pop(key)
+        slabs.shrink(closed.slab, closed.next - closed.slab.start)
 
 
 # Those of this process, which may fork.
@@ -326,23 +303,22 @@ class _NotWanted(OSError):
     """There is nobody left whom a row is for."""
 
 
-def _copy(slabs: Slabs, part: Slab, address: int, value: Any, may_be_freed: bool, row: Row) -> None:
+def _copy(slabs: Slabs, part: Part, address: int, value: Any, may_be_freed: bool, row: Row) -> None:
     """On another thread. The value is here so that its memory stays."""
     # Given up, and no batch waits for it: its caller has left.
-    if row.is_given_up and row.on_copied is None:
+    if row.slab is None and row.on_copied is None:
         raise _NotWanted
     slabs.copy(part, address, is_aside=True, may_be_freed=may_be_freed)
 
 
 def _finish(
     slabs: Slabs,
-    part: Slab,
+    part: Part,
     row: Row,
     warn: Callable[[BaseException], None],
     error: BaseException | None,
 ) -> None:
     """On the loop again: a row has been copied, or could not be."""
-    slabs.release(row.slab_start)
     if error is None:
         row.is_copied = True
     else:

@@ -545,9 +545,9 @@ class Pool:
 
     def _give_back_memory(self, slabs: Slabs) -> None:
         """Begin to give back what has not been used since the last call of this."""
-        slab = slabs.take_unused()
-        if slab is not None:
-            self.run_aside(functools.partial(slabs.punch, slab), lambda _: slabs.discard(slab))
+        unused = slabs.take_unused()
+        if unused is not None:
+            self.run_aside(functools.partial(slabs.punch, unused), lambda _: slabs.discard(unused))
 
     # Ending.
 

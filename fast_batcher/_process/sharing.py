@@ -21,12 +21,15 @@ from fast_batcher._transport.channel import Place
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import Parts
-from fast_batcher._transport.slabs import Slab, Slabs
+from fast_batcher._transport.slabs import Part, Slab, Slabs
 
 logger = logging.getLogger("fast_batcher")
 
 # Beside its bytes a pickled array takes less than this, so one that has a row may also go without.
 MOST_AROUND = 4096
+
+# On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_ROWS = Kind.ROWS
 
 Send = Callable[[Kind, int, bytes], None]
 SendInBand = Callable[[Batch, Send], None]
@@ -68,8 +71,8 @@ class Sharing:
         self._run_aside = run_aside
         self._name = name
         self._has_warned = False
-        # Where the slabs of each batch start that a worker may have views of, by worker.
-        self._leases: dict[int, dict[int, list[int]]] = {}
+        # The slabs of each batch that a worker may have views of, by worker.
+        self._leases: dict[int, dict[int, list[Slab]]] = {}
         self.rows = Rows(
             find_slabs,
             run_aside,
@@ -95,18 +98,15 @@ class Sharing:
             send_in_band: Sends the batch through `Send` if there turns out to be no memory.
         """
         rows: list[Row] = []
+        leased: dict[Slab, None] = {}
         for request in batch.requests:
             row: Row | None = getattr(request, "row", None)
-            if row is None or row.is_given_up:
+            slab = None if row is None else row.slab
+            if row is None or slab is None:
                 return False
             rows.append(row)
+            leased[slab] = None
         body = dumps(_name_runs(rows))
-        slabs = rows[0].slabs
-        starts = list({row.slab_start: None for row in rows})
-        for start in starts:
-            slabs.claim(start)
-            self.rows.close(start)
-        self._lease(batch, starts)
         pending = [row for row in rows if not row.is_copied]
         if pending:
             lane = self._lanes[batch.worker]
@@ -116,7 +116,11 @@ class Sharing:
             for row in pending:
                 row.on_copied = fill
         else:
-            send(Kind.ROWS, batch.id, body)
+            send(_ROWS, batch.id, body)
+        # The worker wakes up meanwhile.
+        self._lease(batch, [*leased])
+        for slab in leased:
+            self.rows.close(slab)
         for row in rows:
             row.give_up()
         return True
@@ -132,26 +136,26 @@ class Sharing:
         """
         slabs = self._find_slabs()
         assert isinstance(slabs, Slabs), "the caller has asked"
-        slab = slabs.take(parts.size)
-        if slab is None:
+        whole = slabs.take(parts.size)
+        if whole is None:
             self._warn_of_no_room(slabs, parts.size)
             return False
-        frame = (Kind.SHARED_INPUTS, batch.id, dumps((slab.start, slab.length, parts.sizes)))
+        frame = (Kind.SHARED_INPUTS, batch.id, dumps((whole.start, whole.length, parts.sizes)))
         if parts.size > MOST_AT_ONCE:
             lane = self._lanes[batch.worker]
             place = lane.reserve()
             done = functools.partial(
-                self._finish, slabs, lane, slab, place, frame, batch, send_in_band
+                self._finish, slabs, lane, whole, place, frame, batch, send_in_band
             )
-            self._run_aside(functools.partial(_copy, slabs, slab, parts), done)
+            self._run_aside(functools.partial(_copy, slabs, whole, parts), done)
             return True
         try:
-            slabs.write(slab, parts, is_aside=False)
+            slabs.write(whole, parts, is_aside=False)
         except OSError as error:
-            self._give_up(slabs, slab, error)
+            self._give_up(slabs, whole, error)
             return False
         parts.release()
-        self._lease(batch, [slab.start])
+        self._lease(batch, [whole.slab])
         send(*frame)
         return True
 
@@ -162,11 +166,9 @@ class Sharing:
             KeyError: It never had one.
         """
         leases = self._leases.get(worker)
-        slabs = self._find_slabs()
-        if leases is not None and isinstance(slabs, Slabs):
+        if leases is not None:
             for batch_id in batch_ids:
-                for start in leases.pop(batch_id):
-                    slabs.release(start)
+                del leases[batch_id]
 
     def forget(self, worker: int, inherited: int | None) -> None:
         """The worker is dead.
@@ -176,17 +178,14 @@ class Sharing:
             inherited: The last batch of which children of it may have views, so that it and those
                 before it are never free; None if there is none.
         """
-        leases = self._leases.pop(worker, {})
-        slabs = self._find_slabs()
-        if isinstance(slabs, Slabs):
-            for batch_id, starts in leases.items():
-                if inherited is None or batch_id > inherited:
-                    for start in starts:
-                        slabs.release(start)
+        for batch_id, slabs in self._leases.pop(worker, {}).items():
+            if inherited is not None and batch_id <= inherited:
+                for slab in slabs:
+                    slab.keep()
 
-    def _lease(self, batch: Batch, starts: list[int]) -> None:
-        """A claim on each of these slabs is from now on that of the worker."""
-        self._leases.setdefault(batch.worker, {})[batch.id] = starts
+    def _lease(self, batch: Batch, slabs: list[Slab]) -> None:
+        """From now on the worker has these slabs."""
+        self._leases.setdefault(batch.worker, {})[batch.id] = slabs
 
     def _fill_rows(
         self,
@@ -202,7 +201,7 @@ class Sharing:
             return
         if self._lanes.get(batch.worker) is not lane:  # it has died, and its leases have ended
             return
-        frames = [(Kind.ROWS, batch.id, body)]
+        frames = [(_ROWS, batch.id, body)]
         if any(row.has_failed for row in pending):
             self.free(batch.worker, [batch.id])
             frames.clear()
@@ -213,7 +212,7 @@ class Sharing:
         self,
         slabs: Slabs,
         lane: Lane,
-        slab: Slab,
+        whole: Part,
         place: Place,
         frame: tuple[Kind, int, bytes],
         batch: Batch,
@@ -222,22 +221,20 @@ class Sharing:
     ) -> None:
         """On the loop again: a batch has been copied, or could not be."""
         if self._lanes.get(batch.worker) is not lane:  # it has died: somebody has seen to the batch
-            if error is None:
-                slabs.release(slab.start)
-            else:
-                slabs.discard(slab)
+            if error is not None:
+                slabs.discard(whole)
             return
         frames = [frame]
         if error is None:
-            self._lease(batch, [slab.start])
+            self._lease(batch, [whole.slab])
         else:
-            self._give_up(slabs, slab, error)
+            self._give_up(slabs, whole, error)
             frames.clear()
             send_in_band(batch, lambda *one: frames.append(one))
         lane.fill(place, frames)
 
-    def _give_up(self, slabs: Slabs, slab: Slab, error: BaseException) -> None:
-        slabs.discard(slab)
+    def _give_up(self, slabs: Slabs, whole: Part, error: BaseException) -> None:
+        slabs.discard(whole)
         self._warn(f"{error}")
 
     def _warn_of_no_room(self, slabs: Slabs, size: int) -> None:
@@ -280,10 +277,10 @@ def _name_runs(rows: list[Row]) -> list[tuple[bytes, int, int]]:
     return runs
 
 
-def _copy(slabs: Slabs, slab: Slab, parts: Parts) -> None:
+def _copy(slabs: Slabs, whole: Part, parts: Parts) -> None:
     """On another thread."""
     try:
-        slabs.write(slab, parts, is_aside=True)
+        slabs.write(whole, parts, is_aside=True)
     finally:
         # At once, and not when the last reference goes: inputs are locked as long.
         parts.release()

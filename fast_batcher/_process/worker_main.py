@@ -47,6 +47,8 @@ logger = logging.getLogger("fast_batcher.worker")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _kept_open: list[Any] = []
+# On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_STOP, _ROWS, _SHARED_INPUTS, _FATAL = Kind.STOP, Kind.ROWS, Kind.SHARED_INPUTS, Kind.FATAL
 # Far more types than a model answers with, unless it makes them as it goes; those it would keep.
 MOST_HARMLESS = 100
 
@@ -190,9 +192,13 @@ def serve(  # noqa: C901, PLR0912, PLR0915  flat on purpose
         if frame is None and (frame := receive()) is None:
             return
         if frame.kind is not inputs_kind:
-            if frame.kind is Kind.STOP:
+            if frame.kind is _STOP:
                 return
-            if _answer_other(channel, model, frame, parts, slabs, posting, mark) is Kind.FATAL:
+            if frame.kind is _ROWS or frame.kind is _SHARED_INPUTS:
+                kind = _answer_shared(channel, model, frame, slabs, posting, mark)
+            else:
+                kind = _answer_other(channel, model, frame, parts, posting, mark)
+            if kind is _FATAL:
                 return
             continue
         batch_id = frame.batch_id
@@ -242,11 +248,10 @@ def _answer_other(
     model: Any,
     frame: Frame,
     parts: "_Parts",
-    slabs: "SlabViews | None",
     posting: Posting,
     mark: "memoryview[int]",
 ) -> Kind | None:
-    """Answer a ping, or a batch that is not one pickle in its frame.
+    """Answer a ping, or a batch whose items were pickled apart.
 
     Returns:
         How bad it is if `infer` raised, None if it did not.
@@ -255,8 +260,6 @@ def _answer_other(
         channel.send(Kind.PONG)
         posting.rest()
         return None
-    if frame.kind is Kind.SHARED_INPUTS or frame.kind is Kind.ROWS:
-        return _answer_shared(channel, model, frame, slabs, posting, mark)
     return _answer_items(channel, model, frame, parts, mark)
 
 
@@ -312,7 +315,7 @@ def _load_shared(slabs: "SlabViews", frame: Frame) -> list[Any]:
     named = codec.loads(frame.body)
     view = memory = slabs.view(frame.batch_id)
     try:
-        if frame.kind is Kind.SHARED_INPUTS:
+        if frame.kind is _SHARED_INPUTS:
             start, length, sizes = named
             view = memory[start : start + length]
             stacking.lend(slabs.address + start, view)
@@ -320,9 +323,9 @@ def _load_shared(slabs: "SlabViews", frame: Frame) -> list[Any]:
             return inputs
         inputs = []
         for layout, start, count in named:
-            rows, view = view_rows(layout, memory, start, count)
+            rows, view, whole = view_rows(layout, memory, start, count)
             inputs += rows
-            stacking.lend(slabs.address + start, view, rows)
+            stacking.lend(slabs.address + start, view, whole, rows)
         return inputs
     finally:
         # An error keeps this frame, and is often kept by one of its own.

@@ -134,10 +134,11 @@ class LoopChannel:
         """Send frames in the place that was reserved for them; none gives it up."""
         place.frames = frames
         # It is nowhere if the worker has been found dead, and the channel is not over yet.
-        if not self._is_over and self._backlog and self._backlog[0] is place:
+        if self._is_over or not self._backlog or self._backlog[0] is not place:
+            return
+        if not self._write_some():
             assert self._loop is not None, "nothing is sent before a loop is attached"
             self._loop.add_writer(self._sink, self._write_backlog)
-            self._write_backlog()
 
     def drain(self) -> None:
         """Hand on what has arrived: a reply may be read after the death of its writer."""
@@ -179,7 +180,12 @@ class LoopChannel:
         return True
 
     def _write_backlog(self) -> None:
-        """Write what the pipe takes; the loop calls this as long as there is more to write."""
+        """The loop calls this when the pipe takes more, as long as there is more to write."""
+        if self._write_some() and self._loop is not None:
+            self._loop.remove_writer(self._sink)
+
+    def _write_some(self) -> bool:
+        """Write what the pipe takes; whether that is all that can be written by now."""
         backlog = self._backlog
         try:
             while backlog:
@@ -192,15 +198,14 @@ class LoopChannel:
                     continue
                 sent = self._write(head)
                 if sent is None:
-                    return
+                    return False
                 if sent < len(head):
                     backlog[0] = head[sent:]
-                    return
+                    return False
                 backlog.popleft()
         except OSError:
             backlog.clear()
-        if self._loop is not None:
-            self._loop.remove_writer(self._sink)
+        return True
 
     def _finish(self, error: Exception | None) -> None:
         self._stop_watching()

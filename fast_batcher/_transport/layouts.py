@@ -113,8 +113,8 @@ def _look_at_tensor(torch: Any, tensor: Any, least: int, most: int) -> tuple[Key
 
 def view_rows(
     packed: bytes, memory: memoryview, start: int, count: int
-) -> tuple[list[Any], memoryview]:
-    """So many rows that lie one behind the other from `start` on, and all of their memory.
+) -> tuple[list[Any], memoryview, Any]:
+    """So many rows that lie one behind the other from `start` on.
 
     Args:
         packed: The layout, pickled.
@@ -122,33 +122,33 @@ def view_rows(
             tensors that cannot be, and gets copies then.
         start: Bytes.
         count: Rows, 1 or more.
+
+    Returns:
+        They; all of their memory; and the array whose rows they are, None if they are tensors.
     """
-    layout = _unpack(packed)
-    items = math.prod(layout.shape)
-    size = items * layout.dtype.itemsize
+    layout, size = _unpack(packed)
     part = memory[start : start + count * size]
     if layout.is_tensor:
         import torch
 
         # Each by itself: a view of a tensor is pickled with all of what it is a view of.
         rows: list[Any] = [
-            torch.frombuffer(part, dtype=layout.dtype, count=items, offset=begin).reshape(
-                layout.shape
-            )
+            torch.frombuffer(part[begin : begin + size], dtype=layout.dtype).reshape(layout.shape)
             for begin in range(0, count * size, size)
         ]
         if layout.is_read_only:
             rows = [row.clone() for row in rows]
-        return rows, part
-    import numpy
-
+        return rows, part, None
     if layout.is_read_only:
         part = part.toreadonly()
-    return list(numpy.frombuffer(part, layout.dtype).reshape(count, *layout.shape)), part
+    numpy: Any = sys.modules["numpy"]  # which made the dtype
+    whole = numpy.frombuffer(part, layout.dtype).reshape(count, *layout.shape)
+    return list(whole), part, whole
 
 
 # A dtype takes microseconds to unpickle, and most models take inputs of few layouts.
 @functools.lru_cache(maxsize=64)
-def _unpack(packed: bytes) -> Layout:
+def _unpack(packed: bytes) -> tuple[Layout, int]:
+    """The layout, and the bytes of one row."""
     layout: Layout = pickle.loads(packed)
-    return layout
+    return layout, math.prod(layout.shape) * layout.dtype.itemsize

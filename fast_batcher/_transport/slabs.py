@@ -2,12 +2,12 @@
 
 It is one file without a name, which ends with the processes that have it, whatever they die of. It
 is as long as it may become, and takes no memory before something is written. The side that writes
-also says which parts are taken. A slab is free again when nobody has a claim on it: not who writes
-it, and not a batch that lies in it, which has one as long as its worker has a view of it.
+also says what is taken: a slab, as long as somebody has it. Who writes it has, and so has a batch
+that lies in it, as long as its worker has a view of it.
 
 `Slabs` is the writer's side: its thread is the event loop's, but for what any thread may call:
-`write`, `copy`, `punch` and `release`. `SlabViews` is the reader's: the worker's main thread, and
-whichever drops a view.
+`write`, `copy` and `punch`. Any may be the last to have a slab. `SlabViews` is the reader's: the
+worker's main thread, and whichever drops a view.
 """
 
 import contextlib
@@ -36,9 +36,32 @@ RELEASING_SIZE = 64 * 1024
 _KEEP_SIZE_AND_PUNCH = 0x01 | 0x02
 
 
-class Slab(NamedTuple):
-    """A part of the memory that somebody has taken, or a part of that which is to be written."""
+class Slab:
+    """Memory that is taken until nobody has this object any more."""
 
+    __slots__ = ("_on_end", "start")
+
+    def __init__(self, start: int, on_end: Callable[[int], object]) -> None:
+        self.start = start
+        self._on_end = on_end
+
+    def keep(self) -> None:
+        """It is taken for ever."""
+        self._on_end = _ignore
+
+    # On whichever thread, and the garbage collector may call it in the middle of anything.
+    def __del__(self) -> None:
+        self._on_end(self.start)
+
+
+def _ignore(_: int) -> None:
+    """Nobody wants to know."""
+
+
+class Part(NamedTuple):
+    """A part of a slab that is to be written, or all of it."""
+
+    slab: Slab
     start: int
     # Bytes.
     length: int
@@ -76,14 +99,8 @@ class Slabs:
         # Most bytes in all slabs together.
         self.size = size
         self._ranges = Ranges(size)
-        # How many have a claim on each slab, by its start.
-        self._claims: dict[int, int] = {}
-        # Starts of slabs on which a claim has ended that is still counted: whoever ends one may be
-        # on any thread, and be the garbage collector in the middle of anything.
+        # Starts of slabs that nobody has any more: noted by any thread, freed by ours.
         self._ended: deque[int] = deque()
-        # Those of slabs that are never free again; whoever says so may be on any thread too, and
-        # comes before the end of a claim that he knows of.
-        self._kept: deque[int] = deque()
         # Up to here the file has been taken.
         self._used_end = 0
         # Up to here all of it has been written, or is about to be.
@@ -122,57 +139,42 @@ class Slabs:
         """Whether there is much to give back."""
         return self._used_end > 0
 
-    def take(self, length: int) -> Slab | None:
-        """Take a slab of at least so many bytes, to be written at once; None if there is no room.
+    def take(self, length: int) -> Part | None:
+        """Take a slab of at least so many bytes, written as one; None if there is no room."""
+        slab = self.reserve(length)
+        return None if slab is None else self.part(slab, slab.start, round_up(length))
 
-        Whoever takes it has a claim on it.
-        """
-        start = self.reserve(length)
-        return None if start is None else self.part(start, round_up(length))
-
-    def reserve(self, length: int) -> int | None:
-        """Take a slab that is written part by part; its start, None if there is no room."""
+    def reserve(self, length: int) -> Slab | None:
+        """Take a slab that is written part by part; None if there is no room."""
         self._forget_ended()
         start = None if self.is_closed else self._ranges.take(length)
-        if start is not None:
-            self._claims[start] = 1
-            self._used_end = max(self._used_end, start + round_up(length))
-        return start
+        if start is None:
+            return None
+        self._used_end = max(self._used_end, start + round_up(length))
+        return Slab(start, self._ended.append)
 
-    def part(self, start: int, length: int) -> Slab:
-        """A part of a slab that has been taken, which is written now."""
+    def part(self, slab: Slab, start: int, length: int) -> Part:
+        """A part of a slab, which is written now."""
         end = start + length
-        part = Slab(start, length, min(end, max(start, self._solid_end)))
+        part = Part(slab, start, length, min(end, max(start, self._solid_end)))
         if start <= self._solid_end:
             # Memory comes in pages.
             self._solid_end = max(self._solid_end, -(-end // PAGE) * PAGE)
         return part
 
-    def shrink(self, slab_start: int, length: int) -> None:
+    def shrink(self, slab: Slab, length: int) -> None:
         """Of a slab no more than so many bytes are needed; more than none."""
         if not self.is_closed:
-            self._ranges.shrink(slab_start, length)
-
-    def claim(self, slab_start: int) -> None:
-        """One more has a claim on this slab, on which somebody has one."""
-        self._claims[slab_start] += 1
-
-    def release(self, slab_start: int) -> None:
-        """A claim on this slab has ended; any thread, at any moment."""
-        self._ended.append(slab_start)
-
-    def keep(self, slab_start: int) -> None:
-        """A slab on which somebody has a claim is never free again; any thread."""
-        self._kept.append(slab_start)
+            self._ranges.shrink(slab.start, length)
 
     def write(
-        self, slab: Slab, pieces: Iterable[tuple[int, "bytes | memoryview"]], *, is_aside: bool
+        self, part: Part, pieces: Iterable[tuple[int, "bytes | memoryview"]], *, is_aside: bool
     ) -> None:
-        """Copy buffers into a slab.
+        """Copy buffers into a part of a slab.
 
         Args:
-            slab: Whoever calls has a claim on it; nobody else writes it meanwhile.
-            pieces: Where each begins in the slab, and its bytes, which are contiguous.
+            part: Nobody else writes it meanwhile.
+            pieces: Where each begins in it, and its bytes, which are contiguous.
             is_aside: Whether other threads may run meanwhile; costs 2 us per large piece.
 
         Raises:
@@ -180,17 +182,17 @@ class Slabs:
         """
         self._begin_use()
         try:
-            self._get_memory(slab)
+            self._get_memory(part)
             for offset, piece in pieces:
-                self._write_piece(slab.start + offset, piece, is_aside=is_aside)
+                self._write_piece(part.start + offset, piece, is_aside=is_aside)
         finally:
             self._end_use()
 
-    def copy(self, part: Slab, address: int, *, is_aside: bool, may_be_freed: bool = False) -> None:
+    def copy(self, part: Part, address: int, *, is_aside: bool, may_be_freed: bool = False) -> None:
         """Copy what is at this address into all of a part of a slab; otherwise like `write`.
 
         Args:
-            part: As `slab` of `write`.
+            part: As for `write`.
             address: Of as many bytes.
             is_aside: As for `write`.
             may_be_freed: Whether others may free them meanwhile; that is an `OSError` then, or what
@@ -212,7 +214,7 @@ class Slabs:
         """Copy an array into a part that has memory already; but for the bytes cheaper than `copy`.
 
         Args:
-            start: Of the part; as for `copy`.
+            start: Of the part, of a slab that the caller has.
             end: The part has as many bytes as the array.
             array: Contiguous.
 
@@ -228,11 +230,10 @@ class Slabs:
             return False
         return True
 
-    def lend(self, part: Slab) -> memoryview:
+    def lend(self, part: Part) -> memoryview:
         """A part of a slab, for somebody else to write; its `obj` lives as long as views of it.
 
-        Args:
-            part: Whoever calls has a claim on it.
+        It does not keep the slab.
 
         Raises:
             OSError: There is no memory left, or the slabs have been closed.
@@ -249,18 +250,17 @@ class Slabs:
         """Where this address is in the memory; below 0, or `size` and more, if it is elsewhere."""
         return address - self._address
 
-    def discard(self, slab: Slab) -> None:
-        """Release a slab that could not be written: it may be without memory."""
-        self.release(slab.start)
-        self.lacks_memory(slab)
-        if self._used_end == slab.start + slab.length:
-            self._used_end = slab.fresh
-
-    def lacks_memory(self, part: Slab) -> None:
-        """A part could not be written: it may be without memory."""
+    def lacks_memory(self, part: Part) -> None:
+        """A part could not be written, or was punched: it may be without memory."""
         self._solid_end = min(self._solid_end, part.fresh)
 
-    def take_unused(self) -> Slab | None:
+    def discard(self, whole: Part) -> None:
+        """The same of all of a slab."""
+        self.lacks_memory(whole)
+        if self._used_end == whole.start + whole.length:
+            self._used_end = whole.fresh
+
+    def take_unused(self) -> Part | None:
         """Take the memory at the end that was not used since the last call of this, or None.
 
         It is for `punch`, and `discard` after that.
@@ -270,18 +270,17 @@ class Slabs:
         if self.is_closed or begin >= end:
             return None
         self._ranges.take_part(begin, end)
-        self._claims[begin] = 1
-        return Slab(begin, end - begin, begin)
+        return Part(Slab(begin, self._ended.append), begin, end - begin, begin)
 
-    def punch(self, slab: Slab) -> None:
-        """Give the memory of a slab back to the system.
+    def punch(self, part: Part) -> None:
+        """Give the memory of a part of a slab back to the system.
 
         Raises:
             OSError: The system cannot, or the slabs have been closed.
         """
         self._begin_use()
         try:
-            punch(self._fd, slab.start, slab.length)
+            punch(self._fd, part.start, part.length)
         finally:
             self._end_use()
 
@@ -300,22 +299,15 @@ class Slabs:
         self.close()
 
     def _forget_ended(self) -> None:
-        ended, kept, claims = self._ended, self._kept, self._claims
-        while ended:
-            start = ended.popleft()
-            while kept:
-                claims[kept.popleft()] += 1
-            claims[start] -= 1
-            if not claims[start]:
-                del claims[start]
-                self._ranges.give_back(start)
+        while self._ended:
+            self._ranges.give_back(self._ended.popleft())
 
-    def _get_memory(self, slab: Slab) -> None:
-        end = slab.start + slab.length
-        if slab.fresh < end:
+    def _get_memory(self, part: Part) -> None:
+        end = part.start + part.length
+        if part.fresh < end:
             # Else it were a fatal signal to write where there is no memory to be had. With the page
             # before: a neighbour that begins it may have failed to get it.
-            begin = max(slab.start, slab.fresh - PAGE)
+            begin = max(part.start, part.fresh - PAGE)
             os.posix_fallocate(self._fd, begin, end - begin)
 
     def _write_piece(self, start: int, piece: "bytes | memoryview", *, is_aside: bool) -> None:
@@ -438,10 +430,6 @@ class SlabViews:
         # Not there if it was pinned.
         if self._owners.pop(batch_id, None) is not None:
             self.freed.append(batch_id)
-
-
-def _ignore(_: int) -> None:
-    """Nobody wants to know."""
 
 
 def _open(duplicate: Any, size: int) -> SlabViews | OSError:

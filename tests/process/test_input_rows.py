@@ -29,6 +29,7 @@ from fast_batcher._transport.frames import Kind
 
 if TYPE_CHECKING:
     from fast_batcher._core.messages import Request
+    from fast_batcher._process.input_rows import Rows
 
 __all__ = ["desk"]
 
@@ -36,6 +37,12 @@ __all__ = ["desk"]
 def runs(desk: Desk) -> list[tuple[int, int]]:
     """Start and count of each run of the batch that was sent first."""
     return [(start, count) for _, start, count in loads(desk.queue[0][2])]
+
+
+def close_all(rows: "Rows") -> None:
+    """No more rows in any slab."""
+    for slab in [one.slab for one in rows._open.values()]:
+        rows.close(slab)
 
 
 def test_rows_lie_one_behind_the_other(desk: Desk) -> None:
@@ -188,10 +195,12 @@ def test_a_row_may_be_given_up_by_the_garbage_collector_of_any_thread(desk: Desk
     request.caller = [request]
     del request
     gc.collect()
-    (slab,) = desk.sharing.rows._open.values()
-    # The slab itself is still open.
+    # The slab is still open.
+    (slab,) = [one.slab for one in desk.sharing.rows._open.values()]
     assert desk.slabs.count == 1
-    assert desk.slabs._claims == {slab.slab_start: 1}
+    desk.sharing.rows.close(slab)
+    del slab
+    assert desk.slabs.count == 0
 
 
 def test_an_idle_slab_has_no_more_than_its_rows(desk: Desk) -> None:
@@ -224,11 +233,12 @@ def test_what_was_copied_before_its_batch_is_sent_at_once(desk: Desk) -> None:
 
 def test_the_memory_of_a_row_stays_until_it_has_been_copied(desk: Desk) -> None:
     request = desk.arrive(filled(1, LARGE))
+    desk.sharing.rows.close(request.row.slab)
     request.row.give_up()
     del request
-    desk.sharing.rows.close(0)
     assert desk.slabs.count == 1
     desk.run_job()
+    desk.done_jobs.clear()
     assert desk.slabs.count == 0
 
 
@@ -238,7 +248,7 @@ def test_a_row_whose_caller_left_before_is_not_copied(desk: Desk) -> None:
     desk.run_job()
     assert memory_of(desk.slabs._fd) == 0
     # It is known that it has no memory.
-    assert desk.slabs.part(0, 1).fresh == 0
+    assert desk.slabs._solid_end == 0
 
 
 def test_a_row_that_was_sent_is_copied_whoever_leaves(desk: Desk) -> None:
@@ -277,7 +287,7 @@ def test_where_there_is_no_memory_the_pipe_is_left(
     assert sums(desk.read()) == [0, 1]
     assert desk.read() == ["after"]
     # It is known that there is none.
-    assert desk.slabs.part(0, 1).fresh == 0
+    assert desk.slabs._solid_end == 0
     (record,) = caplog.records
     assert "Bad file descriptor" in record.message
 
@@ -312,8 +322,7 @@ def test_a_turn_of_the_loop_copies_so_much_and_leaves_the_rest_to_the_thread(des
         given.clear()
         desk.done_jobs.clear()
         rows.copied = MOST_PER_TURN - 8 * size
-        for slab_start in list(rows._keys):
-            rows.close(slab_start)
+        close_all(rows)
         assert desk.slabs.count == 0
     assert rows.take(filled(0, size)) is not None
     assert rows.copied == MOST_PER_TURN - 7 * size
@@ -333,8 +342,7 @@ def test_an_array_that_was_resized_meanwhile_has_none(desk: Desk) -> None:
     rows.looks[np.ndarray] = lambda value, least, most: look(np.zeros(SMALL + 8, "u1"), least, most)
     assert rows.take(array) is None
     rows.looks[np.ndarray] = look
-    for slab_start in list(rows._keys):
-        rows.close(slab_start)
+    close_all(rows)
     assert desk.slabs.count == 0
 
 
@@ -482,7 +490,7 @@ def test_where_there_is_no_memory_no_row_is_given(
 ) -> None:
     refuse_memory(desk.slabs._fd)
     assert desk.sharing.rows.give(np.dtype(np.uint8), (SMALL,)) is None
-    desk.sharing.rows.close(0)
+    close_all(desk.sharing.rows)
     assert desk.slabs.count == 0
     (record,) = caplog.records
     assert "Bad file descriptor" in record.message

@@ -157,6 +157,7 @@ def test_a_slab_that_is_free_is_taken_again(desk: Desk) -> None:
     for _ in range(100):
         desk.send(np.zeros(LARGE, np.uint8))
         desk.run_job()
+        desk.done_jobs.clear()
         desk.read()
         desk.free()
     assert desk.slabs.count == 0
@@ -190,6 +191,7 @@ def test_what_was_copied_for_a_worker_that_died_meanwhile_is_free_when_it_has_be
     desk.replace_worker()
     assert desk.slabs.count == 1
     desk.run_job()
+    desk.done_jobs.clear()
     assert desk.slabs.count == 0
     # The memory that it has got is known, so that the system can have it back.
     assert desk.slabs.take_unused() is None  # it was used just now
@@ -234,6 +236,7 @@ def test_where_there_is_no_memory_the_pipe_is_left(
     desk.run_job()
     got = [desk.read()[0] for _ in range(3)]
     assert (got[0].sum(), got[1].sum(), got[2]) == (SMALL, 2 * LARGE, "after")
+    desk.done_jobs.clear()
     assert desk.slabs.count == 0
     (record,) = caplog.records
     assert "Bad file descriptor" in record.message

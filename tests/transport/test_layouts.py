@@ -26,8 +26,13 @@ def copies(value: Any) -> tuple[list[Any], bytearray]:
     key, size = found
     assert size == value.nbytes
     memory = bytearray(64) + ctypes.string_at(address_of(value), size) * COUNT
-    rows, part = view_rows(dumps(Layout(*key)), memoryview(memory), 64, COUNT)
+    rows, part, whole = view_rows(dumps(Layout(*key)), memoryview(memory), 64, COUNT)
     assert part == memory[64:]
+    if key[0]:
+        assert whole is None
+    else:
+        assert whole.shape == (COUNT, *value.shape)
+        assert all(row.base is whole.base for row in rows)
     return rows, memory
 
 
@@ -88,9 +93,9 @@ def dumped(row: Any) -> bytes:
 
 def test_rows_may_be_read_only() -> None:
     layout = Layout(False, np.dtype("f4"), (2, 3), True)
-    rows, part = view_rows(dumps(layout), memoryview(bytearray(48)), 0, 2)
+    rows, part, whole = view_rows(dumps(layout), memoryview(bytearray(48)), 0, 2)
     assert part.readonly
-    for row in rows:
+    for row in (*rows, whole):
         with pytest.raises(ValueError, match="WRITEABLE"):
             row.flags.writeable = True
 
@@ -101,7 +106,7 @@ def test_read_only_tensors_are_copies() -> None:
     memory = bytearray(48)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        rows, part = view_rows(dumps(layout), memoryview(memory), 0, 2)
+        rows, part, _ = view_rows(dumps(layout), memoryview(memory), 0, 2)
     for row in rows:
         row += 1
         assert float(row.sum()) == 6

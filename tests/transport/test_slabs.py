@@ -26,6 +26,7 @@ from fast_batcher._transport.ranges import PAGE
 from fast_batcher._transport.slabs import (
     ALIGNMENT,
     RELEASING_SIZE,
+    Part,
     Slab,
     Slabs,
     SlabViews,
@@ -55,8 +56,14 @@ def views(slabs: Slabs) -> Iterator[SlabViews]:
     views.close()
 
 
-def taken(slabs: Slabs, length: int) -> Slab:
-    slab = slabs.take(length)
+def taken(slabs: Slabs, length: int) -> Part:
+    part = slabs.take(length)
+    assert part is not None
+    return part
+
+
+def reserved(slabs: Slabs, length: int) -> Slab:
+    slab = slabs.reserve(length)
     assert slab is not None
     return slab
 
@@ -83,14 +90,14 @@ def test_the_other_side_sees_what_was_written(
         (7 * RELEASING_SIZE, memoryview(bytearray(random.bytes(100_000)))),
         (10 * RELEASING_SIZE, b""),
     ]
-    taken(slabs, PAGE)
-    slab = taken(slabs, MEBI)
+    before, slab = taken(slabs, PAGE), taken(slabs, MEBI)
     slabs.write(slab, pieces, is_aside=is_aside)
     view = views.view(BATCH)
     assert (view.format, view.nbytes, view.readonly) == ("B", SIZE, False)
     for offset, piece in pieces:
         begin = slab.start + offset
         assert view[begin : begin + len(piece)] == piece
+    assert before.start + before.length == slab.start
 
 
 @pytest.mark.parametrize("is_aside", [False, True])
@@ -98,11 +105,10 @@ def test_the_other_side_sees_what_was_copied(
     slabs: Slabs, views: SlabViews, is_aside: bool
 ) -> None:
     array = np.arange(1000.0)
-    start = slabs.reserve(MEBI)
-    assert start is not None
+    slab = reserved(slabs, MEBI)
     address = array.__array_interface__["data"][0]
-    slabs.copy(slabs.part(start + 8, array.nbytes), address, is_aside=is_aside)
-    got = np.frombuffer(views.view(BATCH), np.float64, 1000, start + 8)
+    slabs.copy(slabs.part(slab, slab.start + 8, array.nbytes), address, is_aside=is_aside)
+    got = np.frombuffer(views.view(BATCH), np.float64, 1000, slab.start + 8)
     assert np.array_equal(got, array)
     # It has memory for what was written.
     assert 0 < memory_of(slabs._fd) < MEBI
@@ -110,15 +116,15 @@ def test_the_other_side_sees_what_was_copied(
 
 def test_an_array_is_put_where_there_is_memory(slabs: Slabs, views: SlabViews) -> None:
     array = np.arange(1000.0)
-    start = slabs.reserve(MEBI)
-    assert start is not None
+    slab = reserved(slabs, MEBI)
+    start = slab.start
     end = start + array.nbytes
     assert not slabs.put(start, end, array)
     assert memory_of(slabs._fd) == 0
-    slabs.copy(slabs.part(start, PAGE), slabs._address, is_aside=False)
+    slabs.copy(slabs.part(slab, start, PAGE), slabs._address, is_aside=False)
     # Which is less than its 8000 bytes.
     assert not slabs.put(start, end, array)
-    slabs.copy(slabs.part(start, 2 * PAGE), slabs._address, is_aside=False)
+    slabs.copy(slabs.part(slab, start, 2 * PAGE), slabs._address, is_aside=False)
     assert slabs.put(start, end, array)
     got = views.view(BATCH)[start : end + 1]
     assert bytes(got[:-1]) == array.tobytes()
@@ -185,56 +191,61 @@ def test_memory_that_is_gone_is_an_error_and_not_the_end(slabs: Slabs) -> None:
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(gone))
     gc.collect()
     gone.close()
-    part = slabs.part(taken(slabs, MEBI).start, MEBI)
+    part = taken(slabs, MEBI)
     with pytest.raises(OSError, match="resized"):
         slabs.copy(part, address, is_aside=True, may_be_freed=True)
 
 
 def test_memory_that_may_go_is_copied_whole(slabs: Slabs, views: SlabViews) -> None:
     source = np.random.default_rng(0).integers(0, 255, 3 * MEBI, np.uint8)
-    part = slabs.part(taken(slabs, 4 * MEBI).start, 3 * MEBI)
+    part = taken(slabs, 3 * MEBI)
     slabs.copy(part, source.ctypes.data, is_aside=True, may_be_freed=True)
     assert views.view(BATCH)[part.start : part.start + 3 * MEBI] == source.tobytes()
 
 
 def test_a_part_that_begins_in_a_page_gets_this_page_as_well(slabs: Slabs) -> None:
     """Whoever was to write the part before it may have failed to get it."""
-    start = taken(slabs, MEBI).start
+    slab = reserved(slabs, MEBI)
     before = memory_of(slabs._fd)
-    slabs._solid_end = start
-    slabs.part(start, PAGE + 100)
-    lent = slabs.lend(slabs.part(start + PAGE + 100, PAGE))
+    slabs._solid_end = slab.start
+    slabs.part(slab, slab.start, PAGE + 100)
+    lent = slabs.lend(slabs.part(slab, slab.start + PAGE + 100, PAGE))
     assert memory_of(slabs._fd) - before == 2 * PAGE
     lent.release()
 
 
-def test_a_slab_is_taken_as_long_as_somebody_has_a_claim_on_it(slabs: Slabs) -> None:
-    slab = taken(slabs, MEBI)
-    for _ in range(2):
-        slabs.claim(slab.start)
-    for left in (1, 1, 0):
-        slabs.release(slab.start)
-        assert slabs.count == left
-    with pytest.raises(KeyError):
-        slabs.claim(slab.start)
+def test_a_slab_is_taken_as_long_as_somebody_has_it_or_a_part_of_it(slabs: Slabs) -> None:
+    slab = reserved(slabs, MEBI)
+    part = slabs.part(slab, slab.start, PAGE)
+    del slab
+    assert slabs.count == 1
+    del part
+    assert slabs.count == 0
 
 
-def test_a_claim_may_end_on_any_thread(slabs: Slabs) -> None:
-    slab = taken(slabs, SIZE)
-    thread = threading.Thread(target=slabs.release, args=(slab.start,))
+def test_a_slab_may_be_kept_for_ever(slabs: Slabs) -> None:
+    slab = reserved(slabs, MEBI)
+    slab.keep()
+    del slab
+    assert slabs.count == 1
+
+
+def test_any_thread_may_be_the_last_to_have_a_slab(slabs: Slabs) -> None:
+    held = [taken(slabs, SIZE)]
+    thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join(LIMIT)
-    assert taken(slabs, SIZE).start == slab.start
+    assert taken(slabs, SIZE).start == 0
 
 
 def test_what_a_slab_does_not_need_is_anothers(slabs: Slabs) -> None:
-    start = slabs.reserve(6 * MEBI)
-    assert start == 0
-    slabs.shrink(start, MEBI + 1)
+    slab = reserved(slabs, 6 * MEBI)
+    assert slab.start == 0
+    slabs.shrink(slab, MEBI + 1)
     assert slabs.taken_bytes == MEBI + PAGE
-    slabs.shrink(start, 2 * MEBI)  # nothing grows
+    slabs.shrink(slab, 2 * MEBI)  # nothing grows
     assert taken(slabs, MEBI).start == MEBI + PAGE
-    slabs.release(start)
+    del slab
     assert taken(slabs, MEBI).start == 0
 
 
@@ -242,9 +253,9 @@ PARTS = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
 
 
 def test_memory_is_asked_for_once_where_parts_follow_each_other(slabs: Slabs) -> None:
-    start = slabs.reserve(MEBI)
-    assert start == 0
-    parts = [slabs.part(begin, length) for begin, length in PARTS]
+    slab = reserved(slabs, MEBI)
+    assert slab.start == 0
+    parts = [slabs.part(slab, begin, length) for begin, length in PARTS]
     # From there on, or from its end if the pages of the others are enough.
     assert [part.fresh for part in parts] == [0, 2000, PAGE, 3000 + 2 * PAGE]
     for part in parts:
@@ -253,9 +264,8 @@ def test_memory_is_asked_for_once_where_parts_follow_each_other(slabs: Slabs) ->
 
 
 def test_somebody_else_may_write(slabs: Slabs, views: SlabViews) -> None:
-    slab = taken(slabs, MEBI)
-    part = slabs.part(slab.start + 64, 5)
-    lent = slabs.lend(part)
+    slab = reserved(slabs, MEBI)
+    lent = slabs.lend(slabs.part(slab, slab.start + 64, 5))
     lent[:] = b"hello"
     assert bytes(views.view(BATCH)[slab.start + 64 : slab.start + 69]) == b"hello"
     address = np.frombuffer(lent, np.uint8).__array_interface__["data"][0]
@@ -271,13 +281,14 @@ def test_somebody_else_may_write(slabs: Slabs, views: SlabViews) -> None:
 
 def test_what_is_lent_stays_when_the_slabs_are_closed() -> None:
     slabs = Slabs(SIZE)
-    lent = slabs.lend(taken(slabs, MEBI))
+    part = taken(slabs, MEBI)
+    lent = slabs.lend(part)
     slabs.close()
     assert slabs._fd == -1
     lent[:5] = b"hello"
     assert bytes(lent[:5]) == b"hello"
     with pytest.raises(OSError, match="closed"):
-        slabs.lend(Slab(0, 10, 10))
+        slabs.lend(part)
 
 
 def test_no_room_is_none(slabs: Slabs) -> None:
@@ -285,7 +296,7 @@ def test_no_room_is_none(slabs: Slabs) -> None:
     slab = taken(slabs, SIZE)
     assert slabs.take(1) is None
     assert (slabs.count, slabs.taken_bytes) == (1, SIZE)
-    slabs.release(slab.start)
+    del slab
     assert (slabs.count, slabs.taken_bytes) == (0, 0)
 
 
@@ -301,7 +312,7 @@ def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) ->
     small, large = taken(slabs, MEBI), taken(slabs, 4 * MEBI)
     slabs.write(small, [(0, b"small")], is_aside=False)
     slabs.write(large, [(0, b"large")], is_aside=False)
-    slabs.release(large.start)
+    del large
     assert slabs.take_unused() is None  # it has just been used
     unused = slabs.take_unused()
     assert unused is not None
@@ -312,6 +323,7 @@ def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) ->
     assert other.start == 5 * MEBI
     slabs.punch(unused)
     slabs.discard(unused)
+    del unused
     assert memory_of(slabs._fd) == MEBI
     assert slabs._memory[:5] == b"small"
     again = taken(slabs, MEBI)
@@ -335,7 +347,6 @@ def test_after_the_end_nothing_is_taken_or_written() -> None:
     slabs.close()
     assert slabs.take(1) is None
     assert slabs.take_unused() is None
-    slabs.release(slab.start)
     with pytest.raises(OSError, match="closed"):
         slabs.write(slab, [(0, b"x")], is_aside=False)
     with pytest.raises(OSError, match="closed"):
@@ -432,10 +443,11 @@ def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) 
     with pytest.raises(OSError, match="Bad file descriptor"):
         slabs.write(large, [(0, b"x")], is_aside=False)
     slabs.discard(large)
+    del large
     assert memory_of(slabs._fd) == MEBI
     # It is known that the memory is not there, and what is there can still be used.
     assert taken(slabs, MEBI).fresh == MEBI
-    slabs.release(small.start)
+    del small
     slabs.write(taken(slabs, MEBI), [(0, b"after")], is_aside=False)
 
 
