@@ -63,7 +63,8 @@ async def copying(_: Process, load: Load) -> Figures:
     """What one array costs without any library: to copy it, and to read the copy.
 
     As many arrays as the load has callers, so that the caches are of no more use than to others;
-    into memory that was used before.
+    into memory that was used before. One behind the other, and as in `last_arrival`, with a pause
+    before each, in which the caches become others'.
     """
     import numpy
 
@@ -83,8 +84,17 @@ async def copying(_: Process, load: Load) -> Figures:
         for row in rows:
             row.max()
         read += time.thread_time() - used
+    arriving: list[float] = []
+    end = time.monotonic() + load.seconds
+    while not arriving or time.monotonic() < end:
+        for row, source in zip(rows, sources, strict=True):
+            await asyncio.sleep(ARRIVAL_INTERVAL)
+            start = time.monotonic()
+            numpy.copyto(row, source)
+            arriving.append(time.monotonic() - start)
     return {
         "memcpy_ms": 1e3 * statistics.median(elapsed),
+        "arriving_memcpy_ms": 1e3 * statistics.median(arriving),
         "memcpy_cpu_us": 1e6 * copied / len(elapsed),
         "read_cpu_us": 1e6 * read / len(elapsed),
     }

@@ -86,6 +86,7 @@ STACKED_COLUMNS = {
 }
 COPYING_COLUMNS = {
     "memcpy ms": "memcpy_ms",
+    "after a pause ms": "arriving_memcpy_ms",
     "memcpy CPU us": "memcpy_cpu_us",
     "reading CPU us": "read_cpu_us",
 }
@@ -187,15 +188,20 @@ class _Found:
         return [
             Verdict(
                 f"{self._loop}: {case.name}: ms from the last arrival to one array, beyond a "
-                "memcpy of one item",
+                f"memcpy of one item{pause}",
                 self._combined(
                     lambda stacked, memcpy: stacked - memcpy,
                     (OURS_FULL, "last_arrival", case, "ArrayStacked", "stacked_ms"),
-                    (MEMCPY, "copying", case, "ArrayEcho", "memcpy_ms"),
+                    (MEMCPY, "copying", case, "ArrayEcho", figure),
                 ),
                 at_most=STACKED_BAR,
             )
             for case in CASES
+            # The last arrival comes after a pause too.
+            for pause, figure in (
+                (" after a pause", "arriving_memcpy_ms"),
+                (" behind others", "memcpy_ms"),
+            )
         ]
 
     def judge_cpu(self) -> list[Verdict]:
