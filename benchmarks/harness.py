@@ -262,7 +262,8 @@ class Host:
         # Of the cores' time while what counts was measured; beside much of it that says little.
         percent = round(sum(self._stolen_percents) / max(1, len(self._stolen_percents)), 2)
         discarded = {"measured_again": self.discarded} if self.discarded else {}
-        awake = {"cpus_kept_awake": len(self.sleepless)} if self.sleepless else {}
+        still_there = sum(one.poll() is None for one in self.sleepless)
+        awake = {"cpus_kept_awake": still_there} if self.sleepless else {}
         return {"stolen_percent": percent, **discarded, **awake}
 
 

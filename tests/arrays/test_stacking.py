@@ -48,7 +48,7 @@ def know(rows: list[Any]) -> None:
     (piece,) = stacking.lent
     stacking.lent.clear()
     base = getattr(rows[0], "base", None)
-    whole = None if base is None else base.reshape(COUNT, *SHAPE)
+    whole = None if base is None else base.reshape(-1, *SHAPE)[: len(rows)]
     stacking.lend(piece.start, piece.memory, whole, rows)
 
 
@@ -117,6 +117,26 @@ def test_rows_that_are_known_are_looked_at_as_they_are_now(memory: bytearray, ki
     rows[2].resize_((3, 2)) if kind == "tensor" else setattr(rows[2], "shape", (3, 2))
     with pytest.raises((RuntimeError, ValueError), match=r"equal size|same shape"):
         stack(rows)
+
+
+@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": np.dtype(np.int32)}, {"strides": (4, 8)}, {"shape": (3, 2), "strides": (12, 4)}],
+    ids=str,
+)
+def test_an_array_that_is_read_otherwise_by_now_is_looked_at_again(
+    memory: bytearray, changes: dict[str, Any]
+) -> None:
+    rows = rows_in(memory, "array")[:2]
+    know(rows)
+    assert address(stack(rows)) == address(rows[0])
+    for row in rows:
+        row[:] = np.arange(6).reshape(SHAPE)
+        for name, value in changes.items():
+            setattr(row, name, value)
+    assert np.array_equal(stack(rows), np.stack(rows))
+    assert stack(rows).dtype == np.stack(rows).dtype
 
 
 @pytest.mark.parametrize("kind", KINDS)

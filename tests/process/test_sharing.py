@@ -179,8 +179,10 @@ def test_what_children_of_a_lost_worker_may_see_is_never_free(desk: Desk) -> Non
     desk.read()
     desk.free()
     # Of the two that are left, the worker had the first when it forked.
+    start, _, _ = loads(desk.queue[0][2])
     desk.sharing.forget(WORKER, 1)
     assert desk.slabs.count == 1
+    assert [*desk.slabs._ranges._taken] == [start]
 
 
 def test_what_was_copied_for_a_worker_that_died_meanwhile_is_free_when_it_has_been(
