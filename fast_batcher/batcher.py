@@ -571,7 +571,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         if priority != 0:
             request.priority = _checked_priority(priority)
 
+        # Whoever keeps the future keeps the function below, and is not to keep the input with it.
+        held = [request]
+
         def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
+            request = held.pop()
             if future.cancelled():
                 _call_in_loop(loop, self._abandon, request)
 

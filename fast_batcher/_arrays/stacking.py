@@ -17,9 +17,8 @@ class Piece(NamedTuple):
 
     start: int
     end: int
-    # Keeps it.
     memory: memoryview
-    # All of it as one array, if that has been made, and the rows of that.
+    # All of it as one array, if that has been made, and its rows that the model gets.
     whole: Any
     rows: Sequence[Any]
 
@@ -34,7 +33,7 @@ def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any
         address: Of the memory.
         memory: A view of it.
         whole: All of it as one array, if there is one: `stack` takes less time then.
-        rows: Those of that array, which the model gets.
+        rows: Its rows that the model gets.
     """
     lent.append(Piece(address, address + len(memory), memory, whole, rows))
 
@@ -102,7 +101,7 @@ def _find_by_address(values: Sequence[Any]) -> Any:
 def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
     """Whether these are the rows of the piece, and as they were made.
 
-    Nothing is asked for an address: NumPy takes longer to tell it than for all the rest.
+    Nothing is asked for its address: NumPy takes longer to tell one than all of this does.
     """
     if len(piece.rows) != len(values) or not all(map(is_, piece.rows, values)):
         return False

@@ -83,9 +83,10 @@ class _Open:
 
 
 class _Given(NamedTuple):
-    """A row that somebody has, to write it."""
+    """A part of a slab that somebody has, to write it."""
 
-    row: Row
+    slab: Slab
+    end: int
     # Ends it.
     watch: "weakref.ref[Any]"
 
@@ -145,28 +146,32 @@ class Rows:
             return None
         key, size = found
         if self._given:
-            given = self._given.get(slabs.offset_of(address_of(value)))
-            if given is not None and given.row.end - given.row.start == size:
-                return self._repeat(given.row, key)
-        row = self._place(slabs, key, size)
-        if row is None:
+            start = slabs.offset_of(address_of(value))
+            given = self._given.get(start)
+            if given is not None and given.end - start == size:
+                return _repeat(given, start, key)
+        place = self._place(slabs, key, size)
+        if place is None:
             return None
+        opened, start = place
+        row = Row(opened.slab, start, start + size, opened.packed)
         is_tensor = key[0]
         is_little = size <= MOST_AT_ONCE and self.copied + size <= MOST_PER_TURN
         if is_little and not is_tensor and slabs.put(row.start, row.end, value):
             self.copied += size
             row.is_copied = True
             return row
-        return self._fill(slabs, row, value, is_tensor=is_tensor)
-
-    def _fill(self, slabs: Slabs, row: Row, value: Any, *, is_tensor: bool) -> Row | None:
-        """Copy a value into its row, here or aside; None if that cannot be."""
-        size = row.end - row.start
         if value.nbytes != size:  # another thread has resized it just now
             return None
+        part = slabs.part(opened.slab, start, size)
+        return self._fill(slabs, part, row, value, is_tensor=is_tensor)
+
+    def _fill(
+        self, slabs: Slabs, part: Part, row: Row, value: Any, *, is_tensor: bool
+    ) -> Row | None:
+        """Copy a value into its row, here or aside; None if that cannot be."""
+        size = part.length
         address = address_of(value)
-        assert row.slab is not None, "it is new"
-        part = slabs.part(row.slab, row.start, size)
         cost = size + (row.end - part.fresh) * (FRESH - 1)
         if size > MOST_AT_ONCE or self.copied + cost > MOST_PER_TURN:
             if is_tensor:
@@ -180,7 +185,7 @@ class Rows:
         try:
             slabs.copy(part, address, is_aside=False)
         except OSError as error:
-            self._fail(slabs, part, row, error)
+            self._fail(slabs, part, error)
             return None
         row.is_copied = True
         return row
@@ -198,12 +203,13 @@ class Rows:
         is_fit = self._least <= size <= self._most and shape and is_plain_dtype(dtype)
         if not is_fit or not isinstance(slabs, Slabs):
             return None
-        row = self._place(slabs, (False, dtype, shape, True), size)
-        if row is None:
+        place = self._place(slabs, (False, dtype, shape, True), size)
+        if place is None:
             return None
-        assert row.slab is not None, "it is new"
-        part = slabs.part(row.slab, row.start, size)
-        cost = (row.end - part.fresh) * FRESH
+        opened, start = place
+        part = slabs.part(opened.slab, start, size)
+        end = start + size
+        cost = (end - part.fresh) * FRESH
         if self.copied + cost > MOST_PER_TURN:
             slabs.lacks_memory(part)
             return None
@@ -211,53 +217,41 @@ class Rows:
         try:
             memory = slabs.lend(part)
         except OSError as error:
-            self._fail(slabs, part, row, error)
+            self._fail(slabs, part, error)
             return None
-        # The row goes with the last view of the memory.
-        given, start = self._given, row.start
+        # The slab is let go with the last view of the memory.
+        given = self._given
         watch = weakref.ref(memory.obj, lambda _: given.pop(start, None))
-        given[start] = _Given(row, watch)
+        given[start] = _Given(opened.slab, end, watch)
         return numpy.frombuffer(memory, dtype).reshape(shape)
 
     def keep_given(self) -> None:
         """What somebody has to write is never given to another: a child will see it too."""
-        for row, _ in list(self._given.values()):
-            assert row.slab is not None, "it is never sent itself"
-            row.slab.keep()
+        for given in list(self._given.values()):
+            given.slab.keep()
 
     def close(self, slab: Slab) -> None:
         """No more rows in this slab: a batch has been taken from it."""
         slabs = self._find_slabs()
-        for key, one in self._open.items():
-            if one.slab is slab and isinstance(slabs, Slabs):
-                self._close(slabs, key)
-                break
+        keys = [key for key, opened in self._open.items() if opened.slab is slab]
+        if keys and isinstance(slabs, Slabs):
+            self._close(slabs, keys[0])
 
-    def _place(self, slabs: Slabs, key: Key, size: int) -> Row | None:
-        """A row that has not been written."""
-        place = self._open.get(key) or self._begin(slabs, key, size)
-        if place is None:
+    def _place(self, slabs: Slabs, key: Key, size: int) -> tuple[_Open, int] | None:
+        """A slab for one more row, and where in the memory that begins."""
+        opened = self._open.get(key) or self._begin(slabs, key, size)
+        if opened is None:
             return None
-        start = place.next
-        place.next = end = start + size
-        row = Row(place.slab, start, end, place.packed)
-        if end + size > place.end:
+        start = opened.next
+        opened.next = end = start + size
+        if end + size > opened.end:
             self._close(slabs, key)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
-        return row
+        return opened, start
 
-    def _repeat(self, row: Row, key: Key) -> Row:
-        """A row of what somebody has been given, and has written."""
-        packed = _pack(Layout(*key)._replace(is_read_only=True))
-        assert row.slab is not None, "it is never sent itself"
-        another = Row(row.slab, row.start, row.end, packed)
-        another.is_copied = True
-        return another
-
-    def _fail(self, slabs: Slabs, part: Part, row: Row, error: OSError) -> None:
+    def _fail(self, slabs: Slabs, part: Part, error: OSError) -> None:
         slabs.lacks_memory(part)
-        row.give_up()
         self._warn(error)
 
     def _begin(self, slabs: Slabs, key: Key, size: int) -> _Open | None:
@@ -297,6 +291,14 @@ os.register_at_fork(before=_keep_given)
 @functools.lru_cache(maxsize=64)
 def _pack(layout: Layout) -> bytes:
     return pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
+
+
+def _repeat(given: _Given, start: int, key: Key) -> Row:
+    """A row of what somebody has been given, and has written."""
+    packed = _pack(Layout(*key)._replace(is_read_only=True))
+    row = Row(given.slab, start, given.end, packed)
+    row.is_copied = True
+    return row
 
 
 class _NotWanted(OSError):

@@ -178,14 +178,14 @@ class Sharing:
             inherited: The last batch of which children of it may have views, so that it and those
                 before it are never free; None if there is none.
         """
-        for batch_id, slabs in self._leases.pop(worker, {}).items():
+        for batch_id, leased in self._leases.pop(worker, {}).items():
             if inherited is not None and batch_id <= inherited:
-                for slab in slabs:
+                for slab in leased:
                     slab.keep()
 
-    def _lease(self, batch: Batch, slabs: list[Slab]) -> None:
+    def _lease(self, batch: Batch, leased: list[Slab]) -> None:
         """From now on the worker has these slabs."""
-        self._leases.setdefault(batch.worker, {})[batch.id] = slabs
+        self._leases.setdefault(batch.worker, {})[batch.id] = leased
 
     def _fill_rows(
         self,

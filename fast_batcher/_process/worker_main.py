@@ -325,7 +325,7 @@ def _load_shared(slabs: "SlabViews", frame: Frame) -> list[Any]:
         for layout, start, count in named:
             rows, view, whole = view_rows(layout, memory, start, count)
             inputs += rows
-            stacking.lend(slabs.address + start, view, whole, rows)
+            stacking.lend(slabs.address + start, view, whole, () if whole is None else rows)
         return inputs
     finally:
         # An error keeps this frame, and is often kept by one of its own.

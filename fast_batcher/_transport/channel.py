@@ -181,7 +181,8 @@ class LoopChannel:
 
     def _write_backlog(self) -> None:
         """The loop calls this when the pipe takes more, as long as there is more to write."""
-        if self._write_some() and self._loop is not None:
+        assert self._loop is not None, "it calls this"
+        if self._write_some():
             self._loop.remove_writer(self._sink)
 
     def _write_some(self) -> bool:

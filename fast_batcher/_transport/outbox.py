@@ -33,8 +33,8 @@ from fast_batcher.errors import TransportError
 # Ahead of an answer, with room so that it is aligned.
 _TAKEN, _FREE = 1, 0
 _HEADER_SIZE = ALIGNMENT
-# Bytes from which on a copy lets the threads of the model run meanwhile, for 1.4 us. That of less
-# is over in some tens of them.
+# Bytes from which on a copy lets the threads of the model run meanwhile, which costs 1.4 us. One of
+# less takes some tens, and here no event loop waits for it, as it does in the parent.
 LEAST_LETTING = 256 * 1024
 # Memory that no answer has used between so many rests goes back to the system. An idle worker
 # rests every five seconds, with the parent's ping: that makes a minute, as for inputs.

@@ -49,7 +49,8 @@ class Slab:
         """It is taken for ever."""
         self._on_end = _ignore
 
-    # On whichever thread, and the garbage collector may call it in the middle of anything.
+    # On whichever thread, and the garbage collector may call it in the middle of anything. Of a
+    # cycle it does so while others of the cycle may still have it: none has a slab that is in use.
     def __del__(self) -> None:
         self._on_end(self.start)
 

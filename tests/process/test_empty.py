@@ -103,7 +103,7 @@ def test_rows_are_given_up_where_they_are_of_no_use(desk: Desk) -> None:
     one, other = desk.arrive(np.zeros(SMALL, np.uint8)), desk.arrive({"not": "an array"})
     desk.send_requests([one, other])
     assert desk.kinds == [Kind.SHARED_INPUTS]
-    assert one.row.is_given_up
+    assert one.row.slab is None
 
 
 def test_rows_are_given_up_with_a_refusal(desk: Desk) -> None:
@@ -111,6 +111,6 @@ def test_rows_are_given_up_with_a_refusal(desk: Desk) -> None:
     request = desk.arrive(np.zeros(SMALL, np.uint8))
     request.caller = loop.create_future()
     assert tell(request, ValueError("no"))
-    assert request.row.is_given_up
+    assert request.row.slab is None
     assert isinstance(request.caller.exception(), ValueError)
     loop.close()

@@ -9,6 +9,7 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -680,6 +681,21 @@ class Keeps(Digests):
     def infer(self, inputs: list[Any]) -> list[Any]:
         self._kept += inputs
         return super().infer(inputs)
+
+
+@pytest.mark.slow
+@anyio
+async def test_who_keeps_the_future_of_an_answer_does_not_keep_the_input() -> None:
+    async with opened(Digests, max_batch_size=1, has_rows=True) as batcher:
+        array = filled(1)
+        expected, watch = digest(array), weakref.ref(array)
+        future = batcher.submit(array)
+        del array
+        assert await asyncio.wrap_future(future) == expected
+        # Tasks of the loop may have it for a turn.
+        await turns(3)
+        assert watch() is None
+        assert future.done()
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from sample_models import (
     EXCEPTIONS,
@@ -34,6 +35,8 @@ from sample_models import (
 )
 from waits import LIMIT, Gate
 
+from fast_batcher import stack
+from fast_batcher._arrays import stacking
 from fast_batcher._process import worker_main
 from fast_batcher._process.posting import Posting
 from fast_batcher._process.worker_main import load_model, serve
@@ -41,8 +44,10 @@ from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel, open_pipes
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.layouts import Layout
 from fast_batcher._transport.mark import Mark
 from fast_batcher._transport.outbox import Outbox, OutboxWriter
+from fast_batcher._transport.slabs import Slabs, SlabViews
 from fast_batcher.errors import InferenceError, OutputMismatchError, WorkerStartupError
 
 MEBI = 2**20
@@ -258,6 +263,24 @@ def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> No
     assert (served.mark.taken, served.mark.begun) == (7, 5)
     served.ask_items("a")
     assert (served.mark.taken, served.mark.begun) == (6, 6)
+
+
+def test_a_run_of_rows_is_lent_as_one_array() -> None:
+    slabs = Slabs(MEBI)
+    views = SlabViews(os.dup(slabs._fd), MEBI)
+    layout = codec.dumps(Layout(False, np.dtype("u1"), (4096,)))
+    body = codec.dumps([(layout, 0, 2), (layout, 3 * 4096, 1)])
+    inputs = worker_main._load_shared(views, Frame(Kind.ROWS, 5, 0.0, body))
+    assert [(piece.whole.shape, len(piece.rows)) for piece in stacking.lent] == [
+        ((2, 4096), 2),
+        ((1, 4096), 1),
+    ]
+    # Of the array that the rows are of: not made anew.
+    assert stack(inputs[:2]).base is inputs[0].base
+    stacking.lent.clear()
+    del inputs
+    views.close()
+    slabs.close()
 
 
 @serves(Echo)
