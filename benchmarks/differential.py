@@ -3,7 +3,7 @@
 The same arrivals, or clients with the same pauses, seed by seed: once through `DynBatcher` with a
 worker that sleeps as long as the model would compute, and once through the simulator. It is given
 the model's times and what was measured apart, in loads of another kind: what the way there and back
-takes from the worker (full batches of three sizes, one after the other, for clients in a process of
+takes from the worker (full batches of three sizes, none ahead of another, for clients in a process of
 their own as in what is compared), and how late a request that is due comes in (`at once`). Nothing
 is fitted to the runs that are compared. Mean latency and mean batch size are to agree within 10 %.
 """
@@ -32,6 +32,9 @@ CLIENTS = (1, 8, 32, 64)
 # Shares of the model's capacity, by its times.
 LOADS = (0.3, 0.7, 0.9)
 LARGEST_DIFFERENCE = 0.1
+# A full batch is put behind one that runs, and its way takes place meanwhile. Others wait for a
+# free worker, and nearly all batches that are compared are such.
+NONE_AHEAD = "ours greedy, none ahead"
 # So many callers for each place in a batch: the next batch is always full.
 CROWD = 4
 WAYS_HEADER = ("load", "requests/s", "batch size", "way ms", "late ms")
@@ -141,7 +144,7 @@ def transport_jobs(model: str, loop: str, seconds: float) -> list[Job]:
     """What is measured apart of one model's batches on one event loop."""
     return [
         Job(
-            "ours greedy",
+            NONE_AHEAD,
             "closed_loop",
             loop,
             Load(model, size, CROWD * size, seconds),
@@ -178,7 +181,7 @@ def transport_of(measurements: Iterable[Measurement], model: str, loop: str) -> 
     runs = list(measurements)
     points = []
     for size in sizes_of(model):
-        series = Series.of(runs, "ours greedy", batches_label(model, size), loop, CROWD * size)
+        series = Series.of(runs, NONE_AHEAD, batches_label(model, size), loop, CROWD * size)
         found = series.spread("requests_per_second")
         if found is None:
             return None

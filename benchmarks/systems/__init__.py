@@ -60,6 +60,7 @@ PEERS = tuple(name for name, system in SYSTEMS.items() if system.environment is 
 COMPARED = tuple(SYSTEMS)
 SYSTEMS |= {
     "ours greedy": System("ours", {"policy": "greedy"}),
+    "ours greedy, none ahead": System("ours", {"policy": "greedy", "none_ahead": True}),
     "ours 50 ms": System("ours", {"max_latency": 0.05}),
     "BentoML dispatcher 50 ms": System(
         "bentoml_dispatcher", {"max_latency_ms": 50}, environment="bentoml"

@@ -62,8 +62,18 @@ MODELS: dict[str, type[InferenceModel[Any, Any]]] = {
 
 
 @asynccontextmanager
-async def opened(load: Load, **settings: Any) -> AsyncIterator[Process]:
-    """Start the worker and wait until it is ready."""
+async def opened(
+    load: Load, *, none_ahead: bool = False, **settings: Any
+) -> AsyncIterator[Process]:
+    """Start the worker and wait until it is ready.
+
+    Args:
+        load: Of the model.
+        none_ahead: Whether even a full batch waits until the worker is free, as others do.
+        settings: Of the batcher.
+    """
     batcher = DynBatcher(MODELS[load.model], max_batch_size=load.max_batch_size, **settings)
+    if none_ahead:
+        batcher._scheduler._batches_per_worker = 1  # noqa: SLF001  no setting: nobody gains
     async with batcher:
         yield batcher.process_batched
