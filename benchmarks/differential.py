@@ -3,9 +3,10 @@
 The same arrivals, or clients with the same pauses, seed by seed: once through `DynBatcher` with a
 worker that sleeps as long as the model would compute, and once through the simulator. It is given
 the model's times and what was measured apart, in loads of another kind: what the way there and back
-takes from the worker (full batches of three sizes, none ahead of another, for clients in a process of
-their own as in what is compared), and how late a request that is due comes in (`at once`). Nothing
-is fitted to the runs that are compared. Mean latency and mean batch size are to agree within 10 %.
+takes from the worker (full batches of three sizes, none ahead of another, for clients in a process
+of their own as in what is compared), and how late a request that is due comes in (`at once`).
+Nothing is fitted to the runs that are compared. Mean latency and mean batch size are to agree
+within 10 %.
 """
 
 import itertools
