@@ -71,7 +71,7 @@ def fail(tally: Tally, request: Request, error: BaseException) -> None:
 
 def tell(request: Request, error: BaseException) -> bool:
     """Give one caller an error; False if it has gone."""
-    if hasattr(request, "row"):  # whoever has the future may have the request, and for long
+    if hasattr(request, "row"):  # a task that never runs again keeps the request
         request.row.give_up()
     try:
         request.caller.set_exception(error)
