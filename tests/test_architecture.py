@@ -65,6 +65,7 @@ NOT_OF_OURS_IN_WORKER = {
     "_callers",
     "_signals",
     "fastapi",
+    "_process.mover",
     "_process.pool",
     "_process.worker_handle",
 }

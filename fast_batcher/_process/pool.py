@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY, Restarts
+from fast_batcher._process.mover import Mover
 from fast_batcher._process.worker_handle import WorkerHandle
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
@@ -136,6 +137,7 @@ class Pool:
         self.outboxes: dict[int, Outbox] = {}
         # Copies both; what has been copied, or done otherwise there, waits for the loop here.
         self._copier = _JobThread(f"fast_batcher-copier-{name}")
+        self.mover = Mover(f"fast_batcher-mover-{name}")
         self._done_aside: deque[tuple[_Done, BaseException | None]] = deque()
         self._beats = 0
         # Processes started at each place.
@@ -165,7 +167,7 @@ class Pool:
         _open_pools.add(self)
         if self._settings.max_shared_bytes:
             try:
-                self.slabs = Slabs(self._settings.max_shared_bytes)
+                self.slabs = Slabs(self._settings.max_shared_bytes, self.mover.move)
             except OSError as error:
                 # Not its frames, which hold this pool.
                 self.slabs = error.with_traceback(None)
@@ -604,6 +606,7 @@ class Pool:
         self.outboxes.clear()
         self._starter.stop()
         self._copier.stop()
+        self.mover.close()
         self._done_aside.clear()
         if isinstance(self.slabs, Slabs):
             self.slabs.close()

@@ -26,6 +26,7 @@ from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 from fast_batcher._transport.memory_file import make_memory_file
+from fast_batcher._transport.moving import Move, move, move_held, move_piece
 from fast_batcher._transport.ranges import PAGE, Ranges, round_up
 
 # Where a buffer begins in its slab: the alignment that vector instructions like, a cache line.
@@ -91,14 +92,16 @@ class Slabs:
 
     Args:
         size: Most bytes in all slabs together.
+        by: How to copy when other threads may run.
 
     Raises:
         OSError: The system has no such memory, or not so much.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, by: Move = move) -> None:
         # Most bytes in all slabs together.
         self.size = size
+        self._move = by
         self._ranges = Ranges(size)
         # Starts of slabs that nobody has any more: noted by any thread, freed by ours.
         self._ended: deque[int] = deque()
@@ -206,8 +209,8 @@ class Slabs:
                 source = (ctypes.c_ubyte * part.length).from_address(address)
                 self._write_loose(part.start, memoryview(source))
             else:
-                move = ctypes.memmove if is_aside else _move_held
-                move(self._address + part.start, address, part.length)
+                by = self._move if is_aside else move_held
+                by(self._address + part.start, address, part.length)
         finally:
             self._end_use()
 
@@ -316,7 +319,7 @@ class Slabs:
         if is_aside and isinstance(piece, memoryview) and _is_loose(piece):
             self._write_loose(start, piece)
         elif is_aside and size >= RELEASING_SIZE:
-            move(self._address + start, piece)
+            move_piece(self._address + start, piece, self._move)
         else:
             self._memory[start : start + size] = piece
 
@@ -454,51 +457,8 @@ def make_file(size: int) -> int:
     return make_memory_file(size)
 
 
-class _Buffer(ctypes.Structure):
-    """CPython's `Py_buffer`, which is the same in all versions from 3.11 on."""
-
-    _fields_ = (
-        ("address", ctypes.c_void_p),
-        ("owner", ctypes.c_void_p),
-        ("size", ctypes.c_ssize_t),
-        ("item_size", ctypes.c_ssize_t),
-        ("is_read_only", ctypes.c_int),
-        ("dimensions", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-# Functions of our own: those of `ctypes.pythonapi` are everybody's, and so are their types.
-_python = ctypes.PyDLL(None)
-_get_buffer = _python.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
-_release_buffer = _python.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
-_release_buffer.restype = None
-# Contiguous bytes, which need not be writable.
-_SIMPLE = 0
-# `ctypes.memmove` lets other threads run, and a loop that has let go has to wait for its turn.
-_move_held = _python.memmove
-_move_held.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_move_held.restype = None
-
-
 def _is_loose(piece: memoryview) -> bool:
     return isinstance(getattr(piece.obj, "base", None), Loose)
-
-
-def move(address: int, piece: "bytes | memoryview") -> None:
-    """Copy contiguous bytes to this address, and let other threads run meanwhile."""
-    buffer = _Buffer()
-    _get_buffer(piece, buffer, _SIMPLE)
-    try:
-        ctypes.memmove(address, buffer.address, buffer.size)
-    finally:
-        _release_buffer(buffer)
 
 
 def punch(fd: int, start: int, length: int) -> None:
