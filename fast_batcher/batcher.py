@@ -1016,7 +1016,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             if scheduler.next_expiry < self._timer_at:
                 self._set_timer(scheduler.next_expiry)
             self._pool.run_aside(
-                functools.partial(outputs.answer.copy, self._pool.mover.move),
+                functools.partial(outputs.answer.copy, is_aside=True),
                 functools.partial(self._finish_collecting, worker, frame, batch, outputs),
             )
 

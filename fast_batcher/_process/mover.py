@@ -2,6 +2,7 @@
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from fast_batcher._transport.moving import Move, move
@@ -23,16 +24,18 @@ class Mover:
 
     Args:
         name: The thread's.
+        is_busy: Whether something else waits to be copied: then one thread copies alone.
         by: How each copies; lets other threads run.
     """
 
-    def __init__(self, name: str, by: Move = move) -> None:
+    def __init__(self, name: str, is_busy: Callable[[], bool], by: Move = move) -> None:
+        self._is_busy = is_busy
         self._move = by
         self._helper = ThreadPoolExecutor(1, name)
 
     def move(self, target: int, source: int, size: int) -> None:
         """A `Move` that lets other threads run. Any thread."""
-        if size < LEAST_HELPED:
+        if size < LEAST_HELPED or self._is_busy():
             self._move(target, source, size)
             return
         pieces = deque(

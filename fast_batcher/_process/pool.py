@@ -137,7 +137,7 @@ class Pool:
         self.outboxes: dict[int, Outbox] = {}
         # Copies both; what has been copied, or done otherwise there, waits for the loop here.
         self._copier = _JobThread(f"fast_batcher-copier-{name}")
-        self.mover = Mover(f"fast_batcher-mover-{name}")
+        self._mover = Mover(f"fast_batcher-mover-{name}", self._copier.has_more)
         self._done_aside: deque[tuple[_Done, BaseException | None]] = deque()
         self._beats = 0
         # Processes started at each place.
@@ -167,7 +167,7 @@ class Pool:
         _open_pools.add(self)
         if self._settings.max_shared_bytes:
             try:
-                self.slabs = Slabs(self._settings.max_shared_bytes, self.mover.move)
+                self.slabs = Slabs(self._settings.max_shared_bytes, self._mover.move)
             except OSError as error:
                 # Not its frames, which hold this pool.
                 self.slabs = error.with_traceback(None)
@@ -606,7 +606,7 @@ class Pool:
         self.outboxes.clear()
         self._starter.stop()
         self._copier.stop()
-        self.mover.close()
+        self._mover.close()
         self._done_aside.clear()
         if isinstance(self.slabs, Slabs):
             self.slabs.close()
@@ -641,6 +641,10 @@ class _JobThread:
             thread.start()  # may raise: there is no thread then
             self._thread = thread
         self._jobs.put((job, done))
+
+    def has_more(self) -> bool:
+        """Whether another job waits for the one that is being done. Any thread."""
+        return not self._jobs.empty()
 
     def hold(self) -> None:
         """From the return of this call on nothing is done any more."""

@@ -18,7 +18,7 @@ import weakref
 from multiprocessing import reduction
 from typing import Any
 
-from fast_batcher._transport.moving import Move, move_piece
+from fast_batcher._transport.moving import move_piece
 from fast_batcher._transport.pickler import Parts
 from fast_batcher._transport.ranges import PAGE, Ranges
 from fast_batcher._transport.slabs import (
@@ -145,11 +145,11 @@ class Answer:
         # not keep the others.
         self._copies: list[bytes | bytearray] = []
 
-    def copy(self, by: Move | None) -> None:
+    def copy(self, *, is_aside: bool) -> None:
         """Copy what will not be copied when it is loaded.
 
         Args:
-            by: How, when other threads may run meanwhile; None if they may not.
+            is_aside: Whether other threads may run meanwhile.
 
         Raises:
             MemoryError: There is none left; `load` tries again.
@@ -159,10 +159,8 @@ class Answer:
         for index in range(len(self._copies), len(self._parts)):
             part = self._parts[index]
             kind = _BYTES if index in self._frozen else _BYTEARRAY
-            if by is None or part.nbytes < RELEASING_SIZE:
-                self._copies.append(kind.type(part))
-            else:
-                self._copies.append(kind.copy_beside(part, by))
+            is_long = is_aside and part.nbytes >= RELEASING_SIZE
+            self._copies.append(kind.copy_beside(part) if is_long else kind.type(part))
 
     def load(self) -> Any:
         """Make the outputs; nothing of them is in the outbox any more, and this answer is over.
@@ -171,7 +169,7 @@ class Answer:
             Exception: What unpickling raises, which is the user's code.
         """
         try:
-            self.copy(None)
+            self.copy(is_aside=False)
             return pickle.loads(self._stream, buffers=self._copies)
         finally:
             self.release()
@@ -205,10 +203,10 @@ class _Kind:
         self._address.argtypes = (ctypes.py_object,)
         self._address.restype = ctypes.c_void_p
 
-    def copy_beside(self, part: memoryview, by: Move) -> Any:
+    def copy_beside(self, part: memoryview) -> Any:
         """A copy that is made while other threads run; its type's own would stop them."""
         copy = self.make(None, part.nbytes)
-        move_piece(self._address(copy), part, by)
+        move_piece(self._address(copy), part)
         return copy
 
 

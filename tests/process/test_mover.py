@@ -18,7 +18,7 @@ AROUND = 64
 
 @pytest.fixture
 def mover() -> Iterator[Mover]:
-    mover = Mover("mover")
+    mover = Mover("mover", lambda: False)
     yield mover
     mover.close()
 
@@ -51,9 +51,21 @@ def test_two_threads_share_much() -> None:
         assert are_two.wait(LIMIT)
         move(target, source, size)
 
-    with contextlib.closing(Mover("mover", wait)) as mover:
+    with contextlib.closing(Mover("mover", lambda: False, wait)) as mover:
         check(mover, LEAST_HELPED)
     assert len(movers) == 2
+
+
+def test_while_something_waits_to_be_copied_one_thread_copies_alone() -> None:
+    movers: set[int] = set()
+
+    def note(target: int, source: int, size: int) -> None:
+        movers.add(threading.get_ident())
+        move(target, source, size)
+
+    with contextlib.closing(Mover("mover", lambda: True, note)) as mover:
+        check(mover, LEAST_HELPED)
+    assert movers == {threading.get_ident()}
 
 
 def test_what_the_other_thread_has_begun_is_waited_for() -> None:
@@ -75,7 +87,7 @@ def test_what_the_other_thread_has_begun_is_waited_for() -> None:
         if left == 1:
             is_alone.set()
 
-    with contextlib.closing(Mover("mover", wait)) as mover:
+    with contextlib.closing(Mover("mover", lambda: False, wait)) as mover:
         # Whether one that does not wait is caught is chance.
         for _ in range(20):
             left = LEAST_HELPED // PIECE_SIZE

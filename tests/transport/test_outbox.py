@@ -14,12 +14,12 @@ import pytest
 from memory import memory_of, refuse_memory
 from waits import LIMIT
 
-from fast_batcher._transport.moving import move
 from fast_batcher._transport.outbox import (
     RESTS_TO_KEEP_MEMORY,
     Answer,
     Outbox,
     OutboxWriter,
+    _Kind,
     _open,
 )
 from fast_batcher._transport.pickler import Lifted, Parts, PartsPickler
@@ -93,7 +93,7 @@ def test_a_value_comes_out_as_it_went_in(
 ) -> None:
     answer = left_answer(outbox, writer, value)
     if is_aside is not None:
-        answer.copy(move if is_aside else None)
+        answer.copy(is_aside=is_aside)
     got = answer.load()
     assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(value)))
 
@@ -104,7 +104,7 @@ def test_what_was_read_is_memory_of_its_own_and_can_be_written(
 ) -> None:
     answer = left_answer(outbox, writer, [np.full(LARGE, 1, np.uint8), np.full(LARGE, 2, np.uint8)])
     if is_aside:
-        answer.copy(move)
+        answer.copy(is_aside=True)
     first, second = answer.load()
     assert not np.shares_memory(first, second)
     first += 10
@@ -116,22 +116,24 @@ def test_what_was_read_is_memory_of_its_own_and_can_be_written(
 
 
 def test_other_threads_run_while_large_buffers_are_copied(
-    outbox: Outbox, writer: OutboxWriter
+    outbox: Outbox, writer: OutboxWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is copied aside goes through a function that lets them; whether one runs is chance."""
-    beside: list[int] = []
+    beside: list[tuple[type, int]] = []
+    copy_beside = _Kind.copy_beside
 
-    def note(target: int, source: int, size: int) -> None:
-        beside.append(size)
-        move(target, source, size)
+    def note(kind: _Kind, part: memoryview) -> Any:
+        beside.append((kind.type, part.nbytes))
+        return copy_beside(kind, part)
 
+    monkeypatch.setattr(_Kind, "copy_beside", note)
     value = [bytearray(LARGE), bytearray(RELEASING_SIZE), bytearray(RELEASING_SIZE - 1)]
     arrays = [np.frombuffer(one, np.uint8) for one in value]
     answer = left_answer(outbox, writer, [*arrays, Lifted(bytes(LARGE))])
-    answer.copy(note)
-    answer.copy(note)
+    answer.copy(is_aside=True)
+    answer.copy(is_aside=True)
     assert answer.load()[3] == bytes(LARGE)
-    assert beside == [LARGE, RELEASING_SIZE, LARGE]
+    assert beside == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
 
 
 @pytest.mark.parametrize("is_aside", [None, False, True])
@@ -141,7 +143,7 @@ def test_bytes_that_were_lifted_are_bytes_again(
     raws = [bytes([number]) * LARGE for number in range(3)]
     answer = left_answer(outbox, writer, [Lifted(raw) for raw in raws])
     if is_aside is not None:
-        answer.copy(move if is_aside else None)
+        answer.copy(is_aside=is_aside)
     assert answer.load() == raws
 
 
@@ -335,7 +337,9 @@ def test_elsewhere_there_is_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_two_threads_may_copy_two_answers(outbox: Outbox, writer: OutboxWriter) -> None:
     answers = [left_answer(outbox, writer, [np.full(LARGE, number)]) for number in range(3)]
-    threads = [threading.Thread(target=answer.copy, args=(move,)) for answer in answers]
+    threads = [
+        threading.Thread(target=answer.copy, kwargs={"is_aside": True}) for answer in answers
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
