@@ -292,6 +292,22 @@ async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told:
     assert pids_of(pool) == children_of(starter)
 
 
+async def test_a_job_aside_can_see_whether_another_waits(told: Told) -> None:
+    pool = await told.ready(Echo)
+    are_both_there, has_ended = threading.Event(), asyncio.Event()
+    found: list[bool] = []
+
+    def look() -> None:
+        assert are_both_there.wait(LIMIT)
+        found.append(pool._copier.has_more())
+
+    pool.run_aside(look, lambda _: None)
+    pool.run_aside(look, lambda _: has_ended.set())
+    are_both_there.set()
+    await asyncio.wait_for(has_ended.wait(), LIMIT)
+    assert found == [True, False]
+
+
 async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:
     await told.ready(Warm, ["warm"], max_batch_size=4)
     assert [size for size, _ in told.times] == [1, 4]
