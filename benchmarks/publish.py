@@ -17,12 +17,14 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import RESULTS, ROOT
 from benchmarks.limit import LIMIT
+from benchmarks.payload import MIDDLE, label_of
 from benchmarks.peers import CALLERS, LOADS, SATURATION_CALLERS, load_label, name_callers
 from benchmarks.report import Measurement, Series, Spread, number
 from benchmarks.simulation.cells import RUNS
 from benchmarks.simulation.pictures import PICTURES as PICTURES_OF_PARTS
 
 PEERS_JSON = RESULTS / "peers.json"
+PAYLOAD_JSON = RESULTS / "payload.json"
 README = ROOT / "README.md"
 BENCHMARKS_README = ROOT / "benchmarks" / "README.md"
 # What the benchmarks' README shows in full.
@@ -43,6 +45,7 @@ REPORTS = (
 # The pictures that belong to a report.
 PICTURES = {
     "peers": ("peers-overhead.png", "peers-open-loop.png", "peers-idle.png"),
+    "payload": ("payload.png",),
     "load_test": ("load_test.png",),
     **{f"simulation-{part}": (f"simulation-{part}.png",) for part in PICTURES_OF_PARTS},
 }
@@ -57,6 +60,13 @@ COMPARED = {
     "async-batcher": ("async-batcher", "async-batcher 1 ms"),
     "BentoML dispatcher": ("BentoML dispatcher", "BentoML dispatcher 100 ms"),
     "Ray Serve batch": ("Ray Serve batch", "Ray Serve batch tuned"),
+}
+# The same for large arrays.
+COMPARED_LARGE = {
+    "**fast_batcher**": (OURS,),
+    "fast_dynamic_batcher": ("fast_dynamic_batcher", "fast_dynamic_batcher tuned"),
+    "process pool": ("process pool",),
+    "torch.multiprocessing": ("process pool of tensors",),
 }
 # Of these figures more is better.
 MORE_IS_BETTER = {"requests_per_second", "within_50_ms"}
@@ -102,11 +112,15 @@ class Results:
         )
 
 
+# What is asked: in words, the scenario, callers, the figure.
+Question = tuple[str, str, int, str]
+
+
 def overview(results: Results) -> str:
-    """The main README's table: a row per question, a column per library."""
+    """The main README's table of small inputs."""
     last = load_label(LOADS[-1])
     at_80 = load_label(0.8)
-    questions: list[tuple[str, str, int, str]] = [
+    questions: list[Question] = [
         (
             f"CPU of all processes, us per request, {name_callers(callers)}",
             "full_speed",
@@ -130,16 +144,42 @@ def overview(results: Results) -> str:
         "takes 100. `-` is for what was not measured or was lost on the way:",
         "",
     ]
-    lines += ["| | " + " | ".join(COMPARED) + " |", "|---|" + "---:|" * len(COMPARED)]
+    return "\n".join([*lines, *_compare(results, COMPARED, questions), "", results.provenance()])
+
+
+def overview_of_large(results: Results) -> str:
+    """The main README's table of large inputs."""
+    label, echo = (label_of("full_speed", MIDDLE, model) for model in ("ArrayLabel", "ArrayEcho"))
+    callers = MIDDLE.count
+    questions: list[Question] = [
+        ("A label back, requests/s", label, callers, "requests_per_second"),
+        ("the same, CPU of all processes, us per request", label, callers, "all_cpu_us"),
+        ("The array back, requests/s", echo, callers, "requests_per_second"),
+        ("the same, CPU of all processes, us per request", echo, callers, "all_cpu_us"),
+    ]
+    lines = [
+        f"Images as arrays of 602 KB, from {callers} callers who ask again as soon as they are",
+        "answered. The pools take one array per call:",
+        "",
+    ]
+    table = _compare(results, COMPARED_LARGE, questions)
+    return "\n".join([*lines, *table, "", results.provenance()])
+
+
+def _compare(
+    results: Results, compared: dict[str, tuple[str, ...]], questions: list[Question]
+) -> list[str]:
+    """A row per question, a column per library."""
+    lines = ["| | " + " | ".join(compared) + " |", "|---|" + "---:|" * len(compared)]
     for text, label, callers, figure in questions:
         best = max if figure in MORE_IS_BETTER else min
         cells = []
-        for systems in COMPARED.values():
+        for systems in compared.values():
             spreads = [results.spread(system, label, callers, figure) for system in systems]
             medians = [spread.median for spread in spreads if spread is not None]
             cells.append(number(best(medians)) if medians else "-")
         lines.append(f"| {text} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", results.provenance()])
+    return lines
 
 
 def full_text(path: Path) -> str:
@@ -258,17 +298,35 @@ def draw(results: Results) -> None:
     draw_open_loop(results, RESULTS / "peers-open-loop.png")
 
 
+def draw_large(results: Results) -> None:
+    """The picture of large inputs."""
+    draw_bars(
+        results,
+        RESULTS / "payload.png",
+        f"Arrays of 602 KB from {MIDDLE.count} callers, a label back ({results.loop})",
+        [
+            (text, label_of("full_speed", MIDDLE, "ArrayLabel"), MIDDLE.count, figure, True)
+            for text, figure in (
+                ("requests/s", "requests_per_second"),
+                ("CPU of all processes, us per request", "all_cpu_us"),
+            )
+        ],
+    )
+
+
 def main() -> int:
     """Draw and write, or compare."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args()
     results = Results(PEERS_JSON) if PEERS_JSON.exists() else None
+    large = Results(PAYLOAD_JSON) if PAYLOAD_JSON.exists() else None
     details = BENCHMARKS_README.read_text()
     for name in REPORTS:
         details = put(details, name, full_text(RESULTS / name))
-    table = overview(results) if results else NOTHING_STORED
-    texts = {README: put(README.read_text(), "peers", table), BENCHMARKS_README: details}
+    front = put(README.read_text(), "peers", overview(results) if results else NOTHING_STORED)
+    front = put(front, "payload", overview_of_large(large) if large else NOTHING_STORED)
+    texts = {README: front, BENCHMARKS_README: details}
     if arguments.check:
         stale = [path.name for path, text in texts.items() if path.read_text() != text]
         print(f"stale: {stale}; run `python -m benchmarks.publish`" if stale else "up to date")
@@ -277,6 +335,8 @@ def main() -> int:
         path.write_text(text)
     if results:
         draw(results)
+    if large:
+        draw_large(large)
     return 0
 
 
