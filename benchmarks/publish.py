@@ -159,7 +159,8 @@ def overview_of_large(results: Results) -> str:
     ]
     lines = [
         f"Images as arrays of 602 KB, from {callers} callers who ask again as soon as they are",
-        "answered. The pools take one array per call:",
+        "answered. fast_dynamic_batcher has its defaults or is tuned, whichever is better; the",
+        "pools take one array per call:",
         "",
     ]
     table = _compare(results, COMPARED_LARGE, questions)

@@ -1,9 +1,10 @@
 """Copying much, faster than one core does. The parent's copying thread, and one that helps it."""
 
 import contextlib
+import functools
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from fast_batcher._transport.moving import Move, move
 
@@ -11,51 +12,63 @@ from fast_batcher._transport.moving import Move, move
 # machine of 2 cores 4 MB take 350 us instead of 560, and 50 us more where the system leaves both
 # threads on one core.
 LEAST_HELPED = 4 * 1024 * 1024
-# Bytes that one of them takes at a time, in some tens of microseconds: so long one waits for the
-# other at the end.
-PIECE_SIZE = 512 * 1024
+# Of what is copied by two. More would divide it more evenly, but after each a thread has to have
+# the interpreter's lock again, for which it waits up to 5 ms where another thread computes.
+PIECES = 4
+
+# As `Pool.run_aside`, but the second is called wherever the first was.
+RunBeside = Callable[[Callable[[], None], Callable[[BaseException | None], None]], None]
 
 
 class Mover:
-    """Two threads share what is much to copy: the caller's, and one of its own.
-
-    That is there from the first time on, and can be none in a fork of the process: then the caller
-    copies everything.
+    """Copies large arrays by two threads: the caller's, and one that helps.
 
     Args:
-        name: The thread's.
+        run_beside: Calls its first argument on the thread that helps, once or never.
         is_busy: Whether something else waits to be copied: then one thread copies alone.
         by: How each copies; lets other threads run.
     """
 
-    def __init__(self, name: str, is_busy: Callable[[], bool], by: Move = move) -> None:
+    def __init__(self, run_beside: RunBeside, is_busy: Callable[[], bool], by: Move = move) -> None:
+        self._run_beside = run_beside
         self._is_busy = is_busy
         self._move = by
-        self._helper = ThreadPoolExecutor(1, name)
 
     def move(self, target: int, source: int, size: int) -> None:
-        """A `Move` that lets other threads run. Any thread."""
+        """A `Move` that lets other threads run; once it returns or raises, nobody copies."""
         if size < LEAST_HELPED or self._is_busy():
             self._move(target, source, size)
             return
+        length = -(-size // PIECES)
         pieces = deque(
-            (target + begin, source + begin, min(PIECE_SIZE, size - begin))
-            for begin in range(0, size, PIECE_SIZE)
+            (target + begin, source + begin, min(length, size - begin))
+            for begin in range(0, size, length)
         )
-        helping = None
-        with contextlib.suppress(RuntimeError):  # there can be no more threads
-            helping = self._helper.submit(self._move_pieces, pieces)
-        self._move_pieces(pieces)
-        # If it has not begun it will find nothing left.
-        if helping is not None and not helping.cancel():
-            helping.result()
+        # Whoever helps has it.
+        is_helped = threading.Lock()
+        with contextlib.suppress(RuntimeError):  # the system has no thread for us
+            self._run_beside(functools.partial(self._help, pieces, is_helped), _ignore)
+        try:
+            self._move_pieces(pieces)
+        finally:
+            # Nothing is left for a helper that has not begun.
+            pieces.clear()
+            with is_helped:
+                pass
 
-    def close(self) -> None:
-        """End the thread."""
-        self._helper.shutdown()
+    def _help(self, pieces: deque[tuple[int, int, int]], is_helped: threading.Lock) -> None:
+        with is_helped:
+            self._move_pieces(pieces)
 
     def _move_pieces(self, pieces: deque[tuple[int, int, int]]) -> None:
         """Copy as many of these as nobody else does."""
-        with contextlib.suppress(IndexError):  # there is none left
-            while True:
-                self._move(*pieces.popleft())
+        while True:
+            try:
+                piece = pieces.popleft()
+            except IndexError:  # there is none left
+                return
+            self._move(*piece)
+
+
+def _ignore(_: BaseException | None) -> None:
+    """To copy does not fail."""

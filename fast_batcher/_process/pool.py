@@ -137,8 +137,10 @@ class Pool:
         self.outboxes: dict[int, Outbox] = {}
         # Copies both; what has been copied, or done otherwise there, waits for the loop here.
         self._copier = _JobThread(f"fast_batcher-copier-{name}")
-        self._mover = Mover(f"fast_batcher-mover-{name}", self._copier.has_more)
         self._done_aside: deque[tuple[_Done, BaseException | None]] = deque()
+        # Helps it, with one large input.
+        self._helper = _JobThread(f"fast_batcher-helper-{name}")
+        self._mover = Mover(self._helper.run, self._copier.has_more)
         self._beats = 0
         # Processes started at each place.
         self._generations = [0] * settings.num_workers
@@ -606,7 +608,7 @@ class Pool:
         self.outboxes.clear()
         self._starter.stop()
         self._copier.stop()
-        self._mover.close()
+        self._helper.stop()
         self._done_aside.clear()
         if isinstance(self.slabs, Slabs):
             self.slabs.close()

@@ -1,15 +1,15 @@
 """Two threads that copy: everything arrives, whoever copies it."""
 
 import contextlib
-import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from waits import LIMIT
 
-from fast_batcher._process.mover import LEAST_HELPED, PIECE_SIZE, Mover
+from fast_batcher._process.mover import LEAST_HELPED, PIECES, Mover, RunBeside
+from fast_batcher._process.pool import _JobThread
 from fast_batcher._transport.moving import move
 
 # What lies around that which is copied, and must stay as it is.
@@ -17,10 +17,14 @@ AROUND = 64
 
 
 @pytest.fixture
-def mover() -> Iterator[Mover]:
-    mover = Mover("mover", lambda: False)
-    yield mover
-    mover.close()
+def helper() -> Iterator[RunBeside]:
+    helper = _JobThread("helper")
+    yield helper.run
+    helper.stop()
+
+
+def is_free() -> bool:
+    return False
 
 
 def check(mover: Mover, size: int) -> None:
@@ -34,12 +38,12 @@ def check(mover: Mover, size: int) -> None:
 
 
 @pytest.mark.parametrize("offset", range(-2, 3))
-@pytest.mark.parametrize("size", [2, LEAST_HELPED, LEAST_HELPED + 3 * PIECE_SIZE])
-def test_every_byte_is_copied_and_no_other(mover: Mover, size: int, offset: int) -> None:
-    check(mover, size + offset)
+@pytest.mark.parametrize("size", [2, LEAST_HELPED, 2 * LEAST_HELPED])
+def test_every_byte_is_copied_and_no_other(helper: RunBeside, size: int, offset: int) -> None:
+    check(Mover(helper, is_free), size + offset)
 
 
-def test_two_threads_share_much() -> None:
+def test_two_threads_share_much(helper: RunBeside) -> None:
     """Each waits with its first piece until the other has one."""
     movers: set[int] = set()
     are_two = threading.Event()
@@ -51,28 +55,24 @@ def test_two_threads_share_much() -> None:
         assert are_two.wait(LIMIT)
         move(target, source, size)
 
-    with contextlib.closing(Mover("mover", lambda: False, wait)) as mover:
-        check(mover, LEAST_HELPED)
+    check(Mover(helper, is_free, wait), LEAST_HELPED)
     assert len(movers) == 2
 
 
-def test_while_something_waits_to_be_copied_one_thread_copies_alone() -> None:
-    movers: set[int] = set()
+@pytest.mark.parametrize(("size", "is_busy"), [(LEAST_HELPED, True), (LEAST_HELPED - 1, False)])
+def test_one_thread_copies_what_is_little_or_not_alone(size: int, is_busy: bool) -> None:
+    def refuse(*_: object) -> None:
+        pytest.fail("there is nothing to help with")
 
-    def note(target: int, source: int, size: int) -> None:
-        movers.add(threading.get_ident())
-        move(target, source, size)
-
-    with contextlib.closing(Mover("mover", lambda: True, note)) as mover:
-        check(mover, LEAST_HELPED)
-    assert movers == {threading.get_ident()}
+    check(Mover(refuse, lambda: is_busy), size)
 
 
-def test_what_the_other_thread_has_begun_is_waited_for() -> None:
-    """It has taken one piece, and copies it only when all others have been."""
+@pytest.mark.parametrize("fails", [False, True], ids=["it goes well", "the caller's half fails"])
+def test_what_the_other_thread_has_begun_is_waited_for(helper: RunBeside, fails: bool) -> None:
+    """It has taken one piece, and copies it only when the caller can do nothing but wait."""
     mine = threading.get_ident()
-    has_begun, is_alone = threading.Event(), threading.Event()
-    left = 0
+    has_begun, is_alone, has_ended = (threading.Event() for _ in range(3))
+    left = PIECES - 1
 
     def wait(target: int, source: int, size: int) -> None:
         nonlocal left
@@ -80,55 +80,68 @@ def test_what_the_other_thread_has_begun_is_waited_for() -> None:
             has_begun.set()
             assert is_alone.wait(LIMIT)
             move(target, source, size)
+            has_ended.set()
             return
         assert has_begun.wait(LIMIT)
         move(target, source, size)
         left -= 1
-        if left == 1:
+        if fails or not left:
             is_alone.set()
+        if fails:
+            raise KeyboardInterrupt
 
-    with contextlib.closing(Mover("mover", lambda: False, wait)) as mover:
-        # Whether one that does not wait is caught is chance.
-        for _ in range(20):
-            left = LEAST_HELPED // PIECE_SIZE
-            has_begun.clear()
-            is_alone.clear()
-            check(mover, LEAST_HELPED)
-
-
-def test_without_another_thread_one_copies_all_and_nothing_is_copied_later(
-    monkeypatch: pytest.MonkeyPatch, mover: Mover
-) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    mover = Mover(helper, is_free, wait)
     source = np.ones(LEAST_HELPED, np.uint8)
     target = np.zeros(LEAST_HELPED, np.uint8)
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(KeyboardInterrupt) if fails else contextlib.nullcontext():
         mover.move(target.ctypes.data, source.ctypes.data, LEAST_HELPED)
+    # Whoever does not wait is here before a piece can be copied.
+    assert has_ended.is_set()
+    assert fails or target.all()
+
+
+Job = Callable[[], None]
+
+
+@pytest.mark.parametrize("has_a_thread", [False, True])
+def test_without_help_one_copies_all_and_nothing_is_copied_later(has_a_thread: bool) -> None:
+    kept: list[Job] = []
+
+    def keep(job: Job, _: object) -> None:
+        if not has_a_thread:
+            raise RuntimeError("can't start new thread")
+        kept.append(job)
+
+    mover = Mover(keep, is_free)
+    source = np.ones(LEAST_HELPED, np.uint8)
+    target = np.zeros(LEAST_HELPED, np.uint8)
+    mover.move(target.ctypes.data, source.ctypes.data, LEAST_HELPED)
     assert target.all()
     target[:] = 0
-    # The job that could not be handed over is done before this.
-    mover._helper.submit(int).result(LIMIT)
+    assert len(kept) == has_a_thread
+    # The thread comes when all is over.
+    for job in kept:
+        job()
     assert not target.any()
 
 
-def test_after_the_end_one_copies_all(mover: Mover) -> None:
-    check(mover, LEAST_HELPED)
-    mover.close()
-    mover.close()
-    check(mover, LEAST_HELPED)
+def test_after_an_interrupt_nothing_is_copied_later() -> None:
+    kept: list[Job] = []
+    is_first = True
 
+    def interrupt(target: int, source: int, size: int) -> None:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            raise KeyboardInterrupt
+        move(target, source, size)
 
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_in_a_fork_one_copies_all(mover: Mover) -> None:
-    check(mover, LEAST_HELPED)
-    child = os.fork()
-    if not child:
-        try:
-            check(mover, LEAST_HELPED)
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    source = np.ones(LEAST_HELPED, np.uint8)
+    target = np.zeros(LEAST_HELPED, np.uint8)
+    with pytest.raises(KeyboardInterrupt):
+        Mover(lambda job, _: kept.append(job), is_free, interrupt).move(
+            target.ctypes.data, source.ctypes.data, LEAST_HELPED
+        )
+    for job in kept:
+        job()
+    assert not target.any()

@@ -1,6 +1,8 @@
 """The workers of a batcher, with real processes: started, replaced, ended, and what is told."""
 
 import asyncio
+import ctypes
+import functools
 import math
 import os
 import signal
@@ -25,9 +27,11 @@ from sample_models import (
 )
 from waits import LIMIT, SOON, Gate, Watch
 
+from fast_batcher._process.mover import LEAST_HELPED
 from fast_batcher._process.pool import Exit, Pool
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind, pack_times
+from fast_batcher._transport.slabs import Slabs
 from fast_batcher.config import Settings, check_model
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 
@@ -306,6 +310,25 @@ async def test_a_job_aside_can_see_whether_another_waits(told: Told) -> None:
     are_both_there.set()
     await asyncio.wait_for(has_ended.wait(), LIMIT)
     assert found == [True, False]
+
+
+async def test_a_large_copy_has_a_thread_to_help_until_the_pool_ends(told: Told) -> None:
+    pool = await told.ready(Echo, max_batch_size=4)
+    slabs = pool.slabs
+    assert isinstance(slabs, Slabs)
+    part = slabs.take(LEAST_HELPED)
+    assert part is not None
+    source = bytearray(os.urandom(LEAST_HELPED))
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(source))
+    has_ended = asyncio.Event()
+    pool.run_aside(
+        functools.partial(slabs.copy, part, address, is_aside=True), lambda _: has_ended.set()
+    )
+    await asyncio.wait_for(has_ended.wait(), LIMIT)
+    helpers = {one for one in threading.enumerate() if one.name == "fast_batcher-helper-tested"}
+    assert len(helpers) == 1
+    pool.stop(SOON)
+    assert not helpers & set(threading.enumerate())
 
 
 async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:

@@ -29,14 +29,14 @@ def test_a_buffer_is_copied(piece: Any) -> None:
 
 
 def test_a_buffer_cannot_be_resized_while_it_is_copied() -> None:
-    source = bytearray(SIZE)
+    view = memoryview(bytearray(SIZE))
 
-    def resize(*_: int) -> None:
+    def release(*_: int) -> None:
         with pytest.raises(BufferError):
-            source.clear()
+            view.release()
 
-    move_piece(0, memoryview(source), resize)
-    source.clear()
+    move_piece(0, view, release)
+    view.release()
 
 
 def test_what_does_not_lie_in_one_piece_is_an_error() -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from memory import memory_of, refuse_memory
 from waits import LIMIT
 
+from fast_batcher._transport.moving import move
 from fast_batcher._transport.ranges import PAGE
 from fast_batcher._transport.slabs import (
     ALIGNMENT,
@@ -184,6 +185,22 @@ def test_what_is_viewed_when_the_process_forks_is_never_free(views: SlabViews) -
     held.append(views.view(3))
     held.clear()
     assert views.take_freed() == [3]
+
+
+def test_what_is_copied_aside_is_copied_as_the_slabs_were_told() -> None:
+    moved: list[int] = []
+
+    def note(target: int, source: int, size: int) -> None:
+        moved.append(size)
+        move(target, source, size)
+
+    slabs = Slabs(SIZE, note)
+    source = np.ones(MEBI, np.uint8)
+    for is_aside in (False, True):
+        slabs.copy(taken(slabs, MEBI), source.ctypes.data, is_aside=is_aside)
+        slabs.write(taken(slabs, MEBI), [(0, source.data)], is_aside=is_aside)
+        assert moved == [MEBI] * 2 * is_aside
+    slabs.close()
 
 
 def test_memory_that_is_gone_is_an_error_and_not_the_end(slabs: Slabs) -> None:
