@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from fast_batcher._transport.moving import Move, move
 
-# Bytes from which on two threads copy: one core does not reach what the memory can do. On a virtual
-# machine of 2 cores 4 MB take 350 us instead of 560, and 50 us more where the system leaves both
-# threads on one core.
+# Bytes from which on two threads copy: one core does not reach what the memory can do. To wake the
+# other takes some tens of microseconds, and to copy this much alone 600.
 LEAST_HELPED = 4 * 1024 * 1024
 # Of what is copied by two. More would divide it more evenly, but after each a thread has to have
 # the interpreter's lock again, for which it waits up to 5 ms where another thread computes.
