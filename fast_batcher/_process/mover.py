@@ -15,15 +15,15 @@ LEAST_HELPED = 4 * 1024 * 1024
 # the interpreter's lock again, for which it waits up to 5 ms where another thread computes.
 PIECES = 4
 
-# As `Pool.run_aside`, but the second is called wherever the first was.
-RunBeside = Callable[[Callable[[], None], Callable[[BaseException | None], None]], None]
+# Calls this on another thread, once or never.
+RunBeside = Callable[[Callable[[], None]], None]
 
 
 class Mover:
     """Copies large arrays by two threads: the caller's, and one that helps.
 
     Args:
-        run_beside: Calls its first argument on the thread that helps, once or never.
+        run_beside: How to call something on the thread that helps.
         is_busy: Whether something else waits to be copied: then one thread copies alone.
         by: How each copies; lets other threads run.
     """
@@ -43,10 +43,11 @@ class Mover:
             (target + begin, source + begin, min(length, size - begin))
             for begin in range(0, size, length)
         )
-        # Whoever helps has it.
+        # Whoever helps has it, and leaves here what goes wrong.
         is_helped = threading.Lock()
+        errors: list[BaseException] = []
         with contextlib.suppress(RuntimeError):  # the system has no thread for us
-            self._run_beside(functools.partial(self._help, pieces, is_helped), _ignore)
+            self._run_beside(functools.partial(self._help, pieces, is_helped, errors))
         try:
             self._move_pieces(pieces)
         finally:
@@ -54,10 +55,20 @@ class Mover:
             pieces.clear()
             with is_helped:
                 pass
+        if errors:
+            raise errors[0]
 
-    def _help(self, pieces: deque[tuple[int, int, int]], is_helped: threading.Lock) -> None:
+    def _help(
+        self,
+        pieces: deque[tuple[int, int, int]],
+        is_helped: threading.Lock,
+        errors: list[BaseException],
+    ) -> None:
         with is_helped:
-            self._move_pieces(pieces)
+            try:
+                self._move_pieces(pieces)
+            except BaseException as error:  # noqa: BLE001  the caller raises it
+                errors.append(error)
 
     def _move_pieces(self, pieces: deque[tuple[int, int, int]]) -> None:
         """Copy as many of these as nobody else does."""
@@ -67,7 +78,3 @@ class Mover:
             except IndexError:  # there is none left
                 return
             self._move(*piece)
-
-
-def _ignore(_: BaseException | None) -> None:
-    """To copy does not fail."""

@@ -138,7 +138,7 @@ class Pool:
         # Copies both; what has been copied, or done otherwise there, waits for the loop here.
         self._copier = _JobThread(f"fast_batcher-copier-{name}")
         self._done_aside: deque[tuple[_Done, BaseException | None]] = deque()
-        # Helps it, with one large input.
+        # Helps the copier with one large input.
         self._helper = _JobThread(f"fast_batcher-helper-{name}")
         self._mover = Mover(self._helper.run, self._copier.has_more)
         self._beats = 0
@@ -596,7 +596,7 @@ class Pool:
             handle.disconnect()
 
     def finish_end(self) -> None:
-        """Forget the workers, which are dead, and end the thread that started them."""
+        """Forget the workers, which are dead, and end the threads."""
         self._handles.clear()
         self._successor = None
         self._retired.clear()
@@ -636,7 +636,7 @@ class _JobThread:
         self._lock = threading.Lock()
         self._is_held = False
 
-    def run(self, job: "_Job", done: "_Done") -> None:
+    def run(self, job: "_Job", done: "_Done" = lambda _: None) -> None:
         """Call `job` and then `done`, with its error or None, on the thread."""
         if self._thread is None:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)

@@ -107,7 +107,7 @@ Job = Callable[[], None]
 def test_without_help_one_copies_all_and_nothing_is_copied_later(has_a_thread: bool) -> None:
     kept: list[Job] = []
 
-    def keep(job: Job, _: object) -> None:
+    def keep(job: Job) -> None:
         if not has_a_thread:
             raise RuntimeError("can't start new thread")
         kept.append(job)
@@ -139,9 +139,24 @@ def test_after_an_interrupt_nothing_is_copied_later() -> None:
     source = np.ones(LEAST_HELPED, np.uint8)
     target = np.zeros(LEAST_HELPED, np.uint8)
     with pytest.raises(KeyboardInterrupt):
-        Mover(lambda job, _: kept.append(job), is_free, interrupt).move(
+        Mover(kept.append, is_free, interrupt).move(
             target.ctypes.data, source.ctypes.data, LEAST_HELPED
         )
     for job in kept:
         job()
     assert not target.any()
+
+
+def test_what_goes_wrong_beside_is_raised(helper: RunBeside) -> None:
+    mine = threading.get_ident()
+    has_begun = threading.Event()
+
+    def fail(target: int, source: int, size: int) -> None:
+        if threading.get_ident() != mine:
+            has_begun.set()
+            raise MemoryError("beside")
+        assert has_begun.wait(LIMIT)
+        move(target, source, size)
+
+    with pytest.raises(MemoryError, match="beside"):
+        check(Mover(helper, is_free, fail), LEAST_HELPED)
