@@ -187,6 +187,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             long as there is a view. 4 to 64 KiB for those inside of other things and for outputs,
             whatever is set; 56 KiB or more for those that are copied there when they arrive. Text
             and `bytes` are always copied out: Python has no views of them.
+        pin_memory: Whether a worker whose PyTorch has a GPU registers the memory of large inputs
+            with CUDA when it has loaded the model. Then `tensor.is_pinned()`, and
+            `stack(inputs).to("cuda", non_blocking=True)` copies at full speed while the model goes
+            on; a batch ends when the current stream is done. All of `max_shared_bytes` is resident
+            from then on, and none is given back to the system. Without a GPU a warning says that
+            nothing is registered.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
@@ -230,6 +236,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         group_by: Callable[[InputT], Hashable] | None = None,
         max_shared_bytes: int = MAX_SHARED_BYTES,
         shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD,
+        pin_memory: bool = False,
     ) -> None:
         self._settings = check_settings(
             max_batch_size=max_batch_size,
@@ -255,6 +262,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             max_latency=max_latency,
             max_shared_bytes=max_shared_bytes,
             shared_memory_threshold=shared_memory_threshold,
+            pin_memory=pin_memory,
         )
         self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
         self.name = check_name(name, self._model.name)

@@ -76,6 +76,7 @@ class Settings:
     max_latency: float | None = None
     max_shared_bytes: int = MAX_SHARED_BYTES
     shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD
+    pin_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def check_settings(
     max_latency: float | None,
     max_shared_bytes: int,
     shared_memory_threshold: int,
+    pin_memory: bool,
 ) -> Settings:
     """Check every value; raise `ConfigurationError` for the first wrong one."""
     _check_count("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE)
@@ -143,6 +145,7 @@ def check_settings(
         ("auto_open", auto_open),
         ("idempotent", idempotent),
         ("isolate_errors", isolate_errors),
+        ("pin_memory", pin_memory),
     ):
         if not isinstance(switch, bool):
             raise ConfigurationError(f"{name}={switch!r}: give True or False")
@@ -151,6 +154,8 @@ def check_settings(
     # No file can be longer.
     _check_count("max_shared_bytes", max_shared_bytes, 0, sys.maxsize)
     _check_count("shared_memory_threshold", shared_memory_threshold, 1, None)
+    if pin_memory:
+        _check_pinned(max_shared_bytes, max_rss_bytes)
     _warn_about_workers(num_workers)
     return Settings(
         max_batch_size=max_batch_size,
@@ -176,6 +181,7 @@ def check_settings(
         max_latency=max_latency,
         max_shared_bytes=max_shared_bytes,
         shared_memory_threshold=shared_memory_threshold,
+        pin_memory=pin_memory,
     )
 
 
@@ -304,6 +310,20 @@ def _check_recycling(max_batches_per_worker: int | None, max_rss_bytes: int | No
                 f"max_rss_bytes={max_rss_bytes}: the memory of a process can be read on Linux only;"
                 " use max_batches_per_worker"
             )
+
+
+def _check_pinned(max_shared_bytes: int, max_rss_bytes: int | None) -> None:
+    if max_shared_bytes == 0:
+        raise ConfigurationError(
+            "pin_memory=True: with max_shared_bytes=0 there is no memory to pin; leave one of them "
+            "out"
+        )
+    if max_rss_bytes is not None and max_rss_bytes <= max_shared_bytes:
+        raise ConfigurationError(
+            f"max_rss_bytes={max_rss_bytes}: with pin_memory=True all of max_shared_bytes="
+            f"{max_shared_bytes} is resident, so every worker would be replaced; lower "
+            "max_shared_bytes or raise max_rss_bytes"
+        )
 
 
 def check_name(name: object, model_name: str) -> str:

@@ -933,6 +933,23 @@ class Stacks(InferenceModel[Any, tuple[bool, Any]]):
         return [(is_view, digest(_numpy().asarray(row))) for row in whole]
 
 
+class OnDevice(InferenceModel[Any, tuple[bool, float]]):
+    """Adds arrays up on the GPU, and answers whether they lay in memory that CUDA knows, too.
+
+    It goes on, and forgets its inputs, while they may still be on their way to the GPU.
+    """
+
+    def infer(self, inputs: list[Any]) -> list[tuple[bool, float]]:
+        import torch
+
+        batch = torch.from_numpy(stack(inputs))
+        is_pinned = batch.is_pinned()
+        on_device = batch.to("cuda", non_blocking=True)
+        inputs.clear()
+        del batch
+        return [(is_pinned, total) for total in on_device.double().sum(1).tolist()]
+
+
 class WritesAndRaises(WritesInputs):
     """Adds one to every array, in place, and raises unless there is one only."""
 

@@ -95,6 +95,21 @@ def test_shared_memory_cannot_be_longer_than_a_file() -> None:
     construct(max_shared_bytes=2**63 - 1)
 
 
+def test_there_must_be_memory_to_pin() -> None:
+    assert refusal(pin_memory=True, max_shared_bytes=0) == (
+        "pin_memory=True: with max_shared_bytes=0 there is no memory to pin; leave one of them out"
+    )
+    construct(pin_memory=True, max_shared_bytes=1)
+
+
+def test_pinned_memory_alone_must_not_make_a_worker_too_large() -> None:
+    settings: dict[str, Any] = {"pin_memory": True, "max_shared_bytes": 2**20}
+    message = refusal(max_rss_bytes=2**20, **settings)
+    assert message.startswith(f"max_rss_bytes={2**20}: with pin_memory=True all of max_shared_byte")
+    construct(max_rss_bytes=2**20 + 1, **settings)
+    construct(max_rss_bytes=2**20)
+
+
 def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -229,7 +244,7 @@ def test_a_fixed_window_needs_its_length() -> None:
     assert "policy='fixed'" in message
 
 
-@pytest.mark.parametrize("name", ["auto_open", "idempotent", "isolate_errors"])
+@pytest.mark.parametrize("name", ["auto_open", "idempotent", "isolate_errors", "pin_memory"])
 @pytest.mark.parametrize("value", [None, 0, 1, "yes", [True]])
 def test_a_switch_is_yes_or_no(name: str, value: object) -> None:
     assert refusal(**{name: value}) == f"{name}={value!r}: give True or False"
@@ -283,6 +298,7 @@ def checked(**settings: Any) -> config_module.Settings:
         "max_latency": None,
         "max_shared_bytes": 512 * 2**20,
         "shared_memory_threshold": 16 * 2**10,
+        "pin_memory": False,
     }
     return check_settings(**{**defaults, **settings})
 
@@ -308,10 +324,11 @@ def test_settings_arrive_as_they_were_given() -> None:
         "restart_window": 7.5,
         "restart_backoff": 0.5,
         "max_batches_per_worker": 3,
-        "max_rss_bytes": 4,
+        "max_rss_bytes": 10,
         "max_latency": 0.25,
-        "max_shared_bytes": 0,
+        "max_shared_bytes": 9,
         "shared_memory_threshold": 8,
+        "pin_memory": True,
     }
     assert vars(check_settings(**given)) == given
 

@@ -193,6 +193,7 @@ def test_the_constructor() -> None:
         ("group_by", None),
         ("max_shared_bytes", 512 * 2**20),
         ("shared_memory_threshold", 16 * 2**10),
+        ("pin_memory", False),
     ]
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert by_position == ["model", "max_batch_size", "max_delay"]

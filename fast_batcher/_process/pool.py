@@ -549,6 +549,9 @@ class Pool:
 
     def _give_back_memory(self, slabs: Slabs) -> None:
         """Begin to give back what has not been used since the last call of this."""
+        if self._settings.pin_memory:
+            # A device would go on to read what was there, and not what comes there later.
+            return
         unused = slabs.take_unused()
         if unused is not None:
             self.run_aside(functools.partial(slabs.punch, unused), lambda _: slabs.discard(unused))

@@ -148,6 +148,7 @@ class WorkerHandle:
                     os.getpid(),
                     self._slabs,
                     self.outbox,
+                    self._settings.pin_memory,
                 ),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._arrays import stacking
 from fast_batcher._process.collated_model import collate
 from fast_batcher._process.out_of_memory import let_go
+from fast_batcher._process.pinning import pin
 from fast_batcher._process.posting import Posting
 from fast_batcher._process.warm_up import warm_up
 from fast_batcher._transport import codec
@@ -61,6 +62,7 @@ def worker_main(
     parent_pid: int,
     slabs: "SlabViews | OSError | None",
     outbox: "OutboxWriter | OSError | None",
+    pin_memory: bool,
 ) -> None:
     """The target of the worker process; which model to load is the first frame.
 
@@ -74,6 +76,7 @@ def worker_main(
             may not have so much.
         outbox: Memory in which large answers leave, an error if there is none, None if there is to
             be none.
+        pin_memory: Whether `slabs` are registered with CUDA.
     """
     _set_signals()
     _end_with_parent(parent_pid)
@@ -85,7 +88,9 @@ def worker_main(
     _kept_open.append(ends)
     try:
         posting = Posting(outbox, max_frame_bytes)
-        exit_code = _load_and_serve(channel, mark.numbers, max_batch_size, slabs, posting)
+        exit_code = _load_and_serve(
+            channel, mark.numbers, max_batch_size, slabs, posting, pin_memory=pin_memory
+        )
     except OSError:  # the parent has closed its end: there is nobody left to answer
         exit_code = 0
     sys.exit(exit_code)
@@ -97,6 +102,8 @@ def _load_and_serve(
     max_batch_size: int,
     slabs: "SlabViews | OSError | None",
     posting: Posting,
+    *,
+    pin_memory: bool,
 ) -> int:
     """The life of a worker; returns its exit code."""
     first = channel.receive()
@@ -106,6 +113,8 @@ def _load_and_serve(
         views = _check_views(slabs)
         model = load_model(first.body)
         computing = collate(model)
+        if pin_memory and views is not None:
+            computing = pin(computing, views.address, views.size)
         times = warm_up(computing, max_batch_size)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
@@ -113,7 +122,7 @@ def _load_and_serve(
     try:
         channel.send(Kind.READY, body=pack_times(times))
         if views is not None:
-            views.on_pin = lambda batch_id: mark.__setitem__(2, batch_id + 1)
+            views.on_bequeath = lambda batch_id: mark.__setitem__(2, batch_id + 1)
         serve(channel, computing, mark, views, posting)
     finally:
         _close_model(model)

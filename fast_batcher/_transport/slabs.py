@@ -386,6 +386,8 @@ class SlabViews:
             self._memory = mmap.mmap(fd, size)
         finally:
             os.close(fd)
+        # In bytes.
+        self.size = size
         self._type = ctypes.c_ubyte * size
         # Where the memory is in this process.
         self.address = ctypes.addressof(self._type.from_buffer(self._memory))
@@ -393,8 +395,8 @@ class SlabViews:
         self._owners: dict[int, weakref.ref[Any]] = {}
         # Ids of batches of which no view is left and the writer has not been told yet.
         self.freed: list[int] = []
-        # Told the last batch of those that will never be free: see `pin`.
-        self.on_pin: Callable[[int], object] = _ignore
+        # Told the last batch of those that will never be free: see `bequeath`.
+        self.on_bequeath: Callable[[int], object] = _ignore
 
     def view(self, batch_id: int) -> memoryview:
         """The whole memory, for one batch, which may use what it has been given of it.
@@ -415,12 +417,12 @@ class SlabViews:
         del self.freed[: len(freed)]
         return freed
 
-    def pin(self) -> None:
+    def bequeath(self) -> None:
         """What is viewed now is never free again: a copy of this process will have views too."""
         if self._owners:
             last = max(list(self._owners))
             self._owners.clear()
-            self.on_pin(last)
+            self.on_bequeath(last)
 
     def close(self) -> None:
         """Give the memory back.
@@ -431,7 +433,7 @@ class SlabViews:
         self._memory.close()
 
     def _free(self, batch_id: int, _: object) -> None:
-        # Not there if it was pinned.
+        # Not there if it was bequeathed.
         if self._owners.pop(batch_id, None) is not None:
             self.freed.append(batch_id)
 
@@ -442,7 +444,7 @@ def _open(duplicate: Any, size: int) -> SlabViews | OSError:
     except OSError as error:  # the process may not have so much: it says so when it can
         return error.with_traceback(None)
     # A model may fork, and nobody would hear of the views that its child drops.
-    os.register_at_fork(before=views.pin)
+    os.register_at_fork(before=views.bequeath)
     return views
 
 

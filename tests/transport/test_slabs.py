@@ -176,11 +176,11 @@ def test_each_batch_has_views_of_its_own(views: SlabViews) -> None:
 
 def test_what_is_viewed_when_the_process_forks_is_never_free(views: SlabViews) -> None:
     told: list[int] = []
-    views.on_pin = told.append
-    views.pin()
+    views.on_bequeath = told.append
+    views.bequeath()
     assert told == []  # there was nothing to see
     held = [views.view(batch_id) for batch_id in (1, 2)]
-    views.pin()
+    views.bequeath()
     assert told == [2]
     held.append(views.view(3))
     held.clear()
