@@ -161,7 +161,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         max_batches_per_worker: Batches after which a worker is replaced, or None. The replacement
             is ready first, so that for a while there is one copy more of the model.
         max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. What it
-            shares for large inputs counts, once they have been there. Linux.
+            shares for large inputs counts, once they have been there, and all with `pin_memory`.
+            Linux.
         max_latency: Seconds from its arrival by which a request should be answered, or None. One
             that cannot be is refused at once, by the time that batches have taken so far; one that
             turns out late while it waits is dropped if others can run in its place. Both fail with
@@ -190,9 +191,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         pin_memory: Whether a worker whose PyTorch has a GPU registers the memory of large inputs
             with CUDA when it has loaded the model. Then `tensor.is_pinned()`, and
             `stack(inputs).to("cuda", non_blocking=True)` copies at full speed while the model goes
-            on; a batch ends when the current stream is done. All of `max_shared_bytes` is resident
-            from then on, and none is given back to the system. Without a GPU a warning says that
-            nothing is registered.
+            on; a batch ends when the device has done all that it was told. That is the current
+            device: a model for another calls `torch.cuda.set_device` in its constructor. All of
+            `max_shared_bytes` is resident from then on, and none is given back to the system.
+            Without a GPU a warning says that nothing is registered.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.

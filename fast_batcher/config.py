@@ -321,7 +321,7 @@ def _check_pinned(max_shared_bytes: int, max_rss_bytes: int | None) -> None:
     if max_rss_bytes is not None and max_rss_bytes <= max_shared_bytes:
         raise ConfigurationError(
             f"max_rss_bytes={max_rss_bytes}: with pin_memory=True all of max_shared_bytes="
-            f"{max_shared_bytes} is resident, so every worker would be replaced; lower "
+            f"{max_shared_bytes} is resident, so every worker would be above it at once; lower "
             "max_shared_bytes or raise max_rss_bytes"
         )
 

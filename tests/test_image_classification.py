@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import math
 import random
 import subprocess
 import sys
@@ -26,9 +27,11 @@ from examples.image_classification.model import (
     decode,
     read_labels,
     to_input,
+    to_tensor,
 )
 from examples.image_classification.prediction import ARRAY_SHAPE, NotAnImageError, Prediction
 from examples.image_classification.resnet import ARCHITECTURES, classify, load_network
+from fast_batcher._arrays import stacking
 
 ROOT = Path(__file__).resolve().parents[1]
 # Of torchvision 0.29.2's models: SHA-256 of a line for each entry of the state dict, its name and
@@ -225,6 +228,20 @@ def test_an_array_is_the_networks_input_and_has_the_answer_of_its_image(
         assert isinstance(wanted, Prediction)
         assert answer.label == wanted.label
         assert answer.score == pytest.approx(wanted.score, rel=TOLERANCE)
+
+
+def test_arrays_that_lie_side_by_side_become_a_tensor_without_a_copy() -> None:
+    whole: Any = np.arange(2 * math.prod(ARRAY_SHAPE), dtype=np.float32)
+    whole = whole.reshape(2, *ARRAY_SHAPE)
+    # As those that were filled while their body arrived.
+    whole.flags.writeable = False
+    stacking.lend(whole.ctypes.data, memoryview(whole).cast("B"))
+    try:
+        tensor = to_tensor(list(whole))
+    finally:
+        stacking.lent.clear()
+    assert tensor.data_ptr() == whole.ctypes.data
+    assert np.array_equal(tensor.numpy(), whole)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])

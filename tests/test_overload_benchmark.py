@@ -71,6 +71,24 @@ def test_a_refusal_at_five_times_the_capacity_has_to_be_quick() -> None:
     assert judge([measured(overload.OURS, 2.0, {"refusal_p99_ms": 9.0})], REFUSAL) == [None]
 
 
+def test_what_computes_in_the_apps_process_is_compared_with_what_does() -> None:
+    mine, theirs = next(iter(overload.HERE.items()))
+    assert set(overload.HERE) | set(overload.HERE.values()) <= set(SYSTEMS)
+    runs = [
+        measured(mine, 0.2, {"p50_ms": 8.0, "p99_ms": 15.0}),
+        measured(theirs, 0.2, {"p50_ms": 9.0, "p99_ms": 14.0}),
+    ]
+    found = overload.verdicts(runs, [overload.OURS, mine, theirs], overload.LOOP)
+    judged = {one.claim: one.holds for one in found if mine in one.claim}
+    # Below capacity alone, and with nobody else.
+    assert len(judged) == 2 * len(overload.LOADS)
+    where = "open loop at 20%, uvloop"
+    assert judged[f"{where}: p50_ms of {mine} over that of {theirs}"] is True
+    assert judged[f"{where}: p99_ms of {mine} over that of {theirs}"] is False
+    assert overload.measured(0.8, [overload.OURS, mine]) == [overload.OURS, mine]
+    assert overload.measured(1.2, [overload.OURS, mine]) == [overload.OURS]
+
+
 def test_the_table_compares_with_ours() -> None:
     runs = [
         measured(overload.OURS, 2.0, {"in_time_per_second": 2000.0}),

@@ -5,6 +5,7 @@ The app names it as text, so that only workers import PyTorch and Pillow.
 
 import io
 import math
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from PIL import Image, ImageOps
 
 from examples.image_classification.prediction import SIZE, NotAnImageError, Prediction
 from examples.image_classification.resnet import classify, load_network
-from fast_batcher import InferenceModel
+from fast_batcher import InferenceModel, stack
 
 # The published weights were evaluated like this: the shorter side scaled to 256 pixels, 224 x 224
 # cut from the middle, and these statistics of ImageNet's channels. Source: torchvision's presets.
@@ -61,8 +62,8 @@ class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
         arrays = [image for image in inputs if not isinstance(image, bytes)]
         if arrays:  # all of them: see `group_by` where the batcher is made
             dtype, layout = self._network.fc.weight.dtype, torch.channels_last
-            batch = torch.from_numpy(np.stack(arrays))
-            return self._classify(batch.to(self._device, dtype, memory_format=layout))
+            batch = to_tensor(arrays).to(self._device, non_blocking=True)
+            return self._classify(batch.to(dtype, memory_format=layout))
         decoded = list(self._decoders.map(decode, inputs))
         images = [image for image in decoded if not isinstance(image, NotAnImageError)]
         predictions = iter(self._classify(self._to_input(images)) if images else ())
@@ -128,6 +129,16 @@ def decode(data: bytes) -> NDArray[np.uint8] | NotAnImageError:
             return np.asarray(ImageOps.fit(image.convert("RGB"), (SIZE, SIZE), resampling, bleed))
     except Exception:  # noqa: BLE001  broken bytes make decoders raise almost anything
         return NotAnImageError("not a JPEG or PNG image that can be read")
+
+
+def to_tensor(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+    """Arrays as one tensor, without a copy where they have come to lie side by side in memory.
+
+    It is not to be written: PyTorch has no such tensors, and warns of arrays that cannot be.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return torch.from_numpy(stack(arrays))
 
 
 def to_input(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

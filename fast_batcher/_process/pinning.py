@@ -24,9 +24,8 @@ def pin(model: Any, address: int, size: int) -> Any:
         size: In bytes.
 
     Returns:
-        What computes them, and is done with the memory when it returns: a copy to the device may
-        still be reading it when the model's code has gone on. The model itself if there is no GPU,
-        and nothing has been registered.
+        What computes them, and is done with the memory when it returns. The model itself if there
+        is no GPU, and nothing has been registered.
 
     Raises:
         WorkerStartupError: PyTorch is not there, or CUDA refuses.
@@ -48,25 +47,25 @@ def pin(model: Any, address: int, size: int) -> Any:
             f"pin_memory=True: CUDA does not register the {size} bytes of max_shared_bytes: "
             f"{error}; lower it, or leave pin_memory out"
         ) from error
-    return Finishing(model, lambda: torch.cuda.current_stream().synchronize())
+    return Finishing(model, torch.cuda.synchronize)
 
 
 class Finishing:
     """A model that returns when its device has done what it was told.
 
+    Outputs on the host have waited for all that they are made of. This is for copies that they are
+    not made of, and for those of a batch that fails.
+
     Args:
         model: The model.
-        wait: Returns then.
+        wait: Returns when the device has done it.
     """
 
     def __init__(self, model: Any, wait: Callable[[], object]) -> None:
         self._model = model
         self._wait = wait
-
-    def warmup_inputs(self) -> list[Any]:
-        """What the model has for that."""
-        warmup_inputs = getattr(self._model, "warmup_inputs", None)
-        return [] if warmup_inputs is None else list(warmup_inputs())
+        # What the model has for that.
+        self.warmup_inputs = getattr(model, "warmup_inputs", list)
 
     def infer(self, inputs: list[Any]) -> Any:
         """The model's outputs.
@@ -74,6 +73,7 @@ class Finishing:
         Raises:
             Exception: What the model raises, or the device.
         """
-        outputs = self._model.infer(inputs)
-        self._wait()
-        return outputs
+        try:
+            return self._model.infer(inputs)
+        finally:
+            self._wait()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from desk import LARGE, MEBI, Desk, desk, filled, free, opened, slabs_of
 from memory import memory_of
-from sample_models import Digests, Echo, OnDevice, Warm, digest
+from sample_models import Digests, Echo, NotAnExceptionError, OnDevice, Raises, Warm, digest
 
 from fast_batcher import WorkerStartupError
 from fast_batcher._process.pinning import Finishing, pin
@@ -46,6 +46,13 @@ def test_the_device_is_waited_for_when_the_model_has_returned() -> None:
     assert steps == [[1, 2], "waited"]
 
 
+def test_the_device_is_waited_for_when_the_model_has_raised() -> None:
+    steps: list[str] = []
+    with pytest.raises(NotAnExceptionError):
+        Finishing(Raises(), lambda: steps.append("waited")).infer(["base"])
+    assert steps == ["waited"]
+
+
 def test_what_the_device_has_to_say_is_raised_as_by_the_model() -> None:
     def fail() -> NoReturn:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -58,7 +65,7 @@ def test_what_the_device_has_to_say_is_raised_as_by_the_model() -> None:
     ("model", "inputs"), [(Warm([1, 2]), [1, 2]), (Digests(), []), (object(), [])]
 )
 def test_the_warm_up_is_the_models(model: Any, inputs: Sequence[int]) -> None:
-    assert Finishing(model, list).warmup_inputs() == inputs
+    assert list(Finishing(model, list).warmup_inputs()) == inputs
 
 
 def test_a_batch_has_its_memory_until_the_device_has_been_waited_for(desk: Desk) -> None:
@@ -111,17 +118,35 @@ def test_without_pytorch_the_worker_does_not_start(monkeypatch: pytest.MonkeyPat
         pin(Echo(), 0, MEBI)
 
 
+@without_gpu
 def test_what_cuda_refuses_is_an_error_that_tells_what_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # No bytes: CUDA refuses them, and a PyTorch without CUDA all of it.
+    # There is nothing to register it with.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(WorkerStartupError) as caught:
-        pin(Echo(), 0, 0)
+        pin(Echo(), 0, MEBI)
     assert str(caught.value).startswith(
-        "pin_memory=True: CUDA does not register the 0 bytes of max_shared_bytes: "
+        f"pin_memory=True: CUDA does not register the {MEBI} bytes of max_shared_bytes: "
     )
     assert str(caught.value).endswith("; lower it, or leave pin_memory out")
+
+
+def test_what_cuda_is_told_and_how_it_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> str:
+            told.append((address, size, flags))
+            return "success"
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", told.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("waited"))
+    assert pin(Echo(), 4096, MEBI).infer([1]) == [1]
+    # For every device: cudaHostRegisterPortable.
+    assert told == [(4096, MEBI, 1), "success", "waited"]
 
 
 # Workers.
@@ -161,17 +186,17 @@ async def test_without_a_gpu_the_worker_says_so_and_serves(
 @anyio
 async def test_inputs_are_copied_to_the_device_from_where_they_lie() -> None:
     size = 64 * MEBI
-    rng = np.random.default_rng(7)
-    arrays = [rng.integers(0, 9, MEBI).astype(np.float32) for _ in range(8)]
+    before = 0
     async with opened(
-        OnDevice, has_rows=True, max_batch_size=4, pin_memory=True, max_shared_bytes=size
+        OnDevice, has_rows=True, max_batch_size=1, pin_memory=True, max_shared_bytes=size
     ) as batcher:
         # All of it has been there since the model was loaded.
         assert memory_of(slabs_of(batcher)._fd) == size
-        # The same memory again and again, while the batch before may be on its way.
-        for _ in range(50):
-            answers = await asyncio.gather(*map(batcher.process_batched, arrays))
-            assert answers == [(True, float(array.sum(dtype=np.float64))) for array in arrays]
+        # The same memory again and again, as soon as it is said to be free.
+        for number in range(1, 21):
+            array = np.full(MEBI, number, np.float32)
+            assert await batcher.process_batched(array) == (True, before * float(MEBI))
+            before = number
 
 
 @pytest.mark.slow
@@ -190,4 +215,4 @@ async def test_every_worker_registers_the_memory() -> None:
     ) as batcher:
         for _ in range(6):
             answers = await asyncio.gather(*map(batcher.process_batched, [array] * 4))
-            assert answers == [(True, float(MEBI))] * 4
+            assert all(is_pinned for is_pinned, _ in answers)
