@@ -194,7 +194,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             on; a batch ends when the device has done all that it was told. That is the current
             device: a model for another calls `torch.cuda.set_device` in its constructor. All of
             `max_shared_bytes` is resident from then on, and none is given back to the system.
-            Without a GPU a warning says that nothing is registered.
+            Without a GPU a warning says that nothing is registered. Not tried on a GPU yet.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
