@@ -134,7 +134,7 @@ def decode(data: bytes) -> NDArray[np.uint8] | NotAnImageError:
 def to_tensor(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
     """Arrays as one tensor, without a copy where they have come to lie side by side in memory.
 
-    It is not to be written: PyTorch has no such tensors, and warns of arrays that cannot be.
+    Not to be written: the arrays may be read-only, which no tensor is, and PyTorch warns of that.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)

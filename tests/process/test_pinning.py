@@ -10,7 +10,18 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from desk import LARGE, MEBI, Desk, desk, filled, free, opened, slabs_of
+from desk import (
+    LARGE,
+    MEBI,
+    Desk,
+    copier_held,
+    desk,
+    filled,
+    free,
+    opened,
+    slabs_of,
+    until_copying,
+)
 from memory import memory_of
 from sample_models import Digests, Echo, NotAnExceptionError, OnDevice, Raises, Warm, digest
 
@@ -168,6 +179,19 @@ async def test_memory_that_may_be_registered_is_not_given_back() -> None:
         await free(batcher)
         assert memory_of(slabs._fd) == memory
         assert await batcher.process_batched(value) == digest(value)
+
+
+@pytest.mark.slow
+@anyio
+async def test_memory_that_nobody_has_used_is_closed_beside_the_loop_too() -> None:
+    async with opened(Digests, pin_memory=True, max_shared_bytes=64 * MEBI) as batcher:
+        slabs = slabs_of(batcher)
+        with copier_held(batcher):
+            closing = asyncio.create_task(batcher.aclose())
+            await until_copying(batcher)
+            assert slabs._fd != -1
+        await closing
+    assert slabs._fd == -1
 
 
 @pytest.mark.slow
