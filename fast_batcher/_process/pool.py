@@ -286,7 +286,9 @@ class Pool:
 
     async def _close_slabs(self) -> None:
         """Give the memory back: 80 ms per 200 MiB, so not on the loop."""
-        if isinstance(self.slabs, Slabs):
+        if isinstance(self.slabs, Slabs) and (
+            self.slabs.has_been_used or self._settings.pin_memory
+        ):
             closed = asyncio.get_running_loop().create_future()
             self.run_aside(self.slabs.close, functools.partial(_wake, closed))
             # Nobody tells it if the pool is stopped meanwhile.
