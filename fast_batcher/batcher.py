@@ -53,13 +53,12 @@ from fast_batcher._process.exchange import (
     Exchange,
     Failure,
     SharedOutputs,
-    UnreadableOutputsError,
 )
 from fast_batcher._process.input_rows import LEAST, MOST_AT_ONCE
 from fast_batcher._process.pool import Exit, Pool
 from fast_batcher._process.sharing import Sharing
 from fast_batcher._signals import call_on_sigterm
-from fast_batcher._transport.codec import loads, size_of
+from fast_batcher._transport.codec import size_of
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.layouts import to_shape
 from fast_batcher.config import (
@@ -96,9 +95,9 @@ logger = logging.getLogger("fast_batcher")
 _new = object.__new__
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_OUTPUTS, _SHARED_OUTPUTS, _FREED = Kind.OUTPUTS, Kind.SHARED_OUTPUTS, Kind.FREED
+_OUTPUT_ATOMS, _SHARED_OUTPUTS, _FREED = Kind.OUTPUT_ATOMS, Kind.SHARED_OUTPUTS, Kind.FREED
 # Frames that leave their batch unanswered.
-UNFINISHED_KINDS = frozenset({Kind.UNREADABLE, Kind.OUTPUT_ITEMS_PART, Kind.PONG, Kind.FREED})
+UNFINISHED_KINDS = frozenset({Kind.OUTPUTS_PART, Kind.PONG, Kind.FREED})
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
@@ -948,13 +947,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Which of the workers this is; a replacement has its predecessor's place."""
         return worker % self._settings.num_workers
 
-    def frame_arrived(self, worker: int, frame: Frame) -> None:  # noqa: C901  flat on purpose
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
         """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
-        if frame.kind is not _OUTPUTS and frame.kind in UNFINISHED_KINDS:
+        if frame.kind is not _OUTPUT_ATOMS and frame.kind in UNFINISHED_KINDS:
             self._go_on(worker, frame)
             return
         scheduler = self._scheduler
-        has_raised = frame.kind is not _OUTPUTS and frame.kind in RAISED_KINDS
+        has_raised = frame.kind is not _OUTPUT_ATOMS and frame.kind in RAISED_KINDS
         batch = scheduler.batch_done(monotonic(), worker, frame.batch_id, has_raised)
         if batch is None:
             self._refuse_answer(frame)
@@ -968,24 +967,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         # Give the worker its next batch before anything is done about this one.
         if scheduler.queue.size or scheduler.retries:
             self._pump()
-        request = batch.requests[0]
-        if frame.kind is _OUTPUTS and len(batch.requests) == 1 and not request.is_settled:
-            # A lone request, without further Python calls: see `worker_main.serve`.
-            try:
-                (output,) = loads(frame.body)
-            except BaseException:  # noqa: BLE001  whatever it is, `_settle` finds it again
-                self._settle_batch(worker, frame, batch)
-            else:
-                request.is_settled = True
-                try:
-                    request.caller.set_result(output)
-                    self._tally.completed += 1
-                except asyncio.InvalidStateError:  # cancelled, and has not come round to saying so
-                    self._tally.cancelled += 1
-        elif frame.kind is not _SHARED_OUTPUTS:
-            self._settle_batch(worker, frame, batch)
-        else:
+        if frame.kind is _SHARED_OUTPUTS:
             self._collect(worker, frame, batch)
+        else:
+            self._settle(worker, frame, batch.requests)
         if self._drained is not None:
             self._notice_drained()
 
@@ -1019,7 +1004,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if all(request.is_settled for request in batch.requests):
             outputs.answer.release()
         elif outputs.answer.size <= MOST_AT_ONCE:
-            self._settle_batch(worker, frame, batch, outputs)
+            self._settle(worker, frame, batch.requests, outputs)
         else:
             scheduler = self._scheduler
             scheduler.await_rest(batch)
@@ -1042,24 +1027,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         if not self._scheduler.rest_arrived(batch):
             return
         try:
-            self._settle_batch(worker, frame, batch, outputs)
+            self._settle(worker, frame, batch.requests, outputs)
         except Exception as error:  # noqa: BLE001  no frame is being read that could end with it
             self._pool.distrust(worker, error)
         if self._drained is not None:
             self._notice_drained()
-
-    def _settle_batch(
-        self, worker: int, frame: Frame, batch: Batch, outputs: SharedOutputs | None = None
-    ) -> None:
-        try:
-            self._settle(worker, frame, batch.requests, outputs)
-        except UnreadableOutputsError as error:
-            # As if `infer` had raised: the guilty one is found by computing the others apart.
-            failed = self._scheduler.batch_raised(
-                monotonic(), batch, out_of_memory=False, is_fatal=False
-            )
-            settle(self._tally, failed, [error.failure] * len(failed))
-            self._pump()
 
     def _settle(
         self,
@@ -1074,8 +1046,6 @@ class DynBatcher(Generic[InputT, OutputT]):
                 outcomes = self._exchange.read(worker, frame, len(requests))
             else:
                 outcomes = outputs.read(len(requests))
-        except UnreadableOutputsError:
-            raise
         except Exception as error:
             self._fail_all(requests, error)
             raise
@@ -1102,10 +1072,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         batch = self._scheduler.find_batch(worker, frame.batch_id)
         if batch is None:
             self._refuse_answer(frame)
-        elif frame.kind is Kind.OUTPUT_ITEMS_PART:
-            self._exchange.keep_part(worker, frame)
         else:
-            self._withdraw(batch, self._exchange.send_by_item(batch))
+            self._exchange.keep_part(worker, frame)
 
     # Opening.
 

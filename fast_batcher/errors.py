@@ -182,6 +182,24 @@ def clear_frames(error: BaseException) -> None:
                 frame.clear()
 
 
+def forget_frames(error: BaseException | None) -> None:
+    """Cut an error, and those in it and behind it, from their frames, which hold what they used.
+
+    A frame may belong to a coroutine that goes on, so it must not be cleared.
+    """
+    seen = set()
+    errors = [error]
+    while errors:
+        error = errors.pop()
+        if error is None or id(error) in seen:
+            continue
+        seen.add(id(error))
+        BaseException.with_traceback(error, None)
+        errors += (error.__cause__, error.__context__)
+        if isinstance(error, BaseExceptionGroup):
+            errors += error.exceptions
+
+
 def assign(error: BaseException, name: str, value: object) -> None:
     """Set an attribute of an exception whose class may refuse that, as a frozen dataclass does."""
     BaseException.__setattr__(error, name, value)

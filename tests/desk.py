@@ -20,7 +20,7 @@ from fast_batcher._transport.channel import Place
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.layouts import view_rows
-from fast_batcher._transport.pickler import load
+from fast_batcher._transport.pickler import load_items, view_parts
 from fast_batcher._transport.slabs import Slabs, SlabViews
 
 MEBI = 2**20
@@ -135,17 +135,18 @@ class Desk:
         """The values of the batch that was sent first."""
         kind, batch_id, body = self.queue.pop(0)
         if kind is Kind.SHARED_INPUTS:
-            start, length, sizes = loads(body)
-            return load(self.views.view(batch_id)[start : start + length], sizes)
+            start, length, sizes, items = loads(body)
+            view = self.views.view(batch_id)[start : start + length]
+            return load_items(*view_parts(view, sizes), items, lambda error: error)
         if kind is Kind.ROWS:
             memory = self.views.view(batch_id)
             runs = [
                 view_rows(layout, memory, start, count)[0] for layout, start, count in loads(body)
             ]
             return [row for run in runs for row in run]
-        if kind is Kind.INPUT_ITEMS:
+        if kind is Kind.INPUTS:
             return [loads(item) for item in loads(body)]
-        assert kind is Kind.INPUTS
+        assert kind is Kind.INPUT_ATOMS
         return loads(body)
 
     def close(self) -> None:

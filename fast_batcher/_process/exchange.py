@@ -1,7 +1,7 @@
 """Batches to frames, and frames to outcomes. Runs on the event loop's thread of the parent.
 
-The usual case is one pickle each way. Everything else in here is there so that one input or output
-that cannot be sent, or a batch that is larger than a frame, harms no other request.
+A batch is one frame each way in the usual case. Everything else in here is there so that one input
+or output that cannot be sent, or a batch that is larger than a frame, harms no other request.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,10 +10,10 @@ from typing import Any
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._process.sharing import Send, Sharing
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import RemoteFailure, dumps, loads
+from fast_batcher._transport.codec import ATOMS, RemoteFailure, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.outbox import Answer, Outbox
-from fast_batcher._transport.pickler import MOST_REUSED, Parts, PartsPickler
+from fast_batcher._transport.pickler import LEAST_SHARED, PartsPickler
 from fast_batcher.errors import (
     BatcherError,
     InferenceError,
@@ -23,8 +23,8 @@ from fast_batcher.errors import (
 )
 
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_INPUTS = Kind.INPUTS
-_OUTPUTS = Kind.OUTPUTS
+_INPUT_ATOMS = Kind.INPUT_ATOMS
+_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 # Frames that are one failure for every request of their batch.
 FAILURE_KINDS = frozenset({Kind.FAILED, Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 
@@ -36,18 +36,6 @@ class Failure:
 
     def __init__(self, to_error: Callable[[], BatcherError]) -> None:
         self.to_error = to_error
-
-
-class UnreadableOutputsError(Exception):
-    """The outputs of a batch cannot be unpickled; nobody knows which of them is at fault.
-
-    Args:
-        failure: The outcome of those that are not tried again.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__()
-        self.failure = failure
 
 
 class Exchange:
@@ -93,81 +81,58 @@ class Exchange:
             batch, self._senders[batch.worker], self._send_late
         ):
             return []
-        pickler = self._pickler
-        try:
-            if len(requests) == 1:
-                pickler.dump([requests[0].value])  # on Python 3.11 the below is one more call
-            else:
-                pickler.dump([request.value for request in requests])
-        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
-            pickler.renew()
-            return self.send_by_item(batch)
-        chunks = pickler.chunks
-        body = chunks.pop()
-        if chunks or pickler.buffers or len(body) > self._max_frame_bytes:
-            chunks.append(body)
-            return self._send_large(batch)
-        if len(body) > MOST_REUSED:
-            pickler.forget()
-        else:
-            pickler.clear_memo()
-        self._senders[batch.worker](_INPUTS, batch.id, body)
-        return []
+        send = self._senders[batch.worker]
+        values = [request.value for request in requests]
+        if ATOMS.issuperset(map(type, values)):
+            body = dumps(values)
+            if len(body) < LEAST_SHARED and len(body) <= self._max_frame_bytes:
+                send(_INPUT_ATOMS, batch.id, body)
+                return []
+        return self._send_apart(batch, values, send)
 
-    def send_by_item(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
-        """The same with each input pickled apart."""
-        return self._send_items(batch, self._senders[batch.worker])
-
-    def _send_large(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
-        """Send a batch that has just been pickled, in more than one piece or too long."""
+    def _send_apart(
+        self, batch: Batch, values: list[Any], send: Send
+    ) -> list[tuple[Request, BatcherError]]:
+        """Send a batch whose inputs are pickled one by one: by the pipe, or by shared memory."""
         for request in batch.requests:
             if hasattr(request, "row"):  # not all have one, so those are of no use
                 request.row.give_up()
         pickler = self._pickler
-        send = self._senders[batch.worker]
         try:
-            if pickler.has_enough() and self._sharing.is_there():
-                self._sharing.rows.learn()
-                if pickler.learn_buffers():
-                    return self.send(batch)
-                return self._send_parts(batch, send, pickler.take_parts())
-            return self._send_whole(batch, send, pickler.take_whole())
-        except BufferError:
+            pickler.dump(values)
+            if not pickler.has_enough() or not self._sharing.is_there():
+                return self._send_pickled(batch, pickler.take_items(), send)
+            self._sharing.rows.learn()
+            if pickler.learn_buffers():
+                return self._send_apart(batch, values, send)
+            parts = pickler.take_parts()
+        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
             pickler.renew()
-            return self.send_by_item(batch)
-
-    def _send_parts(
-        self, batch: Batch, send: Send, parts: Parts
-    ) -> list[tuple[Request, BatcherError]]:
-        if parts.size > self._max_frame_bytes:
-            parts.release()
             return self._send_items(batch, send)
-        if self._sharing.send(batch, parts, send, self._send_late):
+        if parts.size <= self._max_frame_bytes and self._sharing.send(
+            batch, parts, send, self._send_late
+        ):
             return []
-        body = parts.join()
         parts.release()
-        return self._send_whole(batch, send, body)
+        return self._send_items(batch, send)
+
+    def _send_pickled(
+        self, batch: Batch, items: list[bytes], send: Send
+    ) -> list[tuple[Request, BatcherError]]:
+        body = dumps(items)
+        if len(body) > self._max_frame_bytes:
+            return self._send_items(batch, send)
+        send(Kind.INPUTS, batch.id, body)
+        return []
 
     def _send_late(self, batch: Batch, send: Send) -> None:
         """Send a batch that was to be shared, and found no memory."""
-        refused = self._send_whole(batch, send, None)
+        refused = self._send_items(batch, send)
         if refused:
             self._refused_late(batch, refused)
 
-    def _send_whole(
-        self, batch: Batch, send: Send, body: bytes | None
-    ) -> list[tuple[Request, BatcherError]]:
-        """Send a batch as one pickle, which is made if there is none, or by item."""
-        try:
-            body = dumps([request.value for request in batch.requests]) if body is None else body
-        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
-            return self._send_items(batch, send)
-        if len(body) > self._max_frame_bytes:
-            return self._send_items(batch, send)
-        send(_INPUTS, batch.id, body)
-        return []
-
     def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
+        """Send by the pipe what can be sent of a batch, in as many frames as it takes."""
         items: list[bytes | RemoteFailure] = []
         refused: list[tuple[Request, BatcherError]] = []
         for request in batch.requests:
@@ -179,8 +144,8 @@ class Exchange:
         if items:
             bodies = list(codec.split_parts(items, self._max_frame_bytes))
             for body in bodies[:-1]:
-                send(Kind.INPUT_ITEMS_PART, batch.id, body)
-            send(Kind.INPUT_ITEMS, batch.id, bodies[-1])
+                send(Kind.INPUTS_PART, batch.id, body)
+            send(Kind.INPUTS, batch.id, bodies[-1])
         return refused
 
     def free(self, worker: int, frame: Frame) -> None:
@@ -195,15 +160,12 @@ class Exchange:
         """The outcomes of a batch by position: outputs, and a `Failure` where there is none.
 
         Raises:
-            UnreadableOutputsError: They cannot be unpickled.
             TransportError: The frame answers no batch of `count` requests.
         """
-        if frame.kind is _OUTPUTS:
-            try:
-                outcomes: list[Any] = loads(frame.body)
-            except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-                raise UnreadableOutputsError(_unreadable(error)) from None
-        elif frame.kind is Kind.OUTPUT_ITEMS:
+        outcomes: list[Any]
+        if frame.kind is _OUTPUT_ATOMS:
+            outcomes = loads(frame.body)
+        elif frame.kind is Kind.OUTPUTS:
             items = self._parts.pop(worker, []) + loads(frame.body)
             outcomes = [_read_item(item) for item in items]
         elif frame.kind in FAILURE_KINDS:
@@ -220,11 +182,11 @@ class Exchange:
             TransportError: There is none.
             Exception: What the frame has instead cannot be read.
         """
-        start, sizes, frozen, failures = loads(frame.body)
+        start, sizes, frozen, items, failures = loads(frame.body)
         outbox = self._outboxes.get(worker)
         if outbox is None:
             raise TransportError("a worker without an outbox has left something there")
-        return SharedOutputs(outbox.find(start, sizes, frozen), failures)
+        return SharedOutputs(outbox.find(start, sizes, frozen, items), failures)
 
     def forget(self, worker: int, inherited: int | None) -> None:
         """The worker is lost, and what it had begun to answer with it.
@@ -271,13 +233,9 @@ class SharedOutputs:
         """As `Exchange.read`, and the answer is over.
 
         Raises:
-            UnreadableOutputsError: They cannot be unpickled.
             TransportError: They answer no batch of `count` requests.
         """
-        try:
-            outcomes: list[Any] = self.answer.load()
-        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-            raise UnreadableOutputsError(_unreadable(error)) from None
+        outcomes = self.answer.load(_unreadable)
         _check_count(outcomes, count)
         try:
             for position, failure in self._failures.items():

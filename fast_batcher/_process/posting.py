@@ -1,19 +1,22 @@
-"""Outputs on their way to the parent, in one piece: by the pipe or, if they are large, the outbox.
+"""Outputs on their way to the parent: by the pipe or, if they are large, through the outbox.
 
-The main thread of the worker.
+The main thread of the worker. Each output is pickled by itself, so that one that cannot be sent
+fails alone, and no two callers are given the same object.
 """
 
-import copyreg
 import logging
-import sys
 from typing import TYPE_CHECKING, Any
 
-from fast_batcher._transport.codec import RemoteFailure, dumps
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import ATOMS, RemoteFailure, dumps
 from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.pickler import LEAST_SHARED, Alike, Lifted, Parts, PartsPickler
+from fast_batcher._transport.pickler import LEAST_SHARED, Lifted, Parts, PartsPickler
 from fast_batcher.config import SHARED_MEMORY_THRESHOLD
+from fast_batcher.errors import InferenceError, forget_frames
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fast_batcher._transport.outbox import OutboxWriter
 
 logger = logging.getLogger("fast_batcher.worker")
@@ -30,42 +33,69 @@ class Posting:
     def __init__(self, outbox: "OutboxWriter | OSError | None", max_frame_bytes: int) -> None:
         self._outbox = outbox
         self._max_frame_bytes = max_frame_bytes
-        # Outputs whose pickle is not longer are sent as they are.
-        self.most_whole = max_frame_bytes
+        # Longest body of atoms in one frame; what is longer may go through the outbox.
+        self.most_whole = min(max_frame_bytes, LEAST_SHARED - 1)
         least = SHARED_MEMORY_THRESHOLD
-        if outbox is not None:
-            self.most_whole = min(max_frame_bytes, LEAST_SHARED - 1)
         if outbox is not None and not isinstance(outbox, OSError):
             least = outbox.least
         self._pickler = PartsPickler(least)
-        # Whether an answer was large: from then on none is pickled before it has come here.
-        self.expects_large = False
+        # Whether an answer was large: from then on large buffers stay out of the pickles.
+        self._expects_large = False
         self._has_warned = False
 
     def pack(
         self, outputs: list[Any], failures: dict[int, RemoteFailure]
-    ) -> tuple[Kind, bytes] | None:
-        """The frame that answers with all of them; None if it takes one for each.
+    ) -> list[tuple[Kind, bytes]]:
+        """The frames, as kinds and bodies, that answer a batch.
 
         Args:
-            outputs: None where there is a failure.
-            failures: Those by position.
+            outputs: Anything where there is a failure. An exception is the failure of its request.
+            failures: Those that are known already, by position; those that are found are added.
         """
-        if failures and self._outbox is None:
-            return None
-        pickler = self._pickler
+        if not failures and ATOMS.issuperset(map(type, outputs)):
+            body = dumps(outputs)
+            if len(body) <= self.most_whole:
+                return [(Kind.OUTPUT_ATOMS, body)]
+        for position, output in enumerate(outputs):
+            # By type: an object of the model's may say anything about its class.
+            if issubclass(type(output), BaseException) and position not in failures:
+                failures[position] = codec.describe(output)
+        sent = [None if at in failures else output for at, output in enumerate(outputs)]
         try:
-            pickler.dump(_lift(outputs, pickler.least) if self.expects_large else outputs)
-            if pickler.has_enough() and self._has_outbox():
-                self.expects_large = True
-                if pickler.learn_buffers():
-                    return self.pack(outputs, failures)
-                return self._pack_parts(outputs, failures, pickler.take_parts())
-            body = pickler.take_whole()
-        except BaseException:  # noqa: BLE001  pickling is the user's code; item by item then
-            pickler.renew()
-            return None
-        return self._pack_whole(body, failures)
+            return self._pack_apart(sent, failures)
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
+            # An error is often kept by a frame of its own, and they hold the outputs.
+            forget_frames(error)
+            self._pickler.renew()
+            return self._pack_items([self._pack_item(output) for output in sent], failures)
+
+    def _pack_apart(
+        self, outputs: list[Any], failures: dict[int, RemoteFailure]
+    ) -> list[tuple[Kind, bytes]]:
+        """As `pack`; all outputs can be pickled.
+
+        Raises:
+            BaseException: One cannot.
+        """
+        pickler = self._pickler
+        # Long `bytes` are not copied into the pickle, nor by who reads it.
+        pickler.dump(
+            [
+                Lifted(one) if one.__class__ is bytes and len(one) >= pickler.least else one
+                for one in outputs
+            ]
+            if self._expects_large
+            else outputs
+        )
+        if pickler.has_enough() and self._has_outbox():
+            self._expects_large = True
+            if pickler.learn_buffers():
+                return self._pack_apart(outputs, failures)
+            packed = self._pack_parts(failures, pickler.take_parts())
+            if packed is not None:
+                return packed
+            return self._pack_items([self._pack_item(output) for output in outputs], failures)
+        return self._pack_items(pickler.take_items(), failures)
 
     def rest(self) -> None:
         """There is nothing to do."""
@@ -75,25 +105,50 @@ class Posting:
     def _has_outbox(self) -> bool:
         if isinstance(self._outbox, OSError):
             self._warn(f"{self._outbox}")
-            self._outbox, self.most_whole = None, self._max_frame_bytes
+            self._outbox = None
         return self._outbox is not None
 
     def _pack_parts(
-        self, outputs: list[Any], failures: dict[int, RemoteFailure], parts: Parts
-    ) -> tuple[Kind, bytes] | None:
-        """One frame for what has been pickled in parts."""
+        self, failures: dict[int, RemoteFailure], parts: Parts
+    ) -> list[tuple[Kind, bytes]] | None:
+        """One frame for what has been pickled in parts; None if there is no room for it."""
         # What is wrong with some goes into the frame, beside the few bytes about the others.
         most = self._max_frame_bytes
         fits = parts.size <= most and len(dumps(failures)) <= most // 2
         start = self._put(parts) if fits else None
-        if start is not None:
-            body = dumps((start, parts.sizes, parts.find_frozen(), failures))
-            return Kind.SHARED_OUTPUTS, body
-        if failures:
+        if start is None:
             return None
-        # The whole is somewhat shorter than its parts, and may fit where they do not.
-        whole = parts.join()
-        return self._pack_whole(dumps(outputs) if whole is None else whole, failures)
+        body = dumps((start, parts.sizes, parts.find_frozen(), parts.items, failures))
+        return [(Kind.SHARED_OUTPUTS, body)]
+
+    def _pack_items(
+        self, items: "Sequence[bytes | RemoteFailure]", failures: dict[int, RemoteFailure]
+    ) -> list[tuple[Kind, bytes]]:
+        """Frames for outputs that have been pickled one by one."""
+        outcomes = [
+            failures[at] if at in failures else self._limited(item) for at, item in enumerate(items)
+        ]
+        bodies = list(codec.split_parts(outcomes, self._max_frame_bytes))
+        parts = [(Kind.OUTPUTS_PART, body) for body in bodies[:-1]]
+        return [*parts, (Kind.OUTPUTS, bodies[-1])]
+
+    def _pack_item(self, output: Any) -> bytes | RemoteFailure:
+        try:
+            return dumps(output)
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code too
+            failure = codec.describe(_unsendable(output, error))
+            forget_frames(error)
+            return failure
+
+    def _limited(self, item: bytes | RemoteFailure) -> bytes | RemoteFailure:
+        if isinstance(item, RemoteFailure) or codec.fits(item, self._max_frame_bytes):
+            return item
+        return codec.describe(
+            InferenceError(
+                f"the output takes {len(item)} bytes, more than max_frame_bytes="
+                f"{self._max_frame_bytes} allows; return less or raise max_frame_bytes"
+            )
+        )
 
     def _put(self, parts: Parts) -> int | None:
         assert self._outbox is not None
@@ -110,13 +165,6 @@ class Posting:
             )
         return start
 
-    def _pack_whole(
-        self, body: bytes | None, failures: dict[int, RemoteFailure]
-    ) -> tuple[Kind, bytes] | None:
-        if body is None or failures or len(body) > self._max_frame_bytes:
-            return None
-        return Kind.OUTPUTS, body
-
     def _warn(self, reason: str) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -127,41 +175,10 @@ class Posting:
             )
 
 
-def _lift(outputs: list[Any], least: int) -> Any:
-    """What is pickled as the same outputs, in less time.
-
-    Long `bytes` are not copied into the pickle, nor by who reads it, and arrays are described once.
-    """
-    kinds = set(map(type, outputs))
-    array = getattr(sys.modules.get("numpy"), "ndarray", None)
-    # The model may have a way of its own to pickle arrays.
-    if kinds == {array} and array not in copyreg.dispatch_table:
-        return Alike(outputs) if _are_alike(outputs) else outputs
-    if bytes not in kinds:
-        return outputs
-    # What answers several requests is copied once.
-    lifted: dict[int, Lifted] = {}
-    return [
-        lifted.setdefault(id(one), Lifted(one))
-        if one.__class__ is bytes and len(one) >= least
-        else one
-        for one in outputs
-    ]
-
-
-def _are_alike(arrays: list[Any]) -> bool:
-    first = arrays[0]
-    dtype, shape = first.dtype, first.shape
-    try:
-        memoryview(first)
-    except (BufferError, ValueError):  # those of dates, among others, have no buffer
-        return False
-    return (
-        not dtype.hasobject
-        and first.nbytes > 0
-        and all(
-            one.dtype is dtype and one.shape == shape and one.flags.c_contiguous for one in arrays
-        )
-        # What answers several requests is copied once.
-        and len(set(map(id, arrays))) == len(arrays)
+def _unsendable(output: Any, error: BaseException) -> InferenceError:
+    result = InferenceError(
+        f"the output, a {type(output).__qualname__}, cannot be pickled: {codec.one_line(error)}; "
+        "return plain data, arrays or tensors"
     )
+    result.__cause__ = error
+    return result

@@ -140,7 +140,8 @@ class Sharing:
         if whole is None:
             self._warn_of_no_room(slabs, parts.size)
             return False
-        frame = (Kind.SHARED_INPUTS, batch.id, dumps((whole.start, whole.length, parts.sizes)))
+        named = dumps((whole.start, whole.length, parts.sizes, parts.items))
+        frame = (Kind.SHARED_INPUTS, batch.id, named)
         if parts.size > MOST_AT_ONCE:
             lane = self._lanes[batch.worker]
             place = lane.reserve()

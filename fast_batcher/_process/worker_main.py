@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import threading
-from itertools import repeat
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +24,20 @@ from fast_batcher._process.warm_up import warm_up
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
-from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header, pack_times
+from fast_batcher._transport.frames import Frame, Kind, pack_header, pack_times
 from fast_batcher._transport.layouts import view_rows
 from fast_batcher._transport.mark import Mark
-from fast_batcher._transport.pickler import load as load_parts
+from fast_batcher._transport.pickler import load_items, view_parts
 from fast_batcher.config import find_model_fault
 from fast_batcher.errors import (
-    InferenceError,
     OutputMismatchError,
     WorkerStartupError,
     cuda_message,
+    forget_frames,
     is_out_of_memory,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from fast_batcher._transport.outbox import OutboxWriter
     from fast_batcher._transport.slabs import SlabViews
 
@@ -49,9 +46,7 @@ logger = logging.getLogger("fast_batcher.worker")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _kept_open: list[Any] = []
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_STOP, _ROWS, _SHARED_INPUTS, _FATAL = Kind.STOP, Kind.ROWS, Kind.SHARED_INPUTS, Kind.FATAL
-# Far more types than a model answers with, unless it makes them as it goes; those it would keep.
-MOST_HARMLESS = 100
+_ROWS, _SHARED_INPUTS = Kind.ROWS, Kind.SHARED_INPUTS
 
 
 def worker_main(
@@ -163,7 +158,7 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
         raise
 
 
-def serve(  # noqa: C901, PLR0912, PLR0915  flat on purpose
+def serve(
     channel: BlockingChannel,
     model: Any,
     mark: "memoryview[int]",
@@ -174,260 +169,170 @@ def serve(  # noqa: C901, PLR0912, PLR0915  flat on purpose
 
     `mark` is where the parent reads, after the death of this process, what it had in hand: the ids,
     plus one, of the batch that was read last and of the one whose computation began last.
-
-    The usual batch is handled in this one function: after a pause every Python call costs about
-    five microseconds, and it is a lone request that waits for them (`benchmarks/idle_latency.py`).
     """
-    reader, read, receive = channel.reader, channel.reader.read, channel.receive
-    send, write, infer = channel.send, channel.write, model.infer
-    loads, dumps = codec.loads, codec.dumps
-    most_joined = min(MAX_JOINED, channel.max_frame_bytes)
     if posting is None:
         posting = Posting(None, channel.max_frame_bytes)
-    inputs_kind, outputs_kind = Kind.INPUTS, Kind.OUTPUTS
-    # Types of outputs that have been seen not to be exceptions: what a model answers with is of few
-    # types, and this question is asked of each output.
-    harmless: set[type] = set()
-    # Parts of batches, and batches of which the last view has died, which the answers tell, but for
-    # those that the model has kept for longer.
-    parts, freed = _Parts(), [] if slabs is None else slabs.freed
+    # Parts of batches that are larger than one frame.
+    parts: _Parts = {}
     while True:
-        if freed:
-            channel.write_rest(_pack_freed(slabs), 0)
-        try:
-            frame = None if reader.rest else read()
-        except (EOFError, ConnectionError):
+        # What the model has dropped since the last answer.
+        channel.write_rest(_pack_freed(slabs), 0)
+        frame = channel.receive()
+        if frame is None or frame.kind is Kind.STOP:
             return
-        if frame is None and (frame := receive()) is None:
-            return
-        if frame.kind is not inputs_kind:
-            if frame.kind is _STOP:
-                return
-            if frame.kind is _ROWS or frame.kind is _SHARED_INPUTS:
-                kind = _answer_shared(channel, model, frame, slabs, posting, mark)
-            else:
-                kind = _answer_other(channel, model, frame, parts, posting, mark)
-            if kind is _FATAL:
-                return
-            continue
-        batch_id = frame.batch_id
-        mark[0] = batch_id + 1
-        try:
-            inputs = loads(frame.body)
-        except BaseException:  # noqa: BLE001  unpickling is the user's code too
-            send(Kind.UNREADABLE, batch_id)
-            continue
-        count = len(inputs)  # `infer` may change the list that it is given
-        mark[1] = batch_id + 1
-        started = monotonic()
-        try:
-            outputs = infer(inputs)
-        except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-            kind, failure = _judge(error)
-            send(kind, batch_id, failure, monotonic() - started)
+        if frame.kind is Kind.PING:
+            channel.send(Kind.PONG)
+            posting.rest()
+        elif frame.kind is Kind.INPUTS_PART:
+            parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+        else:
+            kind = _answer(channel, model, frame, parts, slabs, posting, mark)
             if kind is Kind.FATAL:  # nothing that waits behind it can be computed here
                 return
-            continue
-        seconds = monotonic() - started
-        if (
-            not posting.expects_large
-            and outputs.__class__ is list
-            and len(outputs) == count
-            and (harmless.issuperset(map(type, outputs)) or _learn_harmless(outputs, harmless))
-        ):
-            try:
-                body = dumps(outputs)
-            except BaseException:  # noqa: BLE001  item by item then, to find the guilty one
-                body = None
-            if body is not None and len(body) <= most_joined:
-                data = pack_header(outputs_kind, len(body), batch_id, seconds) + body
-                written = write(data)
-                if written != len(data):
-                    channel.write_rest(data, written)
-                continue
-            if body is not None and len(body) <= posting.most_whole:
-                send(outputs_kind, batch_id, body, seconds)
-                continue
-            body = None
-        _send_answer(channel, batch_id, _pack_answer(channel, posting, outputs, count), seconds)
 
 
-def _answer_other(
+def _answer(
     channel: BlockingChannel,
     model: Any,
     frame: Frame,
     parts: "_Parts",
-    posting: Posting,
-    mark: "memoryview[int]",
-) -> Kind | None:
-    """Answer a ping, or a batch whose items were pickled apart.
-
-    Returns:
-        How bad it is if `infer` raised, None if it did not.
-    """
-    if frame.kind is Kind.PING:
-        channel.send(Kind.PONG)
-        posting.rest()
-        return None
-    return _answer_items(channel, model, frame, parts, mark)
-
-
-def _answer_shared(
-    channel: BlockingChannel,
-    model: Any,
-    frame: Frame,
     slabs: "SlabViews | None",
     posting: Posting,
     mark: "memoryview[int]",
-) -> Kind | None:
-    """Compute a batch that lies in shared memory, and tell of it before the answer if it is free.
+) -> Kind:
+    """Read a batch, compute it and send the answer.
 
     Returns:
-        How bad it is if `infer` raised, None if it did not.
+        The kind of the last frame of the answer.
     """
-    assert slabs is not None, "the parent knows that it shares no memory"
-    mark[0] = frame.batch_id + 1
-    inputs: list[Any] | None
+    batch_id = frame.batch_id
+    is_shared = frame.kind is _ROWS or frame.kind is _SHARED_INPUTS
+    mark[0] = batch_id + 1
     try:
-        inputs = _load_shared(slabs, frame)
-    except BaseException:  # noqa: BLE001  unpickling is the user's code too
-        inputs = None
-    if inputs is None:
-        stacking.lent.clear()
-        channel.send(Kind.UNREADABLE, frame.batch_id, ahead=_pack_freed(slabs))
-        return None
-    count = len(inputs)
-    mark[1] = frame.batch_id + 1
-    started = monotonic()
-    kind: Kind | None = None
-    try:
-        outputs = model.infer(inputs)
-    except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-        seconds = monotonic() - started
-        kind, failure = _judge(error)
-        # An error is often kept by a frame of its own, and they hold the inputs.
-        _forget_frames(error)
-        answer = [(kind, failure)]
+        inputs, failures = _read_inputs(frame, parts, slabs)
+    except BaseException as error:  # noqa: BLE001  a dtype may be of the user's code, too
+        answer, seconds = [(Kind.FAILED, codec.dumps(codec.describe(error)))], 0.0
+        forget_frames(error)
     else:
-        seconds = monotonic() - started
-        answer = _pack_answer(channel, posting, outputs, count)
-        # They may be views of the inputs.
-        del outputs
-    del inputs
-    stacking.lent.clear()
-    _send_answer(channel, frame.batch_id, answer, seconds, ahead=_pack_freed(slabs))
-    return kind
+        mark[1] = batch_id + 1
+        answer, seconds = _compute(model, inputs, failures, posting, is_shared=is_shared)
+        del inputs
+    if is_shared:
+        stacking.lent.clear()
+    # A batch of which the model keeps nothing is free when its answer arrives.
+    ahead = _pack_freed(slabs)
+    for kind, body in answer:
+        channel.send(kind, batch_id, body, seconds, ahead)
+        ahead = b""
+    return answer[-1][0]
+
+
+def _read_inputs(
+    frame: Frame, parts: "_Parts", slabs: "SlabViews | None"
+) -> tuple[list[Any], dict[int, RemoteFailure]]:
+    """The inputs of a batch that can be unpickled, and by position why the others cannot."""
+    if frame.kind is Kind.INPUT_ATOMS:
+        return codec.loads(frame.body), {}
+    if frame.kind is Kind.INPUTS:
+        items = (*parts.pop(frame.batch_id, ()), *codec.loads(frame.body))
+        values = [_read_item(item) for item in items]
+    else:
+        assert slabs is not None, "the parent knows that it shares no memory"
+        values = _load_shared(slabs, frame)
+    failures = {at: one for at, one in enumerate(values) if type(one) is RemoteFailure}
+    if failures:
+        values = [one for one in values if type(one) is not RemoteFailure]
+    return values, failures
+
+
+def _read_item(item: bytes) -> Any:
+    try:
+        return codec.loads(item)
+    except BaseException as error:  # noqa: BLE001  unpickling is the user's code too
+        return codec.describe(error)
 
 
 def _load_shared(slabs: "SlabViews", frame: Frame) -> list[Any]:
-    """The inputs of a batch that lies in shared memory, which is lent to `stack`."""
-    named = codec.loads(frame.body)
-    view = memory = slabs.view(frame.batch_id)
-    try:
-        if frame.kind is _SHARED_INPUTS:
-            start, length, sizes = named
-            view = memory[start : start + length]
-            stacking.lend(slabs.address + start, view)
-            inputs: list[Any] = load_parts(view, sizes)
-            return inputs
-        inputs = []
-        for layout, start, count in named:
-            rows, view, whole = view_rows(layout, memory, start, count)
-            inputs += rows
-            stacking.lend(slabs.address + start, view, whole, () if whole is None else rows)
-        return inputs
-    finally:
-        # An error keeps this frame, and is often kept by one of its own.
-        del view, memory
+    """The inputs of a batch that lies in shared memory, which is lent to `stack`.
 
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Cut an error, and those in it and behind it, from their frames.
-
-    A frame may belong to a coroutine that goes on, so it must not be cleared.
+    One that cannot be unpickled is a `RemoteFailure`.
     """
-    seen = set()
-    errors = [error]
-    while errors:
-        error = errors.pop()
-        if error is None or id(error) in seen:
-            continue
-        seen.add(id(error))
-        BaseException.with_traceback(error, None)
-        errors += (error.__cause__, error.__context__)
-        if isinstance(error, BaseExceptionGroup):
-            errors += error.exceptions
+    named = codec.loads(frame.body)
+    memory = slabs.view(frame.batch_id)
+    if frame.kind is _SHARED_INPUTS:
+        start, length, sizes, items = named
+        view = memory[start : start + length]
+        stacking.lend(slabs.address + start, view)
+        stream, buffers = view_parts(view, sizes)
+        return load_items(stream, buffers, items, codec.describe)
+    inputs: list[Any] = []
+    for layout, start, count in named:
+        rows, view, whole = view_rows(layout, memory, start, count)
+        inputs += rows
+        stacking.lend(slabs.address + start, view, whole, () if whole is None else rows)
+    return inputs
+
+
+def _compute(
+    model: Any,
+    inputs: list[Any],
+    failures: dict[int, RemoteFailure],
+    posting: Posting,
+    *,
+    is_shared: bool,
+) -> tuple["_Answer", float]:
+    """Let the model compute a batch.
+
+    Args:
+        model: The model.
+        inputs: Those that could be read.
+        failures: Why the others could not, by position in the batch.
+        posting: Packs the outputs.
+        is_shared: Whether inputs may be views of shared memory, which an error must not keep.
+
+    Returns:
+        The frames that answer the batch, and the seconds that `infer` took.
+    """
+    # Read now: `infer` may change the list that it is given.
+    count = len(inputs)
+    total = count + len(failures)
+    started = monotonic()
+    try:
+        outputs = model.infer(inputs) if inputs else []
+    except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
+        seconds = monotonic() - started
+        kind, failure = _judge(error)
+        if is_shared:
+            # An error is often kept by a frame of its own, and they hold the inputs.
+            forget_frames(error)
+    else:
+        seconds = monotonic() - started
+        checked = _check(outputs, count)
+        if not isinstance(checked, RemoteFailure):
+            if failures:
+                computed = iter(checked)
+                checked = [None if at in failures else next(computed) for at in range(total)]
+            return posting.pack(checked, failures), seconds
+        kind, failure = Kind.FAILED, checked
+    if failures and kind is not Kind.FATAL:
+        # Another try of the batch would not help inputs that cannot be read: each has its error.
+        failures = {at: failures.get(at, failure) for at in range(total)}
+        return posting.pack([None] * total, failures), seconds
+    return [(kind, codec.dumps(failure))], seconds
 
 
 def _pack_freed(slabs: "SlabViews | None") -> bytes:
     """A frame that says which batches are free, empty if none has become so."""
-    freed = [] if slabs is None else slabs.take_freed()
-    if not freed:
+    if slabs is None or not slabs.freed:
         return b""
-    body = codec.dumps(freed)
+    body = codec.dumps(slabs.take_freed())
     return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
 
+# By batch id, items that came ahead of the last frame of their batch.
 _Parts = dict[int, list[bytes]]
-
-
-def _has_error(outputs: list[Any]) -> bool:
-    # By type: a batch has few of them and many outputs.
-    return any(issubclass(kind, BaseException) for kind in set(map(type, outputs)))
-
-
-def _learn_harmless(outputs: list[Any], harmless: set[type]) -> bool:
-    """Whether no output is an exception; then their types need not be looked at again."""
-    if _has_error(outputs):
-        return False
-    if len(harmless) < MOST_HARMLESS:
-        harmless.update(map(type, outputs))
-    return True
-
-
+# Frames, as kinds and bodies.
 _Answer = list[tuple[Kind, bytes]]
-
-
-def _pack_answer(channel: BlockingChannel, posting: Posting, outputs: Any, count: int) -> _Answer:
-    """The frames, as kinds and bodies, that answer a batch with these outputs of any kind.
-
-    If not in one, then exceptions and what cannot be pickled go apart.
-    """
-    checked = _check(outputs, count)
-    if isinstance(checked, RemoteFailure):
-        return [(Kind.FAILED, codec.dumps(checked))]
-    failures: dict[int, RemoteFailure] = {}
-    if _has_error(checked):
-        failures = {
-            position: codec.describe(output)
-            for position, output in enumerate(checked)
-            if isinstance(output, BaseException)
-        }
-        checked = [
-            None if position in failures else output for position, output in enumerate(checked)
-        ]
-    answer = posting.pack(checked, failures)
-    if answer is not None:
-        return [answer]
-    return _pack_items(
-        channel,
-        [
-            failures[position] if position in failures else _pack(channel, output)
-            for position, output in enumerate(checked)
-        ],
-    )
-
-
-def _send_answer(
-    channel: BlockingChannel,
-    batch_id: int,
-    answer: _Answer,
-    seconds: float,
-    ahead: bytes = b"",
-) -> None:
-    for kind, body in answer:
-        channel.send(kind, batch_id, body, seconds, ahead)
-        ahead = b""
 
 
 def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
@@ -447,8 +352,8 @@ _FATAL_SIGNS = (
 )
 
 
-def _judge(error: BaseException) -> tuple[Kind, bytes]:
-    """How bad it is that `infer` raised this, as the kind of a frame, and the frame's body."""
+def _judge(error: BaseException) -> tuple[Kind, RemoteFailure]:
+    """How bad it is that `infer` raised this, as the kind of a frame, and the error as data."""
     failure = codec.describe(error)
     kind = Kind.RAISED
     if is_out_of_memory(error):
@@ -456,90 +361,7 @@ def _judge(error: BaseException) -> tuple[Kind, bytes]:
         let_go(error)
     elif any(sign in cuda_message(error) for sign in _FATAL_SIGNS):
         kind = Kind.FATAL
-    return kind, codec.dumps(failure)
-
-
-def _answer_items(
-    channel: BlockingChannel, model: Any, frame: Frame, parts: _Parts, mark: "memoryview[int]"
-) -> Kind | None:
-    """Compute a batch whose items were pickled apart; those that cannot be read fail alone.
-
-    Returns:
-        How bad it is if `infer` raised, None if it did not.
-    """
-    if frame.kind is Kind.INPUT_ITEMS_PART:
-        parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
-        return None
-    inputs: list[Any] = []
-    outcomes: list[bytes | RemoteFailure | None] = []
-    mark[0] = frame.batch_id + 1
-    for item in (*parts.pop(frame.batch_id, ()), *codec.loads(frame.body)):
-        try:
-            inputs.append(codec.loads(item))
-            outcomes.append(None)
-        except BaseException as error:  # noqa: BLE001  unpickling is the user's code too
-            outcomes.append(codec.describe(error))
-    mark[1] = frame.batch_id + 1
-    started = monotonic()
-    if inputs:
-        count = len(inputs)
-        try:
-            outputs = model.infer(inputs)
-        except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-            kind, failure = _judge(error)
-            if count == len(outcomes) or kind is Kind.FATAL:
-                channel.send(kind, frame.batch_id, failure, monotonic() - started)
-                return kind
-            # Those that could not be read are not the model's fault, and keep their own.
-            described = codec.describe(error)
-            outcomes = [described if known is None else known for known in outcomes]
-        else:
-            computed = _pack_outputs(channel, outputs, count)
-            outcomes = [next(computed) if known is None else known for known in outcomes]
-    seconds = monotonic() - started
-    _send_answer(channel, frame.batch_id, _pack_items(channel, outcomes), seconds)
-    return None
-
-
-def _pack_outputs(
-    channel: BlockingChannel, outputs: Any, count: int
-) -> "Iterator[bytes | RemoteFailure]":
-    checked = _check(outputs, count)
-    if isinstance(checked, RemoteFailure):
-        return repeat(checked)
-    return iter([_pack(channel, output) for output in checked])
-
-
-def _pack(channel: BlockingChannel, output: Any) -> bytes | RemoteFailure:
-    if isinstance(output, BaseException):
-        return codec.describe(output)
-    try:
-        item = codec.dumps(output)
-    except BaseException as error:  # noqa: BLE001  pickling is the user's code too
-        return codec.describe(_unsendable(output, error))
-    if not codec.fits(item, channel.max_frame_bytes):
-        return codec.describe(
-            InferenceError(
-                f"the output takes {len(item)} bytes, more than max_frame_bytes="
-                f"{channel.max_frame_bytes} allows; return less or raise max_frame_bytes"
-            )
-        )
-    return item
-
-
-def _unsendable(output: Any, error: BaseException) -> InferenceError:
-    result = InferenceError(
-        f"the output, a {type(output).__qualname__}, cannot be pickled: {codec.one_line(error)}; "
-        "return plain data, arrays or tensors"
-    )
-    result.__cause__ = error
-    return result
-
-
-def _pack_items(channel: BlockingChannel, outcomes: list[Any]) -> _Answer:
-    bodies = list(codec.split_parts(outcomes, channel.max_frame_bytes))
-    parts = [(Kind.OUTPUT_ITEMS_PART, body) for body in bodies[:-1]]
-    return [*parts, (Kind.OUTPUT_ITEMS, bodies[-1])]
+    return kind, failure
 
 
 def _resolve(name: str) -> Any:

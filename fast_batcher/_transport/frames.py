@@ -33,22 +33,22 @@ class Kind(IntEnum):
 
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
-    INPUTS = 2  # a batch: one pickle of the list of inputs
-    INPUT_ITEMS = 3  # a batch, or the last part of one: a list of separately pickled inputs
-    INPUT_ITEMS_PART = 4  # a part of a batch that is larger than one frame; more follow
+    INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `codec.ATOMS`
+    INPUTS = 3  # a batch, or the last part of one: a list of separately pickled inputs
+    INPUTS_PART = 4  # a part of a batch that is larger than one frame; more follow
     STOP = 5  # finish what has arrived, then end
     PING = 6  # say PONG
-    SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes of its parts)
+    SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     ROWS = 8  # a batch whose inputs lie in rows: a pickled list of (layout, start, count)
     # worker to parent
     READY = 16  # the model is loaded and warm: times of the warm-up, see `pack_times`
     STARTUP_FAILED = 17  # one pickled RemoteFailure
-    OUTPUTS = 18  # one pickle of the list of outputs
-    # They lie in the outbox: pickled (start, sizes of the parts, which are read-only, failures).
-    SHARED_OUTPUTS = 28
-    OUTPUT_ITEMS = 19  # the list of outcomes, or its last part
-    OUTPUT_ITEMS_PART = 20  # a part of outcomes that are larger than one frame; more follow
-    UNREADABLE = 21  # INPUTS could not be unpickled: send the batch as INPUT_ITEMS
+    OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `codec.ATOMS`
+    OUTPUTS = 19  # the list of outcomes: separately pickled outputs and failures; or its last part
+    OUTPUTS_PART = 20  # a part of outcomes that are larger than one frame; more follow
+    # They lie in the outbox: pickled (start, sizes of the parts, which are read-only, items,
+    # failures by position).
+    SHARED_OUTPUTS = 21
     PONG = 22
     FREED = 27  # a pickled list: ids of batches of which no view is left
     # One pickled RemoteFailure, for every request of the batch.

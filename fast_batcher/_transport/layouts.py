@@ -12,6 +12,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor
+
+# Kinds of NumPy's dtypes: truth values, whole, real and complex numbers, dates and their
+# differences, text and bytes of a fixed length, and unstructured bytes.
+PLAIN_KINDS = "biufcmMSUV"
+
 
 class Layout(NamedTuple):
     """What is equal in all that lie in one slab of rows."""
@@ -45,11 +51,18 @@ def find_looks() -> dict[type, Look]:
 
 
 def is_plain_dtype(dtype: Any) -> bool:
-    """Whether values of this dtype of NumPy's are their bytes, and it is what it is equal to."""
+    """Whether values of this dtype are their bytes, and it is what it is equal to.
+
+    Args:
+        dtype: Of an array of NumPy's.
+    """
     # Dtypes are equal whatever their metadata, also of a field; and with fields they are equal
-    # whether or not they are aligned or records. Those of subarrays change the shape.
+    # whether or not they are aligned or records. Those of subarrays change the shape. Those of
+    # other libraries, and NumPy's own for text of any length, may be pointers to the values.
     return (
-        not dtype.hasobject
+        dtype.kind in PLAIN_KINDS
+        and type(dtype).__module__.partition(".")[0] == "numpy"
+        and not dtype.hasobject
         and dtype.metadata is None
         and dtype.names is None
         and dtype.subdtype is None
@@ -89,26 +102,9 @@ def _look_at_array(array: Any, least: int, most: int) -> tuple[Key, int] | None:
 
 
 def _look_at_tensor(torch: Any, tensor: Any, least: int, most: int) -> tuple[Key, int] | None:
-    """As `pickler` decides it: of plain numbers in the memory of the CPU."""
-    try:
-        # Sparse ones do not know it.
-        size = tensor.nbytes
-        is_plain = (
-            least <= size <= most
-            and tensor.device.type == "cpu"
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not tensor.requires_grad
-            and not vars(tensor)
-            and tensor.dim() > 0
-            and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
-        )
-        # Without an address its storage has been taken away.
-        if is_plain and tensor.data_ptr():
-            return (True, tensor.dtype, tuple(tensor.shape)), size
-    except (RuntimeError, TypeError, AttributeError):  # one of the many that are none
-        pass
-    return None
+    if not is_plain_tensor(torch, tensor) or not least <= tensor.nbytes <= most:
+        return None
+    return (True, tensor.dtype, tuple(tensor.shape)), tensor.nbytes
 
 
 def view_rows(
@@ -129,11 +125,9 @@ def view_rows(
     layout, size = _unpack(packed)
     part = memory[start : start + count * size]
     if layout.is_tensor:
-        import torch
-
         # Each by itself: a view of a tensor is pickled with all of what it is a view of.
         rows: list[Any] = [
-            torch.frombuffer(part[begin : begin + size], dtype=layout.dtype).reshape(layout.shape)
+            rebuild_tensor(part[begin : begin + size], layout.dtype, layout.shape)
             for begin in range(0, count * size, size)
         ]
         if layout.is_read_only:

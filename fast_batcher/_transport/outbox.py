@@ -13,13 +13,13 @@ import contextlib
 import ctypes
 import mmap
 import os
-import pickle
 import weakref
+from itertools import chain
 from multiprocessing import reduction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fast_batcher._transport.moving import move_piece
-from fast_batcher._transport.pickler import Parts
+from fast_batcher._transport.pickler import Parts, load_items
 from fast_batcher._transport.ranges import PAGE, Ranges
 from fast_batcher._transport.slabs import (
     ALIGNMENT,
@@ -29,6 +29,9 @@ from fast_batcher._transport.slabs import (
     punch,
 )
 from fast_batcher.errors import TransportError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # Ahead of an answer, with room so that it is aligned.
 _TAKEN, _FREE = 1, 0
@@ -71,24 +74,28 @@ class Outbox:
     def __reduce__(self) -> tuple[Any, ...]:
         return _open, (reduction.DupFd(self._fd), self._size, self._least)
 
-    def find(self, start: int, sizes: list[int], frozen: list[int]) -> "Answer":
+    def find(
+        self, start: int, sizes: list[int], frozen: list[int], items: list[tuple[int, int]]
+    ) -> "Answer":
         """An answer that the worker has left.
 
         Args:
             start: Where `OutboxWriter.put` has put it.
             sizes: Those of its parts.
-            frozen: Which of its buffers nobody may write.
+            frozen: The numbers of its read-only buffers.
+            items: What of it belongs to each output, as `Parts.items`.
 
         Raises:
             TransportError: No answer can lie there.
         """
         self.is_used = True
-        numbers = (start, *sizes)
+        numbers = (start, *sizes, *chain.from_iterable(items))
         if self._view is not None and all(type(one) is int and one >= 0 for one in numbers):
             offsets, length = lay_out(sizes)
             end = start + _HEADER_SIZE + length
-            if sizes and end <= self._size:
-                return Answer(self._view[start:end], offsets, sizes, {*frozen})
+            in_items = [sum(column) for column in zip(*items, strict=True)]
+            if sizes and end <= self._size and in_items == [sizes[0], len(sizes) - 1]:
+                return Answer(self._view[start:end], offsets, sizes, {*frozen}, items)
         raise TransportError("a worker says that it has left an answer where there can be none")
 
     def close_fd(self) -> None:
@@ -128,13 +135,20 @@ class Answer:
         offsets: Where each part begins behind that.
         sizes: The bytes of each part.
         frozen: Which parts behind the first become `bytes`.
+        items: What of the parts belongs to each output.
     """
 
     def __init__(
-        self, slab: memoryview, offsets: list[int], sizes: list[int], frozen: set[int]
+        self,
+        slab: memoryview,
+        offsets: list[int],
+        sizes: list[int],
+        frozen: set[int],
+        items: list[tuple[int, int]],
     ) -> None:
         self._slab = slab
         self._frozen = frozen
+        self._items = items
         self._stream, *self._parts = (
             slab[_HEADER_SIZE + offset : _HEADER_SIZE + offset + size]
             for offset, size in zip(offsets, sizes, strict=True)
@@ -162,15 +176,15 @@ class Answer:
             is_long = is_aside and part.nbytes >= RELEASING_SIZE
             self._copies.append(kind.copy_beside(part) if is_long else kind.type(part))
 
-    def load(self) -> Any:
+    def load(self, on_error: "Callable[[BaseException], Any]") -> list[Any]:
         """Make the outputs; nothing of them is in the outbox any more, and this answer is over.
 
-        Raises:
-            Exception: What unpickling raises, which is the user's code.
+        Args:
+            on_error: Gives what stands in the place of an output that cannot be unpickled.
         """
         try:
             self.copy(is_aside=False)
-            return pickle.loads(self._stream, buffers=self._copies)
+            return load_items(self._stream, self._copies, self._items, on_error)
         finally:
             self.release()
 

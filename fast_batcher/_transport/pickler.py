@@ -1,48 +1,64 @@
 """Pickling that leaves large buffers where they are, so that they are copied once. Both sides.
 
-A pickle is made as pieces: bytes of the stream, among them the value's own large `bytes` objects,
-and, out of band (PEP 574), the buffers of arrays and tensors. Nothing large is copied for that, but
-text has to be encoded. What is small comes as one piece, and costs less than with `pickle.dumps`:
-the pickler is used again. As long as nothing large has come, nothing is asked of any buffer.
+The values of a batch are pickled one after the other, each with a memo of its own, so that two
+requests never share an object. A pickle is made as pieces: bytes of the stream, among them the
+value's own large `bytes` objects, and, out of band (PEP 574), the buffers of arrays and tensors.
+Nothing large is copied for that, but text has to be encoded. As long as no large batch has come,
+no buffer is kept out of band.
 """
 
 import copyreg
 import functools
 import pickle
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import READ_SIZE
 from fast_batcher._transport.slabs import Loose, lay_out
+from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor
+from fast_batcher.errors import forget_frames
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # From here on the pickler of CPython passes on the object itself where it has bytes to write, and
 # before that it writes the stream in pieces of about this size (its FRAME_SIZE_TARGET).
 PIECE_SIZE = 64 * 1024
-# A pickler remembers what it has seen in a table that grows, is emptied after each use, and never
-# becomes smaller: after bodies up to this length emptying it takes about a microsecond.
-MOST_REUSED = 4 * 1024
-# Bytes of that table after which a pickler is not used again; to empty so much takes half a
-# microsecond.
-MOST_REMEMBERED = 16 * 1024
+# Below this many bytes a buffer costs more to describe than to copy.
+LEAST_BUFFER = 4 * 1024
 # What is shorter is sent faster through a pipe: a frame of it is read in one piece, and needs no
 # memory of its own.
 LEAST_SHARED = READ_SIZE
 
 
+class Item(NamedTuple):
+    """One of several pickled values: how much of the stream and how many buffers belong to it."""
+
+    # Bytes.
+    length: int
+    buffers: int
+
+
 class Parts:
-    """One pickled value in pieces.
+    """Pickled values in pieces.
 
     Args:
-        stream: The pickle itself.
-        buffers: What belongs to it out of band; locked against being resized until `release`.
+        stream: The pickles themselves, one behind the other.
+        buffers: What belongs to them out of band; locked against being resized until `release`.
+        items: What belongs to each value, in order.
     """
 
-    def __init__(self, stream: "list[bytes | memoryview]", buffers: list[memoryview]) -> None:
+    def __init__(
+        self,
+        stream: "list[bytes | memoryview]",
+        buffers: list[memoryview],
+        items: list[Item],
+    ) -> None:
         self._stream = stream
         self._buffers = buffers
+        # Pairs of plain numbers, which take less space in a message.
+        self.items: list[tuple[int, int]] = [(item.length, item.buffers) for item in items]
         # Bytes of the whole stream, and of each buffer.
         self.sizes = [sum(map(len, stream)), *(buffer.nbytes for buffer in buffers)]
         self._offsets, self.size = lay_out(self.sizes)
@@ -56,15 +72,11 @@ class Parts:
         yield from zip(self._offsets[1:], self._buffers, strict=True)
 
     def find_frozen(self) -> list[int]:
-        """Which of the buffers nobody may write."""
+        """The numbers of the read-only buffers."""
         return [index for index, buffer in enumerate(self._buffers) if buffer.readonly]
 
-    def join(self) -> bytes | None:
-        """All of it in one, None if there is something out of band."""
-        return None if self._buffers else b"".join(self._stream)
-
     def release(self) -> None:
-        """Forget the value; nothing of it is locked any more."""
+        """Forget the values; nothing of them is locked any more."""
         for piece in (*self._stream, *self._buffers):
             if isinstance(piece, memoryview):
                 piece.release()
@@ -72,85 +84,122 @@ class Parts:
         self._buffers.clear()
 
 
-def load(view: memoryview, sizes: list[int]) -> Any:
-    """The value whose parts lie in this view; its buffers are views of it, the rest is copied."""
+def load_items(
+    stream: memoryview,
+    buffers: "Sequence[Any]",
+    items: "Iterable[tuple[int, int]]",
+    on_error: "Callable[[BaseException], Any]",
+) -> list[Any]:
+    """Unpickle the values whose parts these are.
+
+    Args:
+        stream: Their pickles, one behind the other; copied from where it has to be.
+        buffers: What belongs to them out of band; the values are made on it.
+        items: As `Parts.items`.
+        on_error: Gives what stands in the place of a value that cannot be unpickled.
+    """
+    values = []
+    begin = used = 0
+    for length, count in items:
+        mine = buffers[used : used + count]
+        values.append(_load_item(stream[begin : begin + length], mine, on_error))
+        begin += length
+        used += count
+    return values
+
+
+def _load_item(
+    stream: memoryview, buffers: "Sequence[Any]", on_error: "Callable[[BaseException], Any]"
+) -> Any:
+    try:
+        return pickle.loads(stream, buffers=buffers)
+    except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+        outcome = on_error(error)
+        # An error is often kept by a frame of its own, and they hold the memory.
+        forget_frames(error)
+        return outcome
+
+
+def view_parts(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[memoryview]]:
+    """The stream and the buffers that lie in this view, as `Parts.sizes` tells."""
     offsets, _ = lay_out(sizes)
     stream, *buffers = (
         view[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)
     )
-    try:
-        return pickle.loads(stream, buffers=buffers)
-    finally:
-        # An error keeps this frame, and is often kept by one of its own.
-        del view, stream, buffers
+    return stream, buffers
 
 
 class PartsPickler:
-    """Pickles one value after the other; for one thread.
+    """Pickles the values of one batch after the other; for one thread.
 
-    Usual use, in as few calls as can be: `dump(value)`, then `chunks` has one piece and `buffers`
-    none; pop that, and `clear_memo()`, or `forget()` if it is longer than `MOST_REUSED`. After any
-    other outcome: `take_whole`, `take_parts` or `renew`.
+    `dump` the values; then one of `take_items`, `take_parts` and `renew`.
 
     Args:
         least: Bytes from which on a buffer stays where it is.
     """
 
     def __init__(self, least: int) -> None:
-        # A longer one has a piece of the stream for itself, and so costs as much there. And after a
-        # longer body `forget` is called, also of how much there has been.
-        self.least = min(max(least, MOST_REUSED), PIECE_SIZE)
+        # A longer one has a piece of the stream for itself, and so costs as much there. And what
+        # is shorter is not worth asking a buffer for.
+        self.least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
         # Whether something large has come.
         self._keeps_buffers = False
-        self.chunks: list[Any] = []
-        self.buffers: list[memoryview] = []
+        self._chunks: list[Any] = []
+        self._buffers: list[memoryview] = []
+        # How many chunks and buffers there were when each value had been pickled.
+        self._ends: list[tuple[int, int]] = []
         self._reducers: _Reducers | None = None
-        # Bytes of large buffers in the value that is being pickled.
+        # Bytes of large buffers in the values that are being pickled.
         self._large = [0]
-        self.renew()
+
+    def dump(self, values: "Iterable[Any]") -> None:
+        """Pickle values one after the other, each as if it were alone.
+
+        Raises:
+            BaseException: What pickling one of them raises, which is the user's code; `renew` is
+                all that can be done then.
+        """
+        if not self._keeps_buffers:
+            self._chunks.extend([dumps(value) for value in values])
+            return
+        keep = _keep_large(self._buffers, self.least, self._large)
+        sink = _Sink(self._chunks.append)
+        for value in values:
+            pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
+            if self._reducers is not None:
+                pickler.dispatch_table = self._reducers
+            pickler.dump(value)
+            self._ends.append((len(self._chunks), len(self._buffers)))
 
     def renew(self) -> None:
-        """Forget everything, and begin with a pickler that has seen nothing."""
-        self.chunks.clear()
+        """Forget what has been pickled."""
+        self._chunks.clear()
+        self._ends.clear()
         self._large[0] = 0
-        while self.buffers:
-            self.buffers.pop().release()
-        sink = _Sink(self.chunks.append)
-        if self._keeps_buffers:
-            keep = _keep_large(self.buffers, self.least, self._large)
-            pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
-        else:
-            pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL)
-        if self._reducers is not None:
-            pickler.dispatch_table = self._reducers
-        self.dump = pickler.dump
-        self.clear_memo = pickler.clear_memo
-        self._size_of_memo = pickler.__sizeof__
-
-    def forget(self) -> None:
-        """Forget what has been pickled; needed after a body longer than `MOST_REUSED`."""
-        if self.buffers or self._size_of_memo() > MOST_REMEMBERED:
-            self.renew()
-        else:
-            self.chunks.clear()
-            self._large[0] = 0
-            self.clear_memo()
+        while self._buffers:
+            self._buffers.pop().release()
 
     def has_enough(self) -> bool:
         """Whether what has just been pickled is so much that it pays to share it."""
-        if self.buffers or len(self.chunks) == 1:  # one piece is shorter than two of `PIECE_SIZE`
-            return bool(self.buffers)
-        return sum(memoryview(chunk).nbytes for chunk in self.chunks) >= LEAST_SHARED
+        return bool(self._buffers) or sum(map(_length, self._chunks)) >= LEAST_SHARED
 
-    def take_whole(self) -> bytes | None:
-        """What has just been pickled, in one piece; None if something of it is out of band.
+    def take_items(self) -> list[bytes]:
+        """What has just been pickled, of which there is nothing out of band: a pickle per value.
 
         Raises:
-            BufferError: As of `take_parts`.
+            BufferError: An input was resized meanwhile; `renew` is all that can be done.
         """
-        body = None if self.buffers else b"".join(_hold(self.chunks))
-        self.forget()
-        return body
+        if not self._keeps_buffers:
+            items, self._chunks = self._chunks, []
+            return items
+        assert not self._buffers, "there is not enough for that"
+        stream = _hold(self._chunks)
+        begin, items = 0, []
+        for end, _ in self._ends:
+            items.append(b"".join(stream[begin:end]))
+            begin = end
+        self.renew()
+        return items
 
     def take_parts(self) -> Parts:
         """What has just been pickled.
@@ -158,16 +207,20 @@ class PartsPickler:
         Raises:
             BufferError: An input was resized meanwhile; `renew` is all that can be done.
         """
-        parts = Parts(_hold(self.chunks), self.buffers[:])
-        self.buffers.clear()
+        stream, buffers = _hold(self._chunks), self._buffers[:]
+        items, begin, used = [], 0, 0
+        for end, count in self._ends:
+            items.append(Item(sum(map(len, stream[begin:end])), count - used))
+            begin, used = end, count
+        self._buffers.clear()
         self.renew()
-        return parts
+        return Parts(stream, buffers, items)
 
     def learn_buffers(self) -> bool:
         """Leave large buffers where they are from now on; those of tensors too, if there are any.
 
         Returns:
-            Whether that is new; then it begins anew, and what was pickled has to be once more.
+            Whether that is new; then nothing is pickled, and what was has to be once more.
         """
         torch: Any = sys.modules.get("torch")
         learns_tensors = self._reducers is None and hasattr(torch, "Tensor")
@@ -179,6 +232,10 @@ class PartsPickler:
             self._reducers = _Reducers({torch.Tensor: reduce})
         self.renew()
         return True
+
+
+def _length(chunk: Any) -> int:
+    return memoryview(chunk).nbytes
 
 
 class _Sink:
@@ -267,45 +324,12 @@ def _put_down(raw: bytes) -> bytes:
     return raw
 
 
-class Alike:
-    """Arrays of one dtype and shape, which are pickled as a list of them, in less time.
-
-    Args:
-        arrays: At least one; contiguous, and what is in their memory is all that they are.
-    """
-
-    __slots__ = ("_arrays",)
-
-    def __init__(self, arrays: list[Any]) -> None:
-        self._arrays = arrays
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        first = self._arrays[0]
-        return _set_apart, (first.dtype, first.shape, *map(pickle.PickleBuffer, self._arrays))
-
-
-def _set_apart(dtype: Any, shape: tuple[int, ...], *buffers: Any) -> list[Any]:
-    import numpy
-
-    return [numpy.frombuffer(buffer, dtype).reshape(shape) for buffer in buffers]
-
-
 def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
-    """A tensor of plain numbers in the memory of the CPU by its buffer, any other as it likes."""
-    is_plain = (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.requires_grad
-        and not vars(tensor)
-        and tensor.dim() > 0
-        and tensor.nbytes >= least
-    )
-    if is_plain:
+    """A large plain tensor by its buffer, any other as PyTorch pickles it."""
+    if is_plain_tensor(torch, tensor) and tensor.nbytes >= least:
+        numpy: Any = sys.modules.get("numpy")
         try:
-            numpy: Any = sys.modules.get("numpy")
-            # As bytes: NumPy lacks some of the types. It fails for values that are not what is in
-            # their memory (conjugated, negated, quantised).
+            # As bytes: NumPy lacks some of the types.
             # Not by `numpy()`: for ever after the caller could not resize the tensor.
             buffer = numpy.asarray(_Shown(tensor.view(torch.uint8)))
         except (RuntimeError, TypeError, AttributeError):
@@ -314,10 +338,3 @@ def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
             shape = tuple(tensor.shape)
             return rebuild_tensor, (pickle.PickleBuffer(buffer), tensor.dtype, shape)
     return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-
-
-def rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """The tensor that lies in this buffer, which it keeps."""
-    import torch
-
-    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)

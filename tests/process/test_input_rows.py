@@ -215,12 +215,12 @@ def test_what_is_large_is_copied_aside_and_its_batch_keeps_its_place(desk: Desk)
     assert len(desk.jobs) == 3
     desk.send_requests(requests)
     desk.send("between")
-    assert desk.kinds == [None, Kind.INPUTS]
+    assert desk.kinds == [None, Kind.INPUT_ATOMS]
     for _ in range(2):
         desk.run_job()
-        assert desk.kinds == [None, Kind.INPUTS]
+        assert desk.kinds == [None, Kind.INPUT_ATOMS]
     desk.run_job()
-    assert desk.kinds == [Kind.ROWS, Kind.INPUTS]
+    assert desk.kinds == [Kind.ROWS, Kind.INPUT_ATOMS]
     assert sums(desk.read()) == [0, 1, 2]
 
 
@@ -284,7 +284,7 @@ def test_where_there_is_no_memory_the_pipe_is_left(
     desk.send("after")
     while desk.jobs:
         desk.run_job()
-    assert desk.kinds == [Kind.INPUTS, Kind.INPUTS]
+    assert desk.kinds == [Kind.INPUTS, Kind.INPUT_ATOMS]
     assert sums(desk.read()) == [0, 1]
     assert desk.read() == ["after"]
     # It is known that there is none.

@@ -1,4 +1,4 @@
-"""Which way outputs take: the pipe, the outbox, or one by one; and how often they are pickled."""
+"""Which way outputs take, the pipe or the outbox; and how often they are pickled."""
 
 import copyreg
 import os
@@ -13,7 +13,7 @@ from sample_models import RefusesPickling
 
 from fast_batcher._process.exchange import Failure, SharedOutputs
 from fast_batcher._process.posting import Posting
-from fast_batcher._transport.codec import RemoteFailure, describe, loads
+from fast_batcher._transport.codec import ATOMS, RemoteFailure, describe, loads
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.outbox import Outbox, OutboxWriter
 from fast_batcher._transport.pickler import LEAST_SHARED
@@ -34,20 +34,41 @@ class Post:
         self.posting = Posting(self.writer, MAX_FRAME_BYTES)
 
     def pack(self, outputs: list[Any], failures: dict[int, RemoteFailure] | None = None) -> Any:
-        """The kind of the frame, and what it says."""
-        packed = self.posting.pack(outputs, failures or {})
-        if packed is None:
-            return None, None
-        kind, body = packed
-        if kind is Kind.OUTPUTS:
+        """The kind of the last frame, and what all of them say."""
+        frames = self.posting.pack(outputs, failures or {})
+        kind, body = frames[-1]
+        if kind is Kind.OUTPUT_ATOMS:
             return kind, loads(body)
+        if kind is Kind.OUTPUTS:
+            return kind, outcomes_in(frames)
         *where, failed = loads(body)
         shared = SharedOutputs(self.outbox.find(*where), failed)
         return kind, shared.read(len(outputs))
 
+    def where(self, outputs: list[Any]) -> list[Any]:
+        """Where large outputs have been left, the sizes of their parts, and so on."""
+        ((kind, body),) = self.posting.pack(outputs, {})
+        assert kind is Kind.SHARED_OUTPUTS
+        where: list[Any] = loads(body)
+        assert where.pop() == {}
+        return where
+
+    def load(self, where: list[Any]) -> list[Any]:
+        return self.outbox.find(*where).load(lambda error: error)
+
     def close(self) -> None:
         self.outbox.close()
         self.writer.close()
+
+
+def outcomes_in(frames: list[tuple[Kind, bytes]]) -> list[Any]:
+    """Outputs, and errors where there are none."""
+    assert all(len(body) <= MAX_FRAME_BYTES for _, body in frames)
+    return [
+        loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        for _, body in frames
+        for item in loads(body)
+    ]
 
 
 @pytest.fixture
@@ -81,14 +102,15 @@ class Counted:
     ],
     ids=range(5),
 )
-def test_what_is_not_large_is_one_pickle(post: Post, outputs: list[Any], is_first: bool) -> None:
+def test_what_is_not_large_goes_through_the_pipe(
+    post: Post, outputs: list[Any], is_first: bool
+) -> None:
     if not is_first:
         post.pack([np.zeros(LARGE)])
     for _ in range(3):
         kind, got = post.pack(outputs)
-        assert kind is Kind.OUTPUTS
-        assert pickle.dumps(got) == pickle.dumps(outputs)
-    assert post.posting.expects_large is not is_first
+        assert kind is (Kind.OUTPUT_ATOMS if type(outputs[0]) in ATOMS else Kind.OUTPUTS)
+        assert repr(got) == repr(outputs)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +128,8 @@ def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> N
     for _ in range(3):
         kind, got = post.pack(outputs)
         assert kind is Kind.SHARED_OUTPUTS
-        assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(outputs)))
-    assert post.posting.expects_large
+        for one, sent in zip(got, outputs, strict=True):
+            assert pickle.dumps(one) == pickle.dumps(pickle.loads(pickle.dumps(sent)))
 
 
 def test_what_is_large_is_pickled_once_but_for_the_first_time(post: Post) -> None:
@@ -122,11 +144,9 @@ def test_what_is_large_is_pickled_once_but_for_the_first_time(post: Post) -> Non
 def test_tensors_are_copied_from_where_they_are(post: Post) -> None:
     torch = pytest.importorskip("torch")
     tensors = [torch.arange(LARGE), torch.ones(LARGE).bfloat16()]
-    packed = post.posting.pack(tensors, {})
-    assert packed is not None
-    *where, _ = loads(packed[1])
+    where = post.where(tensors)
     assert where[1][1:] == [8 * LARGE, 2 * LARGE]
-    got = post.outbox.find(*where).load()
+    got = post.load(where)
     assert [one.dtype for one in got] == [torch.int64, torch.bfloat16]
     assert all(map(torch.equal, got, tensors))
     got[0] += 1  # it can be written
@@ -185,45 +205,26 @@ def test_arrays_that_nobody_may_write_come_so(post: Post) -> None:
         assert [one.flags.writeable for one in got] == [one.flags.writeable for one in outputs]
 
 
-def test_arrays_alike_are_described_once(post: Post) -> None:
-    described = []
-    for count in (2, 8):
-        packed = post.posting.pack([ROW + number for number in range(count)], {})
-        assert packed is not None
-        *where, _ = loads(packed[1])
-        assert where[1][1:] == [ROW.nbytes] * count
-        described.append(where[1][0])
-    assert described[1] - described[0] == 6  # a byte for each
-
-
-def test_one_array_for_several_requests_is_copied_once(post: Post) -> None:
-    post.pack([ROW])
-    packed = post.posting.pack([ROW, ROW + 1, ROW], {})
-    assert packed is not None
-    *where, _ = loads(packed[1])
-    assert where[1][1:] == [ROW.nbytes] * 2
-    got = post.outbox.find(*where).load()
-    assert got[0] is got[2]
+@pytest.mark.parametrize(
+    "shared", [ROW, bytearray(LARGE), {"row": ROW}, [0]], ids=["array", "raw", "dict", "list"]
+)
+def test_one_output_for_several_requests_is_an_object_for_each(post: Post, shared: Any) -> None:
+    _, got = post.pack([shared, np.zeros(LARGE), shared, shared])
+    objects = [got[0], got[2], got[3]]
+    assert repr(objects) == repr([shared] * 3)
+    assert len({id(one) for one in objects}) == 3
+    arrays = [one["row"] if isinstance(one, dict) else one for one in objects]
+    arrays[0][0] = 7
+    assert [one[0] for one in arrays] == [7, 0, 0]
 
 
 def test_bytes_are_copied_from_where_they_are(post: Post) -> None:
     outputs = [b"a" * LARGE, b"short", b"b" * 5000, b"c" * 4999, bytearray(b"d" * LARGE)]
-    packed = post.posting.pack(outputs, {})
-    assert packed is not None
-    *where, _ = loads(packed[1])
+    where = post.where(outputs)
     # Those that came before it was much are in the pickle, as with other buffers.
     assert where[1][1:] == [LARGE, 5000]
     assert where[2] == [0, 1]
-    assert post.outbox.find(*where).load() == outputs
-
-
-def test_one_output_for_several_requests_is_copied_once(post: Post) -> None:
-    raw = b"a" * LARGE
-    packed = post.posting.pack([raw, b"b" * LARGE, raw, raw], {})
-    assert packed is not None
-    *where, _ = loads(packed[1])
-    assert where[1][1:] == [LARGE, LARGE]
-    assert post.outbox.find(*where).load() == [raw, b"b" * LARGE, raw, raw]
+    assert post.load(where) == outputs
 
 
 def test_errors_are_told_beside_large_outputs(post: Post) -> None:
@@ -236,30 +237,47 @@ def test_errors_are_told_beside_large_outputs(post: Post) -> None:
     assert isinstance(errors[1], KeyError)
 
 
-def test_errors_beside_small_outputs_are_told_one_by_one(post: Post) -> None:
-    assert post.pack(["small", None], {1: describe(ValueError("this one"))}) == (None, None)
+def test_errors_are_told_beside_small_outputs(post: Post) -> None:
+    kind, (one, two) = post.pack(["small", None], {1: describe(ValueError("this one"))})
+    assert (kind, one) == (Kind.OUTPUTS, "small")
+    assert isinstance(two, ValueError)
 
 
-def test_errors_that_fill_a_frame_are_told_one_by_one(post: Post) -> None:
-    failures = {number: RemoteFailure("text", "t" * MEBI, None) for number in range(1, 4)}
-    assert post.pack([np.arange(LARGE), None, None, None], failures) == (None, None)
+def test_errors_that_fill_a_frame_go_through_the_pipe(post: Post) -> None:
+    failures = {number: RemoteFailure("text", "t" * 500_000, None) for number in range(1, 6)}
+    kind, got = post.pack([np.arange(LARGE), *[None] * 5], failures)
+    assert kind is Kind.OUTPUTS
+    assert got[0].sum() == np.arange(LARGE).sum()
+    assert [str(one) for one in got[1:]] == ["text"] * 5
     assert post.writer._ranges.count == 0
 
 
-def test_one_that_cannot_be_pickled_sends_all_of_them_one_by_one(post: Post) -> None:
+def test_an_output_that_is_an_exception_fails_its_position(post: Post) -> None:
+    _, (one, bad, three) = post.pack(["a", ValueError("bad"), "c"])
+    assert (one, three) == ("a", "c")
+    assert isinstance(bad, ValueError)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> None:
+    if not is_first:
+        post.pack([np.zeros(LARGE)])
     raw = bytearray(LARGE)
-    outputs = [np.frombuffer(raw, np.uint8), RefusesPickling(ValueError("no"))]
-    for _ in range(2):
-        assert post.pack(outputs) == (None, None)
-        post.posting.expects_large = True
+    outputs = [np.frombuffer(raw, np.uint8), RefusesPickling(ValueError("no")), "last"]
+    kind, (one, bad, last) = post.pack(outputs)
+    assert kind is Kind.OUTPUTS
+    assert (len(one), last) == (LARGE, "last")
+    assert "cannot be pickled" in str(bad)
     outputs.clear()
     raw.append(1)  # nothing is locked
-    assert post.pack(["after"]) == (Kind.OUTPUTS, ["after"])
+    assert post.pack(["after"]) == (Kind.OUTPUT_ATOMS, ["after"])
 
 
 @pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
-def test_more_than_a_frame_may_have_goes_one_by_one(post: Post, make: Any) -> None:
-    assert post.pack([make(MAX_FRAME_BYTES), "small"]) == (None, None)
+def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
+    _, (large, small) = post.pack([make(MAX_FRAME_BYTES), "small"])
+    assert small == "small"
+    assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(large)
     assert post.writer._ranges.count == 0
     assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
 
@@ -272,7 +290,7 @@ def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None
 
 def fill(post: Post) -> None:
     """Leave no room, in answers that nobody copies."""
-    while post.posting.pack([np.zeros(MEBI, np.uint8)], {})[0] is Kind.SHARED_OUTPUTS:  # type: ignore[index]
+    while post.posting.pack([np.zeros(MEBI, np.uint8)], {})[0][0] is Kind.SHARED_OUTPUTS:
         pass
 
 
@@ -287,8 +305,9 @@ def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
         kind, (got,) = post.pack([output])
         assert kind is Kind.OUTPUTS
         assert bytes(got) == bytes(output)
-        packed = post.posting.pack([output, None], {1: describe(ValueError("this one"))})
-        assert packed is None
+        _, (got, error) = post.pack([output, None], {1: describe(ValueError("this one"))})
+        assert bytes(got) == bytes(output)
+        assert isinstance(error, ValueError)
     (record,) = caplog.records
     assert "large outputs go through a pipe" in record.message
     assert f"of max_shared_bytes={SIZE} are taken" in record.message
@@ -311,13 +330,12 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
 ) -> None:
     posting = Posting(OSError("no such memory"), MAX_FRAME_BYTES)
     posting.rest()
-    assert posting.pack(["small"], {}) is not None
+    posting.pack(["small"], {})
     assert not caplog.records
     counted = Counted(b"x" * LARGE)
     for _ in range(2):
-        packed = posting.pack([counted], {})
-        assert packed is not None
-        assert packed[0] is Kind.OUTPUTS
+        ((kind, _),) = posting.pack([counted], {})
+        assert kind is Kind.OUTPUTS
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2
@@ -326,26 +344,22 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
 def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     posting = Posting(None, MAX_FRAME_BYTES)
     posting.rest()
-    packed = posting.pack([np.zeros(LARGE)], {})
-    assert packed is not None
-    assert packed[0] is Kind.OUTPUTS
-    assert posting.pack([np.zeros(LARGE), None], {1: describe(ValueError("one"))}) is None
-    assert posting.most_whole == MAX_FRAME_BYTES
+    one, error = outcomes_in(
+        posting.pack([np.zeros(LARGE), None], {1: describe(ValueError("one"))})
+    )
+    assert one.shape == (LARGE,)
+    assert isinstance(error, ValueError)
     assert not caplog.records
 
 
 def test_an_answer_for_other_requests_is_none(post: Post) -> None:
-    packed = post.posting.pack([np.zeros(LARGE)], {})
-    assert packed is not None
-    *where, failures = loads(packed[1])
+    where = post.where([np.zeros(LARGE)])
     with pytest.raises(TransportError, match="1 outcomes came back for 2 requests"):
-        SharedOutputs(post.outbox.find(*where), failures).read(2)
+        SharedOutputs(post.outbox.find(*where), {}).read(2)
 
 
 @pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
 def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
-    packed = post.posting.pack([np.zeros(LARGE)], {})
-    assert packed is not None
-    *where, _ = loads(packed[1])
+    where = post.where([np.zeros(LARGE)])
     with pytest.raises(TransportError):
         SharedOutputs(post.outbox.find(*where), failures).read(1)

@@ -49,7 +49,7 @@ from waits import LIMIT, SOON, Gate, call, outcome, turns, until
 from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._transport.channel import Place
-from fast_batcher._transport.codec import loads
+from fast_batcher._transport.codec import ATOMS, loads
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -90,7 +90,7 @@ def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any, is_firs
         desk.free()
     for _ in range(3):
         desk.send(value)
-        assert desk.kinds == [Kind.INPUTS]
+        assert desk.kinds == [Kind.INPUT_ATOMS if type(value) in ATOMS else Kind.INPUTS]
         assert pickle.dumps(desk.read()[0]) == pickle.dumps(value)
     assert desk.slabs.count == 0
 
@@ -129,7 +129,8 @@ def test_a_large_batch_is_copied_aside_and_keeps_its_place(desk: Desk) -> None:
     desk.send("between")
     desk.send(np.full(LARGE, 2, np.uint8))
     desk.send("after")
-    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUTS, None, Kind.INPUTS]
+    small = Kind.INPUT_ATOMS
+    assert desk.kinds == [small, None, small, None, small]
     desk.run_job()
     desk.run_job()
     got = [desk.read()[0] for _ in range(5)]
@@ -179,7 +180,7 @@ def test_what_children_of_a_lost_worker_may_see_is_never_free(desk: Desk) -> Non
     desk.read()
     desk.free()
     # Of the two that are left, the worker had the first when it forked.
-    start, _, _ = loads(desk.queue[0][2])
+    start, *_ = loads(desk.queue[0][2])
     desk.sharing.forget(WORKER, 1)
     assert desk.slabs.count == 1
     assert [*desk.slabs._ranges._taken] == [start]
@@ -234,7 +235,7 @@ def test_where_there_is_no_memory_the_pipe_is_left(
     desk.send(np.full(SMALL, 1, np.uint8))
     desk.send(np.full(LARGE, 2, np.uint8))
     desk.send("after")
-    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUTS]
+    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUT_ATOMS]
     desk.run_job()
     got = [desk.read()[0] for _ in range(3)]
     assert (got[0].sum(), got[1].sum(), got[2]) == (SMALL, 2 * LARGE, "after")
@@ -275,7 +276,7 @@ def test_a_batch_larger_than_a_frame_goes_apart_and_what_is_larger_alone_is_refu
     ((request, error),) = desk.exchange.send(batch)
     assert request.value is large
     assert isinstance(error, RequestTooLargeError)
-    assert desk.kinds == [Kind.INPUT_ITEMS]
+    assert desk.kinds == [Kind.INPUTS]
     assert [len(one) for one in desk.read()] == [3 * MEBI, 3 * MEBI]
     assert desk.slabs.count == 0
     # Nothing is locked any more.

@@ -48,20 +48,29 @@ def writer(outbox: Outbox) -> Iterator[OutboxWriter]:
 
 
 def parts_of(value: Any) -> Parts:
+    """Those of an answer to one request."""
     pickler = PartsPickler(LEAST)
     pickler.learn_buffers()
-    pickler.dump(value)
+    pickler.dump([value])
     return pickler.take_parts()
 
 
-def left(writer: OutboxWriter, value: Any) -> tuple[int, list[int], list[int]]:
-    """Where a value has been left, the sizes of its parts, and which are read-only."""
+def load(answer: Answer) -> Any:
+    """The output; an error stands for one that cannot be unpickled."""
+    (output,) = answer.load(lambda error: error)
+    return output
+
+
+def left(
+    writer: OutboxWriter, value: Any
+) -> tuple[int, list[int], list[int], list[tuple[int, int]]]:
+    """Where a value has been left, the sizes of its parts, which are read-only, and its items."""
     parts = parts_of(value)
     start = writer.put(parts)
     assert start is not None
     frozen = parts.find_frozen()
     parts.release()
-    return start, parts.sizes, frozen
+    return start, parts.sizes, frozen, parts.items
 
 
 def left_answer(outbox: Outbox, writer: OutboxWriter, value: Any) -> Answer:
@@ -94,7 +103,7 @@ def test_a_value_comes_out_as_it_went_in(
     answer = left_answer(outbox, writer, value)
     if is_aside is not None:
         answer.copy(is_aside=is_aside)
-    got = answer.load()
+    got = load(answer)
     assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(value)))
 
 
@@ -105,7 +114,7 @@ def test_what_was_read_is_memory_of_its_own_and_can_be_written(
     answer = left_answer(outbox, writer, [np.full(LARGE, 1, np.uint8), np.full(LARGE, 2, np.uint8)])
     if is_aside:
         answer.copy(is_aside=True)
-    first, second = answer.load()
+    first, second = load(answer)
     assert not np.shares_memory(first, second)
     first += 10
     # The same place, and another answer.
@@ -132,7 +141,7 @@ def test_other_threads_run_while_large_buffers_are_copied(
     answer = left_answer(outbox, writer, [*arrays, Lifted(bytes(LARGE))])
     answer.copy(is_aside=True)
     answer.copy(is_aside=True)
-    assert answer.load()[3] == bytes(LARGE)
+    assert load(answer)[3] == bytes(LARGE)
     assert beside == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
 
 
@@ -144,12 +153,12 @@ def test_bytes_that_were_lifted_are_bytes_again(
     answer = left_answer(outbox, writer, [Lifted(raw) for raw in raws])
     if is_aside is not None:
         answer.copy(is_aside=is_aside)
-    assert answer.load() == raws
+    assert load(answer) == raws
 
 
 def test_short_bytes_that_were_lifted_are_bytes_again(outbox: Outbox, writer: OutboxWriter) -> None:
     value = [b"short", b"", b"x" * LEAST]
-    got = left_answer(outbox, writer, [np.zeros(LARGE), *map(Lifted, value)]).load()
+    got = load(left_answer(outbox, writer, [np.zeros(LARGE), *map(Lifted, value)]))
     assert got[1:] == value
 
 
@@ -159,7 +168,7 @@ def test_an_answer_that_is_over_makes_room(outbox: Outbox, writer: OutboxWriter)
     parts = parts_of(value)
     assert writer.put(parts) is None
     assert f"of max_shared_bytes={SIZE} are taken" in writer.describe_room()
-    first.load()
+    load(first)
     assert writer.put(parts) == 0
     assert writer.put(parts) is None
     second.release()
@@ -168,8 +177,7 @@ def test_an_answer_that_is_over_makes_room(outbox: Outbox, writer: OutboxWriter)
 
 def test_what_cannot_be_unpickled_makes_room_too(outbox: Outbox, writer: OutboxWriter) -> None:
     answer = left_answer(outbox, writer, [_Unreadable(), np.zeros(LARGE)])
-    with pytest.raises(ValueError, match="not here"):
-        answer.load()
+    assert isinstance(load(answer), ValueError)
     writer._take_back()
     assert writer._ranges.count == 0
 
@@ -184,7 +192,7 @@ def _refuse() -> None:
 
 
 def test_results_that_are_kept_take_no_room(outbox: Outbox, writer: OutboxWriter) -> None:
-    kept = [left_answer(outbox, writer, [np.full(LARGE, number)]).load() for number in range(100)]
+    kept = [load(left_answer(outbox, writer, [np.full(LARGE, number)])) for number in range(100)]
     writer._take_back()
     assert writer._ranges.count == 0
     assert [array[0] for (array,) in kept] == [*range(100)]
@@ -210,14 +218,22 @@ def test_results_that_are_kept_take_no_room(outbox: Outbox, writer: OutboxWriter
     ],
 )
 def test_an_answer_is_nowhere_but_in_the_outbox(outbox: Outbox, start: Any, sizes: Any) -> None:
+    items = [(sizes[0] if sizes else 0, len(sizes) - 1)]
     with pytest.raises(TransportError, match="where there can be none"):
-        outbox.find(start, sizes, [])
+        outbox.find(start, sizes, [], items)
+
+
+@pytest.mark.parametrize(
+    "items", [[], [(9, 1)], [(11, 1)], [(10, 0)], [(10, 2)], [(10, 1), (1, 0)], [(5, 1), (5, 1)]]
+)
+def test_an_answer_whose_items_are_not_its_parts_is_none(outbox: Outbox, items: Any) -> None:
+    with pytest.raises(TransportError, match="where there can be none"):
+        outbox.find(0, [10, 20], [], items)
 
 
 def test_the_last_byte_of_the_outbox_can_be_an_answers(outbox: Outbox) -> None:
-    answer = outbox.find(SIZE - ALIGNMENT - 10, [10], [])
-    with pytest.raises(pickle.UnpicklingError):
-        answer.load()
+    answer = outbox.find(SIZE - ALIGNMENT - 10, [10], [], [(10, 0)])
+    assert isinstance(load(answer), pickle.UnpicklingError)
 
 
 def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
@@ -228,9 +244,9 @@ def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
     assert outbox.is_used
     outbox.close()
     assert not outbox.is_open
-    assert answer.load().sum() == 5 * LARGE
+    assert load(answer).sum() == 5 * LARGE
     with pytest.raises(TransportError):
-        outbox.find(0, [10], [])
+        outbox.find(0, [10], [], [(10, 0)])
 
 
 def test_an_outbox_from_which_nothing_was_read_is_not_used(outbox: Outbox) -> None:
@@ -240,18 +256,18 @@ def test_an_outbox_from_which_nothing_was_read_is_not_used(outbox: Outbox) -> No
 def test_too_little_memory_is_an_error_and_takes_no_room(
     outbox: Outbox, writer: OutboxWriter
 ) -> None:
-    left_answer(outbox, writer, np.zeros(LARGE)).load()
+    load(left_answer(outbox, writer, np.zeros(LARGE)))
     refuse_memory(writer._fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         writer.put(parts_of([np.zeros(LARGE), np.zeros(LARGE)]))
     assert writer._ranges.count == 0
-    assert left_answer(outbox, writer, np.ones(LARGE)).load().sum() == LARGE
+    assert load(left_answer(outbox, writer, np.ones(LARGE))).sum() == LARGE
 
 
 def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
     outbox: Outbox, writer: OutboxWriter
 ) -> None:
-    left_answer(outbox, writer, np.zeros(LARGE)).load()
+    load(left_answer(outbox, writer, np.zeros(LARGE)))
     for _ in range(RESTS_TO_KEEP_MEMORY):  # it has been used since the last time
         assert memory_of(outbox._fd)
         writer.rest()
@@ -259,13 +275,13 @@ def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
         assert memory_of(outbox._fd)
         writer.rest()
     assert memory_of(outbox._fd) == 0
-    assert left_answer(outbox, writer, np.ones(LARGE)).load().sum() == LARGE
+    assert load(left_answer(outbox, writer, np.ones(LARGE))).sum() == LARGE
 
 
 def test_memory_that_the_system_does_not_take_back_is_used_on(
     outbox: Outbox, writer: OutboxWriter
 ) -> None:
-    left_answer(outbox, writer, np.zeros(LARGE)).load()
+    load(left_answer(outbox, writer, np.zeros(LARGE)))
     refuse_memory(writer._fd)
     for _ in range(2 * RESTS_TO_KEEP_MEMORY):
         writer.rest()
@@ -301,7 +317,7 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     assert process.exitcode == 3
     process.close()
     receiver.close()
-    array, text = outbox.find(*where).load()
+    array, text = load(outbox.find(*where))
     assert (array.sum(), text) == (3 * LARGE, "text")
     outbox.close()
 
@@ -344,4 +360,4 @@ def test_two_threads_may_copy_two_answers(outbox: Outbox, writer: OutboxWriter) 
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    assert [answer.load()[0].sum() for answer in answers] == [0, LARGE, 2 * LARGE]
+    assert [load(answer)[0].sum() for answer in answers] == [0, LARGE, 2 * LARGE]

@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from fast_batcher._transport import pickler as pickler_module
 from fast_batcher._transport.pickler import (
+    LEAST_BUFFER,
     LEAST_SHARED,
-    MOST_REUSED,
     PIECE_SIZE,
     Parts,
     PartsPickler,
-    load,
+    load_items,
+    view_parts,
 )
 
 LEAST = 5000
@@ -34,8 +35,9 @@ def make_pickler(least: int = LEAST) -> PartsPickler:
 
 
 def parts_of(value: Any, least: int = LEAST) -> Parts:
+    """Those of a batch of one."""
     pickler = make_pickler(least)
-    pickler.dump(value)
+    pickler.dump([value])
     return pickler.take_parts()
 
 
@@ -47,11 +49,26 @@ def write(parts: Parts) -> bytearray:
     return slab
 
 
+def load_all(slab: bytearray, parts: Parts) -> list[Any]:
+    """The values of a batch; an error stands for one that cannot be unpickled."""
+    return load_items(*view_parts(memoryview(slab), parts.sizes), parts.items, lambda error: error)
+
+
+def load(slab: bytearray, parts: Parts) -> Any:
+    (value,) = load_all(slab, parts)
+    return value
+
+
 def there_and_back(value: Any, least: int = LEAST) -> Any:
     parts = parts_of(value, least)
     slab = write(parts)
     parts.release()
-    return load(memoryview(slab), parts.sizes)
+    return load(slab, parts)
+
+
+class Refuses:
+    def __reduce__(self) -> Any:
+        raise ValueError("no")
 
 
 values = st.recursive(
@@ -123,7 +140,7 @@ def test_one_array_twice_is_one_array() -> None:
     array = np.arange(LARGE)
     parts = parts_of([array, array])
     assert len(parts.sizes) == 2
-    one, two = load(memoryview(write(parts)), parts.sizes)
+    one, two = load(write(parts), parts)
     assert one is two
 
 
@@ -144,19 +161,17 @@ def test_text_outlives_what_it_was_made_from() -> None:
         def __reduce__(self) -> Any:
             return str, ("é" * LARGE,)
 
-    pickler = make_pickler()
-    pickler.dump([Text() for _ in range(5)])
-    parts = pickler.take_parts()
+    parts = parts_of([Text() for _ in range(5)])
     gc.collect()
     filler = [bytes([255]) * 2 * LARGE for _ in range(20)]
-    assert load(memoryview(write(parts)), parts.sizes) == ["é" * LARGE] * 5
+    assert load(write(parts), parts) == ["é" * LARGE] * 5
     assert filler
 
 
 def test_arrays_arrive_as_views_and_bytes_as_copies() -> None:
     parts = parts_of([np.zeros(LARGE, np.uint8), b"a" * LARGE])
     slab = write(parts)
-    array, raw = load(memoryview(slab), parts.sizes)
+    array, raw = load(slab, parts)
     slab[:] = b"z" * len(slab)
     assert bytes(array) == b"z" * LARGE
     assert raw == b"a" * LARGE
@@ -166,12 +181,12 @@ def test_arrays_arrive_as_views_and_bytes_as_copies() -> None:
 
 @pytest.mark.parametrize("least", [1, 5000, 10 * PIECE_SIZE])
 def test_a_buffer_shorter_than_asked_for_is_in_the_stream(least: int) -> None:
-    sizes = [LARGE, 100, MOST_REUSED - 1, MOST_REUSED, 4999, 5000, PIECE_SIZE - 1, PIECE_SIZE]
+    sizes = [LARGE, 100, LEAST_BUFFER - 1, LEAST_BUFFER, 4999, 5000, PIECE_SIZE - 1, PIECE_SIZE]
     arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
     parts = parts_of(arrays, least)
-    real_least = min(max(least, MOST_REUSED), PIECE_SIZE)
+    real_least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
     assert parts.sizes[1:] == [size for size in sizes if size >= real_least]
-    for got, sent in zip(load(memoryview(write(parts)), parts.sizes), arrays, strict=True):
+    for got, sent in zip(load(write(parts), parts), arrays, strict=True):
         assert np.array_equal(got, sent)
 
 
@@ -180,14 +195,12 @@ def test_buffers_are_in_the_stream_until_there_is_enough_to_share() -> None:
     arrays = [np.full(LEAST_SHARED // 4, number, np.uint8) for number in range(6)]
     for _ in range(2):
         pickler.dump(arrays[:3])
-        assert pickler.buffers == []
-        body = pickler.take_whole()
-        assert body is not None
-        assert [one[0] for one in pickle.loads(body)] == [0, 1, 2]
-    pickler.dump(arrays)
+        assert not pickler.has_enough()
+        assert [pickle.loads(item)[0] for item in pickler.take_items()] == [0, 1, 2]
+    pickler.dump([arrays])
     parts = pickler.take_parts()
     assert parts.sizes[1:] == [LEAST_SHARED // 4] * 3
-    got = load(memoryview(write(parts)), parts.sizes)
+    got = load(write(parts), parts)
     assert [one[0] for one in got] == [0, 1, 2, 3, 4, 5]
 
 
@@ -200,7 +213,7 @@ def test_what_is_in_the_stream_is_not_copied_either() -> None:
     }
     assert addresses == {one.ctypes.data for one in arrays}
     arrays[0][0] = 7
-    got = load(memoryview(write(parts)), parts.sizes)
+    got = load(write(parts), parts)
     assert [one.tolist() for one in got] == [one.tolist() for one in arrays]
 
 
@@ -208,29 +221,45 @@ def test_all_buffers_are_in_the_stream_until_something_large_has_come() -> None:
     pickler = PartsPickler(LEAST)
     values = [np.arange(LARGE), np.arange(LARGE)]
     pickler.dump(values)
-    assert pickler.buffers == []
-    body = pickler.take_whole()
-    assert body is not None
-    assert np.array_equal(pickle.loads(body), values)
+    assert pickler.has_enough()
+    assert np.array_equal([pickle.loads(item) for item in pickler.take_items()], values)
 
 
-def test_a_small_value_is_one_piece_and_the_pickler_is_used_again() -> None:
-    pickler = PartsPickler(LEAST)
-    dump = pickler.dump
-    for number in range(3):
-        value = [{"number": number, "text": "shared"}]
-        pickler.dump(value)
-        assert pickler.buffers == []
-        (body,) = pickler.chunks
-        pickler.chunks.clear()
-        pickler.clear_memo()
-        assert pickle.loads(body) == value
-    assert pickler.dump is dump
+@pytest.mark.parametrize("is_large", [False, True])
+def test_values_share_nothing_but_what_one_of_them_has_twice(is_large: bool) -> None:
+    shared = np.zeros(LARGE if is_large else 10, np.uint8)
+    pickler = make_pickler()
+    pickler.dump([[shared, shared], {"also": shared}, shared])
+    if is_large:
+        parts = pickler.take_parts()
+        # Each has a buffer of its own.
+        assert parts.sizes[1:] == [LARGE] * 3
+        (one, same), other, third = load_all(write(parts), parts)
+    else:
+        (one, same), other, third = map(pickle.loads, pickler.take_items())
+    assert one is same
+    one += 1
+    other["also"] += 2
+    assert [value[0] for value in (one, other["also"], third)] == [1, 2, 0]
 
 
-class Refuses:
+def test_a_value_that_cannot_be_unpickled_harms_no_other() -> None:
+    arrays = [np.full(LARGE, number, np.uint8) for number in range(4)]
+    pickler = make_pickler()
+    pickler.dump([arrays[0], [arrays[1], Unreadable(), arrays[2]], arrays[3]])
+    parts = pickler.take_parts()
+    first, error, last = load_all(write(parts), parts)
+    assert isinstance(error, ValueError)
+    assert (first[0], last[0]) == (0, 3)
+
+
+class Unreadable:
     def __reduce__(self) -> Any:
-        raise ValueError("no")
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("not here")
 
 
 def test_after_a_failure_it_begins_anew_and_nothing_is_locked() -> None:
@@ -243,8 +272,8 @@ def test_after_a_failure_it_begins_anew_and_nothing_is_locked() -> None:
     pickler.renew()
     raw.append(1)
     pickler.dump(["after"])
-    (body,) = pickler.chunks
-    assert pickle.loads(body) == ["after"]
+    (item,) = pickler.take_items()
+    assert pickle.loads(item) == "after"
 
 
 def test_a_buffer_that_is_not_contiguous_cannot_be_pickled_and_is_not_locked() -> None:
@@ -269,33 +298,20 @@ def test_what_is_locked_is_locked_until_release() -> None:
     more.append(1)
 
 
-@pytest.mark.parametrize("take", ["take_parts", "take_whole"])
-def test_what_was_resized_since_it_was_pickled_is_noticed(take: str) -> None:
+@pytest.mark.parametrize("size", [100_000, LARGE])
+def test_what_was_resized_since_it_was_pickled_is_noticed(size: int) -> None:
     pickler = make_pickler()
-    raw = bytearray(LARGE)
+    raw = bytearray(size)
     pickler.dump(["before", raw, "after"])
     raw.append(1)
+    take = pickler.take_parts if pickler.has_enough() else pickler.take_items
     with pytest.raises(BufferError, match="resized"):
-        getattr(pickler, take)()
+        take()
     pickler.renew()
     raw.append(1)
     pickler.dump([raw])
-    body = pickler.take_whole()
-    assert body is not None
-    assert pickle.loads(body) == [raw]
-
-
-@pytest.mark.parametrize("count", [1, 1000, 30_000])
-def test_after_a_long_value_no_table_is_kept(count: int) -> None:
-    pickler = make_pickler()
-    dump = pickler.dump
-    for _ in range(2):
-        value = [[number] for number in range(count)]
-        pickler.dump(value)
-        body = pickler.take_whole()
-        assert body is not None
-        assert pickle.loads(body) == value
-    assert (pickler.dump is dump) == (count == 1)
+    parts = pickler.take_parts()
+    assert load(write(parts), parts) == raw
 
 
 def test_buffers_in_a_cycle_of_garbage_do_no_harm() -> None:
@@ -317,17 +333,9 @@ def test_buffers_in_a_cycle_of_garbage_do_no_harm() -> None:
         pickler.dump([Holder()])
         parts = pickler.take_parts()
         gc.collect()
-        assert load(memoryview(write(parts)), parts.sizes) == [bytes(LARGE)]
+        assert load(write(parts), parts) == bytes(LARGE)
         parts.release()
         gc.collect()
-
-
-def test_parts_without_buffers_can_be_joined() -> None:
-    value = ["a", b"x" * LARGE, "é" * LARGE]
-    joined = parts_of(value).join()
-    assert joined is not None
-    assert pickle.loads(joined) == value
-    assert parts_of(np.zeros(LARGE)).join() is None
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -369,10 +377,10 @@ def test_tensors_come_back_as_they_were(torch: Any) -> None:
     pickler = make_pickler()
     assert not pickler.learn_buffers()
     for name, sent in make_tensors(torch).items():
-        pickler.dump([FILLER, sent])
+        pickler.dump([[FILLER, sent]])
         parts = pickler.take_parts()
         assert (len(parts.sizes) == 3) == (name in OUT_OF_BAND), name
-        _, got = load(memoryview(write(parts)), parts.sizes)
+        _, got = load(write(parts), parts)
         assert type(got) is type(sent)
         assert (got.dtype, got.shape, got.stride()) == (sent.dtype, sent.shape, sent.stride()) or (
             name in ("sparse", "part")
@@ -384,11 +392,9 @@ def test_tensors_come_back_as_they_were(torch: Any) -> None:
 
 @pytest.mark.slow
 def test_a_tensor_is_a_view_that_can_be_written(torch: Any) -> None:
-    pickler = make_pickler()
-    pickler.dump(torch.zeros(LARGE))
-    parts = pickler.take_parts()
+    parts = parts_of(torch.zeros(LARGE))
     slab = write(parts)
-    load(memoryview(slab), parts.sizes)[:] = 1.0
+    load(slab, parts)[:] = 1.0
     assert any(slab[-100:])
 
 
@@ -410,7 +416,7 @@ def test_what_is_registered_for_pickling_is_still_used(torch: Any) -> None:
     copyreg.pickle(Odd, lambda _: "odd")
     try:
         with pytest.raises(pickle.PicklingError, match="odd"):
-            pickler.dump(Odd())
+            pickler.dump([Odd()])
     finally:
         del copyreg.dispatch_table[Odd]
 
