@@ -13,7 +13,7 @@ from fast_batcher._transport import codec
 from fast_batcher._transport.codec import ATOMS, RemoteFailure, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.outbox import Answer, Outbox
-from fast_batcher._transport.pickler import LEAST_SHARED, PartsPickler
+from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
 from fast_batcher.errors import (
     BatcherError,
     InferenceError,
@@ -97,33 +97,33 @@ class Exchange:
         for request in batch.requests:
             if hasattr(request, "row"):  # not all have one, so those are of no use
                 request.row.give_up()
+        pickled = self._pickle(values)
+        if isinstance(pickled, Parts):
+            fits = pickled.size <= self._max_frame_bytes
+            if fits and self._sharing.send(batch, pickled, send, self._send_late):
+                return []
+            pickled.release()
+        elif pickled is not None:
+            body = dumps(pickled)
+            if len(body) <= self._max_frame_bytes:
+                send(Kind.INPUTS, batch.id, body)
+                return []
+        return self._send_items(batch, send)
+
+    def _pickle(self, values: list[Any]) -> list[bytes] | Parts | None:
+        """Inputs for the pipe or, if they are large, for shared memory; None if one cannot be."""
         pickler = self._pickler
         try:
             pickler.dump(values)
             if not pickler.has_enough() or not self._sharing.is_there():
-                return self._send_pickled(batch, pickler.take_items(), send)
+                return pickler.take_items()
             self._sharing.rows.learn()
             if pickler.learn_buffers():
-                return self._send_apart(batch, values, send)
-            parts = pickler.take_parts()
+                pickler.dump(values)
+            return pickler.take_parts()
         except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
             pickler.renew()
-            return self._send_items(batch, send)
-        if parts.size <= self._max_frame_bytes and self._sharing.send(
-            batch, parts, send, self._send_late
-        ):
-            return []
-        parts.release()
-        return self._send_items(batch, send)
-
-    def _send_pickled(
-        self, batch: Batch, items: list[bytes], send: Send
-    ) -> list[tuple[Request, BatcherError]]:
-        body = dumps(items)
-        if len(body) > self._max_frame_bytes:
-            return self._send_items(batch, send)
-        send(Kind.INPUTS, batch.id, body)
-        return []
+            return None
 
     def _send_late(self, batch: Batch, send: Send) -> None:
         """Send a batch that was to be shared, and found no memory."""
