@@ -259,7 +259,7 @@ async def test_f37_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
     from fast_batcher._transport import codec
     from fast_batcher._transport.frames import Kind
 
-    forged = pack(Kind.OUTPUTS, 12345, codec.dumps(["forged"]))
+    forged = pack(Kind.OUTPUT_ATOMS, 12345, codec.dumps(["forged"]))
     async with DynBatcher(TalksNonsense, idempotent=False) as batcher:
         assert isinstance(await outcome(call(batcher, forged)), WorkerLostError)
         assert await batcher.process_batched(b"") == b""

@@ -105,7 +105,7 @@ async def test_a_cancelled_caller_of_a_fatal_batch_is_counted_once(gate: Gate) -
 
 async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
     """The worker has answered and is dead before the loop looks for either."""
-    answer = pack(Kind.OUTPUTS, 0, dumps(["one", "two"]))
+    answer = pack(Kind.OUTPUT_ATOMS, 0, dumps(["one", "two"]))
     async with DynBatcher(TalksNonsense) as batcher:
         (pid,) = [handle.pid for handle in batcher._pool.remaining()]
         assert pid is not None

@@ -447,7 +447,7 @@ async def test_a_worker_that_says_something_else_lies_in_the_outbox_is_replaced(
 async def test_what_is_no_pickle_in_the_outbox_is_the_models_error(size: int) -> None:
     """It reads zeros there."""
     async with opened(TalksNonsense, isolate_errors=False) as batcher:
-        forged = pack(Kind.SHARED_OUTPUTS, 0, dumps((0, [size], [], {})))
+        forged = pack(Kind.SHARED_OUTPUTS, 0, dumps((0, [size], [], [(size, 0)], {})))
         got = await outcome(call(batcher, forged))
         assert type(got) is InferenceError
         assert "cannot be unpickled" in str(got)
