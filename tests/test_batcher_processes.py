@@ -226,7 +226,7 @@ async def test_somebody_else_has_waited_for_the_worker(gate: Gate, somebody: str
         if somebody == "waitpid":
             os.waitpid(visit.pid, 0)
         else:
-            # Starting a process makes `subprocess` and `multiprocessing` look for dead ones.
+            # Starting a process makes `subprocess` look for dead ones; it leaves ours alone.
             process = await asyncio.create_subprocess_exec("true")
             await process.wait()
         error = await outcome(held)

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import multiprocessing.util  # noqa: F401  its exit hook joins our workers: ours must run before it
 import os
 import queue
 import select
@@ -666,9 +665,6 @@ class _JobThread:
             self._thread = None
 
     def _work(self) -> None:
-        # Workers inherit this mask and ignore SIGINT as soon as they can: a Ctrl-C while one is
-        # still importing must not end it with a traceback.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while self._run_next():
             pass
 
