@@ -215,7 +215,7 @@ CRASHES: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: ctypes.string_at(0),
     "abort": os.abort,
-    "terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "hung up": lambda: os.kill(os.getpid(), signal.SIGHUP),
 }
 
 

@@ -23,9 +23,9 @@ from multiprocessing.process import BaseProcess
 
 from fast_batcher._transport.descriptors import PassedDescriptor
 
-# It goes to the whole process group, and would end a child that is still importing. It inherits it
-# as blocked, and unblocks it when it ignores it.
-_BLOCKED = {signal.SIGINT}
+# They go to the whole process group, and would end a child that is still importing. It inherits
+# them as blocked, and unblocks them when it has handlers.
+_BLOCKED = {signal.SIGINT, signal.SIGTERM}
 
 
 class ChildProcess:

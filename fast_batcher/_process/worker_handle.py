@@ -235,8 +235,10 @@ class WorkerHandle:
             self._channel.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives."""
+        """Send it a signal, if it lives. A worker ignores every SIGTERM but this one."""
         if self.pid is not None and self.is_alive:
+            if number == signal.SIGTERM and self._mark is not None:
+                self._mark.let_sigterm_end()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 

@@ -1,4 +1,4 @@
-"""How a worker process is started; real processes and programs."""
+"""How a worker process is started, and what signals do to it; real processes and programs."""
 
 import errno
 import json
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_models import LeavesDescriptors
+from sample_models import HandlesSigterm, Holds, LeavesDescriptors, Terminates
 from test_batcher_processes import PREAMBLE, TESTS, Start, program
-from waits import LIMIT, Watch, one_loop
+from waits import LIMIT, Gate, Watch, call, one_loop, outcome
 
 from fast_batcher import DynBatcher
 from fast_batcher._process.child_process import ChildProcess
@@ -257,3 +257,64 @@ def test_a_program_that_starts_other_processes_does_not_take_the_exit_code() -> 
     subprocess.run(["true"], check=True)
     assert child.take_exit_code() == 3
     child.close()
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+@one_loop
+async def test_a_worker_ignores_sigterm_and_answers_what_it_has(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        os.kill(visit.pid, signal.SIGTERM)
+        visit.let_on()
+        assert await outcome(held) == "hold"
+        # Idle, it is waiting for the next batch.
+        os.kill(visit.pid, signal.SIGTERM)
+        assert await batcher.process_batched("next") == "next"
+        assert batcher.stats.restarts == 0
+
+
+def test_sigterm_does_not_end_a_worker_that_imports_the_main_module(
+    program: Start, gate: Gate
+) -> None:
+    running = program(
+        f"""
+        if __name__ != "__main__":
+            sample_models.pass_gate({gate.path!r})
+
+        async def main():
+            async with DynBatcher(sample_models.Whereabouts) as batcher:
+                tell(await batcher.process_batched(""))
+
+        if __name__ == "__main__":
+            asyncio.run(main())
+        """,
+        guarded=False,
+    )
+    visit = gate.wait()
+    os.kill(visit.pid, signal.SIGTERM)
+    visit.let_on()
+    assert running.tells() == visit.pid
+    assert running.finish() == (0, "")
+
+
+@one_loop
+async def test_a_model_keeps_a_sigterm_handler_of_its_own(gate: Gate) -> None:
+    async with DynBatcher(HandlesSigterm, model_args=(gate.path,)) as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        os.kill(visit.pid, signal.SIGTERM)
+        handler = await gate.visit()
+        assert (handler.pid, handler.note) == (visit.pid, "SIGTERM")
+        handler.let_on()
+        visit.let_on()
+        assert await outcome(held) == "hold"
+
+
+@one_loop
+@pytest.mark.parametrize("way", ["fork", "exec"])
+async def test_processes_that_a_model_starts_can_be_terminated(way: str) -> None:
+    async with DynBatcher(Terminates) as batcher:
+        assert await batcher.process_batched(way) == -signal.SIGTERM
