@@ -697,7 +697,7 @@ def _run(job: _Job) -> BaseException | None:
 
 
 # Pools that have not been ended, for the end of the interpreter. They are held here: a pool whose
-# batcher was dropped has workers all the same, and the program would wait for one that computes.
+# batcher was dropped has workers all the same, and they are to end as those of any other do.
 _open_pools: set[Pool] = set()
 
 

@@ -244,7 +244,7 @@ def test_the_exit_code_is_taken_and_no_zombie_is_left(
 
 
 @pytest.mark.usefixtures("_death_is_told_by")
-def test_an_exit_code_that_somebody_else_has_taken_is_unknown() -> None:
+def test_an_exit_code_that_another_part_of_the_program_has_taken_is_unknown() -> None:
     child = start_and_wait(os._exit, 3)
     os.waitpid(child.pid, 0)
     assert child.take_exit_code() is None
