@@ -46,6 +46,13 @@ SHARED_MEMORY_THRESHOLD = 16 * 1024
 # What `DynBatcher.reconfigure` changes.
 RECONFIGURABLE = ("max_batch_size", "max_delay", "max_queue_size", "max_latency")
 
+# Of what is defined in a `__main__` that `is_main_importable` denies.
+NOT_IN_WORKER = (
+    "what is defined in a notebook, at a prompt, in `python -c`, in a program read from standard "
+    "input or in the __main__.py of a package does not exist in the worker process; put it into "
+    "another .py file and import it from there"
+)
+
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -399,6 +406,16 @@ def find_model_fault(model: type) -> str | None:
     return _find_arity_fault(model, infer)
 
 
+def is_main_importable() -> bool:
+    """Whether `__main__` exists in the worker, which spawning runs it for: under another name."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name != "__main__" and not spec.name.endswith(".__main__")
+    # There is none at a prompt; of a program from standard input it is "<stdin>".
+    return os.path.isfile(getattr(main, "__file__", None) or "")
+
+
 def _find_arity_fault(model: type, infer: Any) -> str | None:
     try:
         signature = inspect.signature(infer)
@@ -422,11 +439,8 @@ def _check_class(model: type) -> None:
             f"model={model!r}: {name} is defined inside a function, so the worker process cannot "
             "import it; move the class to the top level of a module"
         )
-    if model.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ConfigurationError(
-            f"model={model!r}: a class typed into a notebook or a prompt does not exist in the "
-            "worker process; put it into a .py file and import it from there"
-        )
+    if model.__module__ == "__main__" and not is_main_importable():
+        raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
     try:
         pickle.dumps(model)
     except Exception as error:

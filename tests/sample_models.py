@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -214,7 +215,7 @@ CRASHES: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: ctypes.string_at(0),
     "abort": os.abort,
-    "terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "hung up": lambda: os.kill(os.getpid(), signal.SIGHUP),
 }
 
 
@@ -273,6 +274,63 @@ class Forks(InferenceModel[Any, int]):
                 signal.pause()
         pass_gate(self._gate, child)
         return [child for _ in inputs]
+
+
+class Terminates(InferenceModel[str, int]):
+    """Starts a process in the way that an input names and terminates it; tells how it has ended."""
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        return [getattr(self, f"_{way}")() for way in inputs]
+
+    def _fork(self) -> int:
+        child = os.fork()
+        if child == 0:
+            while True:
+                signal.pause()
+        os.kill(child, signal.SIGTERM)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def _exec(self) -> int:
+        child = subprocess.Popen(["sleep", str(FOR_EVER)])
+        child.terminate()
+        return child.wait()
+
+
+class HandlesSigterm(InferenceModel[Any, Any]):
+    """Echoes; waits at the gate with "hold" in a batch, and when its own handler gets SIGTERM."""
+
+    def __init__(self, gate: str) -> None:
+        self._gate = gate
+        signal.signal(signal.SIGTERM, lambda *_: pass_gate(gate, "SIGTERM"))
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        if "hold" in inputs:
+            pass_gate(self._gate, "batch")
+        return inputs
+
+
+class LeavesDescriptors(InferenceModel[Any, tuple[list[str], list[str]]]):
+    """Tells which files a program gets that it starts without closing any; and our pipes."""
+
+    def infer(self, inputs: list[Any]) -> list[tuple[list[str], list[str]]]:
+        command = ["find", "/proc/self/fd", "-type", "l", "-printf", "%l\\n"]
+        done = subprocess.run(command, close_fds=False, capture_output=True, text=True, check=True)
+        pipes = [_target(str(number)) for number in _channel_ends()]
+        return [(done.stdout.splitlines(), pipes) for _ in inputs]
+
+
+class PrintsNatively(InferenceModel[Any, list[int]]):
+    """Tells which values each input has, after code that does not know of Python has printed."""
+
+    def infer(self, inputs: list[Any]) -> list[list[int]]:
+        library = ctypes.CDLL(None)
+        for _ in inputs:
+            library.printf(b"%s", b"printed by a library\n" * 100)
+            library.fflush(None)
+            for number in (1, 2):
+                with suppress(OSError):
+                    os.write(number, b"written\n" * 100)
+        return [sorted(set(one.tolist())) for one in inputs]
 
 
 # Batches that do not come to an end.
@@ -857,6 +915,7 @@ class Reports(InferenceModel[str, dict[str, Any]]):
             "name": multiprocessing.current_process().name,
             "descriptors": sorted(map(_target, os.listdir("/proc/self/fd"))),
             "channel ends": len(_channel_ends()),
+            "streams": [_target(str(number)) for number in range(3)],
         }
         return [report for _ in inputs]
 

@@ -593,20 +593,29 @@ def test_a_class_that_is_not_under_its_name_cannot_be_imported_by_the_worker(
     assert "under its own name" in message
 
 
-def test_a_class_typed_at_a_prompt_does_not_exist_in_the_worker() -> None:
-    """A notebook's `__main__` has no file either."""
+@pytest.mark.parametrize("where", ["-c", "-", "-m"])
+def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
+    tmp_path: Path, where: str
+) -> None:
+    """A notebook's `__main__` has no file either; the one of a package is not run in a worker."""
     program = (
         "from fast_batcher import DynBatcher, InferenceModel\n"
         "class Cell(InferenceModel):\n"
         "    def infer(self, inputs): return inputs\n"
         "DynBatcher(Cell)\n"
     )
-    done = run_python("-c", program)
+    if where == "-m":
+        (tmp_path / "__main__.py").write_text(program)
+        (tmp_path / "__init__.py").touch()
+        done = run_python("-m", tmp_path.name, folder=tmp_path.parent)
+    else:
+        arguments = ("-c", program) if where == "-c" else ("-",)
+        done = run_python(*arguments, program=program)
     assert done.returncode == 1
     last_line = done.stderr.splitlines()[-1]
     assert last_line.startswith("fast_batcher.errors.ConfigurationError: model=<class ")
-    assert "notebook or a prompt" in last_line
-    assert ".py file" in last_line
+    assert "notebook" in last_line
+    assert "put it into another .py file and import it from there" in last_line
 
 
 def test_a_class_that_is_imported_at_a_prompt_does() -> None:
@@ -633,11 +642,15 @@ def test_a_class_of_the_script_that_is_run_does(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "new\n", "")
 
 
-def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    *arguments: str, program: str = "", folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run it; `program` is what it reads from standard input."""
     return subprocess.run(
         [sys.executable, *arguments],
-        cwd=ROOT,
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=program,
         capture_output=True,
         text=True,
         timeout=LIMIT,

@@ -80,6 +80,29 @@ def test_f42_the_first_ctrl_c_drains_and_the_second_ends(
     assert not re.search(r"fast_batcher\.errors|Exception ignored|leaked", server.output)
 
 
+def test_sigterm_to_the_group_leaves_the_worker_to_answer_what_was_accepted(
+    serve: Callable[..., Server], gate: Gate
+) -> None:
+    """As systemd sends it by default: to the server and to the worker, whose model loads once."""
+    server = serve("apps.grouped:app")
+    url = server.wait_for(URL)[1]
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)]
+        gate.wait_for_visitor()
+        # These wait in the app, for the worker is not free.
+        calls += [pool.submit(httpx2.get, f"{url}/pass/0", timeout=LIMIT) for _ in range(4)]
+        while httpx2.get(f"{url}/accepted", timeout=LIMIT).json() < len(calls):
+            pass
+        (worker,) = workers_below(server.process.pid)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        server.wait_for("Shutting down")
+        gate.let_on()
+        assert [one.result(LIMIT).json() for one in calls] == [worker.pid] * len(calls)
+    server.wait_for_exit()
+    assert psutil.wait_procs([worker], timeout=LIMIT)[1] == []
+    assert not re.search("is replaced|ended with|Traceback", server.output)
+
+
 @pytest.fixture
 def reloaded(tmp_path: Path) -> Iterator[Server]:
     app = tmp_path / "reloaded.py"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._local.function_model import FunctionModel
 from fast_batcher._local.settings import LocalSettings, cost_of
 from fast_batcher.batcher import DynBatcher
+from fast_batcher.config import NOT_IN_WORKER, is_main_importable
 from fast_batcher.errors import BatcherClosedError, ConfigurationError
 from fast_batcher.types import BatchProcessorStats
 
@@ -230,9 +231,6 @@ def _require_importable(target: Any) -> str:
             f"process=True: a worker process cannot import {target!r:.200}; it has to be a "
             "function at the top level of a module, no lambda, closure, method or partial"
         )
-    if module == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ConfigurationError(
-            f"process=True: {name} was typed into a notebook or a prompt, and does not exist in a "
-            "worker process; put it into a .py file and import it from there"
-        )
+    if module == "__main__" and not is_main_importable():
+        raise ConfigurationError(f"process=True, function {name}: {NOT_IN_WORKER}")
     return name

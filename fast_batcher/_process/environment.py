@@ -1,14 +1,13 @@
 """The environment a worker is started in: how many threads its numeric libraries may use.
 
-Runs in the starter thread of the parent. Set in the child it would come too late: a numeric library
-reads it when it is imported, and importing the user's main module may import one.
+Runs in the starter thread of the parent, and leaves the parent's own environment alone. Set in the
+child it would come too late: a numeric library reads it when it is imported, and importing the
+user's main module may import one.
 """
 
 import math
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 # Every thread pool that NumPy, SciPy and PyTorch builds read their size from. With each worker
@@ -21,25 +20,17 @@ THREAD_VARIABLES = (
     "VECLIB_MAXIMUM_THREADS",
 )
 
-# `os.environ` belongs to the whole process: two batchers that start at the same time take turns.
-_environ_lock = threading.Lock()
 
+def worker_environment(environ: Mapping[str, str], num_workers: int) -> dict[str, str]:
+    """A copy of `environ` that limits numeric threads to a worker's share of the cores.
 
-@contextmanager
-def limited_threads(num_workers: int) -> Iterator[None]:
-    """Limit, for processes started in this block, numeric threads to a worker's share of the cores.
-
-    What the user has set wins. The environment is restored at the end of the block.
+    What the user has set wins.
     """
     share = str(max(1, usable_cores() // num_workers))
-    with _environ_lock:
-        added = [name for name in THREAD_VARIABLES if name not in os.environ]
-        try:
-            os.environ.update(dict.fromkeys(added, share))
-            yield
-        finally:
-            for name in added:
-                os.environ.pop(name, None)
+    # Other threads may remove variables during the copy.
+    present = ((name, environ.get(name)) for name in list(environ))
+    own = {name: value for name, value in present if value is not None}
+    return dict.fromkeys(THREAD_VARIABLES, share) | own
 
 
 def usable_cores() -> int:

@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import functools
 import logging
-import multiprocessing.util  # noqa: F401  its exit hook joins our workers: ours must run before it
 import os
 import queue
 import select
@@ -666,9 +665,6 @@ class _JobThread:
             self._thread = None
 
     def _work(self) -> None:
-        # Workers inherit this mask and ignore SIGINT as soon as they can: a Ctrl-C while one is
-        # still importing must not end it with a traceback.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         while self._run_next():
             pass
 
@@ -701,7 +697,7 @@ def _run(job: _Job) -> BaseException | None:
 
 
 # Pools that have not been ended, for the end of the interpreter. They are held here: a pool whose
-# batcher was dropped has workers all the same, and the program would wait for one that computes.
+# batcher was dropped has workers all the same, and they are to end as those of any other do.
 _open_pools: set[Pool] = set()
 
 

@@ -10,12 +10,11 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable
-from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from fast_batcher._process.environment import limited_threads
+from fast_batcher._process.child_process import ChildProcess
+from fast_batcher._process.environment import worker_environment
 from fast_batcher._process.sharing import Lane
 from fast_batcher._process.worker_main import worker_main
 from fast_batcher._transport.channel import LoopChannel, drop, open_pipes
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fast_batcher")
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
-# Stands in for an exit code that another part of the program has taken. The shell's convention for
-# "out of range"; nobody is shown it.
-UNKNOWN_EXIT = 255
 
 # Our own context: the start method of the program around us stays what it is. Spawn, because a
 # forked child inherits CUDA state that it cannot use, and our pipe ends.
@@ -77,7 +73,8 @@ class WorkerHandle:
         self._settings = settings
         self._slabs = slabs
         self._events = events
-        self._process: SpawnProcess | None = None
+        # None before `spawn` and after `reap`.
+        self._child: ChildProcess | None = None
         # The process id, None before `spawn`.
         self.pid: int | None = None
         self._channel: LoopChannel | None = None
@@ -92,10 +89,6 @@ class WorkerHandle:
         self.begun: int | None = None
         # The same of the last batch of which children of it may have views.
         self.inherited: int | None = None
-        # Becomes readable when the process dies: a pidfd, or where there is none the sentinel,
-        # which also waits for the grandchildren that inherited it. -1 after the death.
-        self._death_fd = -1
-        self._owns_death_fd = False
         self._loop: AbstractEventLoop | None = None
         # It has loaded its model.
         self.is_ready = False
@@ -117,7 +110,7 @@ class WorkerHandle:
     @property
     def is_alive(self) -> bool:
         """Whether there is a process that has not been seen to end."""
-        return self._death_fd >= 0
+        return self._child is not None
 
     @property
     def is_attached(self) -> bool:
@@ -128,7 +121,7 @@ class WorkerHandle:
         """Start the process. Starter thread.
 
         Raises:
-            OSError: The system has no room for another process, or the child died at once.
+            OSError: The system has no room for another process.
         """
         ours, theirs = open_pipes(_context)
         try:
@@ -154,8 +147,8 @@ class WorkerHandle:
                 # Not daemonic: a model may have children of its own (data loaders).
                 daemon=False,
             )
-            with limited_threads(self._settings.num_workers):
-                process.start()
+            environment = worker_environment(os.environ, self._settings.num_workers)
+            child = ChildProcess(process, environment)
         except BaseException:
             if self._channel is not None:
                 self._channel.close()
@@ -170,9 +163,9 @@ class WorkerHandle:
         self._mark.close_fd()
         if isinstance(self.outbox, Outbox):
             self.outbox.close_fd()
-        self._process = process
-        self.pid = process.pid
-        self._death_fd, self._owns_death_fd = _open_death_fd(process)
+        self.pid = child.pid
+        # Last: from now on it is alive for the loop's thread.
+        self._child = child
 
     def _make_outbox(self) -> Outbox | OSError | None:
         if not self._settings.max_shared_bytes:
@@ -196,7 +189,7 @@ class WorkerHandle:
         self._channel.attach(loop)
         if is_first:
             self.send(Kind.LOAD, 0, self._model.pickled)
-        loop.add_reader(self._death_fd, self._on_death)
+        loop.add_reader(self.death_fd, self._on_death)
 
     @property
     def send(self) -> Callable[[Kind, int, bytes], None]:
@@ -242,8 +235,10 @@ class WorkerHandle:
             self._channel.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives."""
+        """Send it a signal, if it lives. A worker ignores every SIGTERM but this one."""
         if self.pid is not None and self.is_alive:
+            if number == signal.SIGTERM and self._mark is not None:
+                self._mark.let_sigterm_end()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
@@ -262,16 +257,14 @@ class WorkerHandle:
 
     def reap(self) -> None:
         """The process is dead: take its exit status and release what belonged to it."""
-        if not self.is_alive:
+        if self._child is None:
             return
-        assert self._process is not None
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._death_fd)
-        self.exit_code = _exit_code(self._process, self._death_fd)
+            self._loop.remove_reader(self._child.death_fd)
+        self.exit_code = self._child.take_exit_code()
         self.exit_text = describe_exit(self.exit_code)
-        if self._owns_death_fd:
-            os.close(self._death_fd)
-        self._death_fd = -1
+        self._child.close()
+        self._child = None
         if self._channel is not None:
             self._channel.close()
         if self._mark is not None:
@@ -280,12 +273,11 @@ class WorkerHandle:
             self._mark.close()
         if isinstance(self.outbox, Outbox) and not self.outbox.is_used:
             self.outbox.close()
-        self._process.close()
 
     @property
     def death_fd(self) -> int:
         """Readable once the process is dead; -1 after `reap`."""
-        return self._death_fd
+        return -1 if self._child is None else self._child.death_fd
 
     def _on_frame(self, frame: Frame) -> None:
         self._events.frame_arrived(self, frame)
@@ -304,36 +296,6 @@ class WorkerHandle:
             self._channel.drain()
         self.reap()
         self._events.worker_exited(self)
-
-
-def _open_death_fd(process: SpawnProcess) -> tuple[int, bool]:
-    if sys.platform == "linux" and process.pid is not None:
-        # It is our child and nobody has waited for it, so the pid is its own.
-        with contextlib.suppress(OSError):
-            return os.pidfd_open(process.pid), True
-    return process.sentinel, False
-
-
-def _exit_code(process: SpawnProcess, death_fd: int) -> int | None:
-    """The exit code, negative for a signal, None if another part of the program has taken it.
-
-    Asked of the kernel without taking it: `multiprocessing` waits for its children whenever anyone
-    starts another, from any thread.
-    """
-    status = None
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            info = os.waitid(os.P_PIDFD, death_fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if info is not None:
-                status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-    # Takes it, so that no zombie is left.
-    taken = process.exitcode
-    if taken is None:
-        # Another part of the program has waited for it, and `multiprocessing` would take it for
-        # alive, and keep its pipes, for ever.
-        popen: Any = vars(process)["_popen"]
-        popen.returncode = UNKNOWN_EXIT if status is None else status
-    return taken if taken is not None else status
 
 
 def describe_exit(code: int | None) -> str:

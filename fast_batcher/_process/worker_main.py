@@ -73,7 +73,7 @@ def worker_main(
             be none.
         pin_memory: Whether `slabs` are registered with CUDA.
     """
-    _set_signals()
+    _set_signals(mark, parent_pid)
     _end_with_parent(parent_pid)
     _log_to_stderr()
     channel = BlockingChannel(ends, max_frame_bytes)
@@ -412,16 +412,56 @@ def _log_to_stderr() -> None:
     library.propagate = False  # or a model that configures logging would have it twice
 
 
-def _set_signals() -> None:
-    """Ctrl-C goes to the whole process group, and the parent decides what follows from it."""
+def _set_signals(mark: Mark, parent_pid: int) -> None:
+    """Ignore what goes to the whole process group: the parent decides what follows from it.
+
+    Ctrl-C in a terminal and the SIGTERM of a supervisor, systemd for example, come here as well as
+    to the parent, which still wants the answers of the batches that it has sent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _ignore_sigterm(mark, parent_pid)
     # A parent that ignores these hands that down through exec.
-    for number in (signal.SIGTERM, signal.SIGPIPE, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own default: EPIPE as an exception
     signal.set_wakeup_fd(-1)
-    # The starter thread blocks SIGINT so that it is harmless before this point.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    # Blocked by the parent when it started this process, so that they are harmless until here.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+
+
+def _ignore_sigterm(mark: Mark, parent_pid: int) -> None:
+    """Let SIGTERM end this process only if it is the parent that sends it, or if that is dead.
+
+    A model may put a handler of its own in place of this one. It is a handler and not `SIG_IGN`,
+    which the processes that the model starts would inherit: they could not be terminated.
+    """
+
+    def end_if_wanted(number: int, _: object) -> None:
+        if mark.is_to_end or os.getppid() != parent_pid:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    # The signals that each thread had blocked before it forked.
+    blocked = threading.local()
+
+    def before_fork() -> None:
+        # A SIGTERM for the child waits until the child has the default action.
+        blocked.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def after_fork() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked.before)
+
+    def after_fork_in_child() -> None:
+        # Not the handler of a model.
+        if signal.getsignal(signal.SIGTERM) is end_if_wanted:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        after_fork()
+
+    signal.signal(signal.SIGTERM, end_if_wanted)
+    # A signal that is ignored is not to interrupt the native code of a model, either.
+    signal.siginterrupt(signal.SIGTERM, False)
+    os.register_at_fork(
+        before=before_fork, after_in_parent=after_fork, after_in_child=after_fork_in_child
+    )
 
 
 def _end_with_parent(parent_pid: int) -> None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from fast_batcher._transport.descriptors import occupy_stdio
 from fast_batcher._transport.frames import MAX_JOINED, Frame, FrameReader, Kind, pack_header
 from fast_batcher.errors import TransportError
 
@@ -37,6 +38,7 @@ def open_pipes(context: "BaseContext") -> "tuple[Ends, Ends]":
     Args:
         context: Of `multiprocessing`; its connections can be passed to a process that it starts.
     """
+    occupy_stdio()
     first, into_first = context.Pipe(duplex=False)
     second, into_second = context.Pipe(duplex=False)
     if sys.platform == "linux":

@@ -2,6 +2,8 @@
 
 When a worker has died, nobody can be asked what it had in hand, and a message that says so before
 every batch would cost a system call. The worker writes; the parent reads once the worker is dead.
+
+A fourth number goes the other way: whether the parent wants SIGTERM to end the worker.
 """
 
 import mmap
@@ -11,7 +13,7 @@ from typing import Any
 
 from fast_batcher._transport.memory_file import make_memory_file
 
-_SIZE = 24  # three unsigned numbers of 8 bytes
+_SIZE = 32  # four unsigned numbers of 8 bytes
 
 
 class Mark:
@@ -29,7 +31,7 @@ class Mark:
             self.close_fd()
             raise
         # The worker writes these itself: `numbers[0]` when it has read a batch, `numbers[1]` when
-        # it begins to compute it, `numbers[2]` when it forks.
+        # it begins to compute it, `numbers[2]` when it forks. The parent writes `numbers[3]`.
         self.numbers = memoryview(self._memory).cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,6 +51,15 @@ class Mark:
     def inherited(self) -> int | None:
         """The id of the last batch of whose inputs children of the worker may have views."""
         return self.numbers[2] - 1 if self.numbers[2] else None
+
+    @property
+    def is_to_end(self) -> bool:
+        """Whether the parent wants SIGTERM to end the worker."""
+        return self.numbers[3] != 0
+
+    def let_sigterm_end(self) -> None:
+        """Let the next SIGTERM end the worker: it is the parent that sends it."""
+        self.numbers[3] = 1
 
     def close_fd(self) -> None:
         """The memory stays mapped, and nobody else is to get it; may be called again."""

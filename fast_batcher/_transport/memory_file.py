@@ -5,6 +5,8 @@ import os
 import sys
 import tempfile
 
+from fast_batcher._transport.descriptors import occupy_stdio
+
 # linux/memfd.h; `os` has it only together with the function.
 _CLOSE_ON_EXEC = 0x01
 
@@ -15,6 +17,8 @@ def make_memory_file(size: int) -> int:
     Raises:
         OSError: The system has no such memory, or not so much.
     """
+    # Before it is mapped, too: a mapping keeps a descriptor of its own.
+    occupy_stdio()
     fd = _open()
     try:
         os.ftruncate(fd, size)

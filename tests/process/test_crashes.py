@@ -49,7 +49,7 @@ ENDS = {
     "killed": "signal 9 (SIGKILL, possibly out of memory)",
     "segfault": "signal 11 (SIGSEGV)",
     "abort": "signal 6 (SIGABRT)",
-    "terminated": "signal 15 (SIGTERM)",
+    "hung up": "signal 1 (SIGHUP)",
 }
 
 

@@ -1,30 +1,19 @@
-"""How many threads the numeric libraries of a worker may use, and what is left of that here."""
+"""How many threads the numeric libraries of a worker may use, and what wins over that."""
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fast_batcher._process import environment
 from fast_batcher._process.environment import (
     THREAD_VARIABLES,
-    limited_threads,
     read_quota,
     usable_cores,
+    worker_environment,
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in THREAD_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
-def thread_limits() -> dict[str, str]:
-    return {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ}
 
 
 def in_thread(function: Callable[[], Any]) -> Any:
@@ -38,55 +27,33 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 def test_each_worker_gets_its_share_of_the_cores() -> None:
     cores = usable_cores()
-    with limited_threads(1):
-        assert thread_limits() == dict.fromkeys(THREAD_VARIABLES, str(cores))
-    with limited_threads(cores):
-        assert thread_limits() == dict.fromkeys(THREAD_VARIABLES, "1")
+    assert worker_environment({}, 1) == dict.fromkeys(THREAD_VARIABLES, str(cores))
+    assert worker_environment({}, cores) == dict.fromkeys(THREAD_VARIABLES, "1")
 
 
 def test_no_worker_gets_less_than_one_thread() -> None:
-    with limited_threads(10 * usable_cores()):
-        assert thread_limits() == dict.fromkeys(THREAD_VARIABLES, "1")
+    limits = worker_environment({}, 10 * usable_cores())
+    assert limits == dict.fromkeys(THREAD_VARIABLES, "1")
 
 
-def test_the_environment_is_restored() -> None:
-    before = dict(os.environ)
-    with limited_threads(1):
-        assert dict(os.environ) != before
-    assert dict(os.environ) == before
-    with pytest.raises(ZeroDivisionError), limited_threads(1):
-        raise ZeroDivisionError
-    assert dict(os.environ) == before
+def test_what_the_user_has_set_wins() -> None:
+    environ = {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "", "OTHER": "kept"}
+    environment = worker_environment(environ, 1)
+    assert environment | environ == environment
+    assert environment["OPENBLAS_NUM_THREADS"] == str(usable_cores())
 
 
-def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("MKL_NUM_THREADS", "")
-    with limited_threads(1):
-        limits = thread_limits()
-    assert (limits["OMP_NUM_THREADS"], limits["MKL_NUM_THREADS"]) == ("7", "")
-    assert limits["OPENBLAS_NUM_THREADS"] == str(usable_cores())
-    assert thread_limits() == {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": ""}
+def test_a_variable_that_is_removed_during_the_copy_is_left_out() -> None:
+    class Shrinking(dict[str, str]):
+        """Another thread removes everything as soon as the names have been listed."""
 
+        def __iter__(self) -> Iterator[str]:
+            names = iter(list(self.keys()))
+            self.clear()
+            return names
 
-def test_two_batchers_that_start_together_take_turns() -> None:
-    """The second would restore what the first has set, not what the user had."""
-    entered: list[int] = []
-
-    def enter(number: int) -> None:
-        with limited_threads(number):
-            assert environment._environ_lock.locked()
-            entered.append(number)
-
-    threads = [threading.Thread(target=enter, args=(number,)) for number in (1, 2)]
-    with limited_threads(1):
-        for thread in threads:
-            thread.start()
-        assert entered == []
-    for thread in threads:
-        thread.join()
-    assert sorted(entered) == [1, 2]
-    assert thread_limits() == {}
+    environment = worker_environment(Shrinking(PATH="/bin"), 1)
+    assert set(environment) == set(THREAD_VARIABLES)
 
 
 def test_cores_are_those_that_this_thread_may_use() -> None:

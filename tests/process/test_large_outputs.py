@@ -418,14 +418,16 @@ async def test_where_no_thread_can_be_started_the_loop_copies() -> None:
 
 GARBAGE: dict[str, Any] = {
     "not a pickle": b"garbage",
-    "not four": dumps(5),
-    "before the start": dumps((-64, [100], [], {})),
-    "behind the end": dumps((2**40, [100], [], {})),
-    "too long": dumps((0, [2**50], [], {})),
-    "negative": dumps((0, [-5], [], {})),
-    "no numbers": dumps(("0", ["5"], [], {})),
-    "nothing": dumps((0, [], [], {})),
-    "nothing read-only": dumps((0, [100], 5, {})),
+    "not five": dumps(5),
+    "before the start": dumps((-64, [100], [], [(100, 0)], {})),
+    "behind the end": dumps((2**40, [100], [], [(100, 0)], {})),
+    "too long": dumps((0, [2**50], [], [(2**50, 0)], {})),
+    "negative": dumps((0, [-5], [], [(-5, 0)], {})),
+    "no numbers": dumps(("0", ["5"], [], [("5", 0)], {})),
+    "nothing": dumps((0, [], [], [(0, 0)], {})),
+    "nothing read-only": dumps((0, [100], 5, [(100, 0)], {})),
+    "no items": dumps((0, [100], [], 5, {})),
+    "items of something else": dumps((0, [100], [], [(99, 0)], {})),
 }
 
 

@@ -162,10 +162,10 @@ async def test_a_worker_that_cannot_load_is_told_with_its_traceback_and_tried_ag
 
 
 async def test_a_worker_that_dies_while_it_loads_is_told_with_its_end(told: Told) -> None:
-    told.open(ExitsOnLoad, "terminated")
+    told.open(ExitsOnLoad, "hung up")
     await told.until(lambda: told.count("failed") == 1)
     ((_, error),) = told.events
-    assert "ended with signal 15 (SIGTERM) before it had loaded ExitsOnLoad" in str(error)
+    assert "ended with signal 1 (SIGHUP) before it had loaded ExitsOnLoad" in str(error)
 
 
 async def test_a_worker_that_does_not_load_in_time_is_ended(told: Told, gate: Gate) -> None:

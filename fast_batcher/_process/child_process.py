@@ -1,0 +1,161 @@
+"""Starts the process of a worker, and takes its exit code. Parent process.
+
+The child is what `multiprocessing` spawns: a new interpreter that reads from a pipe what it is to
+run. `Process.start()` is not used, because it
+
+- refuses to start anything in a daemonic process, as Hypercorn's workers are; ours end with their
+  parent whatever it dies of;
+- gives the child the environment of the parent, which belongs to the whole program;
+- leaves the descriptors 0 to 2 free in the child if the parent has none there;
+- waits for its children, from any thread, whenever the program starts another.
+"""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from multiprocessing import reduction, resource_tracker, spawn
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.process import BaseProcess
+
+from fast_batcher._transport.descriptors import PassedDescriptor
+
+# They go to the whole process group, and would end a child that is still importing. It inherits
+# them as blocked, and unblocks them when it has handlers.
+_BLOCKED = {signal.SIGINT, signal.SIGTERM}
+
+
+class ChildProcess:
+    """A running process of `multiprocessing`'s kind; its handle owns it.
+
+    It has to be made on a thread that outlives the process: on Linux a worker asks the kernel to be
+    ended with the thread that started it.
+
+    Args:
+        process: What it runs; not started, and not used afterwards.
+        environment: All its environment variables.
+
+    Raises:
+        OSError: The system has no room for another process or for its pipes.
+    """
+
+    # `multiprocessing` uses this and `duplicate_for_child` while it pickles a descriptor.
+    DupFd = PassedDescriptor
+
+    def __init__(self, process: BaseProcess, environment: Mapping[str, str]) -> None:
+        # Descriptors that the child gets, with the numbers that they have here.
+        self._passed: list[int] = []
+        instructions = self._pickle(process)
+        fds: list[int] = []
+        try:
+            # At the death of one side, the other side reads an end of file.
+            fds += os.pipe()
+            fds += os.pipe()
+            self._sentinel, their_sentinel, source, self._sink = fds
+            self._passed += (their_sentinel, source)
+            self.pid = self._launch(source, environment)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        os.close(their_sentinel)
+        os.close(source)
+        # A child that has died at once is noticed as every dead child is.
+        with contextlib.suppress(BrokenPipeError), open(self._sink, "wb", closefd=False) as file:
+            file.write(instructions)
+        self._pidfd = _open_pidfd(self.pid)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Pass a descriptor to the child; its number there."""
+        self._passed.append(fd)
+        return fd
+
+    @property
+    def death_fd(self) -> int:
+        """Becomes readable when the process dies.
+
+        Without pidfds it also waits for the grandchildren that inherited the sentinel.
+        """
+        return self._sentinel if self._pidfd is None else self._pidfd
+
+    def take_exit_code(self) -> int | None:
+        """Take the exit code of the process, which is dead, so that no zombie is left.
+
+        Returns:
+            Negative for a signal; None if another part of the program has taken it.
+        """
+        try:
+            if sys.platform == "linux" and self._pidfd is not None:
+                info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+                if info is None:
+                    return None
+                return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+            # It has closed the sentinel, which it does a moment before it is dead.
+            os.kill(self.pid, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except (ChildProcessError, ProcessLookupError):
+            return None
+
+    def close(self) -> None:
+        """Close the descriptors of a process that is dead."""
+        os.close(self._sentinel)
+        os.close(self._sink)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+    def _pickle(self, process: BaseProcess) -> bytes:
+        """What the child reads first: how to become like this process, and what to run."""
+        preparation = spawn.get_preparation_data(process.name)
+        # "<stdin>" for a program that was read from there.
+        if not os.path.isfile(preparation.get("init_main_from_path", "")):
+            preparation.pop("init_main_from_path", None)
+        file = io.BytesIO()
+        set_spawning_popen(self)  # type: ignore[arg-type]  # it needs no more than this has
+        try:
+            reduction.dump(preparation, file)
+            reduction.dump(process, file)
+        finally:
+            set_spawning_popen(None)
+        return file.getvalue()
+
+    def _launch(self, source: int, environment: Mapping[str, str]) -> int:
+        tracker = resource_tracker.getfd()
+        assert tracker is not None, "it runs by now"
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        try:
+            popen = subprocess.Popen(
+                spawn.get_command_line(tracker_fd=tracker, pipe_handle=source),
+                env=environment,
+                pass_fds=(*self._passed, tracker),
+                stdin=_stream(0),
+                stdout=_stream(1),
+                stderr=_stream(2),
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # It is not for `subprocess` to wait for it, nor to warn that it lives.
+        popen.returncode = 0
+        return popen.pid
+
+
+def _stream(number: int) -> int | None:
+    """What the child gets as 0, 1 or 2: None for what lies there in this process.
+
+    /dev/null if nothing is there, or a file that is not meant to be inherited: the socket of a
+    server that was started without standard streams, for example.
+    """
+    with contextlib.suppress(OSError):
+        if os.get_inheritable(number):
+            return None
+    return subprocess.DEVNULL
+
+
+def _open_pidfd(pid: int) -> int | None:
+    if sys.platform == "linux":
+        # It is our child and nobody has waited for it, so the pid is its own.
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+    return None

@@ -1,0 +1,58 @@
+"""Which numbers the descriptors of ours have, and who gets them."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fast_batcher._transport.descriptors import PassedDescriptor, occupy_stdio
+
+# Which of the numbers 0 to 2 are free; a program of its own, for these are this one's streams.
+FREE = [(), (1,), (0, 2), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("free", FREE)
+def test_afterwards_no_file_gets_the_number_of_a_standard_stream(free: tuple[int, ...]) -> None:
+    program = f"""
+import os, socket
+from fast_batcher._transport.descriptors import occupy_stdio
+telling = os.dup(1)
+for number in {free}:
+    os.close(number)
+occupy_stdio()
+files = os.listdir("/proc/self/fd")
+occupy_stdio()
+assert os.listdir("/proc/self/fd") == files
+with socket.socket() as other:
+    assert other.fileno() > 2
+for number in {free}:
+    assert os.readlink(f"/proc/self/fd/{{number}}") == "/dev/null"
+    assert not os.get_inheritable(number)
+    assert os.read(number, 1) == b""
+    assert os.write(number, b"lost") == 4
+os.write(telling, b"done")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert (done.returncode, done.stdout) == (0, "done")
+
+
+def test_in_a_program_with_standard_streams_nothing_is_opened() -> None:
+    before = os.listdir("/proc/self/fd")
+    occupy_stdio()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_passed_descriptor_keeps_its_number_and_is_inherited_no_further() -> None:
+    fd = os.dup(0)
+    os.set_inheritable(fd, True)
+    assert PassedDescriptor(fd).detach() == fd
+    assert not os.get_inheritable(fd)
+    os.close(fd)
