@@ -29,7 +29,7 @@ from fast_batcher._transport.frames import MAX_JOINED, Frame, Kind, pack_header,
 from fast_batcher._transport.layouts import view_rows
 from fast_batcher._transport.mark import Mark
 from fast_batcher._transport.pickler import load as load_parts
-from fast_batcher.config import find_model_fault
+from fast_batcher.config import describe_arguments, find_model_fault
 from fast_batcher.errors import (
     InferenceError,
     OutputMismatchError,
@@ -159,7 +159,7 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
     try:
         return model(*args, **kwargs)
     except TypeError as error:
-        error.add_note(f"while calling {model_name} with model_args={args} and {kwargs}")
+        error.add_note(f"while calling {model_name} with {describe_arguments(args, kwargs)}")
         raise
 
 
