@@ -18,7 +18,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header
+try:
+    from fastapi import APIRouter, Depends, FastAPI, Header
+except ModuleNotFoundError as error:
+    if error.name != "fastapi":
+        raise
+    raise ModuleNotFoundError(
+        "fast_batcher.fastapi needs FastAPI: pip install 'fast_batcher[fastapi]'", name="fastapi"
+    ) from error
 from fastapi.exception_handlers import (
     http_exception_handler,
     request_validation_exception_handler,
@@ -196,7 +203,16 @@ def request_timeout(
     return get_timeout
 
 
-async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
+async def _cancel_on_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
+    if isinstance(connection, Request):
+        async with _cancelling_on_disconnect(connection):
+            yield
+    else:  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
+        yield
+
+
+@asynccontextmanager
+async def _cancelling_on_disconnect(request: Request) -> AsyncIterator[None]:
     endpoint = asyncio.current_task()
     assert endpoint is not None, "FastAPI runs it in the task of the request"
     has_gone = False
@@ -239,7 +255,8 @@ cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")
 What it waits for in a batcher is then forgotten if it is queued, and dropped if it runs; others of
 the batch are not affected. Logs and metrics see status 499. Not for endpoints that read
 `request.stream()` themselves; where a dependency reads the body, it has to come first:
-`dependencies=[Depends(read), cancel_on_disconnect]`.
+`dependencies=[Depends(read), cancel_on_disconnect]`. A WebSocket is left alone: its endpoint learns
+of the disconnect by `WebSocketDisconnect`, where it receives.
 """
 
 

@@ -30,6 +30,7 @@ from starlette.websockets import WebSocketDisconnect
 from fast_batcher import DynBatcher, errors
 from fast_batcher.fastapi import (
     ANSWERS,
+    cancel_on_disconnect,
     combine_lifespans,
     dependency,
     error_responses,
@@ -683,6 +684,28 @@ def test_the_dependency_serves_routes_and_websockets() -> None:
             assert session.receive_text() == "over a socket"
 
 
+def test_a_websocket_is_served_where_requests_of_the_app_end_with_their_clients() -> None:
+    batcher = DynBatcher(Echo)
+    app, _ = make_echo_app(batcher, lifespan=batcher.lifespan, dependencies=[cancel_on_disconnect])
+    left = threading.Event()
+
+    @app.websocket("/until-it-leaves")
+    async def stay(websocket: WebSocket) -> None:
+        await websocket.accept()
+        with pytest.raises(WebSocketDisconnect):
+            await websocket.receive_text()
+        left.set()
+
+    with TestClient(app) as client:
+        with client.websocket_connect("/ws") as session:
+            session.send_text("over a socket")
+            assert session.receive_text() == "over a socket"
+        with client.websocket_connect("/until-it-leaves"):
+            pass
+        assert left.wait(LIMIT)
+        assert client.get("/echo/hello").json() == "hello"
+
+
 def test_the_dependency_can_be_overridden() -> None:
     app, get_echo = make_echo_app(DynBatcher(Echo, auto_open=False))
     app.dependency_overrides[get_echo] = Shouting
@@ -977,6 +1000,20 @@ def test_f43_f44_clients_that_go_away_are_forgotten_queued_or_running(
     server.process.send_signal(signal.SIGTERM)
     server.wait_for_exit()
     assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "pydantic"])
+def test_without_fastapi_the_import_names_the_extra(missing: str) -> None:
+    """None in `sys.modules` is for the import system what is not installed."""
+    code = f"import sys; sys.modules[{missing!r}] = None; import fast_batcher.fastapi"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: ")
+    # Where another module is missing, FastAPI's own words say so.
+    assert ("pip install 'fast_batcher[fastapi]'" in last) == (missing == "fastapi")
+    assert missing in last
 
 
 def test_importing_the_package_does_not_import_fastapi() -> None:
