@@ -71,6 +71,9 @@ _SECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?(e-?[0-9]{1,3})?", re.ASCII |
 # The status of a request whose client has gone, for logs and metrics: nobody is there to read it.
 # Source: nginx, which logs the same.
 CLIENT_CLOSED_REQUEST = 499
+# Seconds that a batcher may be broken until its pod is better started afresh. Twice the default
+# restart_window: the batcher itself tries again after one, and its model has another to load.
+BROKEN_TIMEOUT = 120.0
 # A length of more digits than this is too long for anybody, whatever it is.
 MOST_LENGTH_DIGITS = 18
 
@@ -500,20 +503,43 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def health_router(
-    *batchers: DynBatcher[Any, Any], prefix: str = "", include_in_schema: bool = False
+    *batchers: DynBatcher[Any, Any],
+    prefix: str = "",
+    include_in_schema: bool = False,
+    broken_timeout: float | None = BROKEN_TIMEOUT,
 ) -> APIRouter:
     """Make the routes for a supervisor's probes, `/livez` and `/readyz`.
 
-    `/livez` answers 200 while the event loop runs. `/readyz` answers 200 while every batcher is
-    ready, else 503; both times with the state of each. Both are answered without the model.
+    `/livez` answers 200 while the event loop runs and no batcher is broken for good. `/readyz`
+    answers 200 while every batcher is ready. Else they answer 503. Each 503, and `/readyz` always,
+    has the state of each batcher in its body. Both are answered without the model.
+
+    Args:
+        batchers: Those that must be ready.
+        prefix: Of the paths.
+        include_in_schema: Whether OpenAPI shows the routes.
+        broken_timeout: Seconds that a batcher may be broken without a break until `/livez` answers
+            503, so that the supervisor restarts the server; None for never. They count from a start
+            that failed, which is not tried again by itself, or from the moment at which the workers
+            had spent their restarts. Then a worker is tried again every `restart_window` seconds:
+            give more than that, and than the model takes to load.
     """
     if not batchers:
         raise errors.ConfigurationError("health_router: give the batchers that must be ready")
+    if broken_timeout is not None and not broken_timeout >= 0:
+        raise errors.ConfigurationError(
+            f"health_router: broken_timeout={broken_timeout!r}: give 0 or more seconds, or None"
+        )
     router = APIRouter(prefix=prefix, include_in_schema=include_in_schema, tags=["health"])
+
+    headers = {"Cache-Control": "no-store"}
 
     @router.get("/livez")
     async def livez() -> JSONResponse:
-        return JSONResponse({"status": "alive"}, headers={"Cache-Control": "no-store"})
+        if all(_may_recover(batcher, broken_timeout) for batcher in batchers):
+            return JSONResponse({"status": "alive"}, headers=headers)
+        reports = [_report(batcher) for batcher in batchers]
+        return JSONResponse({"status": "broken", "batchers": reports}, 503, headers)
 
     @router.get("/readyz")
     async def readyz() -> JSONResponse:
@@ -522,10 +548,9 @@ def health_router(
             "status": "ready" if ready else "not ready",
             "batchers": [_report(batcher) for batcher in batchers],
         }
-        headers = {"Cache-Control": "no-store"}
-        if not ready:
-            headers["Retry-After"] = str(RETRY_AFTER)
-        return JSONResponse(content, 200 if ready else 503, headers)
+        if ready:
+            return JSONResponse(content, headers=headers)
+        return JSONResponse(content, 503, {**headers, "Retry-After": str(RETRY_AFTER)})
 
     return router
 
@@ -659,6 +684,11 @@ def _describe(status: int) -> dict[str, Any]:
         text = "Seconds until another try makes sense."
         answer["headers"] = {"Retry-After": {"description": text, "schema": schema}}
     return answer
+
+
+def _may_recover(batcher: DynBatcher[Any, Any], broken_timeout: float | None) -> bool:
+    seconds = batcher.broken_seconds
+    return seconds is None or broken_timeout is None or seconds < broken_timeout
 
 
 def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
