@@ -857,8 +857,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         return self._broken_error()
 
     @property
-    def broken_seconds(self) -> float | None:
-        """Seconds for which it has been broken without a break, None if it is not broken."""
+    def _broken_seconds(self) -> float | None:
+        """Seconds for which it has been broken without a break, None if it is not. For `/livez`."""
         return None if self._broken_since is None else monotonic() - self._broken_since
 
     @property

@@ -687,7 +687,7 @@ def _describe(status: int) -> dict[str, Any]:
 
 
 def _may_recover(batcher: DynBatcher[Any, Any], broken_timeout: float | None) -> bool:
-    seconds = batcher.broken_seconds
+    seconds = batcher._broken_seconds  # noqa: SLF001  the probe is its only user
     return seconds is None or broken_timeout is None or seconds < broken_timeout
 
 

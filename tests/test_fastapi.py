@@ -896,10 +896,7 @@ def test_livez_fails_when_a_start_has_failed_and_its_time_is_over() -> None:
         assert body["status"] == "broken"
         assert [batcher["state"] for batcher in body["batchers"]] == ["open", "broken"]
         assert "no weights at /models/tiny.bin" in body["batchers"][1]["start_error"]
-        assert bad.broken_seconds is not None
-        assert bad.broken_seconds >= 0.2
         assert client.get("/patient/livez").status_code == 200
-    assert bad.broken_seconds is None
 
 
 def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batcher(

@@ -230,7 +230,7 @@ def test_what_does_not_wait_is_not(method: str) -> None:
     assert not inspect.iscoroutinefunction(getattr(DynBatcher, method))
 
 
-@pytest.mark.parametrize("name", ["state", "is_ready", "start_error", "broken_seconds", "stats"])
+@pytest.mark.parametrize("name", ["state", "is_ready", "start_error", "stats"])
 def test_what_can_be_seen_cannot_be_set(name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(DynBatcher("module:Model"), name, "anything")
@@ -239,7 +239,7 @@ def test_what_can_be_seen_cannot_be_set(name: str) -> None:
 def test_a_new_batcher_can_be_looked_at() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder", num_workers=1)
     assert (batcher.name, batcher.state, batcher.is_ready) == ("Embedder", "new", False)
-    assert (batcher.start_error, batcher.broken_seconds) == (None, None)
+    assert batcher.start_error is None
     assert isinstance(batcher.stats, BatcherStats)
     assert (batcher.stats.state, batcher.stats.num_workers) == ("new", 1)
     assert repr(batcher) == (

@@ -20,7 +20,7 @@ from waits import within
 __all__ = ["gate", "serve", "thread"]
 
 TESTS = Path(__file__).parent
-URL = r"(?:[Rr]unning on|Listening at:) (http://[\d.:]+)"
+URL = r"(?i:running on|listening at:) (http://[\d.:]+)"
 SAID = r"server (\d+) has worker (\d+) of (\d+)"
 
 pytestmark = pytest.mark.slow
