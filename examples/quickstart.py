@@ -1,4 +1,4 @@
-"""Start with `uvicorn examples.quickstart:app`, then `curl 127.0.0.1:8000/shout/hello`."""
+"""Save as `app.py`, run `uvicorn app:app`, then `curl 127.0.0.1:8000/shout/hello`."""
 
 from fastapi import FastAPI
 

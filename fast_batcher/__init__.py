@@ -5,7 +5,6 @@ Subclass `InferenceModel`, give the class to a `DynBatcher`, open it in the app'
 """
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._arrays.collation import Collation
@@ -66,10 +65,6 @@ __all__ = [
     "inference",
     "stack",
 ]
-
-# A library leaves it to the program where its log goes.
-logging.getLogger("fast_batcher").addHandler(logging.NullHandler())
-
 
 # Where to find what is loaded when it is asked for: a worker imports this package for its model and
 # needs no event loop.

@@ -85,9 +85,11 @@ class Appraisal:
         except (OverflowError, ValueError, TypeError):
             number = math.nan
         if not 0 < number <= MOST_COST:
+            # Anything but a number may be the input itself, which is not for a log.
+            shown = f"{cost!r:.100}" if is_number else f"a {type(cost).__qualname__}"
             raise ConfigurationError(
-                f"cost returned {cost!r:.100}: it must return a number above 0, at most "
-                f"{MOST_COST:g}, for every input"
+                f"cost returned {shown}: it must return a number above 0, at most {MOST_COST:g}, "
+                "for every input"
             )
         if number > self._max_request_cost:
             raise RequestTooLargeError(
@@ -110,8 +112,8 @@ class Appraisal:
             ) from error
         if group is None:
             raise ConfigurationError(
-                f"group_by returned {key!r:.100}, which is not equal to itself: no other request "
-                "could ever share its batch"
+                f"group_by returned a {type(key).__qualname__} that is not equal to itself: no "
+                "other request could ever share its batch"
             )
         return group
 

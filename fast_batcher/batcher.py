@@ -283,6 +283,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         # Requests of other threads that the loop's thread has not looked at yet.
         self._submitted: deque[Request] = deque()
         self._state = State.NEW
+        # The moment since which it is broken, None while it is not.
+        self._broken_since: float | None = None
         self._make_parts()
 
         # Process, loop and the loop's thread that the batcher belongs to while it is open.
@@ -854,6 +856,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         return self._broken_error()
 
     @property
+    def _broken_seconds(self) -> float | None:
+        """Seconds for which it has been broken without a break, None if it is not. For `/livez`."""
+        return None if self._broken_since is None else monotonic() - self._broken_since
+
+    @property
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
         return self._tally.snapshot(
@@ -914,9 +921,13 @@ class DynBatcher(Generic[InputT, OutputT]):
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         """A worker was never ready: the end of an opening, a set-back of a replacement."""
         if self._state is not State.OPENING:
-            logger.warning("%s: %s; trying again", self.name, error)
+            logger.warning("%s: %s; trying again", self.name, error, exc_info=error)
             return
-        logger.error("%s: %s", self.name, error, exc_info=error)
+        # A caller that waits in `open` has it raised, and shows it.
+        if all(waiter.done() for waiter in self._ready_waiters):
+            logger.error(
+                "%s: %s; calls fail until it is opened again", self.name, error, exc_info=error
+            )
         self._start_error = error
         self._serving_loop = None
         self._move(Event.START_FAILED)
@@ -1205,6 +1216,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _move(self, event: Event) -> None:
         before, self._state = self._state, next_state(self._state, event)
+        self._broken_since = monotonic() if self._state is State.BROKEN else None
         logger.info("%s: %s -> %s (%s)", self.name, before.value, self._state.value, event.value)
 
     # The loop: apply the event, poll, do the actions, set the timer.

@@ -360,21 +360,22 @@ def check_model(
         name = model.__name__
     elif hasattr(type(model), "infer"):
         raise ConfigurationError(
-            f"model={model!r}: give the class, not an instance; each worker makes its own. "
-            "Arguments of the constructor go into model_args and model_kwargs"
+            f"model is an instance of {type(model).__qualname__}: give the class; each worker "
+            "makes its own. Arguments of the constructor go into model_args and model_kwargs"
         )
     else:
         raise ConfigurationError(
-            f"model={model!r}: give a subclass of InferenceModel or a 'module:Class' string"
+            f"model is of type {type(model).__qualname__}: give a subclass of InferenceModel or a "
+            "'module:Class' string"
         )
     args, kwargs = _check_arguments(model_args, model_kwargs)
     try:
         pickled = pickle.dumps((model, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise ConfigurationError(
-            f"model_args={model_args!r:.200}, model_kwargs={model_kwargs!r:.200}: they cannot be "
-            f"pickled ({error}), so they cannot reach the worker; pass a path or a name instead "
-            "and load the thing in the model's __init__"
+            f"{describe_arguments(args, kwargs)}: they cannot be pickled ({error}), so they cannot "
+            "reach the worker; pass a path or a name instead and load the thing in the model's "
+            "__init__"
         ) from error
     if len(pickled) > max_frame_bytes:
         raise ConfigurationError(
@@ -382,6 +383,16 @@ def check_model(
             f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
         )
     return ModelSpec(name=name, pickled=pickled)
+
+
+def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """The arguments of a model's constructor for an error: types and names, as values are secrets.
+
+    "model_args of types (str, int) and model_kwargs of types {token: str}".
+    """
+    types = ", ".join(type(value).__qualname__ for value in args)
+    named = ", ".join(f"{name}: {type(value).__qualname__}" for name, value in kwargs.items())
+    return f"model_args of types ({types}) and model_kwargs of types {{{named}}}"
 
 
 def find_model_fault(model: type) -> str | None:
@@ -455,13 +466,20 @@ def _check_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
         raise ConfigurationError(
-            f"model_args={model_args!r:.200}: give a tuple, for example ('weights.pt',)"
+            f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
+            "('weights.pt',)"
         )
     kwargs = {} if model_kwargs is None else model_kwargs
-    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+    if not isinstance(kwargs, Mapping):
         raise ConfigurationError(
-            f"model_kwargs={model_kwargs!r:.200}: give a dict with names as keys"
+            f"model_kwargs is of type {type(kwargs).__qualname__}: give a dict with names as keys"
         )
+    for key in kwargs:
+        if not isinstance(key, str):
+            raise ConfigurationError(
+                f"model_kwargs has a key of type {type(key).__qualname__}: give a dict with names "
+                "as keys"
+            )
     return tuple(model_args), dict(kwargs)
 
 

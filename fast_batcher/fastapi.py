@@ -18,7 +18,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Header
+try:
+    from fastapi import APIRouter, Depends, FastAPI, Header
+except ModuleNotFoundError as error:
+    if error.name != "fastapi":
+        raise
+    raise ModuleNotFoundError(
+        "fast_batcher.fastapi needs FastAPI: pip install 'fast_batcher[fastapi]'", name="fastapi"
+    ) from error
 from fastapi.exception_handlers import (
     http_exception_handler,
     request_validation_exception_handler,
@@ -64,6 +71,9 @@ _SECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?(e-?[0-9]{1,3})?", re.ASCII |
 # The status of a request whose client has gone, for logs and metrics: nobody is there to read it.
 # Source: nginx, which logs the same.
 CLIENT_CLOSED_REQUEST = 499
+# Seconds that a batcher may be broken until its pod is better started afresh. Twice the default
+# restart_window: the batcher itself tries again after one, and its model has another to load.
+BROKEN_TIMEOUT = 120.0
 # A length of more digits than this is too long for anybody, whatever it is.
 MOST_LENGTH_DIGITS = 18
 
@@ -196,7 +206,16 @@ def request_timeout(
     return get_timeout
 
 
-async def _cancel_on_disconnect(request: Request) -> AsyncIterator[None]:
+async def _cancel_on_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
+    if isinstance(connection, Request):
+        async with _cancelling_on_disconnect(connection):
+            yield
+    else:  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
+        yield
+
+
+@asynccontextmanager
+async def _cancelling_on_disconnect(request: Request) -> AsyncIterator[None]:
     endpoint = asyncio.current_task()
     assert endpoint is not None, "FastAPI runs it in the task of the request"
     has_gone = False
@@ -239,7 +258,8 @@ cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")
 What it waits for in a batcher is then forgotten if it is queued, and dropped if it runs; others of
 the batch are not affected. Logs and metrics see status 499. Not for endpoints that read
 `request.stream()` themselves; where a dependency reads the body, it has to come first:
-`dependencies=[Depends(read), cancel_on_disconnect]`.
+`dependencies=[Depends(read), cancel_on_disconnect]`. A WebSocket is left alone: its endpoint learns
+of the disconnect by `WebSocketDisconnect`, where it receives.
 """
 
 
@@ -483,20 +503,43 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def health_router(
-    *batchers: DynBatcher[Any, Any], prefix: str = "", include_in_schema: bool = False
+    *batchers: DynBatcher[Any, Any],
+    prefix: str = "",
+    include_in_schema: bool = False,
+    broken_timeout: float | None = BROKEN_TIMEOUT,
 ) -> APIRouter:
     """Make the routes for a supervisor's probes, `/livez` and `/readyz`.
 
-    `/livez` answers 200 while the event loop runs. `/readyz` answers 200 while every batcher is
-    ready, else 503; both times with the state of each. Both are answered without the model.
+    `/livez` answers 200 while the event loop runs and no batcher is broken for good. `/readyz`
+    answers 200 while every batcher is ready. Else they answer 503. Each 503, and `/readyz` always,
+    has the state of each batcher in its body. Both are answered without the model.
+
+    Args:
+        batchers: Those that must be ready.
+        prefix: Of the paths.
+        include_in_schema: Whether OpenAPI shows the routes.
+        broken_timeout: Seconds that a batcher may be broken without a break until `/livez` answers
+            503, so that the supervisor restarts the server; None for never. They count from a start
+            that failed, which is not tried again by itself, or from the moment at which the workers
+            had spent their restarts. Then a worker is tried again every `restart_window` seconds:
+            give more than that, and than the model takes to load.
     """
     if not batchers:
         raise errors.ConfigurationError("health_router: give the batchers that must be ready")
+    if broken_timeout is not None and not broken_timeout >= 0:
+        raise errors.ConfigurationError(
+            f"health_router: broken_timeout={broken_timeout!r}: give 0 or more seconds, or None"
+        )
     router = APIRouter(prefix=prefix, include_in_schema=include_in_schema, tags=["health"])
+
+    headers = {"Cache-Control": "no-store"}
 
     @router.get("/livez")
     async def livez() -> JSONResponse:
-        return JSONResponse({"status": "alive"}, headers={"Cache-Control": "no-store"})
+        if all(_may_recover(batcher, broken_timeout) for batcher in batchers):
+            return JSONResponse({"status": "alive"}, headers=headers)
+        reports = [_report(batcher) for batcher in batchers]
+        return JSONResponse({"status": "broken", "batchers": reports}, 503, headers)
 
     @router.get("/readyz")
     async def readyz() -> JSONResponse:
@@ -505,10 +548,9 @@ def health_router(
             "status": "ready" if ready else "not ready",
             "batchers": [_report(batcher) for batcher in batchers],
         }
-        headers = {"Cache-Control": "no-store"}
-        if not ready:
-            headers["Retry-After"] = str(RETRY_AFTER)
-        return JSONResponse(content, 200 if ready else 503, headers)
+        if ready:
+            return JSONResponse(content, headers=headers)
+        return JSONResponse(content, 503, {**headers, "Retry-After": str(RETRY_AFTER)})
 
     return router
 
@@ -642,6 +684,11 @@ def _describe(status: int) -> dict[str, Any]:
         text = "Seconds until another try makes sense."
         answer["headers"] = {"Retry-After": {"description": text, "schema": schema}}
     return answer
+
+
+def _may_recover(batcher: DynBatcher[Any, Any], broken_timeout: float | None) -> bool:
+    seconds = batcher._broken_seconds  # noqa: SLF001  the probe is its only user
+    return seconds is None or broken_timeout is None or seconds < broken_timeout
 
 
 def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:

@@ -834,6 +834,11 @@ class NeedsArguments(Echo):
         self._path = path
 
 
+class RaisesTypeError(Echo):
+    def __init__(self, _: str) -> None:
+        raise TypeError("the words of the model")
+
+
 class WarmsUpBadly(Echo):
     def infer(self, inputs: list[Any]) -> list[Any]:
         return inputs[:-1]

@@ -130,6 +130,23 @@ def test_a_request_may_cost_too_much() -> None:
     assert fault_of("1234", cost=len, max_request_cost=4) is None
 
 
+class Unequal(str):
+    """Not equal to itself."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, _: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("settings", [{"cost": str}, {"group_by": Unequal}])
+def test_an_error_does_not_show_the_input(settings: dict[str, Any]) -> None:
+    fault = fault_of("canary", **settings)
+    assert isinstance(fault, ConfigurationError)
+    assert "canary" not in str(fault)
+
+
 def test_equal_keys_are_one_group() -> None:
     one = appraisal(group_by=lambda value: value)
     requests = [Request(value, None) for value in ("a", 1, "a", 1.0, None, (1, "b"), (1, "b"))]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,7 @@ from sample_models import (
     RaisesOnClose,
     RaisesOnLoad,
     RaisesOnWarmUp,
+    RaisesTypeError,
     RefusesPickling,
     Reports,
     Returns,
@@ -636,7 +638,29 @@ async def test_a_model_that_fails_its_warm_up_is_not_started(model: Any, text: s
 async def test_a_constructor_that_misses_arguments_is_named() -> None:
     error = await start_error_of(DynBatcher(NeedsArguments))
     assert "missing 1 required positional argument: 'path'" in str(error)
-    assert "sample_models:NeedsArguments with model_args=()" in str(error.__cause__)
+    assert "sample_models:NeedsArguments with model_args of types ()" in str(error.__cause__)
+
+
+@one_loop
+async def test_a_wrong_call_of_the_constructor_shows_no_value_of_its_arguments(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    secrets = {"model_args": ("canary",), "model_kwargs": {"token": "canary"}}
+    batcher = DynBatcher(NeedsArguments, **secrets)  # type: ignore[arg-type]
+    error = await start_error_of(batcher)
+    assert "unexpected keyword argument 'token'" in str(error)
+    assert "with model_args of types (str) and model_kwargs of types {token: str}" in (
+        str(error.__cause__)
+    )
+    shown = "".join([*traceback.format_exception(error), caplog.text, *capfd.readouterr()])
+    assert "canary" not in shown
+
+
+@one_loop
+async def test_the_text_of_a_type_error_of_the_constructor_is_shown() -> None:
+    error = await start_error_of(DynBatcher(RaisesTypeError, model_args=("canary",)))
+    assert "TypeError: the words of the model" in str(error)
+    assert "canary" not in "".join(traceback.format_exception(error))
 
 
 WRONG_STRINGS = {

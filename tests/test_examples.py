@@ -43,11 +43,17 @@ def killed_if_late(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 @contextmanager
-def serve(app: str, directory: Path) -> Iterator[str]:
+def serve(
+    app: str,
+    directory: Path,
+    python: str = sys.executable,
+    environment: dict[str, str] | None = None,
+) -> Iterator[str]:
     """Run an app as its reader would; on the way out it must end by itself, with its workers."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "uvicorn", app, "--port", "0", "--no-use-colors"],
+        [python, "-m", "uvicorn", app, "--port", "0", "--no-use-colors"],
         cwd=directory,
+        env=environment,
         stdout=subprocess.DEVNULL,  # one line per request
         stderr=subprocess.PIPE,
         text=True,

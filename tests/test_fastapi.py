@@ -30,6 +30,7 @@ from starlette.websockets import WebSocketDisconnect
 from fast_batcher import DynBatcher, errors
 from fast_batcher.fastapi import (
     ANSWERS,
+    cancel_on_disconnect,
     combine_lifespans,
     dependency,
     error_responses,
@@ -683,6 +684,28 @@ def test_the_dependency_serves_routes_and_websockets() -> None:
             assert session.receive_text() == "over a socket"
 
 
+def test_a_websocket_is_served_where_requests_of_the_app_end_with_their_clients() -> None:
+    batcher = DynBatcher(Echo)
+    app, _ = make_echo_app(batcher, lifespan=batcher.lifespan, dependencies=[cancel_on_disconnect])
+    left = threading.Event()
+
+    @app.websocket("/until-it-leaves")
+    async def stay(websocket: WebSocket) -> None:
+        await websocket.accept()
+        with pytest.raises(WebSocketDisconnect):
+            await websocket.receive_text()
+        left.set()
+
+    with TestClient(app) as client:
+        with client.websocket_connect("/ws") as session:
+            session.send_text("over a socket")
+            assert session.receive_text() == "over a socket"
+        with client.websocket_connect("/until-it-leaves"):
+            pass
+        assert left.wait(LIMIT)
+        assert client.get("/echo/hello").json() == "hello"
+
+
 def test_the_dependency_can_be_overridden() -> None:
     app, get_echo = make_echo_app(DynBatcher(Echo, auto_open=False))
     app.dependency_overrides[get_echo] = Shouting
@@ -855,6 +878,58 @@ def test_readyz_tells_why_a_model_did_not_load_in_one_line() -> None:
         assert client.get("/livez").status_code == 200
 
 
+def ask_until_status(client: TestClient, path: str, status: int) -> Any:
+    """Ask for a probe's answer until it has this status; nothing tells when it has."""
+    deadline = monotonic() + LIMIT
+    while (response := client.get(path)).status_code != status:
+        assert monotonic() < deadline, response.text
+    return response.json()
+
+
+def test_livez_fails_when_a_start_has_failed_and_its_time_is_over() -> None:
+    good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
+    app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan(wait_ready=False)))
+    app.include_router(health_router(good, bad, broken_timeout=0.2))
+    app.include_router(health_router(good, bad, broken_timeout=None, prefix="/patient"))
+    with TestClient(app) as client:
+        body = ask_until_status(client, "/livez", 503)
+        assert body["status"] == "broken"
+        assert [batcher["state"] for batcher in body["batchers"]] == ["open", "broken"]
+        assert "no weights at /models/tiny.bin" in body["batchers"][1]["start_error"]
+        assert client.get("/patient/livez").status_code == 200
+
+
+def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batcher(
+    gate: Gate,
+) -> None:
+    batcher = DynBatcher(
+        Gated, model_args=(gate.port,), idempotent=False, max_restarts=0, restart_window=0.1
+    )
+    app = FastAPI(lifespan=batcher.lifespan(wait_ready=False))
+    app.include_router(health_router(batcher, broken_timeout=0))
+
+    @app.get("/pid")
+    async def pid() -> int:
+        return await batcher.process_batched(0)
+
+    with TestClient(app) as client:
+        gate.wait_for_visitor()  # it loads its model
+        assert client.get("/livez").status_code == 200
+        gate.let_on()
+        os.kill(client.get("/pid").json(), signal.SIGKILL)
+        gate.wait_for_visitor()  # the next try loads its model
+        response = client.get("/livez")
+        assert (response.status_code, response.json()["status"]) == (503, "broken")
+        gate.let_on()
+        assert ask_until_status(client, "/livez", 200) == {"status": "alive"}
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan")])
+def test_a_wrong_time_for_livez_is_refused(seconds: float) -> None:
+    with pytest.raises(errors.ConfigurationError, match=f"broken_timeout={seconds}"):
+        health_router(DynBatcher(Echo), broken_timeout=seconds)
+
+
 def test_health_routes_are_in_openapi_by_choice() -> None:
     app = FastAPI()
     app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
@@ -884,7 +959,39 @@ def test_uvicorn_stops_with_a_readable_message(app: str, error: str, cause: str)
     assert ended.returncode != 0
     assert "Application startup complete" not in ended.stderr
     lines = ended.stderr.splitlines()
-    assert [line for line in lines if f"{error}: " in line and cause in line]
+    # The server shows the error of the lifespan, and nothing of ours shows it again.
+    assert len([line for line in lines if f"{error}: " in line and cause in line]) == 1
+
+
+@pytest.mark.slow
+def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
+    serve: Callable[..., Server],
+) -> None:
+    server = serve("apps.failing:app")
+    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    with httpx2.Client(base_url=url, timeout=LIMIT) as client:
+        assert client.get("/failing/nothing").json() == "nothing"
+        raised = client.get("/failing/raise")
+        assert client.get("/failing/die").status_code == 503
+        assert client.get("/failing/nothing").json() == "nothing"
+        assert client.get("/broken").status_code == 503
+        assert client.get("/livez").status_code == 200  # for now: see `broken_timeout`
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_exit()
+    lines = server.output.splitlines()
+    ours = [line for line in lines if re.match("failing|broken|inference_failed", line)]
+    assert [re.sub(r"pid \d+", "pid N", line) for line in sorted(ours)] == [
+        "broken: worker 0 could not load BreaksOnLoad: FileNotFoundError: no weights at "
+        "/models/tiny.bin; calls fail until it is opened again",
+        "failing: worker 0 (pid N) ended with exit code 3; another takes its place",
+        f"inference_failed, error id {raised.json()['error_id']}",
+    ]
+    # Each traceback leads into the model.
+    assert re.search(r'/apps/failing\.py", line \d+, in infer\n', server.output)
+    assert re.search(r'/apps/models\.py", line \d+, in __init__\n', server.output)
+    assert lines.count("FileNotFoundError: no weights at /models/tiny.bin") == 1
+    # In the worker, and where the endpoint had awaited it.
+    assert lines.count("ValueError: the words of the model") == 2
 
 
 @pytest.mark.slow
@@ -904,7 +1011,8 @@ def test_f41_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
     assert response.status_code == 200
     assert response.json() in [worker.pid for worker in workers]
     assert server.wait_for_exit() == -signal.SIGTERM
-    assert "Traceback" not in server.output
+    # Normal use adds nothing to the server's own log.
+    assert [line for line in server.output.splitlines() if not line.startswith("INFO: ")] == []
     assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
 
 
@@ -977,6 +1085,20 @@ def test_f43_f44_clients_that_go_away_are_forgotten_queued_or_running(
     server.process.send_signal(signal.SIGTERM)
     server.wait_for_exit()
     assert "Traceback" not in server.output
+
+
+@pytest.mark.parametrize("missing", ["fastapi", "pydantic"])
+def test_without_fastapi_the_import_names_the_extra(missing: str) -> None:
+    """None in `sys.modules` is for the import system what is not installed."""
+    code = f"import sys; sys.modules[{missing!r}] = None; import fast_batcher.fastapi"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("ModuleNotFoundError: ")
+    # Where another module is missing, FastAPI's own words say so.
+    assert ("pip install 'fast_batcher[fastapi]'" in last) == (missing == "fastapi")
+    assert missing in last
 
 
 def test_importing_the_package_does_not_import_fastapi() -> None:

@@ -1,12 +1,18 @@
-"""What the README shows is Python, is formatted as our own, and begins with the quickstart."""
+"""What the README shows is Python, is formatted as our own, and runs with an installed package."""
 
 import ast
 import re
 import subprocess
 import sys
+import sysconfig
+import venv
+import zipfile
 from pathlib import Path
 
+import httpx2
+import numpy as np
 import pytest
+from test_examples import serve
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -88,6 +94,131 @@ def test_every_program_is_formatted_as_ours_are(number: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- as a reader who has installed the package ----------------------------------------------------
+
+# Programs that are to be saved, by the name of the file, and the command lines that serve them.
+SAVED = {
+    name[1]: program
+    for program in PROGRAMS
+    if (name := re.match(r'"""Save as `([^`]+)`', program)) is not None
+}
+APPS = re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of an environment that has the wheel, and what this one has beside our package.
+
+    The checkout is not on its path.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=LIMIT,
+    )
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", symlinks=True)
+    place = {"base": str(folder / "env"), "platbase": str(folder / "env")}
+    packages = Path(sysconfig.get_path("purelib", "venv", place))
+    zipfile.ZipFile(wheel).extractall(packages)
+    # Python reads no .pth files in a directory that is added so: one of them leads to the checkout.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "env" / "bin" / "python")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with the programs, and the weights of one of them."""
+    for name, program in SAVED.items():
+        (tmp_path / name).write_text(program)
+    (tmp_path / "weights.bin").write_text("3.5")
+    return tmp_path
+
+
+def run(python: str, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(code)
+    return subprocess.run(
+        [python, "program.py"],
+        cwd=folder,
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_package_and_nothing_else_of_the_checkout(
+    installed: str, tmp_path: Path
+) -> None:
+    found = (
+        "from importlib.util import find_spec\nimport fast_batcher\nprint(fast_batcher.__file__)"
+    )
+    done = run(
+        installed, f"{found}\nprint(find_spec('examples'), find_spec('benchmarks'))", tmp_path
+    )
+    path, others = done.stdout.splitlines()
+    assert Path(path).is_relative_to(Path(installed).parents[1])
+    assert others == "None None"
+
+
+def test_the_first_command_serves_the_first_program() -> None:
+    (install, start) = blocks(README, "console")[0].splitlines()
+    assert install == "pip install 'fast_batcher[fastapi]' uvicorn"
+    assert start == f"uvicorn {APPS[0]}"
+    assert next(iter(SAVED)) == f"{APPS[0].partition(':')[0]}.py"
+    assert SAVED["app.py"] == PROGRAMS[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("app", APPS)
+def test_an_installed_package_serves_each_app(app: str, installed: str, saved: Path) -> None:
+    with (
+        serve(app, saved, installed, {}) as address,
+        httpx2.Client(base_url=address, timeout=LIMIT) as client,
+    ):
+        if app == "pixels:app":
+            pixels = np.full((3, 224, 224), 0.5, "<f4").tobytes()
+            assert client.post("/brightness", content=pixels).json() == 0.5
+        else:
+            assert client.get("/shout/hello").json() == "HELLO!"
+        if app == "service:app":
+            assert client.get("/livez").json() == {"status": "alive"}
+            assert client.get("/readyz").json()["status"] == "ready"
+
+
+@pytest.mark.slow
+def test_an_installed_package_runs_the_model(installed: str, saved: Path) -> None:
+    (program,) = [one for one in PROGRAMS if "from models import" in one]
+    use = """
+import asyncio
+
+
+async def main():
+    async with batcher:
+        print(await batcher.process_many(["a", "few", "texts"]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    # It makes two batchers: each of them is used.
+    for line in re.findall(r"^batcher = .*\n", program, re.MULTILINE):
+        done = run(installed, program.partition("batcher =")[0] + line + use, saved)
+        assert (done.stdout, done.returncode) == ("[1.0, 3.0, 5.0]\n", 0), done.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_package_runs_a_decorated_function(installed: str, tmp_path: Path) -> None:
+    (program,) = [one for one in PROGRAMS if "dynamically" in one]
+    done = run(installed, program, tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == ("3 [2, 7]\n", "", 0)
 
 
 def test_every_test_that_is_named_is_there() -> None:

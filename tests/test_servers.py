@@ -1,9 +1,12 @@
-"""Whole servers: Ctrl-C, reloading, several of them, gunicorn; real processes and signals."""
+"""Whole servers: Ctrl-C, SIGTERM, reloading, recycling; real processes, signals and load."""
 
+import itertools
 import os
 import re
 import shutil
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +20,7 @@ from waits import within
 __all__ = ["gate", "serve", "thread"]
 
 TESTS = Path(__file__).parent
-URL = r"(?:running on|Listening at:) (http://[\d.:]+)"
+URL = r"(?i:running on|listening at:) (http://[\d.:]+)"
 SAID = r"server (\d+) has worker (\d+) of (\d+)"
 
 pytestmark = pytest.mark.slow
@@ -166,3 +169,202 @@ def test_f49_gunicorn_with_preload_has_a_batcher_per_process() -> None:
         assert not re.search("Traceback|leaked", server.output)
     finally:
         server.close()
+
+
+# --- under load -----------------------------------------------------------------------------------
+
+# Clients of a load: more than the server processes, so that each of those has some.
+CLIENTS = 6
+# Answers after which a load is under way: a dozen batches.
+UNDER_WAY = 100
+BEGINS = r"server (\d+) begins"
+ENDS = r"server \d+ has answered (\d+) of (\d+)"
+APP = "apps.counted:app"
+UVICORN = ["uvicorn", APP, "--port", "0", "--no-use-colors", "--no-access-log"]
+GUNICORN = ["gunicorn", "--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", str(TESTS)]
+GUNICORN += ["--bind", "127.0.0.1:0", "--workers", "2", APP]
+
+
+class Load:
+    """Clients of `apps.counted` that ask without a pause until they are told to stop.
+
+    Every second one has a connection of its own for each request. A connection that is refused, or
+    is closed before an answer, is within the rules of a server that ends: the client tries again.
+    Every answer has to be the right one, and has to come.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._numbers = itertools.count()
+        self._stopped = threading.Event()
+        # Guards what the clients have seen.
+        self._changed = threading.Condition()
+        self.answered = 0
+        self.wrong: list[str] = []
+        self._clients = ThreadPoolExecutor(CLIENTS)
+        for number in range(CLIENTS):
+            self._clients.submit(self._ask, keeps=number % 2)
+
+    def wait_for(self, answers: int) -> None:
+        """Wait until there are this many more answers."""
+        with self._changed:
+            wanted = self.answered + answers
+            is_there = self._changed.wait_for(lambda: self.answered >= wanted, LIMIT)
+        assert is_there, (self.answered, self.wrong)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._clients.shutdown()
+
+    def _ask(self, keeps: int) -> None:
+        limits = httpx2.Limits(max_keepalive_connections=keeps)
+        with httpx2.Client(base_url=self._url, timeout=LIMIT, limits=limits) as client:
+            while not self._stopped.is_set():
+                number = next(self._numbers)
+                try:
+                    response = client.get(f"/double/{number}")
+                except httpx2.TimeoutException as error:
+                    self._note(f"no answer to {number}: {error!r}")
+                except httpx2.TransportError:
+                    self._stopped.wait(0.01)  # leave the cores to the server
+                else:
+                    is_right = response.status_code == 200 and response.json() == 2 * number
+                    self._note("" if is_right else f"{number}: {response} {response.text}")
+
+    def _note(self, wrong: str) -> None:
+        with self._changed:
+            if wrong:
+                self.wrong.append(wrong)
+            else:
+                self.answered += 1
+                self._changed.notify_all()
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[[str], Load]]:
+    loads: list[Load] = []
+
+    def start(url: str) -> Load:
+        loads.append(Load(url))
+        return loads[-1]
+
+    yield start
+    for load in loads:
+        load.stop()
+
+
+@pytest.fixture
+def run() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(*command: str) -> Server:
+        servers.append(Server("", command=command))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def end(server: Server, load: Load, *, is_group: bool = True) -> None:
+    """End a server under load with SIGTERM, as a supervisor does; all its processes end.
+
+    systemd, unless it is told otherwise, sends the signal to all processes of a service.
+    """
+    load.wait_for(UNDER_WAY)
+    everyone = psutil.Process(server.process.pid).children(recursive=True)
+    (os.killpg if is_group else os.kill)(server.process.pid, signal.SIGTERM)
+    server.wait_for_exit()
+    load.stop()
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+    assert load.wrong == []
+
+
+def assert_nothing_was_lost(server: Server, load: Load) -> None:
+    """Each request that an endpoint began with was answered, and each answer reached its client."""
+    counts = [(int(answered), int(begun)) for answered, begun in re.findall(ENDS, server.output)]
+    assert len(counts) == len(re.findall(BEGINS, server.output))
+    assert all(answered == begun for answered, begun in counts), counts
+    assert sum(answered for answered, _ in counts) == load.answered
+    # No worker was lost on the way, and nothing else went wrong.
+    complaint = r".*(?:Traceback|Exception ignored|leaked|SlowDoubler: ).*"
+    assert re.findall(complaint, server.output) == []
+
+
+def free_port() -> int:
+    """For a server that does not tell which port it has chosen."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@pytest.mark.parametrize(
+    "command",
+    [UVICORN, [*UVICORN, "--workers", "2"], [*GUNICORN, "--preload"]],
+    ids=["uvicorn", "uvicorn, two workers", "gunicorn, preloaded"],
+)
+def test_sigterm_to_the_group_loses_nothing_that_was_accepted(
+    run: Callable[..., Server], load: Callable[[str], Load], command: list[str]
+) -> None:
+    server = run(*command)
+    clients = load(server.wait_for(URL)[1])
+    end(server, clients)
+    assert_nothing_was_lost(server, clients)
+
+
+@pytest.mark.parametrize("is_group", [False, True], ids=["to one", "to the group"])
+def test_granian_loses_nothing_that_was_accepted_at_sigterm(
+    run: Callable[..., Server], load: Callable[[str], Load], *, is_group: bool
+) -> None:
+    port = str(free_port())
+    server = run("granian", "--interface", "asgi", "--workers", "2", "--port", port, APP)
+    clients = load(server.wait_for(URL)[1])
+    end(server, clients, is_group=is_group)
+    assert_nothing_was_lost(server, clients)
+
+
+def test_hypercorn_loses_nothing_that_was_accepted_at_sigterm(
+    run: Callable[..., Server], load: Callable[[str], Load]
+) -> None:
+    """Its server process is daemonic."""
+    server = run("hypercorn", "--bind", "127.0.0.1:0", APP)
+    clients = load(server.wait_for(URL)[1])
+    end(server, clients, is_group=False)
+    assert_nothing_was_lost(server, clients)
+
+
+def test_nothing_of_hypercorn_is_left_when_sigterm_reaches_its_group(
+    run: Callable[..., Server], load: Callable[[str], Load]
+) -> None:
+    """Its server processes handle no SIGTERM, so they end at once and their connections close."""
+    server = run("hypercorn", "--workers", "2", "--bind", "127.0.0.1:0", APP)
+    end(server, load(server.wait_for(URL)[1]))
+
+
+def test_gunicorn_that_recycles_its_processes_loses_nothing(
+    run: Callable[..., Server], load: Callable[[str], Load]
+) -> None:
+    server = run(*GUNICORN, "--max-requests", "40")
+    clients = load(server.wait_for(URL)[1])
+    for _ in range(4):  # two at first, then one for each that has ended
+        server.wait_for(BEGINS)
+    end(server, clients)
+    assert_nothing_was_lost(server, clients)
+
+
+def test_uvicorn_that_reloads_loses_nothing(
+    run: Callable[..., Server], load: Callable[[str], Load], tmp_path: Path
+) -> None:
+    app = tmp_path / "reloaded.py"
+    shutil.copy(TESTS / "apps" / "counted.py", app)
+    command = [one if one != APP else "reloaded:app" for one in UVICORN]
+    folder = str(tmp_path)
+    server = run(*command, "--reload", "--reload-dir", folder, "--app-dir", folder)
+    clients = load(server.wait_for(URL)[1])
+    server.wait_for(BEGINS)
+    clients.wait_for(UNDER_WAY)
+    with app.open("a") as file:
+        file.write("# changed\n")
+    server.wait_for(BEGINS)
+    end(server, clients)
+    assert_nothing_was_lost(server, clients)

@@ -97,7 +97,7 @@ def describe_fault(leaf: Any, feature: str) -> str:
     elif is_array_like(leaf):
         return f"{name} is a {kind}; send a plain array or tensor: numpy.asarray(x), x.filled(...)"
     elif isinstance(leaf, int):
-        return f"{name} is {leaf!r:.50}, which does not fit into 64 bits; send a float or a text"
+        return f"{name} is a number that does not fit into 64 bits; send a float or a text"
     else:
         return (
             f"{name} is a {kind}; send an array, a tensor, a number, or a dict, list, tuple or "

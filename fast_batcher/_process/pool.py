@@ -459,7 +459,9 @@ class Pool:
         if handle is self._successor:
             self._successor = None
             self._recycle_at = time.monotonic() + MAX_DELAY
-            logger.warning("%s: %s; the worker before it goes on", self._name, error)
+            logger.warning(
+                "%s: %s; the worker before it goes on", self._name, error, exc_info=error
+            )
             return
         del self._handles[handle.index]
         if not self._is_closing:
@@ -480,15 +482,17 @@ class Pool:
         self.outboxes.pop(handle.id, None)
         self._heartbeat.answered(handle.id)
         is_expected = self._is_closing or (handle.exit_code == 0 and handle.was_asked_to_end)
+        is_ours = handle.is_ending and not handle.has_hung_up
         if not is_expected:
-            logger.warning(
-                "%s: worker %d (pid %s) ended with %s",
+            # Whoever decided to end it has logged why.
+            logger.log(
+                logging.INFO if is_ours else logging.WARNING,
+                "%s: worker %d (pid %s) ended with %s; another takes its place",
                 self._name,
                 handle.index,
                 handle.pid,
                 handle.exit_text,
             )
-        is_ours = handle.is_ending and not handle.has_hung_up
         is_killed = handle.exit_code == -signal.SIGKILL and not is_ours
         exit = Exit(handle.exit_text, is_killed, handle.taken, handle.begun, handle.inherited)
         self._events.worker_lost(handle.id, exit)

@@ -28,7 +28,7 @@ from fast_batcher._transport.frames import Frame, Kind, pack_header, pack_times
 from fast_batcher._transport.layouts import view_rows
 from fast_batcher._transport.mark import Mark
 from fast_batcher._transport.pickler import load_items, view_parts
-from fast_batcher.config import find_model_fault
+from fast_batcher.config import describe_arguments, find_model_fault
 from fast_batcher.errors import (
     OutputMismatchError,
     WorkerStartupError,
@@ -154,7 +154,7 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
     try:
         return model(*args, **kwargs)
     except TypeError as error:
-        error.add_note(f"while calling {model_name} with model_args={args} and {kwargs}")
+        error.add_note(f"while calling {model_name} with {describe_arguments(args, kwargs)}")
         raise
 
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from typing import NoReturn
 
 from fastapi import HTTPException
@@ -39,6 +40,14 @@ class Gated(InferenceModel[int, int]):
             if port:
                 wait_at_gate(port)
         return [os.getpid() for _ in inputs]
+
+
+class SlowDoubler(InferenceModel[int, int]):
+    """Takes long enough that a server which ends has requests in it."""
+
+    def infer(self, inputs: list[int]) -> list[int]:
+        time.sleep(0.02)
+        return [2 * number for number in inputs]
 
 
 class BreaksOnLoad(InferenceModel[str, str]):

@@ -519,5 +519,6 @@ def test_a_wrong_call_of_the_constructor_says_what_was_called() -> None:
     with pytest.raises(TypeError, match="path") as caught:
         load(NeedsArguments)
     assert caught.value.__notes__ == [
-        "while calling sample_models:NeedsArguments with model_args=() and {}"
+        "while calling sample_models:NeedsArguments with model_args of types () and model_kwargs "
+        "of types {}"
     ]
