@@ -123,6 +123,18 @@ class _GivenUp(NamedTuple):
     next_try: float
 
 
+class _PoolEvents(NamedTuple):
+    """What the pool calls: methods of the batcher that are not for its users."""
+
+    worker_ready: Callable[[int, list[tuple[int, float]]], None]
+    worker_retired: Callable[[int], None]
+    worker_lost: Callable[[int, Exit], None]
+    worker_failed_to_start: Callable[[int, WorkerStartupError], None]
+    workers_given_up: Callable[[str, float], None]
+    frame_arrived: Callable[[int, Frame], None]
+    idle_workers: Callable[[], list[int]]
+
+
 class DynBatcher(Generic[InputT, OutputT]):
     """Answers single requests with a model that computes batches, in worker processes of its own.
 
@@ -318,7 +330,16 @@ class DynBatcher(Generic[InputT, OutputT]):
             former=former,
             is_grouped=costs.group_by is not None,
         )
-        self._pool = Pool(self._model, settings, self, self.name)
+        events = _PoolEvents(
+            worker_ready=self._worker_ready,
+            worker_retired=self._worker_retired,
+            worker_lost=self._worker_lost,
+            worker_failed_to_start=self._worker_failed_to_start,
+            workers_given_up=self._workers_given_up,
+            frame_arrived=self._frame_arrived,
+            idle_workers=self._idle_workers,
+        )
+        self._pool = Pool(self._model, settings, events, self.name)
         pool = self._pool
         sharing = Sharing(
             lambda: pool.slabs,
@@ -394,8 +415,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             UnsendableValueError: The input cannot be pickled.
             RequestTooLargeError: The pickled input is larger than `max_frame_bytes`, or costs more
                 than `max_request_cost`.
-            ConfigurationError: `timeout` or `priority` is none; or `cost` or `group_by` raised, or
-                returned what is none, for this input.
+            ConfigurationError: `timeout` or `priority` is invalid; or `cost` or `group_by` raised,
+                or returned something invalid, for this input.
             WorkerLostError: The worker died while it computed this input, and `idempotent` is
                 False.
             PoisonRequestError: Two workers died while they computed this input.
@@ -426,6 +447,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         request.deadline = deadline  # type: ignore[assignment]  # see Request
         request.batch_id = None
         request.is_settled = False
+        request.timeout = timeout
         if priority != 0:
             request.priority = _checked_priority(priority)
             self._scheduler.rank_requests()
@@ -468,12 +490,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe at any time; all of them are abandoned.
         """
         priorities = itertools.repeat(_checked_priority(priority))
-        return await self.process_ranked(values, priorities, timeout=timeout)
+        return await self._process_ranked(values, priorities, timeout=timeout)
 
-    async def process_ranked(
+    async def _process_ranked(
         self, values: Iterable[InputT], priorities: Iterable[int], *, timeout: float | None = None
     ) -> list[OutputT]:
-        """`process_many` with a priority for each value, of any size. For decorated functions."""
+        """Wait for the outputs of many inputs, each with a priority of any size.
+
+        `process_many` calls it, and decorated functions do.
+        """
         limit = self._settings.timeout if timeout is None else _checked(timeout)
         deadline = math.inf if limit is None else monotonic() + limit
         # With a target a batch that waits behind another of its own call might be refused.
@@ -485,6 +510,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         try:
             for value, priority in zip(values, priorities, strict=False):
                 request = Request(value, get_running_loop().create_future(), deadline)
+                request.timeout = timeout
                 if timeout is None:
                     request.target = math.inf  # the default timeout is no target
                 if priority != 0:
@@ -578,6 +604,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         deadline = None if timeout is None else monotonic() + _checked(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
         request = Request(value, ThreadCaller(future), deadline)
+        request.timeout = timeout
         if priority != 0:
             request.priority = _checked_priority(priority)
 
@@ -874,9 +901,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             f"completed={self._tally.completed} failed={self._tally.failed}>"
         )
 
-    # What the pool tells. These are public because the pool calls them; users do not.
+    # What the pool tells.
 
-    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+    def _worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
         self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
@@ -892,11 +919,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._move(Event.RECOVERED)
         self._pump()
 
-    def worker_retired(self, worker: int) -> None:
+    def _worker_retired(self, worker: int) -> None:
         """A worker has been replaced by another that is ready; it answers what it has."""
         self._scheduler.worker_retired(worker)
 
-    def worker_lost(self, worker: int, exit: Exit) -> None:
+    def _worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
         self._exchange.forget(worker, exit.inherited)
         lost = self._scheduler.worker_lost(
@@ -912,7 +939,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             fail(self._tally, request, error)
         self._pump()
 
-    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+    def _worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         """A worker was never ready: the end of an opening, a set-back of a replacement."""
         if self._state is not State.OPENING:
             logger.warning("%s: %s; trying again", self.name, error)
@@ -925,7 +952,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._fail_open_requests()
         self._wake_ready_waiters()
 
-    def workers_given_up(self, reason: str, seconds: float) -> None:
+    def _workers_given_up(self, reason: str, seconds: float) -> None:
         """Every worker has spent its restarts: nobody shall wait for them."""
         self._given_up = _GivenUp(reason, monotonic() + seconds)
         if self._state in (State.OPENING, State.OPEN):
@@ -940,7 +967,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._drained is not None:
             self._notice_drained()
 
-    def idle_workers(self) -> list[int]:
+    def _idle_workers(self) -> list[int]:
         """The ready workers that have nothing to do."""
         return self._scheduler.idle_workers
 
@@ -948,7 +975,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Which of the workers this is; a replacement has its predecessor's place."""
         return worker % self._settings.num_workers
 
-    def frame_arrived(self, worker: int, frame: Frame) -> None:  # noqa: C901  flat on purpose
+    def _frame_arrived(self, worker: int, frame: Frame) -> None:  # noqa: C901  flat on purpose
         """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
         if frame.kind is not _OUTPUTS and frame.kind in UNFINISHED_KINDS:
             self._go_on(worker, frame)
@@ -1384,13 +1411,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         if refusal is not None:
             tell(request, refusal.to_error())
             return
-        waited = f"after {request.deadline - request.arrival:.3g} seconds"
+        timeout = self._settings.timeout if request.timeout is None else request.timeout
+        limit = f"its timeout of {timeout} seconds"
         if reason is ExpiryReason.NOT_READY:
-            error: BatcherError = NotReadyError(f"no worker was ready {waited}")
+            error: BatcherError = NotReadyError(f"no worker was ready for the call within {limit}")
         elif reason is ExpiryReason.WAITING:
-            error = DeadlineExceededError(f"the request was still waiting {waited}")
+            error = DeadlineExceededError(f"the request was still waiting after {limit}")
         elif reason is ExpiryReason.RUNNING:
-            error = DeadlineExceededError(f"the model had not answered {waited}")
+            error = DeadlineExceededError(f"the model had not answered within {limit}")
         else:
             error = DeadlineExceededError(
                 f"the batch ran longer than infer_timeout={self._settings.infer_timeout} seconds"
