@@ -795,18 +795,19 @@ class DynBatcher(Generic[InputT, OutputT]):
                 other arguments: `FastAPI(lifespan=batcher.lifespan(wait_ready=False))`.
             wait_ready: Whether the app starts to answer only when every worker is ready.
             drain_on_sigterm: Whether SIGTERM ends `is_ready`, and with it `/readyz`, at once, while
-                the server still finishes its requests. The server's own handler follows.
+                the server still finishes its requests. The server's own handler follows. Where
+                the lifespan does not run in the main thread, as with `TestClient`, a warning says
+                that SIGTERM has no such effect.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
-            ConfigurationError: `drain_on_sigterm` in another thread than the main one.
         """
 
         @asynccontextmanager
         async def run(app: Any) -> AsyncIterator[None]:
             with contextlib.ExitStack() as stack:
                 if drain_on_sigterm:
-                    draining = call_on_sigterm(get_running_loop(), self._leave)
+                    draining = call_on_sigterm(get_running_loop(), self._leave, self.name)
                     stack.enter_context(draining)
                 await self._open_or_stop(wait_ready=wait_ready)
                 try:
