@@ -123,6 +123,14 @@ class _GivenUp(NamedTuple):
     next_try: float
 
 
+class _Owner(NamedTuple):
+    """One that is inside `async with` or a lifespan."""
+
+    loop: asyncio.AbstractEventLoop
+    # How often the batcher had been ended before.
+    ends: int
+
+
 class _PoolEvents(NamedTuple):
     """What the pool calls: methods of the batcher that are not for its users."""
 
@@ -296,6 +304,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         # Requests of other threads that the loop's thread has not looked at yet.
         self._submitted: deque[Request] = deque()
         self._state = State.NEW
+        # Those inside `async with` and lifespans; the last to leave closes. After an end that one
+        # of them, or another caller, has ordered, the others leave without effect.
+        self._owners: list[_Owner] = []
+        self._ends = 0
         self._make_parts()
 
         # Process, loop and the loop's thread that the batcher belongs to while it is open.
@@ -767,7 +779,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     async def __aenter__(self) -> Self:
         """Open, and wait until every worker is ready."""
-        await self._open_or_stop(wait_ready=True)
+        await self._enter(wait_ready=True)
         return self
 
     async def __aexit__(
@@ -776,8 +788,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close as `aclose` does, whatever happened in the body."""
-        await self.aclose()
+        """Close as `aclose` does, whatever happened in the body; see `lifespan` for several."""
+        await self._exit()
 
     @overload
     def lifespan(self, app: Any, /) -> AbstractAsyncContextManager[None]: ...
@@ -789,6 +801,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         self, app: Any = None, /, *, wait_ready: bool = True, drain_on_sigterm: bool = False
     ) -> Any:
         """The batcher's life as an app's lifespan: `FastAPI(lifespan=batcher.lifespan)`.
+
+        Several lifespans on one event loop may share the batcher, also with `async with`: the first
+        opens it, and the last that ends closes it. `aclose` and `stop` end it for all of them.
 
         Args:
             app: What the framework passes. Without it, the call returns a lifespan made with the
@@ -809,11 +824,11 @@ class DynBatcher(Generic[InputT, OutputT]):
                 if drain_on_sigterm:
                     draining = call_on_sigterm(get_running_loop(), self._leave, self.name)
                     stack.enter_context(draining)
-                await self._open_or_stop(wait_ready=wait_ready)
+                await self._enter(wait_ready=wait_ready)
                 try:
                     yield
                 finally:
-                    await self.aclose()
+                    await self._exit()
 
         return run if app is None else run(app)
 
@@ -1167,13 +1182,38 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._loop = self._serving_loop = loop
         self._thread = get_ident()
 
-    async def _open_or_stop(self, *, wait_ready: bool) -> None:
+    async def _enter(self, *, wait_ready: bool) -> None:
+        """Open for an owner, for whom `_exit` has to follow."""
+        loop = get_running_loop()
+        owner = _Owner(loop, self._ends)
+        # A loop that was closed within `async with` never came to its end.
+        self._owners = [one for one in self._owners if not one.loop.is_closed()]
+        self._owners.append(owner)
         try:
             await self.open(wait_ready=wait_ready)
         except BaseException:
             # The caller's `async with` has not begun, so its end will not come.
-            self._end(grace=0.0)
+            self._owners.remove(owner)
+            if owner.ends == self._ends and not self._is_owned() and not self._is_foreign():
+                self._end(grace=0.0)
             raise
+        if owner.ends != self._ends:  # it was ended while this waited to open a broken one
+            self._owners.remove(owner)
+            self._owners.append(_Owner(loop, self._ends))
+
+    async def _exit(self) -> None:
+        """Close, unless others are inside, or all of them have been put out before."""
+        loop = get_running_loop()
+        # Which of those on this loop makes no difference, if the oldest goes first.
+        owner = next((one for one in self._owners if one.loop is loop), None)
+        if owner is not None:
+            self._owners.remove(owner)
+            if owner.ends != self._ends or self._is_owned():
+                return
+        await self.aclose()
+
+    def _is_owned(self) -> bool:
+        return any(one.ends == self._ends and not one.loop.is_closed() for one in self._owners)
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """See to it that calls on this loop can be served, or raise."""
@@ -1489,6 +1529,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._state is State.CLOSED:
             return
         self._move(Event.CLOSE)
+        self._ends += 1
         self._pid = 0
         self._serving_loop = None
         self._given_up = None
