@@ -1380,8 +1380,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             return False
         if self._settings.max_queue_bytes is None:
             return True
-        arriving = [*self._arrivals, request]
-        return self._scheduler.count_fitting(arriving) == len(arriving)
+        # In the queue they are part of its sum; here each further input would count them again.
+        self._take_arrivals(monotonic())
+        return self._scheduler.count_fitting([request]) == 1
 
     def _submit(self, now: float, arrivals: list[Request]) -> None:
         if self._appraisal is not None:
