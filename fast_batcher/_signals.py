@@ -1,29 +1,41 @@
 """SIGTERM that tells us before it does what it did before. API process, main thread."""
 
 import asyncio
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from fast_batcher.errors import ConfigurationError
+logger = logging.getLogger("fast_batcher")
 
 
 @contextmanager
 def call_on_sigterm(
-    loop: asyncio.AbstractEventLoop, function: Callable[[], object]
+    loop: asyncio.AbstractEventLoop, function: Callable[[], object], name: str
 ) -> Iterator[None]:
     """During the block, SIGTERM has this called on the loop, besides the handler that is there.
 
-    Raises:
-        ConfigurationError: This is not the main thread, which alone may set handlers.
+    In another thread than the main one, which alone may set handlers, it only logs a warning: test
+    clients run an app's lifespan there.
+
+    Args:
+        loop: Where it is called.
+        function: What is called.
+        name: The batcher's, for the log.
     """
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigurationError(
-            "drain_on_sigterm=True: signal handlers can be set in the main thread only; call "
-            "begin_drain() yourself"
+        logger.warning(
+            "%s: drain_on_sigterm=True has no effect, because the lifespan runs in thread %r and "
+            "signal handlers can be set in the main thread only; SIGTERM will not end readiness "
+            "before the server closes the batcher. In a test that does not matter; a server that "
+            "runs its event loop in another thread calls begin_drain() itself",
+            name,
+            threading.current_thread().name,
         )
+        yield
+        return
     before = signal.getsignal(signal.SIGTERM)
 
     def handle(number: int, frame: FrameType | None) -> None:

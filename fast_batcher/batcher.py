@@ -122,6 +122,26 @@ class _GivenUp(NamedTuple):
     next_try: float
 
 
+class _Owner(NamedTuple):
+    """One that is inside `async with` or a lifespan."""
+
+    loop: asyncio.AbstractEventLoop
+    # How often the batcher had been ended before.
+    ends: int
+
+
+class _PoolEvents(NamedTuple):
+    """What the pool calls: methods of the batcher that are not for its users."""
+
+    worker_ready: Callable[[int, list[tuple[int, float]]], None]
+    worker_retired: Callable[[int], None]
+    worker_lost: Callable[[int, Exit], None]
+    worker_failed_to_start: Callable[[int, WorkerStartupError], None]
+    workers_given_up: Callable[[str, float], None]
+    frame_arrived: Callable[[int, Frame], None]
+    idle_workers: Callable[[], list[int]]
+
+
 class DynBatcher(Generic[InputT, OutputT]):
     """Answers single requests with a model that computes batches, in worker processes of its own.
 
@@ -285,6 +305,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._state = State.NEW
         # The moment since which it is broken, None while it is not.
         self._broken_since: float | None = None
+        # Those inside `async with` and lifespans; the last to leave closes. After an end that one
+        # of them, or another caller, has ordered, the others leave without effect.
+        self._owners: list[_Owner] = []
+        self._ends = 0
         self._make_parts()
 
         # Process, loop and the loop's thread that the batcher belongs to while it is open.
@@ -319,7 +343,16 @@ class DynBatcher(Generic[InputT, OutputT]):
             former=former,
             is_grouped=costs.group_by is not None,
         )
-        self._pool = Pool(self._model, settings, self, self.name)
+        events = _PoolEvents(
+            worker_ready=self._worker_ready,
+            worker_retired=self._worker_retired,
+            worker_lost=self._worker_lost,
+            worker_failed_to_start=self._worker_failed_to_start,
+            workers_given_up=self._workers_given_up,
+            frame_arrived=self._frame_arrived,
+            idle_workers=self._idle_workers,
+        )
+        self._pool = Pool(self._model, settings, events, self.name)
         pool = self._pool
         sharing = Sharing(
             lambda: pool.slabs,
@@ -395,8 +428,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             UnsendableValueError: The input cannot be pickled.
             RequestTooLargeError: The pickled input is larger than `max_frame_bytes`, or costs more
                 than `max_request_cost`.
-            ConfigurationError: `timeout` or `priority` is none; or `cost` or `group_by` raised, or
-                returned what is none, for this input.
+            ConfigurationError: `timeout` or `priority` is invalid; or `cost` or `group_by` raised,
+                or returned something invalid, for this input.
             WorkerLostError: The worker died while it computed this input, and `idempotent` is
                 False.
             PoisonRequestError: Two workers died while they computed this input.
@@ -427,6 +460,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         request.deadline = deadline  # type: ignore[assignment]  # see Request
         request.batch_id = None
         request.is_settled = False
+        request.timeout = timeout
         if priority != 0:
             request.priority = _checked_priority(priority)
             self._scheduler.rank_requests()
@@ -469,12 +503,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe at any time; all of them are abandoned.
         """
         priorities = itertools.repeat(_checked_priority(priority))
-        return await self.process_ranked(values, priorities, timeout=timeout)
+        return await self._process_ranked(values, priorities, timeout=timeout)
 
-    async def process_ranked(
+    async def _process_ranked(
         self, values: Iterable[InputT], priorities: Iterable[int], *, timeout: float | None = None
     ) -> list[OutputT]:
-        """`process_many` with a priority for each value, of any size. For decorated functions."""
+        """Wait for the outputs of many inputs, each with a priority of any size.
+
+        `process_many` calls it, and decorated functions do.
+        """
         limit = self._settings.timeout if timeout is None else _checked(timeout)
         deadline = math.inf if limit is None else monotonic() + limit
         # With a target a batch that waits behind another of its own call might be refused.
@@ -486,6 +523,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         try:
             for value, priority in zip(values, priorities, strict=False):
                 request = Request(value, get_running_loop().create_future(), deadline)
+                request.timeout = timeout
                 if timeout is None:
                     request.target = math.inf  # the default timeout is no target
                 if priority != 0:
@@ -579,6 +617,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         deadline = None if timeout is None else monotonic() + _checked(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
         request = Request(value, ThreadCaller(future), deadline)
+        request.timeout = timeout
         if priority != 0:
             request.priority = _checked_priority(priority)
 
@@ -741,7 +780,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     async def __aenter__(self) -> Self:
         """Open, and wait until every worker is ready."""
-        await self._open_or_stop(wait_ready=True)
+        await self._enter(wait_ready=True)
         return self
 
     async def __aexit__(
@@ -750,8 +789,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Close as `aclose` does, whatever happened in the body."""
-        await self.aclose()
+        """Close as `aclose` does, whatever happened in the body; see `lifespan` for several."""
+        await self._exit()
 
     @overload
     def lifespan(self, app: Any, /) -> AbstractAsyncContextManager[None]: ...
@@ -764,29 +803,33 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> Any:
         """The batcher's life as an app's lifespan: `FastAPI(lifespan=batcher.lifespan)`.
 
+        Several lifespans on one event loop may share the batcher, also with `async with`: the first
+        opens it, and the last that ends closes it. `aclose` and `stop` end it for all of them.
+
         Args:
             app: What the framework passes. Without it, the call returns a lifespan made with the
                 other arguments: `FastAPI(lifespan=batcher.lifespan(wait_ready=False))`.
             wait_ready: Whether the app starts to answer only when every worker is ready.
             drain_on_sigterm: Whether SIGTERM ends `is_ready`, and with it `/readyz`, at once, while
-                the server still finishes its requests. The server's own handler follows.
+                the server still finishes its requests. The server's own handler follows. Where
+                the lifespan does not run in the main thread, as with `TestClient`, a warning says
+                that SIGTERM has no such effect.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
-            ConfigurationError: `drain_on_sigterm` in another thread than the main one.
         """
 
         @asynccontextmanager
         async def run(app: Any) -> AsyncIterator[None]:
             with contextlib.ExitStack() as stack:
                 if drain_on_sigterm:
-                    draining = call_on_sigterm(get_running_loop(), self._leave)
+                    draining = call_on_sigterm(get_running_loop(), self._leave, self.name)
                     stack.enter_context(draining)
-                await self._open_or_stop(wait_ready=wait_ready)
+                await self._enter(wait_ready=wait_ready)
                 try:
                     yield
                 finally:
-                    await self.aclose()
+                    await self._exit()
 
         return run if app is None else run(app)
 
@@ -880,9 +923,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             f"completed={self._tally.completed} failed={self._tally.failed}>"
         )
 
-    # What the pool tells. These are public because the pool calls them; users do not.
+    # What the pool tells.
 
-    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+    def _worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
         self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
@@ -898,11 +941,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._move(Event.RECOVERED)
         self._pump()
 
-    def worker_retired(self, worker: int) -> None:
+    def _worker_retired(self, worker: int) -> None:
         """A worker has been replaced by another that is ready; it answers what it has."""
         self._scheduler.worker_retired(worker)
 
-    def worker_lost(self, worker: int, exit: Exit) -> None:
+    def _worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
         self._exchange.forget(worker, exit.inherited)
         lost = self._scheduler.worker_lost(
@@ -918,7 +961,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             fail(self._tally, request, error)
         self._pump()
 
-    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+    def _worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         """A worker was never ready: the end of an opening, a set-back of a replacement."""
         if self._state is not State.OPENING:
             logger.warning("%s: %s; trying again", self.name, error, exc_info=error)
@@ -935,7 +978,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._fail_open_requests()
         self._wake_ready_waiters()
 
-    def workers_given_up(self, reason: str, seconds: float) -> None:
+    def _workers_given_up(self, reason: str, seconds: float) -> None:
         """Every worker has spent its restarts: nobody shall wait for them."""
         self._given_up = _GivenUp(reason, monotonic() + seconds)
         if self._state in (State.OPENING, State.OPEN):
@@ -950,7 +993,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._drained is not None:
             self._notice_drained()
 
-    def idle_workers(self) -> list[int]:
+    def _idle_workers(self) -> list[int]:
         """The ready workers that have nothing to do."""
         return self._scheduler.idle_workers
 
@@ -958,7 +1001,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Which of the workers this is; a replacement has its predecessor's place."""
         return worker % self._settings.num_workers
 
-    def frame_arrived(self, worker: int, frame: Frame) -> None:
+    def _frame_arrived(self, worker: int, frame: Frame) -> None:
         """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
         if frame.kind is not _OUTPUT_ATOMS and frame.kind in UNFINISHED_KINDS:
             self._go_on(worker, frame)
@@ -1118,13 +1161,38 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._loop = self._serving_loop = loop
         self._thread = get_ident()
 
-    async def _open_or_stop(self, *, wait_ready: bool) -> None:
+    async def _enter(self, *, wait_ready: bool) -> None:
+        """Open for an owner, for whom `_exit` has to follow."""
+        loop = get_running_loop()
+        owner = _Owner(loop, self._ends)
+        # A loop that was closed within `async with` never came to its end.
+        self._owners = [one for one in self._owners if not one.loop.is_closed()]
+        self._owners.append(owner)
         try:
             await self.open(wait_ready=wait_ready)
         except BaseException:
             # The caller's `async with` has not begun, so its end will not come.
-            self._end(grace=0.0)
+            self._owners.remove(owner)
+            if owner.ends == self._ends and not self._is_owned() and not self._is_foreign():
+                self._end(grace=0.0)
             raise
+        if owner.ends != self._ends:  # it was ended while this waited to open a broken one
+            self._owners.remove(owner)
+            self._owners.append(_Owner(loop, self._ends))
+
+    async def _exit(self) -> None:
+        """Close, unless others are inside, or all of them have been put out before."""
+        loop = get_running_loop()
+        # Which of those on this loop makes no difference, if the oldest goes first.
+        owner = next((one for one in self._owners if one.loop is loop), None)
+        if owner is not None:
+            self._owners.remove(owner)
+            if owner.ends != self._ends or self._is_owned():
+                return
+        await self.aclose()
+
+    def _is_owned(self) -> bool:
+        return any(one.ends == self._ends and not one.loop.is_closed() for one in self._owners)
 
     def _serve_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """See to it that calls on this loop can be served, or raise."""
@@ -1292,8 +1360,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             return False
         if self._settings.max_queue_bytes is None:
             return True
-        arriving = [*self._arrivals, request]
-        return self._scheduler.count_fitting(arriving) == len(arriving)
+        # In the queue they are part of its sum; here each further input would count them again.
+        self._take_arrivals(monotonic())
+        return self._scheduler.count_fitting([request]) == 1
 
     def _submit(self, now: float, arrivals: list[Request]) -> None:
         if self._appraisal is not None:
@@ -1364,13 +1433,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         if refusal is not None:
             tell(request, refusal.to_error())
             return
-        waited = f"after {request.deadline - request.arrival:.3g} seconds"
+        timeout = self._settings.timeout if request.timeout is None else request.timeout
+        limit = f"its timeout of {timeout} seconds"
         if reason is ExpiryReason.NOT_READY:
-            error: BatcherError = NotReadyError(f"no worker was ready {waited}")
+            error: BatcherError = NotReadyError(f"no worker was ready for the call within {limit}")
         elif reason is ExpiryReason.WAITING:
-            error = DeadlineExceededError(f"the request was still waiting {waited}")
+            error = DeadlineExceededError(f"the request was still waiting after {limit}")
         elif reason is ExpiryReason.RUNNING:
-            error = DeadlineExceededError(f"the model had not answered {waited}")
+            error = DeadlineExceededError(f"the model had not answered within {limit}")
         else:
             error = DeadlineExceededError(
                 f"the batch ran longer than infer_timeout={self._settings.infer_timeout} seconds"
@@ -1440,6 +1510,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._state is State.CLOSED:
             return
         self._move(Event.CLOSE)
+        self._ends += 1
         self._pid = 0
         self._serving_loop = None
         self._given_up = None

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,14 @@ def test_every_error_can_be_imported_from_both_places() -> None:
     for name, value in vars(errors).items():
         if inspect.isclass(value) and issubclass(value, BatcherError) and name[0] != "_":
             assert getattr(fast_batcher, name) is value
+
+
+def test_a_listing_of_the_package_shows_what_is_loaded_when_it_is_asked_for() -> None:
+    program = "import fast_batcher, json; print(json.dumps(dir(fast_batcher)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert set(json.loads(done.stdout)) >= set(NAMES)
 
 
 def test_the_import_paths_of_fast_dynamic_batcher() -> None:
@@ -218,6 +227,29 @@ def test_the_methods(method: str, signature: str) -> None:
     found = inspect.signature(getattr(DynBatcher, method))
     bare = [one.replace(annotation=one.empty) for one in found.parameters.values()]
     assert str(inspect.Signature(bare)) == signature
+
+
+def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder")
+    assert [name for name in dir(batcher) if name[0] != "_"] == [
+        "aclose",
+        "begin_drain",
+        "empty",
+        "is_ready",
+        "lifespan",
+        "name",
+        "open",
+        "process_batched",
+        "process_many",
+        "process_rows",
+        "reconfigure",
+        "start_error",
+        "state",
+        "stats",
+        "stop",
+        "submit",
+        "timeout",
+    ]
 
 
 @pytest.mark.parametrize("method", ["process_batched", "process_many", "open", "aclose"])

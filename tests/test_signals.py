@@ -1,16 +1,18 @@
 """SIGTERM that ends readiness first: handlers of this very process, put back after each test."""
 
 import asyncio
+import logging
 import os
 import signal
-import threading
 from collections.abc import Iterator
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from sample_models import Echo
 from waits import LIMIT, until
 
-from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher import DynBatcher
 from fast_batcher._signals import call_on_sigterm
 
 pytestmark = pytest.mark.anyio
@@ -42,7 +44,7 @@ async def test_sigterm_ends_readiness_and_the_handler_before_runs_too() -> None:
 
 async def test_a_handler_that_somebody_else_has_set_meanwhile_stays() -> None:
     other = signal.Handlers.SIG_IGN
-    with call_on_sigterm(asyncio.get_running_loop(), lambda: None):
+    with call_on_sigterm(asyncio.get_running_loop(), lambda: None, "name"):
         signal.signal(signal.SIGTERM, other)
     assert signal.getsignal(signal.SIGTERM) is other
 
@@ -50,24 +52,29 @@ async def test_a_handler_that_somebody_else_has_set_meanwhile_stays() -> None:
 async def test_an_ignored_signal_stays_without_effect_on_the_program() -> None:
     called = asyncio.Event()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with call_on_sigterm(asyncio.get_running_loop(), called.set):
+    with call_on_sigterm(asyncio.get_running_loop(), called.set, "name"):
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(LIMIT):
             await called.wait()
 
 
-async def test_in_another_thread_it_is_refused() -> None:
-    loop = asyncio.get_running_loop()
-    caught: list[BaseException] = []
+def test_an_app_that_drains_on_sigterm_is_tested_with_a_test_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It runs the lifespan in a thread, where no signal handler can be set."""
+    before = signal.getsignal(signal.SIGTERM)
+    batcher = DynBatcher(Echo)
+    app = FastAPI(lifespan=batcher.lifespan(drain_on_sigterm=True))
 
-    def try_it() -> None:
-        try:
-            with call_on_sigterm(loop, lambda: None):
-                pass
-        except ConfigurationError as error:
-            caught.append(error)
+    @app.get("/")
+    async def echo(value: str) -> str:
+        output: str = await batcher.process_batched(value)
+        return output
 
-    thread = threading.Thread(target=try_it)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(caught[0])
+    with TestClient(app) as client:
+        assert client.get("/", params={"value": "served"}).json() == "served"
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert batcher.state == "closed"
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert warning.startswith("Echo: drain_on_sigterm=True has no effect")
+    assert "SIGTERM will not end readiness" in warning

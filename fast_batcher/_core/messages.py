@@ -62,6 +62,7 @@ class Request:
         "row",
         "size",
         "target",
+        "timeout",
         "value",
     )
 
@@ -72,6 +73,8 @@ class Request:
         # The moment after which nobody wants the answer. None becomes the default when the
         # scheduler accepts the request; nobody looks at it before.
         self.deadline: float = deadline  # type: ignore[assignment]
+        # The seconds that its caller named, None if it named none: an error says them again.
+        self.timeout: float | None = None
         # The id of the batch that carries it, None while it is queued, RETRYING while it waits for
         # another try. A reference to the batch would make every batch a cycle that only the garbage
         # collector can free.

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from fast_batcher._core.batch_former import WINDOW_BATCHES, BatchFormer
 from fast_batcher._core.messages import Group, Request
-from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue
+from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue, sum_of_sizes
 
 # One batch in so many is built by age. It bounds how long a low priority waits, and takes at most
 # an eighth of the workers from the high ones, be the backlog as long as it may.
@@ -87,12 +87,13 @@ class RankedQueue(RequestQueue):
 
     Args:
         former: Chooses by costs, or None: then as many as there are.
+        is_weighed: As for `RequestQueue`.
     """
 
     __slots__ = ("_emptied", "_entries", "_former", "_lanes", "_levels", "_order", "batches")
 
-    def __init__(self, former: BatchFormer | None) -> None:
-        super().__init__()
+    def __init__(self, former: BatchFormer | None, *, is_weighed: bool = False) -> None:
+        super().__init__(is_weighed=is_weighed)
         self._former = former
         # By priority: all of it. By priority and group: the same requests once more.
         self._levels: dict[int, _Lane] = {}
@@ -115,6 +116,8 @@ class RankedQueue(RequestQueue):
     def extend(self, requests: list[Request], own: list[Request]) -> None:
         """Append requests; their ids rise, and are higher than every id before."""
         self.size += len(requests)
+        if self.is_weighed:
+            self.bytes += sum_of_sizes(requests)
         self._entries += len(requests)
         for request in requests:
             priority, group = _rank_of(request)
@@ -184,6 +187,8 @@ class RankedQueue(RequestQueue):
         """Undo `take` for some of those that it has just returned, before anything else is done."""
         # Their entries of the heap have stayed.
         self.size += len(requests)
+        if self.is_weighed:
+            self.bytes += sum_of_sizes(requests)
         by_rank: dict[tuple[int, Group | None], list[Request]] = {}
         for request in requests:
             by_rank.setdefault(_rank_of(request), []).append(request)
@@ -199,6 +204,8 @@ class RankedQueue(RequestQueue):
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
         self.size -= 1
+        if self.is_weighed:
+            self.bytes -= request.size
         self._count_off(_rank_of(request), request)
         self._sweep()
 
@@ -245,6 +252,8 @@ class RankedQueue(RequestQueue):
                     passed_over.append(request)
             lane.requests.extendleft(reversed(passed_over))
         self.size -= len(chosen)
+        if self.is_weighed:
+            self.bytes -= sum_of_sizes(chosen)
 
     def _count_off(self, rank: tuple[int, Group | None], request: Request) -> None:
         lane = self._lanes[rank]

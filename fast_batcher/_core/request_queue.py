@@ -20,13 +20,19 @@ MIN_DEAD_ENTRIES = 64
 
 
 class RequestQueue:
-    """First in, first out, with deadlines; all requests are equals."""
+    """First in, first out, with deadlines; all requests are equals.
 
-    __slots__ = ("_dead", "_default", "_heap", "_own", "size")
+    Args:
+        is_weighed: Whether every request has its `size`, and `bytes` is wanted.
+    """
 
-    def __init__(self) -> None:
-        # Live requests waiting.
+    __slots__ = ("_dead", "_default", "_heap", "_own", "bytes", "is_weighed", "size")
+
+    def __init__(self, *, is_weighed: bool = False) -> None:
+        # Live requests waiting, and the sum of their sizes, 0 if that is not wanted.
         self.size = 0
+        self.bytes = 0
+        self.is_weighed = is_weighed
         self._default: deque[Request] = deque()
         self._own: deque[Request] = deque()
         self._heap: list[tuple[float, int, Request]] = []
@@ -45,6 +51,8 @@ class RequestQueue:
             own: Those among them with a deadline of their own.
         """
         self.size += len(requests)
+        if self.is_weighed:
+            self.bytes += sum_of_sizes(requests)
         if not own:
             self._default.extend(requests)
             return
@@ -69,6 +77,8 @@ class RequestQueue:
                 popleft = default.popleft
                 taken = [popleft() for _ in range(count)]
         self.size -= len(taken)
+        if self.is_weighed:
+            self.bytes -= sum_of_sizes(taken)
         return taken
 
     def put_back(self, requests: list[Request]) -> None:
@@ -78,6 +88,8 @@ class RequestQueue:
         for request in requests:
             heappush(self._heap, (request.deadline, request.id, request))
         self.size += len(requests)
+        if self.is_weighed:
+            self.bytes += sum_of_sizes(requests)
 
     @property
     def has_own(self) -> bool:
@@ -87,6 +99,8 @@ class RequestQueue:
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
         self.size -= 1
+        if self.is_weighed:
+            self.bytes -= request.size
         self._dead += 1
         if self._dead >= MIN_DEAD_ENTRIES and self._dead > self.size:
             self._default = deque(entry for entry in self._default if not entry.is_settled)
@@ -121,6 +135,8 @@ class RequestQueue:
             if self._default and self._default[0].deadline <= now:
                 request = self._default.popleft()
                 self.size -= 1
+                if self.is_weighed:
+                    self.bytes -= request.size
                 request.is_settled = True
             else:
                 request = heappop(self._heap)[2]
@@ -160,6 +176,11 @@ class RequestQueue:
             if not request.is_settled
         ]
         heapify(self._heap)
+
+
+def sum_of_sizes(requests: list[Request]) -> int:
+    """Of requests that have their `size`, bytes."""
+    return sum([request.size for request in requests])
 
 
 def _by_id(request: Request) -> int:

@@ -114,7 +114,7 @@ class Scheduler:
         self._has_had_targets = max_latency is not None
         self._infer_timeout = inf if infer_timeout is None else infer_timeout
         # The shell looks whether anything waits, and asks nothing then: see `submit_at_once`.
-        self.queue = RequestQueue()
+        self.queue = self._new_queue()
         # The same, where requests are not equals.
         self._ranked: RankedQueue | None = None
         self._former = former
@@ -388,7 +388,7 @@ class Scheduler:
             return
         waiting = [request for request in self.queue if not request.is_settled]
         waiting.sort(key=lambda request: request.id)
-        self.queue = self._ranked = RankedQueue(self._former)
+        self.queue = self._ranked = RankedQueue(self._former, is_weighed=self.queue.is_weighed)
         self._ranked.extend(waiting, waiting)
         self._limit_size()
 
@@ -496,7 +496,7 @@ class Scheduler:
     def count_fitting(self, requests: list[Request]) -> int:
         """How many of these, from the first on, may wait as far as their bytes go."""
         most = inf if self._max_queue_bytes is None else self._max_queue_bytes
-        waiting = sum(request.size for request in self.queue if not request.is_settled)
+        waiting = self.queue.bytes
         count = 0
         for request in requests:
             if self._weigh is not None:
@@ -744,12 +744,15 @@ class Scheduler:
         self._arriving.clear()
         return rest
 
+    def _new_queue(self) -> RequestQueue:
+        return RequestQueue(is_weighed=self._max_queue_bytes is not None)
+
     def give_up(self) -> list[Request]:
         """There will be no worker for a while: returns every request that waits for one."""
         rest = [request for request in (*self.queue, *self._retries) if not request.is_settled]
         for request in rest:
             request.is_settled = True
-        self.queue = RequestQueue()
+        self.queue = self._new_queue()
         if self._ranked is not None:
             self._ranked = None
             self.rank_requests()

@@ -941,6 +941,40 @@ def test_only_those_are_weighed_that_nothing_else_refuses() -> None:
     assert weighed == requests[:3]
 
 
+class Counted(Request):
+    """Counts how often a request's size is asked for, of all of them together."""
+
+    __slots__ = ("_size",)
+    asked = 0
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        Counted.asked += 1
+        return self._size
+
+    @size.setter
+    def size(self, size: int) -> None:
+        self._size = size
+
+
+@pytest.mark.parametrize("is_ranked", [False, True], ids=["equals", "ranked"])
+def test_an_arrival_asks_for_no_size_but_its_own_however_many_wait(is_ranked: bool) -> None:
+    asked = []
+    for waiting in (1, 1000):
+        scheduler = make(workers=0, max_queue_size=2000, max_queue_bytes=10**9)
+        if is_ranked:
+            scheduler.rank_requests()
+        requests = [Counted(None, None) for _ in range(waiting + 1)]
+        for request in requests:
+            request.size = 7
+        assert scheduler.submit(0.0, requests[:-1]) == []
+        Counted.asked = 0
+        assert scheduler.count_fitting(requests[-1:]) == 1
+        assert scheduler.submit(1.0, requests[-1:]) == []
+        asked.append(Counted.asked)
+    assert asked[0] == asked[1]
+
+
 # Retiring.
 
 

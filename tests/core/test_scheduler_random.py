@@ -86,6 +86,8 @@ class Options:
     # Requests after which the batcher may be drained: too early, and nothing happens any more.
     drain_after: int
     workers_at_first: int
+    # Whether the queue adds up the sizes of what waits; there is room for all of them.
+    is_weighed: bool
 
 
 options_strategy = st.builds(
@@ -103,6 +105,7 @@ options_strategy = st.builds(
     ranks=st.sampled_from(["", "", "", "p", "g", "c", "pgc"]),
     drain_after=st.sampled_from([5, 20, 60]),
     workers_at_first=st.integers(0, 3),
+    is_weighed=st.booleans(),
 )
 
 
@@ -112,6 +115,7 @@ def make_scheduler(options: Options) -> Scheduler:
         Tally(),
         max_batch_size=options.max_batch_size,
         max_queue_size=options.max_queue_size,
+        max_queue_bytes=10**9 if options.is_weighed else None,
         timeout=options.timeout,
         max_latency=options.max_latency,
         infer_timeout=options.infer_timeout,
@@ -277,6 +281,7 @@ class Schedule(RuleBasedStateMachine):
 
     def set_rank(self, request: Request, scheduler: Scheduler, rank: tuple[int, int, int]) -> None:
         priority, group, cost = rank
+        request.size = 1 + 10 * priority + 100 * group + 1000 * cost
         if "p" in self.options.ranks and priority:
             scheduler.rank_requests()
             request.priority = priority
@@ -766,6 +771,8 @@ class Schedule(RuleBasedStateMachine):
         retrying = self.retrying()
         assert scheduler.waiting == len(self.waiting) + len(retrying)
         assert scheduler.running == len(running)
+        sizes = [self.requests[number][0].size for number in self.waiting]
+        assert scheduler.queue.bytes == (sum(sizes) if self.options.is_weighed else 0)
         assert scheduler.room == self.options.max_queue_size - len(self.waiting)
         assert scheduler.workers_ready == sum(w.is_ready for w in self.workers.values())
         idle = [index for index, worker in self.workers.items() if not worker.batches]

@@ -295,14 +295,14 @@ async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
     settings: dict[str, Any] = {"max_restarts": 0}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         told: list[asyncio.Task[Any]] = []
-        spent = batcher.workers_given_up
+        events: Any = batcher._pool._events
 
         def tell(reason: str, seconds: float) -> None:
             told.append(call(batcher, "in the same turn"))
             batcher._pump_soon(asyncio.get_running_loop())
-            spent(reason, seconds)
+            events.workers_given_up(reason, seconds)
 
-        batcher.workers_given_up = tell  # type: ignore[method-assign]
+        batcher._pool._events = events._replace(workers_given_up=tell)
         needed.unlink()
         (handle,) = batcher._pool.remaining()
         assert handle.pid is not None
