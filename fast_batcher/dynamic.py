@@ -126,8 +126,10 @@ def dynamically(
     even from those that go on after their batch.
 
     The thread begins with the first call. It ends with `shutdown()`, with the function or instance
-    that it belongs to, and with the program, which does not wait for a batch that is being
-    computed. A forked process begins anew, with a thread of its own.
+    that it belongs to, and with the program. The end of the program waits up to 2 seconds for a
+    batch that is being computed; items that wait then fail with `BatcherClosedError`, as do calls
+    from `atexit` hooks that were registered before the decorator was imported. A forked process
+    has a thread of its own.
 
     Args:
         func: A function, a method, or nothing for a decorator with settings. As a method it batches
