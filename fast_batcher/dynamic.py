@@ -131,6 +131,11 @@ def dynamically(
     from `atexit` hooks that were registered before the decorator was imported. A forked process
     has a thread of its own.
 
+    Inputs and outputs are the objects of the callers and of the function, without a copy: a
+    function that changes an input changes its caller's object, and an object that it returns for
+    several items is shared by their callers. Of an array or tensor with a row per item each caller
+    gets a copy of its row. With `process=True` nothing is shared.
+
     Args:
         func: A function, a method, or nothing for a decorator with settings. As a method it batches
             the calls on each instance for itself, as long as that instance lives.

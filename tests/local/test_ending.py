@@ -100,6 +100,27 @@ def test_a_program_with_tensors_ends_without_an_abort(run: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
 
 
+def test_a_program_whose_daemon_threads_still_call_ends_without_an_abort() -> None:
+    """They are refused, and may say so on stderr."""
+    pytest.importorskip("torch")
+    done = run_program(
+        "import threading, torch\n"
+        "from fast_batcher import dynamically\n"
+        "begun = threading.Event()\n"
+        "@dynamically\n"
+        "def multiply(items):\n"
+        "    begun.set()\n"
+        "    return [torch.ones(200, 200) @ torch.ones(200, 200) for _ in items]\n"
+        "def call():\n"
+        "    while True:\n"
+        "        multiply(1)\n"
+        "for _ in range(4):\n"
+        "    threading.Thread(target=call, daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    assert done.returncode == 0
+
+
 def test_a_batch_that_is_being_computed_is_waited_for_and_what_waits_is_not_computed() -> None:
     done = run_program(
         "import os, threading, time\n"
