@@ -127,7 +127,8 @@ def dynamically(
 
     The thread begins with the first call. It ends with `shutdown()`, with the function or instance
     that it belongs to, and with the program. The end of the program waits up to 2 seconds for a
-    batch that is being computed; items that wait then fail with `BatcherClosedError`, as do calls
+    batch that is being computed, and cuts it off then, which can abort the process where native
+    code runs. Items that wait fail with `BatcherClosedError`, as do calls
     from `atexit` hooks that were registered before the decorator was imported. A forked process
     has a thread of its own.
 
