@@ -126,8 +126,16 @@ def dynamically(
     even from those that go on after their batch.
 
     The thread begins with the first call. It ends with `shutdown()`, with the function or instance
-    that it belongs to, and with the program, which does not wait for a batch that is being
-    computed. A forked process begins anew, with a thread of its own.
+    that it belongs to, and with the program. The end of the program waits up to 2 seconds for a
+    batch that is being computed, and cuts it off then, which can abort the process where native
+    code runs. Items that wait fail with `BatcherClosedError`, as do calls
+    from `atexit` hooks that were registered before the decorator was imported. A forked process
+    has a thread of its own.
+
+    Inputs and outputs are the objects of the callers and of the function, without a copy: a
+    function that changes an input changes its caller's object, and an object that it returns for
+    several items is shared by their callers. Of an array or tensor with a row per item each caller
+    gets a copy of its row. With `process=True` nothing is shared.
 
     Args:
         func: A function, a method, or nothing for a decorator with settings. As a method it batches

@@ -79,7 +79,9 @@ def dynamically(
 
     A call has a batch of rows itself. The rows of all calls are padded to the longest of a batch
     and stacked, each feature in its own dtype; the function is given the features of the batch, and
-    its outputs are split into rows again. All else is as for `fast_batcher.dynamically`.
+    its outputs are split into rows again. The batch and the result of each call are copies: neither
+    the function nor another caller can change the arrays of a caller. Tensors are detached. All
+    else is as for `fast_batcher.dynamically`.
 
     Args:
         func: A function, a method, or nothing for a decorator with settings. It returns an array or

@@ -1073,23 +1073,6 @@ def test_a_forked_child_begins_anew() -> None:
         assert (call.result(), waiting.result()) == (2, 4)
 
 
-def test_a_program_that_forgets_to_shut_down_ends_at_once() -> None:
-    """Also while a batch is being computed that would take an hour."""
-    done = run_program(
-        "import threading, time\n"
-        "from fast_batcher import dynamically\n"
-        "begun = threading.Event()\n"
-        "@dynamically\n"
-        "def sleep(items):\n"
-        "    if items != [0]: begun.set(); time.sleep(3600)\n"
-        "    return items\n"
-        "print(sleep(0))\n"
-        "threading.Thread(target=sleep, args=(1,), daemon=True).start()\n"
-        "begun.wait()\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
-
-
 def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
     """No thread ever starts, and it would wait for one."""
     done = run_program(

@@ -91,6 +91,7 @@ def split(
     dim: int | None = None,
     outputs: Outputs | None = None,
     to_cpu: bool = False,
+    copy: bool = False,
 ) -> list[Any]:
     """Split a batch into its rows: the way back from `join`.
 
@@ -101,10 +102,12 @@ def split(
         dim: Where the batch axis is; None for `batch_dim[1]`.
         outputs: How lists are read; None for that of `collation`.
         to_cpu: Whether rows of tensors have to leave their device.
+        copy: Whether rows of arrays have to stay as they are when the array is changed.
 
     Returns:
-        `count` rows. Those of arrays are views of it. Those of tensors are detached and have memory
-        of their own, so that one that is kept or sent does not carry the whole batch.
+        `count` rows. Those of arrays are views of it, unless `copy` is set. Those of tensors are
+        detached and have memory of their own, so that one that is kept or sent does not carry the
+        whole batch. Entries of a list are handed on as they are, but for such tensors.
 
     Raises:
         OutputMismatchError: It has another number of rows, or holds something that has no rows, or
@@ -112,16 +115,24 @@ def split(
     """
     axis = collation.batch_dim[1] if dim is None else dim
     reading = collation.outputs if outputs is None else outputs
-    return _split(batch, count, axis, lambda value: _is_rows(value, axis, reading), to_cpu=to_cpu)
+    return _split(
+        batch, count, axis, lambda value: _is_rows(value, axis, reading), to_cpu=to_cpu, copy=copy
+    )
 
 
 def _split(
-    batch: Any, count: int, dim: int, is_rows: Callable[[Any], bool], *, to_cpu: bool
+    batch: Any,
+    count: int,
+    dim: int,
+    is_rows: Callable[[Any], bool],
+    *,
+    to_cpu: bool = False,
+    copy: bool = False,
 ) -> list[Any]:
     # What is a list of rows is not looked into.
     leaves, tree = flatten(batch, is_rows)
     columns = [
-        _split_leaf(leaf, path, count, dim, to_cpu=to_cpu)
+        _split_leaf(leaf, path, count, dim, to_cpu=to_cpu, copy=copy)
         for leaf, path in zip(leaves, paths(tree), strict=True)
     ]
     if tree == LEAF:
@@ -158,7 +169,9 @@ def _may_be_batch(value: Any, dim: int) -> bool:
     return inside is not None and all(_may_be_batch(one, dim) for one in inside)
 
 
-def _split_leaf(leaf: Any, path: str, count: int, dim: int, *, to_cpu: bool) -> list[Any]:
+def _split_leaf(
+    leaf: Any, path: str, count: int, dim: int, *, to_cpu: bool, copy: bool
+) -> list[Any]:
     name = f"output {path!r}" if path else "the output"
     found: int | None
     if leaf is None and path:
@@ -185,7 +198,7 @@ def _split_leaf(leaf: Any, path: str, count: int, dim: int, *, to_cpu: bool) -> 
         )
     if type(leaf) is list or type(leaf) is tuple:
         return [_own_row(row, to_cpu=to_cpu) for row in leaf]
-    return arrays.unstack(leaf, dim, to_cpu=to_cpu)
+    return arrays.unstack(leaf, dim, to_cpu=to_cpu, copy=copy)
 
 
 def _own_row(row: Any, *, to_cpu: bool) -> Any:
@@ -224,7 +237,7 @@ def split_rows(batch: Any, collation: Collation, *, dim: int | None = None) -> l
         raise CollationError(
             f"the input is no batch: its features have these numbers of rows: {counts}"
         )
-    return _split(batch, found.pop(), axis, _is_list, to_cpu=False)
+    return _split(batch, found.pop(), axis, _is_list)
 
 
 def _is_list(value: Any) -> bool:

@@ -62,7 +62,7 @@ def is_tensor(value: Any) -> bool:
 
 def is_array_like(value: Any) -> bool:
     """Whether it is any array or tensor at all, also one that cannot be joined."""
-    return hasattr(value, "dtype") and hasattr(value, "shape")
+    return is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape"))
 
 
 def is_plain(value: Any) -> bool:
@@ -75,8 +75,9 @@ def spec_of(leaf: Any) -> Spec | None:
     if is_array(leaf):
         return None if leaf.dtype.hasobject else Spec("array", leaf.dtype, leaf.shape)
     if is_tensor(leaf):
-        shape, device = tuple(leaf.shape), leaf.device
-        return None if find_tensor_fault(leaf) else Spec("tensor", leaf.dtype, shape, device)
+        if find_tensor_fault(leaf):  # first: nested tensors raise where they are asked for a shape
+            return None
+        return Spec("tensor", leaf.dtype, tuple(leaf.shape), leaf.device)
     kind = type(leaf)
     if kind in _NUMBERS:
         return Spec("number", kind) if kind is not int or leaf in _INT64 else None
@@ -91,7 +92,7 @@ def describe_fault(leaf: Any, feature: str) -> str:
     """Why a leaf without a spec can be joined to nothing, and what could be sent instead."""
     name, kind = named(feature), type(leaf).__qualname__
     if is_array(leaf):
-        fault = "dtype object"
+        fault = f"dtype {leaf.dtype}"
     elif is_tensor(leaf):
         fault = find_tensor_fault(leaf) or ""
     elif is_array_like(leaf):
@@ -301,6 +302,8 @@ def ones(lengths: Sequence[int], like: Spec) -> Any:
 
 def row_count(batch: Any, dim: int) -> int | None:
     """How many rows an array or tensor has, None if it has no such axis."""
+    if is_tensor(batch) and batch.is_nested:  # raises where it is asked for its shape
+        return None
     ndim = len(batch.shape)
     return batch.shape[dim] if -ndim <= dim < ndim else None
 
@@ -312,7 +315,7 @@ def size_of(leaf: Any) -> int:
     return int(leaf.nbytes)
 
 
-def unstack(batch: Any, dim: int, *, to_cpu: bool) -> list[Any]:
+def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[Any]:
     """The rows of an array or tensor that has this axis.
 
     Those of an array are views, which are pickled without the rest. A view of a tensor would be
@@ -322,11 +325,20 @@ def unstack(batch: Any, dim: int, *, to_cpu: bool) -> list[Any]:
         batch: With the batch axis.
         dim: Where that is.
         to_cpu: Whether rows of tensors have to leave their device.
+        copy: Whether rows of arrays have to be copies too.
     """
     if is_tensor(batch):
         return [own_tensor(row) for row in _plain(batch, to_cpu=to_cpu).unbind(dim)]
     numpy = sys.modules["numpy"]
-    return list(numpy.moveaxis(numpy.asarray(batch), dim, 0))
+    rows = numpy.moveaxis(numpy.asarray(batch), dim, 0)
+    return own_rows(rows) if copy else list(rows)
+
+
+def own_rows(batch: Any) -> list[Any]:
+    """The rows of an array along its first axis, in memory of their own; of whatever subclass."""
+    if batch.ndim == 1 and batch.dtype.kind != "V":
+        return list(batch)  # scalars, but for structured ones, which are views
+    return [row.copy() for row in batch]
 
 
 def own(leaf: Any, *, to_cpu: bool) -> Any:

@@ -7,7 +7,6 @@ has an engine for each loop.
 
 import asyncio
 import os
-import sys
 import threading
 import weakref
 from asyncio import Future, get_running_loop
@@ -16,6 +15,7 @@ from typing import Any
 
 from fast_batcher._core.messages import Request
 from fast_batcher._local.callers import Call, requests_of
+from fast_batcher._local.ending import is_ending
 from fast_batcher._local.engine import Counts, Engine
 from fast_batcher._local.function import Function
 from fast_batcher._local.loop_shell import LoopShell
@@ -81,8 +81,7 @@ class LocalBatcher:
         """
         if not items:
             return []
-        if sys.is_finalizing():  # its thread is never heard of again
-            raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
+        self._refuse_at_the_end()
         with self._lock:
             engine = self._engine_on(None)
         batch = running_batch.get()
@@ -244,7 +243,14 @@ class LocalBatcher:
 
     # Engines and shells.
 
+    def _refuse_at_the_end(self) -> None:
+        """Before the lock is taken: a daemon thread that had it may have been cut off."""
+        if is_ending():
+            raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
+
     def _shell_of(self, loop: asyncio.AbstractEventLoop) -> LoopShell:
+        if not self._runs_on_loop:
+            self._refuse_at_the_end()
         with self._lock:
             shell = self._shells.get(loop)
             if shell is None:

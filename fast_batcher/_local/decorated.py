@@ -18,7 +18,7 @@ from fast_batcher._arrays.batches import is_much
 from fast_batcher._aside import aside
 from fast_batcher._local.batcher import LocalBatcher
 from fast_batcher._local.cache import Cache
-from fast_batcher._local.function import Function, bind_weakly, is_async
+from fast_batcher._local.function import Function, bind_weakly, is_async, own_rows
 from fast_batcher._local.settings import LocalSettings
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.types import AsyncCache, BatchProcessorStats
@@ -161,7 +161,7 @@ def plan(
 
             return ProcessBatcher(call, settings, form)
         if form is None:
-            function = Function(call, name, is_async=is_async(target))
+            function = Function(call, name, is_async=is_async(target), split=own_rows)
         else:
             function = form.function(call, name, is_async=is_async(target))
         return LocalBatcher(function, settings, is_aio=is_aio)

@@ -77,7 +77,9 @@ class FeatureForm:
             target: The function of features.
             name: For messages.
             is_async: Whether it gives a coroutine.
-            to_cpu: Whether rows of tensors have to leave their device.
+            to_cpu: Whether it runs in a worker process: rows of tensors have to leave their device,
+                and rows are sent before the function is called again. Else rows of arrays are
+                copied, because the function may keep an array that it returns and fill it again.
         """
 
         def call(rows: list[Any]) -> Any:
@@ -85,7 +87,7 @@ class FeatureForm:
             return target(**features) if self._spread_kwargs else target(features)
 
         def split_outputs(outputs: Any, count: int) -> list[Any]:
-            return split(outputs, count, self._collation, to_cpu=to_cpu)
+            return split(outputs, count, self._collation, to_cpu=to_cpu, copy=not to_cpu)
 
         return Function(call, name, is_async=is_async, split=split_outputs)
 

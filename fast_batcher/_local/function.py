@@ -2,10 +2,12 @@
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fast_batcher._arrays.leaves import own_rows as own_array_rows
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherError,
@@ -93,6 +95,24 @@ def rows(outputs: Any, count: int) -> list[Any]:
             f"the function returned {len(outputs)} outputs for {count} inputs; return one per input"
         )
     return list(outputs)
+
+
+def own_rows(outputs: Any, count: int) -> list[Any]:
+    """The outputs as a list of `count`; those of one array or tensor are copies of its rows.
+
+    A view would keep the whole batch in memory, and would change when the function fills the array
+    again, or when another caller writes into a row that lies in the same memory.
+
+    Raises:
+        OutputMismatchError: As for `rows`.
+    """
+    found = rows(outputs, count)
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(outputs, numpy.ndarray):
+        return own_array_rows(outputs)
+    if torch is not None and isinstance(outputs, torch.Tensor):
+        return [row.clone() for row in found]
+    return found
 
 
 def as_error(raised: BaseException) -> BatcherError:

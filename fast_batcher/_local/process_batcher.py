@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._local.ending import EndingThread, end_threads, is_ending
 from fast_batcher._local.function_model import FunctionModel
 from fast_batcher._local.settings import LocalSettings, cost_of
 from fast_batcher.batcher import DynBatcher
@@ -63,8 +64,6 @@ class ProcessBatcher:
         """
         if not items:
             return []
-        if sys.is_finalizing():  # its loop has stopped
-            raise BatcherClosedError(f"{self._name}: the interpreter is ending")
         return self._send(items).result()
 
     async def aprocess(self, item: Any, owner: object = None) -> Any:
@@ -131,6 +130,9 @@ class ProcessBatcher:
         return running
 
     def _send(self, items: Sequence[Any]) -> "Future[list[Any]]":
+        # Before the lock is taken: a daemon thread that had it may have been cut off.
+        if is_ending():
+            raise BatcherClosedError(f"{self._name}: the interpreter is ending")
         with self._lock:
             if self._is_closed:
                 raise BatcherClosedError(
@@ -184,8 +186,8 @@ class _Running:
 
     def __init__(self, name: str, make_batcher: Callable[[], DynBatcher[Any, Any]]) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name=f"fast_batcher {name}", daemon=True
+        self._thread = EndingThread(
+            target=self._loop.run_forever, name=f"fast_batcher {name}", end=self.stop_loop
         )
         self._thread.start()
 
@@ -194,14 +196,14 @@ class _Running:
 
         # On its own loop: where it is made while a loop runs, it begins to open there.
         self.batcher: DynBatcher[Any, Any] = self.run(make()).result()
-        # Before the interpreter goes, and the loop with it.
-        atexit.register(self.stop_loop)
 
     def run(self, computing: Coroutine[Any, Any, Any]) -> "Future[Any]":
         return asyncio.run_coroutine_threadsafe(computing, self._loop)
 
     def end(self, *, cancel: bool) -> None:
         """End the worker, then the loop and its thread."""
+        if is_ending():  # the loop has stopped; the pool ends the worker by itself
+            return
         if cancel:
             self.batcher.stop()
         else:
@@ -209,7 +211,6 @@ class _Running:
         self.stop_loop()
         self._thread.join()
         self._loop.close()
-        atexit.unregister(self.stop_loop)
 
     def stop_loop(self) -> None:
         """Let the thread end; takes no locks."""
@@ -223,6 +224,10 @@ def _begin_all_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_all_anew)
+
+# A second time: the hook of the pools was registered after the first, so it would come before that
+# and take the workers away from loops that still run.
+atexit.register(end_threads)
 
 
 def _require_importable(target: Any) -> str:

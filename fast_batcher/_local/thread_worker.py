@@ -1,18 +1,20 @@
 """A thread that computes batches, for functions that block.
 
-All but `start`, `stop` and `join` runs on that thread. It is a daemon: a program that ends does not
-wait for it, not even while a batch is being computed. It sleeps in a queue, without a time-out,
-while there is nothing to do.
+All but `start`, `stop` and `join` runs on that thread. It sleeps in a queue, without a time-out,
+while there is nothing to do. A program that ends waits for it, and for no longer than `END_TIMEOUT`
+while a batch is being computed.
 """
 
 import asyncio
 import inspect
 import threading
+from functools import partial
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
 from fast_batcher._core.messages import Batch
+from fast_batcher._local.ending import EndingThread
 from fast_batcher._local.engine import Engine
 from fast_batcher._local.nesting import RunningBatch, running_batch
 
@@ -30,11 +32,11 @@ class ThreadWorker:
     def __init__(self, engine: Engine) -> None:
         # A queue whose `put` may be called by a finalizer, which may run in the middle of anything.
         self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
-        self._thread = threading.Thread(
+        self._thread = EndingThread(
             target=_serve,
             args=(engine, self._inbox),
             name=f"fast_batcher {engine.function.name}",
-            daemon=True,
+            end=partial(engine.close, cancel=True),
         )
         self._thread.start()
 

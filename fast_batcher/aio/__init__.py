@@ -133,6 +133,9 @@ def dynamically(
     batch at a time on each. Any other function runs in a thread of its own, with one batch at a
     time for all loops.
 
+    Inputs and outputs are shared as for `fast_batcher.dynamically`; an output from `cache` is the
+    object that the cache holds.
+
     What a task calls that an `async def` has started and that goes on after its batch is batched as
     for any other caller. No later batch may wait for such a task, for that would never end.
 

@@ -239,3 +239,22 @@ def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
     )
     assert done.stdout == "42\ndouble: the interpreter is ending\n"
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_call_of_an_exit_hook_that_comes_too_late_is_refused() -> None:
+    """A hook that was registered before the first call runs after the loop has ended."""
+    done = run_program(
+        "import atexit\n"
+        "def late():\n"
+        "    try:\n"
+        "        double(1)\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+        "    double.shutdown()\n"
+        "atexit.register(late)\n"
+        "from sample_functions import double\n"
+        "print(double(21))\n"
+        "atexit.register(lambda: print(double(4)))\n"
+    )
+    assert done.stdout == "42\n8\ndouble: the interpreter is ending\n"
+    assert (done.returncode, done.stderr) == (0, "")

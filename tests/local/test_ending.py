@@ -1,0 +1,209 @@
+"""The end of programs that have forgotten to shut their functions down."""
+
+import signal
+
+import pytest
+from programs import run_program
+
+# `double` returns something whose end takes its time and is written to stdout. PyTorch gives up the
+# GIL while it frees tensors, and aborts the process if the interpreter ends meanwhile.
+SLOWLY_FREED = """
+import os, sys, time
+
+class Rows(list):
+    def __del__(self, write=os.write, sleep=time.sleep):
+        sleep(0.2)
+        write(1, b"freed\\n")
+
+def rows(items):
+    return Rows([2 * item for item in items])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("raise ValueError('the program')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+    ],
+)
+def test_what_a_batch_held_is_freed_before_the_interpreter_ends(ending: str, code: int) -> None:
+    done = run_program(
+        SLOWLY_FREED
+        + "from fast_batcher import dynamically\n"
+        + "double = dynamically(rows)\n"
+        + "os.write(1, b'%d\\n' % double(21))\n"
+        + ending
+    )
+    assert (done.returncode, done.stdout) == (code, "42\nfreed\n")
+    assert ("Traceback" in done.stderr) == (code in (1, -signal.SIGINT))
+
+
+def test_what_an_awaited_batch_held_is_freed_before_the_interpreter_ends() -> None:
+    done = run_program(
+        SLOWLY_FREED + "import asyncio\n"
+        "from fast_batcher import aio\n"
+        "@aio.dynamically\n"
+        "def double(items):\n"
+        "    return rows(items)\n"
+        "async def main():\n"
+        "    os.write(1, b'%d\\n' % await double(21))\n"
+        "asyncio.run(main())\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\nfreed\n", "")
+
+
+def test_what_the_batch_of_a_dropped_instance_held_is_freed_before_the_interpreter_ends() -> None:
+    """Its batcher has been collected, and its thread still works."""
+    done = run_program(
+        SLOWLY_FREED + "from fast_batcher import dynamically\n"
+        "class Model:\n"
+        "    @dynamically\n"
+        "    def double(self, items):\n"
+        "        return rows(items)\n"
+        "os.write(1, b'%d\\n' % Model().double(21))\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\nfreed\n", "")
+
+
+def test_what_a_batch_held_is_freed_before_a_forked_child_ends() -> None:
+    done = run_program(
+        SLOWLY_FREED + "from fast_batcher import dynamically\n"
+        "double = dynamically(rows)\n"
+        "double([])\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.write(1, b'%d\\n' % double(21))\n"
+        "    sys.exit(5)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\nfreed\n5\n", "")
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_a_program_with_tensors_ends_without_an_abort(run: int) -> None:
+    pytest.importorskip("torch")
+    done = run_program(
+        "import torch\n"
+        "from fast_batcher import dynamically\n"
+        "class Rows(list):\n"
+        "    pass\n"
+        "@dynamically\n"
+        "def double(items):\n"
+        "    rows = Rows(2 * item for item in items)\n"
+        "    rows.freed_by_the_thread = [torch.ones(100) for _ in range(20_000)]\n"
+        "    return rows\n"
+        "print(double(21))\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
+
+
+def test_a_program_whose_daemon_threads_still_call_ends_without_an_abort() -> None:
+    """They are refused, and may say so on stderr."""
+    pytest.importorskip("torch")
+    done = run_program(
+        "import threading, torch\n"
+        "from fast_batcher import dynamically\n"
+        "begun = threading.Event()\n"
+        "@dynamically\n"
+        "def multiply(items):\n"
+        "    begun.set()\n"
+        "    return [torch.ones(200, 200) @ torch.ones(200, 200) for _ in items]\n"
+        "def call():\n"
+        "    while True:\n"
+        "        multiply(1)\n"
+        "for _ in range(4):\n"
+        "    threading.Thread(target=call, daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    assert done.returncode == 0
+
+
+def test_a_batch_that_is_being_computed_is_waited_for_and_what_waits_is_not_computed() -> None:
+    done = run_program(
+        "import os, threading, time\n"
+        "from fast_batcher import dynamically\n"
+        "begun = threading.Event()\n"
+        "@dynamically(batch_size=1)\n"
+        "def sleep(items):\n"
+        "    begun.set()\n"
+        "    time.sleep(0.2)\n"
+        "    os.write(1, b'computed\\n')\n"
+        "    return items\n"
+        "def call():\n"
+        "    try:\n"
+        "        sleep([1, 2, 3])\n"
+        "    except Exception:\n"
+        "        pass\n"
+        "threading.Thread(target=call, daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "computed\n", "")
+
+
+def test_a_function_that_blocks_for_ever_does_not_keep_the_program() -> None:
+    done = run_program(
+        "import threading, time\n"
+        "from fast_batcher import dynamically\n"
+        "begun = threading.Event()\n"
+        "@dynamically\n"
+        "def sleep(items):\n"
+        "    if items != [0]: begun.set(); time.sleep(3600)\n"
+        "    return items\n"
+        "print(sleep(0))\n"
+        "threading.Thread(target=sleep, args=(1,), daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_log_names_a_thread_that_the_end_of_the_program_cuts_off() -> None:
+    done = run_program(
+        "import logging, threading, time\n"
+        "from fast_batcher import dynamically\n"
+        "logging.basicConfig()\n"
+        "begun = threading.Event()\n"
+        "@dynamically\n"
+        "def sleep(items):\n"
+        "    begun.set(); time.sleep(3600)\n"
+        "threading.Thread(target=sleep, args=(1,), daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    assert done.returncode == 0
+    assert done.stderr.startswith("WARNING:fast_batcher:fast_batcher sleep: the program ends")
+
+
+def test_exit_hooks_are_answered_and_those_that_come_too_late_are_refused() -> None:
+    """A hook that was registered before the import runs after the threads have ended."""
+    done = run_program(
+        "import asyncio, atexit\n"
+        "def late():\n"
+        "    loop = asyncio.new_event_loop()\n"
+        "    calls = lambda: double(1), lambda: loop.run_until_complete(double.acall(1))\n"
+        "    for call in (*calls, lambda: known.run_until_complete(double.acall(1))):\n"
+        "        try:\n"
+        "            call()\n"
+        "        except Exception as error:\n"
+        "            print(error)\n"
+        "    double.shutdown()\n"
+        "    print(loop.run_until_complete(on_loop(4)))\n"
+        "    loop.close(), known.close()\n"
+        "atexit.register(late)\n"
+        "from fast_batcher import aio, dynamically\n"
+        "@dynamically\n"
+        "def double(items):\n"
+        "    return [2 * item for item in items]\n"
+        "@aio.dynamically\n"
+        "async def on_loop(items):\n"
+        "    return items\n"
+        "known = asyncio.new_event_loop()\n"
+        "print(double(1), known.run_until_complete(double.acall(2)))\n"
+        "atexit.register(lambda: print(double(3)))\n"
+    )
+    lines = done.stdout.splitlines()
+    assert lines[:4] == ["2 4", "6", *["double: the interpreter is ending"] * 2]
+    assert lines[4:] == ["double was shut down and takes no calls", "4"]
+    assert (done.returncode, done.stderr) == (0, "")
