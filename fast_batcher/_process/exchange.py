@@ -166,8 +166,7 @@ class Exchange:
         if frame.kind is _OUTPUT_ATOMS:
             outcomes = loads(frame.body)
         elif frame.kind is Kind.OUTPUTS:
-            items = self._parts.pop(worker, []) + loads(frame.body)
-            outcomes = [_read_item(item) for item in items]
+            outcomes = _read_items(self._parts.pop(worker, []) + loads(frame.body))
         elif frame.kind in FAILURE_KINDS:
             outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
         else:
@@ -246,13 +245,19 @@ class SharedOutputs:
         return outcomes
 
 
-def _read_item(item: Any) -> Any:
-    if not isinstance(item, bytes):
-        return Failure(RemoteFailure(*item).to_error)
-    try:
-        return loads(item)
-    except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-        return _unreadable(error)
+def _read_items(items: list[Any]) -> list[Any]:
+    """The outcomes that were pickled one by one."""
+    outcomes = []
+    for item in items:
+        try:
+            if isinstance(item, bytes):
+                outcome = loads(item)
+            else:
+                outcome = Failure(RemoteFailure(*item).to_error)
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+            outcome = _unreadable(error)
+        outcomes.append(outcome)
+    return outcomes
 
 
 def _check_count(outcomes: list[Any], count: int) -> None:

@@ -56,11 +56,14 @@ class Posting:
             body = dumps(outputs)
             if len(body) <= self.most_whole:
                 return [(Kind.OUTPUT_ATOMS, body)]
-        for position, output in enumerate(outputs):
-            # By type: an object of the model's may say anything about its class.
-            if issubclass(type(output), BaseException) and position not in failures:
-                failures[position] = codec.describe(output)
-        sent = [None if at in failures else output for at, output in enumerate(outputs)]
+        # By type: an object of the model's may say anything about its class, and they are few.
+        if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
+            for position, output in enumerate(outputs):
+                if issubclass(type(output), BaseException):
+                    failures.setdefault(position, codec.describe(output))
+        sent = outputs
+        if failures:
+            sent = [None if at in failures else output for at, output in enumerate(outputs)]
         try:
             return self._pack_apart(sent, failures)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
@@ -125,6 +128,10 @@ class Posting:
         self, items: "Sequence[bytes | RemoteFailure]", failures: dict[int, RemoteFailure]
     ) -> list[tuple[Kind, bytes]]:
         """Frames for outputs that have been pickled one by one."""
+        if not failures:
+            body = dumps(items)
+            if len(body) <= self._max_frame_bytes:
+                return [(Kind.OUTPUTS, body)]
         outcomes = [
             failures[at] if at in failures else self._limited(item) for at, item in enumerate(items)
         ]

@@ -234,8 +234,10 @@ def _read_inputs(
     if frame.kind is Kind.INPUT_ATOMS:
         return codec.loads(frame.body), {}
     if frame.kind is Kind.INPUTS:
-        items = (*parts.pop(frame.batch_id, ()), *codec.loads(frame.body))
-        values = [_read_item(item) for item in items]
+        items = codec.loads(frame.body)
+        if parts:
+            items = parts.pop(frame.batch_id, []) + items
+        values = _read_items(items)
     else:
         assert slabs is not None, "the parent knows that it shares no memory"
         values = _load_shared(slabs, frame)
@@ -245,11 +247,15 @@ def _read_inputs(
     return values, failures
 
 
-def _read_item(item: bytes) -> Any:
-    try:
-        return codec.loads(item)
-    except BaseException as error:  # noqa: BLE001  unpickling is the user's code too
-        return codec.describe(error)
+def _read_items(items: list[bytes]) -> list[Any]:
+    """The inputs that were pickled one by one; a `RemoteFailure` if one cannot be unpickled."""
+    values = []
+    for item in items:
+        try:
+            values.append(codec.loads(item))
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code too
+            values.append(codec.describe(error))
+    return values
 
 
 def _load_shared(slabs: "SlabViews", frame: Frame) -> list[Any]:

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebuild, take_apart
 
 # Pickle one thing, and unpickle one thing, copied out of the body. The two ends are one program.
-dumps = functools.partial(pickle.dumps, protocol=pickle.HIGHEST_PROTOCOL)
+PROTOCOL = pickle.HIGHEST_PROTOCOL
+dumps = functools.partial(pickle.dumps, protocol=PROTOCOL)
 loads = pickle.loads
 # Types whose values cannot be changed: requests may share them, so a batch of nothing else is one
 # pickle. That takes 0.03 us per short string and not 0.3, each way; without it a request would cost
-# more than three times the floor of the event loop (`benchmarks/overhead.py`).
+# the API process 3.2 times the floor of the event loop on uvloop, and not 2.1
+# (`benchmarks/overhead.py`).
 ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 # Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
 _ITEM_OVERHEAD = 16

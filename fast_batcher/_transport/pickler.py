@@ -13,7 +13,7 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.codec import PROTOCOL
 from fast_batcher._transport.frames import READ_SIZE
 from fast_batcher._transport.slabs import Loose, lay_out
 from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor
@@ -160,12 +160,12 @@ class PartsPickler:
                 all that can be done then.
         """
         if not self._keeps_buffers:
-            self._chunks.extend([dumps(value) for value in values])
+            self._chunks.extend([pickle.dumps(value, PROTOCOL) for value in values])
             return
         keep = _keep_large(self._buffers, self.least, self._large)
         sink = _Sink(self._chunks.append)
         for value in values:
-            pickler = pickle.Pickler(sink, pickle.HIGHEST_PROTOCOL, buffer_callback=keep)
+            pickler = pickle.Pickler(sink, PROTOCOL, buffer_callback=keep)
             if self._reducers is not None:
                 pickler.dispatch_table = self._reducers
             pickler.dump(value)
@@ -181,7 +181,10 @@ class PartsPickler:
 
     def has_enough(self) -> bool:
         """Whether what has just been pickled is so much that it pays to share it."""
-        return bool(self._buffers) or sum(map(_length, self._chunks)) >= LEAST_SHARED
+        if self._buffers:
+            return True
+        length = _length if self._keeps_buffers else len
+        return sum(map(length, self._chunks)) >= LEAST_SHARED
 
     def take_items(self) -> list[bytes]:
         """What has just been pickled, of which there is nothing out of band: a pickle per value.
@@ -337,4 +340,4 @@ def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
         else:
             shape = tuple(tensor.shape)
             return rebuild_tensor, (pickle.PickleBuffer(buffer), tensor.dtype, shape)
-    return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return tensor.__reduce_ex__(PROTOCOL)
