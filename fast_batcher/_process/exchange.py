@@ -99,7 +99,8 @@ class Exchange:
                 request.row.give_up()
         pickled = self._pickle(values)
         if isinstance(pickled, Parts):
-            fits = pickled.size <= self._max_frame_bytes
+            # Not more than an output of the same size may have.
+            fits = codec.fits(pickled.size, self._max_frame_bytes)
             if fits and self._sharing.send(batch, pickled, send, self._send_late):
                 return []
             pickled.release()
@@ -208,7 +209,7 @@ class Exchange:
             )
             refusal.__cause__ = error
             return refusal
-        if not codec.fits(item, self._max_frame_bytes):
+        if not codec.fits(len(item), self._max_frame_bytes):
             return RequestTooLargeError(
                 f"the input takes {len(item)} bytes, more than max_frame_bytes="
                 f"{self._max_frame_bytes} allows"

@@ -148,7 +148,7 @@ class Posting:
             return failure
 
     def _limited(self, item: bytes | RemoteFailure) -> bytes | RemoteFailure:
-        if isinstance(item, RemoteFailure) or codec.fits(item, self._max_frame_bytes):
+        if isinstance(item, RemoteFailure) or codec.fits(len(item), self._max_frame_bytes):
             return item
         return codec.describe(
             InferenceError(

@@ -90,9 +90,9 @@ def size_of(value: Any) -> int:
         return 0
 
 
-def fits(item: bytes, max_frame_bytes: int) -> bool:
-    """Whether this pickled item can travel in a frame by itself."""
-    return _size(item) + _ITEM_OVERHEAD <= max_frame_bytes
+def fits(length: int, max_frame_bytes: int) -> bool:
+    """Whether a pickled item of this length can travel in a frame by itself."""
+    return length + 2 * _ITEM_OVERHEAD <= max_frame_bytes
 
 
 def _size(item: bytes | RemoteFailure) -> int:

@@ -128,7 +128,7 @@ async def test_every_worker_is_started_and_answers(told: Told) -> None:
     assert sorted(told.events) == [("ready", 0), ("ready", 1)]
     assert len(pids_of(pool)) == 2
     for worker in (0, 1):
-        pool.senders[worker](Kind.INPUTS, 7, codec.dumps([worker]))
+        pool.senders[worker](Kind.INPUT_ATOMS, 7, codec.dumps([worker]))
     await told.until(lambda: told.count("answer") == 2)
     assert sorted(told.events[2:]) == [("answer", [0]), ("answer", [1])]
 
@@ -190,7 +190,7 @@ async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
     told: Told, gate: Gate
 ) -> None:
     pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=LIMIT)
-    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
     await gate.visit()
     pool.replace(0)
     await told.until(lambda: told.count("ready") == 2)
@@ -199,7 +199,7 @@ async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
 
 async def test_a_replaced_worker_that_ignores_sigterm_is_killed(told: Told, gate: Gate) -> None:
     pool = await told.ready(Stuck, gate.path, "ignoring SIGTERM", stop_timeout=SOON)
-    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
     await gate.visit()
     pool.replace(0)
     await told.until(lambda: told.count("lost") == 1)
@@ -228,7 +228,7 @@ async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> No
 @pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
 async def test_closing_ends_a_stuck_worker(told: Told, gate: Gate, how: str) -> None:
     pool = await told.ready(Stuck, gate.path, how, stop_timeout=SOON)
-    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
     visit = await gate.visit()
     with Watch([visit.pid]) as worker:
         async with asyncio.timeout(LIMIT):

@@ -49,7 +49,7 @@ class Post:
         """Where large outputs have been left, the sizes of their parts, and so on."""
         ((kind, body),) = self.posting.pack(outputs, {})
         assert kind is Kind.SHARED_OUTPUTS
-        where: list[Any] = loads(body)
+        where: list[Any] = [*loads(body)]
         assert where.pop() == {}
         return where
 

@@ -102,11 +102,11 @@ async def test_a_worker_loads_answers_and_ends_when_it_is_asked_to(owner: Owner)
     assert handle.is_alive
     assert handle.is_attached
     await owner.until(lambda: owner.frames == [(Kind.READY, None)])
-    handle.send(Kind.INPUTS, 1, codec.dumps(["a"]))
+    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
     handle.ask_to_end()
     assert await owner.exit_of(handle) == "exit code 0"
     # What it said before its end has all been told before its end was.
-    assert owner.frames[1:] == [(Kind.OUTPUTS, ["a"])]
+    assert owner.frames[1:] == [(Kind.OUTPUT_ATOMS, ["a"])]
     assert owner.exits == [handle]
 
 
@@ -118,7 +118,7 @@ async def test_a_killed_worker_is_told_once(owner: Owner) -> None:
     handle.kill()
     handle.signal(signal.SIGTERM)
     handle.reap()
-    handle.send(Kind.INPUTS, 1, b"to nobody")
+    handle.send(Kind.INPUT_ATOMS, 1, b"to nobody")
     assert owner.exits == [handle]
 
 
@@ -131,7 +131,7 @@ async def test_frames_may_be_delivered_to_somebody_else(owner: Owner) -> None:
         handle.kill()
 
     handle.deliver_to(take)
-    handle.send(Kind.INPUTS, 1, codec.dumps(["a"]))
+    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
     await owner.exit_of(handle)
     assert delivered == [["a"]]
     assert owner.frames == []
@@ -139,7 +139,7 @@ async def test_frames_may_be_delivered_to_somebody_else(owner: Owner) -> None:
 
 async def test_what_an_ignored_worker_says_is_dropped(owner: Owner, gate: Gate) -> None:
     handle = await owner.ready(Gated, gate.path)
-    handle.send(Kind.INPUTS, 1, codec.dumps(["a"]))
+    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
     visit = await gate.visit()
     handle.ignore()
     handle.ask_to_end()
@@ -162,7 +162,7 @@ async def test_a_worker_that_talks_nonsense_is_killed(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
     handle = await owner.ready(TalksNonsense)
-    handle.send(Kind.INPUTS, 1, codec.dumps([b"nonsense" * 10]))
+    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps([b"nonsense" * 10]))
     assert (await owner.exit_of(handle)).startswith("signal 9")
     assert "worker 0" in caplog.text
     assert "not a message of ours" in caplog.text
@@ -178,7 +178,7 @@ async def test_a_death_is_noticed_though_a_child_holds_the_pipe_open(
     owner: Owner, gate: Gate
 ) -> None:
     handle = await owner.ready(Forks, gate.path)
-    handle.send(Kind.INPUTS, 1, codec.dumps([None]))
+    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps([None]))
     visit = await gate.visit()
     with Watch([visit.note]) as child:
         handle.kill()

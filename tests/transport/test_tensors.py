@@ -1,0 +1,53 @@
+"""Which tensors are simply their bytes, and what is made of bytes. Every kind: `array_kinds`."""
+
+from typing import Any
+
+import pytest
+
+from fast_batcher._transport.tensors import PLAIN_DTYPES, is_plain_tensor, rebuild_tensor
+
+torch: Any = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("name", PLAIN_DTYPES)
+def test_a_tensor_of_numbers_is_made_of_its_bytes_again(name: str) -> None:
+    tensor = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name))
+    assert is_plain_tensor(torch, tensor)
+    raw = bytearray(tensor.view(torch.uint8).numpy().tobytes())
+    got = rebuild_tensor(memoryview(raw), tensor.dtype, tuple(tensor.shape))
+    assert got.dtype == tensor.dtype
+    assert torch.equal(got.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["qint8", "quint8", "qint32", "bits8"])
+def test_a_dtype_that_is_not_known_to_be_safe_is_refused(name: str) -> None:
+    """PyTorch would end the process for some of them."""
+    with pytest.raises(TypeError, match=f"dtype torch.{name} cannot be made of bytes"):
+        rebuild_tensor(memoryview(bytearray(8)), getattr(torch, name), (8,))
+
+
+@pytest.mark.parametrize("length", [0, 31, 33])
+def test_bytes_of_another_number_are_refused(length: int) -> None:
+    with pytest.raises(ValueError, match="has 32 bytes"):
+        rebuild_tensor(memoryview(bytearray(length)), torch.float32, (2, 4))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, of kinds that it will give up
+def test_a_tensor_that_is_more_than_its_bytes_is_not_plain() -> None:
+    plain = torch.ones(4, 4)
+    noted = plain.clone()
+    noted.note = "mine"
+    others = [
+        plain.T[1:],
+        plain.to_sparse(),
+        plain.to("meta"),
+        plain.clone().requires_grad_(),
+        torch.complex(plain, plain).conj(),
+        torch.complex(plain, plain).conj().imag,
+        torch.quantize_per_tensor(plain, 0.5, 3, torch.qint8),
+        torch.nested.nested_tensor([plain, plain]),
+        torch.tensor(1.0),
+        noted,
+    ]
+    assert is_plain_tensor(torch, plain)
+    assert [is_plain_tensor(torch, one) for one in others] == [False] * len(others)
