@@ -103,6 +103,9 @@ RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
 # that runs, and one that waits full behind it. More would only stand in other callers' way.
 MANY_BATCHES_PER_WORKER = 2
+# An answer that is larger than a pipe arrives in time if more of it comes within this many seconds,
+# again and again. A worker that is writing is rarely given no CPU for longer.
+REST_OF_FRAME = 0.05
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -158,8 +161,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             holds where callers have been seen to come back soon and a larger batch is worth it;
             "fixed": wait for a full batch or `max_delay` seconds after the first request.
         max_queue_size: Most requests waiting; default the larger of 1024 and 8 batches per worker.
-        timeout: Seconds until a call gives up where it names no timeout; None for no limit.
-        infer_timeout: Seconds that one batch may take before its worker is replaced, or None.
+        timeout: Seconds until a call gives up where it names no timeout; None for no limit. A
+            worker counts as not ready when it has run one batch for as long and no caller waits for
+            it.
+        infer_timeout: Seconds that one batch may take before its worker is replaced, or None. No
+            other limit replaces a worker that computes.
         start_timeout: Seconds that a worker may take to load the model.
         stop_timeout: Seconds that a worker may take to end before it is made to.
         drain_timeout: Seconds that `aclose` lets accepted requests finish; the default stays below
@@ -385,6 +391,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         # Requests of this turn of the loop, and whether a `_pump` is scheduled to take them.
         self._arrivals: list[Request] = []
         self._pump_is_due = False
+        # Workers whose answer has come in part, and until when more of it has to come.
+        self._answering: dict[int, float] = {}
         # One timer for the earliest moment at which the scheduler wants to be asked.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
@@ -939,7 +947,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._given_up = None
             self._serving_loop = self._loop
             self._move(Event.RECOVERED)
-        self._pump()
+        self._advance(monotonic())
 
     def _worker_retired(self, worker: int) -> None:
         """A worker has been replaced by another that is ready; it answers what it has."""
@@ -959,7 +967,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 f"{how} while it had this request, as another had before; it is not tried again"
             )
             fail(self._tally, request, error)
-        self._pump()
+        self._advance(monotonic())
 
     def _worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
         """A worker was never ready: the end of an opening, a set-back of a replacement."""
@@ -1020,7 +1028,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             return
         # Give the worker its next batch before anything is done about this one.
         if scheduler.queue.size or scheduler.retries:
-            self._pump()
+            self._advance(monotonic())
         if frame.kind is _SHARED_OUTPUTS:
             self._collect(worker, frame, batch)
         else:
@@ -1046,7 +1054,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             )
             self._scheduler.worker_retired(worker)
             self._pool.kill(worker)
-        self._pump()
+        self._advance(monotonic())
 
     def _collect(self, worker: int, frame: Frame, batch: Batch) -> None:
         """The outputs of a batch are in the outbox of its worker: copy them, if anybody waits."""
@@ -1060,10 +1068,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif outputs.answer.size <= MOST_AT_ONCE:
             self._settle(worker, frame, batch.requests, outputs)
         else:
-            scheduler = self._scheduler
-            scheduler.await_rest(batch)
-            if scheduler.next_expiry < self._timer_at:
-                self._set_timer(scheduler.next_expiry)
+            self._scheduler.await_rest(batch)
             self._pool.run_aside(
                 functools.partial(outputs.answer.copy, is_aside=True),
                 functools.partial(self._finish_collecting, worker, frame, batch, outputs),
@@ -1316,9 +1321,34 @@ class DynBatcher(Generic[InputT, OutputT]):
             loop.call_soon(self._pump)
 
     def _pump(self) -> None:
+        """Advance; called by the loop itself, and by nothing that has a frame in hand.
+
+        What has arrived is read before anybody is called late: if the loop was blocked, the answer
+        may have been there for long.
+        """
         self._pump_is_due = False
         self._rows.copied = 0
         now = monotonic()
+        if self._scheduler.next_expiry > now:
+            self._advance(now)
+            return
+        answering = self._pool.read_all()
+        now = monotonic()
+        for worker in answering:
+            self._answering[worker] = now + REST_OF_FRAME
+        self._answering = {one: until for one, until in self._answering.items() if until > now}
+        self._advance(now, has_read=True)
+        if self._answering:
+            self._set_timer(min(self._answering.values()))
+
+    def _advance(self, now: float, *, has_read: bool = False) -> None:
+        """Take what has come, poll, do the actions, set the timer.
+
+        Args:
+            now: The moment.
+            has_read: As for `Scheduler.poll`. While a frame is looked at nothing can be read: the
+                frame would be written over.
+        """
         scheduler = self._scheduler
         arrivals = self._arrivals
         if arrivals:
@@ -1334,10 +1364,10 @@ class DynBatcher(Generic[InputT, OutputT]):
                     self._set_timer(scheduler.next_expiry)
                 return
             self._submit(now, arrivals)
-        self._poll(now)
+        self._poll(now, has_read=has_read)
 
-    def _poll(self, now: float) -> None:
-        actions, wake_at = self._scheduler.poll(now)
+    def _poll(self, now: float, *, has_read: bool) -> None:
+        actions, wake_at = self._scheduler.poll(now, has_read=has_read, answering=self._answering)
         for action in actions:
             if isinstance(action, Dispatch):
                 unsendable = self._exchange.send(action.batch)
@@ -1389,9 +1419,15 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._tell_expired(action.request, action.reason, action.refusal)
         elif isinstance(action, Stall):
             logger.warning(
-                "%s: worker %d is not ready: every request of its batch has expired",
+                "%s: worker %d is not ready: it has computed one batch for timeout=%s seconds, and "
+                "no caller waits for it any more; it gets no other before it answers, and is "
+                "replaced %s",
                 self.name,
                 self._place(action.worker),
+                self._settings.timeout,
+                "by infer_timeout alone, which is not set"
+                if self._settings.infer_timeout is None
+                else f"after infer_timeout={self._settings.infer_timeout} seconds",
             )
         else:
             logger.warning(
@@ -1451,6 +1487,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         """The caller has gone. Nothing here waits: cancel scopes cancel again at every wait."""
         self._take_arrivals(monotonic())  # it may be one of them
         self._cancel(request)
+        if self._scheduler.next_expiry < self._timer_at:
+            self._set_timer(self._scheduler.next_expiry)
         if self._drained is not None:
             self._notice_drained()
 

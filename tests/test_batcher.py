@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import anyio
+import httpx2
 import psutil
 import pytest
+from fastapi import Depends, FastAPI
 from sample_models import (
     BatchSize,
     Closes,
@@ -48,6 +50,7 @@ from fast_batcher import (
     QueueFullError,
     WorkerStartupError,
 )
+from fast_batcher.fastapi import health_router, install_exception_handlers, request_timeout
 
 pytestmark = pytest.mark.anyio
 
@@ -496,27 +499,69 @@ async def test_a_timeout_error_names_the_timeout_and_no_difference_of_clocks(
         assert_balance(batcher)
 
 
-async def test_a_worker_whose_whole_batch_has_expired_is_not_ready_until_it_answers(
+async def test_a_worker_that_computes_for_nobody_beyond_the_timeout_is_not_ready_until_it_answers(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        hasty = [call(batcher, number, timeout=SOON) for number in range(2)]
+    async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
+        hasty = [call(batcher, number) for number in range(2)]
         visit = await gate.visit()
         assert batcher.stats.workers_ready == 1
         for task in hasty:
             assert isinstance(await outcome(task), DeadlineExceededError)
-        assert (batcher.is_ready, batcher.stats.workers_ready) == (False, 0)
+        await until(lambda: not batcher.is_ready)
+        assert batcher.stats.workers_ready == 0
         with pytest.raises(NotReadyError, match=rf"within its timeout of {SOON} seconds"):
-            await batcher.process_batched("nobody there", timeout=SOON)
+            await batcher.process_batched("nobody there")
         warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
         assert len(warnings) == 1
-        assert "every request of its batch has expired" in warnings[0].getMessage()
-        waiting = call(batcher, "waiting")
+        assert f"it has computed one batch for timeout={SOON} seconds" in warnings[0].getMessage()
+        assert "infer_timeout alone, which is not set" in warnings[0].getMessage()
+        waiting = call(batcher, "waiting", timeout=LIMIT)
         visit.let_on()
         (await gate.visit()).let_on()
         assert await outcome(waiting) == "waiting"
         assert batcher.stats.workers_ready == 1
         assert_balance(batcher)
+
+
+async def test_a_worker_whose_last_caller_leaves_beyond_the_timeout_is_not_ready(
+    gate: Gate,
+) -> None:
+    """Nothing else happens then that would make anybody look."""
+    async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
+        patient = call(batcher, "patient", timeout=LIMIT)
+        await gate.visit()
+        hasty = call(batcher, "hasty")
+        assert isinstance(await outcome(hasty), DeadlineExceededError)
+        assert batcher.is_ready
+        patient.cancel()
+        await until(lambda: not batcher.is_ready)
+        gate.close()
+
+
+async def test_a_client_in_a_hurry_does_not_take_the_server_out_of_service(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.path,))
+    app = FastAPI(lifespan=batcher.lifespan)
+    app.include_router(health_router(batcher))
+    install_exception_handlers(app)
+
+    @app.get("/")
+    async def infer(timeout: Annotated[float, Depends(request_timeout(batcher))]) -> str:
+        output: str = await batcher.process_batched("hurried", timeout=timeout)
+        return output
+
+    transport = httpx2.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        hurried = await client.get("/", headers={"X-Request-Timeout": str(SOON)})
+        assert hurried.status_code == 504
+        assert (await client.get("/readyz")).status_code == 200
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+        gate.close()
 
 
 async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:

@@ -201,7 +201,10 @@ class Expire:
 
 
 class Stall:
-    """Every request of this worker's batch has expired; it counts as not ready until it answers."""
+    """This worker has run a batch for the batcher's `timeout`, and no caller waits for it any more.
+
+    The worker counts as not ready until it answers.
+    """
 
     __slots__ = ("worker",)
 

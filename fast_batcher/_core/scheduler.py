@@ -6,7 +6,7 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 `is_settled` is True.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import TypeVar
 
@@ -55,7 +55,8 @@ class _Slot:
         self.batches: list[Batch] = []
         # When it began with the first one.
         self.started_at = 0.0
-        # Every request of its first batch has expired: it gets no more until it answers.
+        # Nobody waits for its first batch any more, which has run for the batcher's `timeout`; or
+        # it is being replaced. It gets no more until it answers.
         self.is_stalled = False
         # The first batch of a process is slow for reasons of its own.
         self.has_answered = False
@@ -76,6 +77,7 @@ class Scheduler:
         weigh: Sees to it that a request has its `size`, where there is `max_queue_bytes`. That
             takes time, so it is called for those alone that nothing else refuses. None if all have.
         timeout: Seconds from arrival to deadline where the caller names none, or None for no limit.
+            A worker that has run a batch for as long, and for nobody, counts as stalled.
         max_latency: Seconds from arrival by which an answer is wanted, or None: see `Admission`.
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
         idempotent: Whether a request may be computed twice.
@@ -522,6 +524,13 @@ class Scheduler:
             batch = self._batches.get(request.batch_id) or self._arriving.get(request.batch_id)
             if batch is not None:  # else it waits for another try
                 batch.open_count -= 1
+                self._notice_desertion(batch)
+
+    def _notice_desertion(self, batch: Batch) -> None:
+        """If nobody waits for a batch any more, its worker may be stalled, now or later."""
+        slot = self._all_slots.get(batch.worker)
+        if not batch.open_count and slot and slot.batches and batch is slot.batches[0]:
+            self.next_expiry = min(self.next_expiry, slot.started_at + self._timeout)
 
     def begin_drain(self) -> None:
         """Take no more requests, and wait for nobody: what is queued leaves as workers get free."""
@@ -688,11 +697,10 @@ class Scheduler:
     def await_rest(self, batch: Batch) -> None:
         """The answer of a batch that `batch_done` has just given back is not all here yet.
 
-        Its worker is free. Until `rest_arrived` its requests count as running.
+        Its worker is free. Until `rest_arrived` its requests count as running, and do not expire:
+        their answer has come in time.
         """
         self._arriving[batch.id] = batch
-        # In between somebody may have looked for the earliest without it.
-        self.next_expiry = min(self.next_expiry, batch.deadline)
 
     def rest_arrived(self, batch: Batch) -> bool:
         """All of the answer is here.
@@ -723,6 +731,7 @@ class Scheduler:
             if not request.is_settled:
                 request.is_settled = True
                 batch.open_count -= 1
+        self._notice_desertion(batch)
         if not batch.requests:
             slot = self._all_slots[batch.worker]
             was_first = slot.batches[0] is batch
@@ -742,6 +751,7 @@ class Scheduler:
         self._all_slots.clear()
         self._batches.clear()
         self._arriving.clear()
+        self.next_expiry = inf
         return rest
 
     def _new_queue(self) -> RequestQueue:
@@ -766,9 +776,17 @@ class Scheduler:
         return [r for r in (*self.queue, *self._retries, *running) if not r.is_settled]
 
     def poll(  # noqa: C901  flat on purpose
-        self, now: float
+        self, now: float, *, has_read: bool = True, answering: Collection[int] = ()
     ) -> tuple[list[Action], float | None]:
         """Decide what to do now.
+
+        Args:
+            now: The moment.
+            has_read: Whether all that the workers had said by this moment has been applied. While
+                it has not, no request that a worker has is late, and no worker: the answer may be
+                there already. The moment returned may then have passed.
+            answering: Workers whose next answer has arrived in part: for the batch that they answer
+                it is the same.
 
         Returns:
             What the shell has to do, in this order, and the moment at which `poll` wants to be
@@ -777,7 +795,7 @@ class Scheduler:
         """
         actions: list[Action] = []
         if self.next_expiry <= now:
-            self._expire(now, actions)
+            self._expire(now, actions, has_read, answering)
             self.next_expiry = self._earliest_expiry()
         wake_at = self.next_expiry
         if self.retries:
@@ -934,21 +952,26 @@ class Scheduler:
         slot.started_at = now
         if now + self._infer_timeout < self.next_expiry:
             self.next_expiry = now + self._infer_timeout
+        if slot.batches:  # its callers may have gone while it waited behind another
+            self._notice_desertion(slot.batches[0])
 
     def _earliest_expiry(self) -> float:
         earliest = self.queue.earliest_deadline() if self.queue.size else inf
         for request in self._retries:
             earliest = min(earliest, request.deadline)
-        for batch in (*self._batches.values(), *self._arriving.values()):
+        for batch in self._batches.values():
             if batch.deadline < earliest and batch.open_count:
                 earliest = batch.deadline
-        if self._infer_timeout != inf:
-            for slot in self._all_slots.values():
-                if slot.batches:
-                    earliest = min(earliest, slot.started_at + self._infer_timeout)
+        for slot in self._all_slots.values():
+            if slot.batches:
+                earliest = min(earliest, slot.started_at + self._infer_timeout)
+                if not slot.is_stalled and not slot.batches[0].open_count:
+                    earliest = min(earliest, slot.started_at + self._timeout)
         return earliest
 
-    def _expire(self, now: float, actions: list[Action]) -> None:
+    def _expire(
+        self, now: float, actions: list[Action], has_read: bool, answering: Collection[int]
+    ) -> None:
         tally = self.tally
         reason = ExpiryReason.WAITING if self.workers_ready else ExpiryReason.NOT_READY
         expired = self.queue.pop_expired(now)
@@ -959,10 +982,13 @@ class Scheduler:
             expired = late + expired
         tally.expired += len(expired)
         actions.extend(Expire(request, reason) for request in expired)
-        for slot in self._all_slots.values():
-            self._expire_running(now, slot, actions)
-        for batch in self._arriving.values():
-            self._expire_batch(now, batch, actions)
+        if has_read:
+            for slot in self._all_slots.values():
+                if slot.id in answering:
+                    for batch in slot.batches[1:]:
+                        self._expire_batch(now, batch, actions)
+                else:
+                    self._expire_running(now, slot, actions)
 
     def _expire_running(self, now: float, slot: _Slot, actions: list[Action]) -> None:
         if slot.batches and slot.started_at + self._infer_timeout <= now:
@@ -973,15 +999,20 @@ class Scheduler:
             slot.is_stalled = True
             slot.started_at = inf  # said once
         for batch in slot.batches:
-            has_expired = self._expire_batch(now, batch, actions)
-            if has_expired and batch is slot.batches[0] and not batch.open_count:
-                slot.is_stalled = True
-                actions.append(Stall(slot.id))
+            self._expire_batch(now, batch, actions)
+        if (
+            slot.batches
+            and not slot.batches[0].open_count
+            and slot.started_at + self._timeout <= now
+            and not slot.is_stalled
+        ):
+            slot.is_stalled = True
+            actions.append(Stall(slot.id))
 
-    def _expire_batch(self, now: float, batch: Batch, actions: list[Action]) -> bool:
-        """Expire those of a batch whose time is over; whether there are any."""
+    def _expire_batch(self, now: float, batch: Batch, actions: list[Action]) -> None:
+        """Expire those of a batch whose time is over."""
         if batch.deadline > now or not batch.open_count:
-            return False
+            return
         for request in batch.requests:
             if not request.is_settled and request.deadline <= now:
                 request.is_settled = True
@@ -990,7 +1021,6 @@ class Scheduler:
                 actions.append(Expire(request, ExpiryReason.RUNNING))
         open_deadlines = [r.deadline for r in batch.requests if not r.is_settled]
         batch.deadline = min(open_deadlines, default=inf)
-        return True
 
 
 def _was_settled(request: Request) -> bool:

@@ -251,6 +251,16 @@ class Pool:
         except RuntimeError:  # the system has no thread for us: better late than never
             self._done_in_thread(done, _run(job))
 
+    def read_all(self) -> list[int]:
+        """Hand on what the ready workers have said by now.
+
+        Not while a frame is handed on: it would be written over.
+
+        Returns:
+            Those of whom the rest of a frame is coming.
+        """
+        return [handle.id for handle in [*self._serving.values()] if handle.read_all()]
+
     def answered_ping(self, worker: int) -> None:
         """A worker has said PONG."""
         self._heartbeat.answered(worker)
@@ -440,6 +450,10 @@ class Pool:
         handle.set_timer(self._loop.call_later(self._settings.stop_timeout, then))
 
     def _start_timed_out(self, handle: WorkerHandle) -> None:
+        if handle.is_attached:  # it may have been ready in time, and the loop was blocked
+            handle.read_all()
+        if handle.is_ready:
+            return
         self._give_up_start(
             handle,
             WorkerStartupError(
@@ -526,6 +540,7 @@ class Pool:
     def _beat(self) -> None:
         """Ping the idle workers, and replace those that have not answered the last ping."""
         assert self._loop is not None, "set by open"
+        self.read_all()  # the answers to the last pings may be there, and the loop was blocked
         # Those that have been asked to end read nothing more.
         idle = [
             worker

@@ -212,6 +212,11 @@ class WorkerHandle:
         except (OSError, IndexError):  # it has just died
             return 0
 
+    def read_all(self) -> bool:
+        """Hand on what it has said by now; whether the rest of a frame is coming."""
+        assert self._channel is not None, "it is ready"
+        return self._channel.drain()
+
     def ask_to_end(self) -> None:
         """Let it finish what it has and end by itself. Its answers still count."""
         self.was_asked_to_end = True

@@ -89,6 +89,8 @@ class LoopChannel:
         self.on_frame = on_frame
         self._on_end = on_end
         self._loop: AbstractEventLoop | None = None
+        # Of a frame that had arrived in part when `drain` was called last: see `FrameReader`.
+        self._missing: int | None = None
         # What the pipe has not taken yet. Bounded by the batches a worker is given at once.
         self._backlog: deque[memoryview | Place] = deque()
         self._is_over = False
@@ -142,10 +144,19 @@ class LoopChannel:
             assert self._loop is not None, "nothing is sent before a loop is attached"
             self._loop.add_writer(self._sink, self._write_backlog)
 
-    def drain(self) -> None:
-        """Hand on what has arrived: a reply may be read after the death of its writer."""
+    def drain(self) -> bool:
+        """Hand on what has arrived: a reply may be read after the death of its writer.
+
+        Not while a frame is handed on: it would be written over.
+
+        Returns:
+            Whether a frame has arrived in part, and more of it since the last call.
+        """
         while self._read():
             pass
+        missing = None if self._is_over else self._reader.missing
+        before, self._missing = self._missing, missing
+        return missing is not None and missing != before
 
     def close(self) -> None:
         """Forget everything that has not been sent and close the ends; may be called again."""

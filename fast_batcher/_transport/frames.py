@@ -195,6 +195,11 @@ class FrameReader:
         body = self._view[start + HEADER_SIZE : start + size]
         return _make_frame((kind, batch_id, seconds, body))
 
+    @property
+    def missing(self) -> int | None:
+        """A number that falls as more of a frame comes, None if no frame has come in part."""
+        return len(self._space) if self.rest or self._large is not None else None
+
     def _make_space(self) -> None:
         """Move the beginning of a frame to the beginning of the buffer."""
         if self._start:

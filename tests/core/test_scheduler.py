@@ -477,28 +477,32 @@ def test_a_worker_goes_on_while_its_answer_arrives() -> None:
     assert scheduler.rest_arrived(batch)
 
 
-def test_a_request_expires_while_its_answer_arrives() -> None:
-    scheduler = make()
-    (hurried,) = submit(scheduler, 0.0, deadline=5.0)
-    (patient,) = submit(scheduler, 0.0, deadline=9.0)
+def test_no_request_expires_while_its_answer_arrives() -> None:
+    scheduler = make(timeout=7.0)
+    requests = [*submit(scheduler, 0.0, deadline=5.0), *submit(scheduler, 0.0)]
     batch = arriving(scheduler, 0.0)
-    actions, wake_at = scheduler.poll(5.0)
-    assert told(actions) == [(ExpiryReason.RUNNING, hurried)]
-    assert wake_at == 9.0
-    actions, wake_at = scheduler.poll(9.0)
-    assert told(actions) == [(ExpiryReason.RUNNING, patient)]
-    assert (wake_at, scheduler.running, scheduler.workers_ready) == (None, 0, 1)
+    assert scheduler.poll(5.0) == ([], None)
+    assert scheduler.poll(9.0) == ([], None)
+    assert (scheduler.running, scheduler.workers_ready) == (2, 1)
     assert scheduler.rest_arrived(batch)
+    assert not any(request.is_settled for request in requests)
 
 
-def test_a_deadline_is_not_forgotten_between_an_answer_and_its_rest() -> None:
-    scheduler = make()
-    submit(scheduler, 0.0, deadline=9.0)
-    (batch,) = poll_batches(scheduler, 0.0)
-    assert scheduler.batch_done(1.0, 0, batch.id) is batch
-    scheduler.next_expiry = inf  # somebody has looked
-    scheduler.await_rest(batch)
-    assert scheduler.poll(1.0)[1] == 9.0
+def test_no_running_request_expires_before_all_that_was_said_is_known() -> None:
+    scheduler = make(timeout=1.0, max_batch_size=1, infer_timeout=3.0)
+    batch = run(scheduler, 0.0)
+    run(scheduler, 0.0)
+    (waiting,) = submit(scheduler, 0.0)
+    # The shell has to come back: there is something to be judged.
+    actions, wake_at = scheduler.poll(4.0, has_read=False)
+    assert told(actions) == [(ExpiryReason.WAITING, waiting)]
+    assert wake_at == 1.0
+    assert settle(scheduler, 4.0, batch) == batch.requests
+    # The worker has begun with the other one only now, as far as anybody knows.
+    (expired,) = scheduler.poll(4.0)[0]
+    assert isinstance(expired, Expire)
+    assert expired.reason is ExpiryReason.RUNNING
+    assert scheduler.workers_ready == 1
 
 
 def test_a_caller_leaves_while_the_answer_arrives() -> None:
@@ -556,11 +560,11 @@ def test_the_first_deadline_counts_wherever_its_request_is(deadlines: Sequence[f
         run(scheduler, 0.0, deadline=deadline)
     submit(scheduler, 0.0, deadline=waiting)
     actions, wake_at = scheduler.poll(0.5)
-    assert [type(action) for action in actions] == [Expire, Stall]
+    assert [type(action) for action in actions] == [Expire]
     assert wake_at == 3.0
 
 
-def test_a_worker_whose_whole_batch_has_expired_is_not_ready() -> None:
+def test_a_worker_is_not_ready_when_it_has_run_for_the_timeout_and_nobody_waits() -> None:
     scheduler = make(timeout=5.0)
     batch = run(scheduler, 0.0, 2)
     actions, wake_at = scheduler.poll(5.0)
@@ -574,11 +578,11 @@ def test_a_worker_whose_whole_batch_has_expired_is_not_ready() -> None:
 
 
 def test_a_stalled_worker_gets_nothing_until_it_answers() -> None:
-    scheduler = make(max_batch_size=2)
-    stuck = run(scheduler, 0.0, deadline=5.0)
+    scheduler = make(max_batch_size=2, timeout=5.0)
+    stuck = run(scheduler, 0.0)
     scheduler.poll(5.0)
     waiting = submit(scheduler, 6.0, 2)
-    assert scheduler.poll(6.0) == ([], None)
+    assert scheduler.poll(6.0) == ([], 11.0)
     assert settle(scheduler, 7.0, stuck) == []
     assert scheduler.workers_ready == 1
     (batch,) = poll_batches(scheduler, 7.0)
@@ -586,16 +590,16 @@ def test_a_stalled_worker_gets_nothing_until_it_answers() -> None:
 
 
 def test_behind_a_stalled_worker_requests_expire_as_not_ready() -> None:
-    scheduler = make()
-    run(scheduler, 0.0, deadline=5.0)
+    scheduler = make(timeout=5.0)
+    run(scheduler, 0.0)
     scheduler.poll(5.0)
     (late,) = submit(scheduler, 6.0, deadline=8.0)
     assert told(scheduler.poll(8.0)[0]) == [(ExpiryReason.NOT_READY, late)]
 
 
 def test_others_serve_while_one_is_stalled() -> None:
-    scheduler = make(workers=2)
-    assert run(scheduler, 0.0, deadline=5.0).worker == 0
+    scheduler = make(workers=2, timeout=5.0)
+    assert run(scheduler, 0.0).worker == 0
     scheduler.poll(5.0)
     assert scheduler.workers_ready == 1
     assert run(scheduler, 6.0).worker == 1
@@ -604,13 +608,58 @@ def test_others_serve_while_one_is_stalled() -> None:
 
 
 def test_a_worker_is_said_to_be_stalled_once() -> None:
-    scheduler = make()
+    scheduler = make(timeout=6.0)
     submit(scheduler, 0.0, deadline=5.0)
-    submit(scheduler, 0.0, deadline=6.0)
+    submit(scheduler, 0.0)
     scheduler.poll(0.0)
     assert [type(action) for action in scheduler.poll(5.0)[0]] == [Expire]
     assert [type(action) for action in scheduler.poll(6.0)[0]] == [Expire, Stall]
     assert scheduler.poll(7.0) == ([], None)
+
+
+def test_a_clients_shorter_deadline_says_nothing_about_the_worker() -> None:
+    scheduler = make(max_batch_size=1, timeout=30.0)
+    batch = run(scheduler, 0.0, deadline=0.05)
+    # It is looked again when the server's own limit is reached.
+    actions, wake_at = scheduler.poll(0.05)
+    assert told(actions) == [(ExpiryReason.RUNNING, batch.requests[0])]
+    assert (scheduler.workers_ready, wake_at) == (1, 30.0)
+    # It is still given a full batch ahead.
+    run(scheduler, 1.0, deadline=60.0)
+    assert told(scheduler.poll(30.0)[0]) == [(Stall, 0)]
+    assert scheduler.workers_ready == 0
+    settle(scheduler, 31.0, batch)
+    assert scheduler.workers_ready == 1
+
+
+def test_a_worker_is_ready_as_long_as_somebody_waits_for_its_batch() -> None:
+    """A caller may have allowed more than the batcher's timeout."""
+    scheduler = make(timeout=5.0)
+    batch = run(scheduler, 0.0, deadline=50.0)
+    assert scheduler.poll(5.0) == ([], 50.0)
+    scheduler.cancel(batch.requests[0])
+    # There is no poll after it: the shell sets its timer by this.
+    assert scheduler.next_expiry == 5.0
+    assert told(scheduler.poll(20.0)[0]) == [(Stall, 0)]
+
+
+def test_a_batch_whose_callers_went_while_it_waited_stalls_its_worker_too() -> None:
+    scheduler = make(max_batch_size=1, timeout=5.0)
+    first = run(scheduler, 0.0, deadline=60.0)
+    behind = run(scheduler, 0.0, deadline=60.0)
+    scheduler.cancel(behind.requests[0])
+    assert scheduler.poll(1.0) == ([], 60.0)
+    settle(scheduler, 10.0, first)
+    assert scheduler.poll(10.0) == ([], 15.0)
+    assert told(scheduler.poll(15.0)[0]) == [(Stall, 0)]
+
+
+def test_without_a_timeout_no_worker_stalls() -> None:
+    scheduler = make(timeout=None)
+    run(scheduler, 0.0, deadline=5.0)
+    assert [type(action) for action in scheduler.poll(5.0)[0]] == [Expire]
+    assert scheduler.poll(1000.0) == ([], None)
+    assert scheduler.workers_ready == 1
 
 
 def test_a_batch_that_waits_behind_another_stalls_nobody() -> None:
@@ -626,8 +675,8 @@ def test_a_batch_that_waits_behind_another_stalls_nobody() -> None:
 
 
 def test_the_batch_behind_a_stalled_one_keeps_its_deadline() -> None:
-    scheduler = make(max_batch_size=1)
-    first = run(scheduler, 0.0, deadline=5.0)
+    scheduler = make(max_batch_size=1, timeout=5.0)
+    first = run(scheduler, 0.0)
     second = run(scheduler, 0.0, deadline=9.0)
     assert [type(action) for action in scheduler.poll(5.0)[0]] == [Expire, Stall]
     assert settle(scheduler, 6.0, first) == []
@@ -650,7 +699,7 @@ def test_the_deadline_of_a_cancelled_running_request_is_nobodys() -> None:
     scheduler.cancel(hurried)
     assert scheduler.poll(5.0) == ([], 9.0)
     actions, _ = scheduler.poll(9.0)
-    assert told(actions) == [(ExpiryReason.RUNNING, patient), (Stall, 0)]
+    assert told(actions) == [(ExpiryReason.RUNNING, patient)]
 
 
 # infer_timeout.
@@ -740,8 +789,8 @@ def test_a_batch_whose_callers_have_all_gone_still_has_its_time() -> None:
 
 
 def test_a_stalled_worker_is_replaced_when_its_time_is_over() -> None:
-    scheduler = make(infer_timeout=4.0)
-    run(scheduler, 0.0, deadline=2.0)
+    scheduler = make(infer_timeout=4.0, timeout=2.0)
+    run(scheduler, 0.0)
     assert [type(action) for action in scheduler.poll(2.0)[0]] == [Expire, Stall]
     assert told(scheduler.poll(4.0)[0]) == [(Replace, 0)]
 
@@ -964,7 +1013,7 @@ def test_an_arrival_asks_for_no_size_but_its_own_however_many_wait(is_ranked: bo
         scheduler = make(workers=0, max_queue_size=2000, max_queue_bytes=10**9)
         if is_ranked:
             scheduler.rank_requests()
-        requests = [Counted(None, None) for _ in range(waiting + 1)]
+        requests: list[Request] = [Counted(None, None) for _ in range(waiting + 1)]
         for request in requests:
             request.size = 7
         assert scheduler.submit(0.0, requests[:-1]) == []

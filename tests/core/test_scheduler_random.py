@@ -7,6 +7,7 @@ same events and must decide the same.
 
 import itertools
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import floor, inf
 from typing import Any
@@ -136,7 +137,7 @@ class Running:
     isolate_until: float = inf
 
 
-@dataclass
+@dataclass(eq=False)
 class Worker:
     """What the oracle knows of a ready worker."""
 
@@ -186,6 +187,10 @@ class Schedule(RuleBasedStateMachine):
         self.requests: dict[int, tuple[Request, Request]] = {}
         self.now = 0.0
         self.wake_at: float | None = None
+        # Whether all that workers had said was known at the last poll.
+        self.has_read = True
+        # Those of whose next answer a part was there.
+        self.answering: list[Worker] = []
         self.is_draining = False
         # Since when there has been a free worker and requests that it was not given.
         self.held_since: float | None = None
@@ -309,6 +314,9 @@ class Schedule(RuleBasedStateMachine):
             (self.scheduler, self.twin), self.requests[number], strict=True
         ):
             scheduler.cancel(request)
+        # The shell sets its timer for it.
+        if self.scheduler.next_expiry < (inf if self.wake_at is None else self.wake_at):
+            self.wake_at = self.scheduler.next_expiry
         if number not in self.left:
             self.leave(number, "cancelled")
 
@@ -486,21 +494,26 @@ class Schedule(RuleBasedStateMachine):
         if is_polled:
             self.poll()
 
-    @rule(pause=pauses)
-    def time_passes(self, pause: float) -> None:
+    @rule(pause=pauses, has_read=usually, answering=st.sets(st.integers(0, 3)))
+    def time_passes(self, pause: float, has_read: bool, answering: set[int]) -> None:
         self.now += pause
-        self.poll()
+        self.poll(has_read, answering)
 
-    def poll(self) -> None:
+    def poll(self, has_read: bool = True, answering: Collection[int] = ()) -> None:
         was_due = self.wake_at is not None and self.now >= self.wake_at
         before = self.wake_at
-        actions, wake_at = self.scheduler.poll(self.now)
-        twin_actions, twin_wake_at = self.twin.poll(self.now)
+        self.has_read = has_read
+        self.answering = [self.workers[index] for index in answering if index in self.workers]
+        unread: dict[str, Any] = {"has_read": has_read, "answering": answering}
+        actions, wake_at = self.scheduler.poll(self.now, **unread)
+        twin_actions, twin_wake_at = self.twin.poll(self.now, **unread)
         assert [plain(action) for action in actions] == [plain(action) for action in twin_actions]
         assert wake_at == twin_wake_at
         self.wake_at = wake_at
         self.apply(actions)
         self.check_nothing_is_missing()
+        if not has_read or answering:
+            return
         assert wake_at is None or wake_at > self.now
         if was_due and before is not None:
             assert actions or wake_at is None or wake_at > before
@@ -573,6 +586,9 @@ class Schedule(RuleBasedStateMachine):
                 for one in worker.batches
                 if number in one.open_ids
             )
+            assert self.has_read, "its answer may be there"
+            is_next = one is worker.batches[0]
+            assert not (is_next and worker in self.answering), "a part of its answer is there"
             if action.reason is ExpiryReason.INFER_TIMEOUT:
                 assert one is worker.batches[0]
                 assert self.has_run_too_long(worker)
@@ -582,14 +598,23 @@ class Schedule(RuleBasedStateMachine):
 
     def stall(self, worker: Worker) -> None:
         assert not worker.is_stalled
-        assert not worker.batches[0].open_ids
+        assert self.has_read, "its answer may be there"
+        assert worker not in self.answering, "a part of its answer is there"
+        assert self.has_run_for_nobody(worker)
         worker.is_stalled = True
 
     def replace(self, worker: Worker) -> None:
         assert not worker.is_replaced, "it is replaced once"
+        assert self.has_read, "its answer may be there"
+        assert worker not in self.answering, "a part of its answer is there"
         assert self.has_run_too_long(worker)
         assert not worker.batches[0].open_ids, "its callers have been told"
         worker.is_stalled = worker.is_replaced = True
+
+    def has_run_for_nobody(self, worker: Worker) -> bool:
+        limit = self.options.timeout
+        is_deserted = bool(worker.batches) and not worker.batches[0].open_ids
+        return limit is not None and is_deserted and worker.started_at + limit <= self.now
 
     def has_run_too_long(self, worker: Worker) -> bool:
         limit = self.options.infer_timeout
@@ -696,10 +721,16 @@ class Schedule(RuleBasedStateMachine):
         """After a poll: nobody waits for a decision that should have been made."""
         alive = [*self.waiting, *self.retrying()]
         for worker in self.workers.values():
-            alive += [number for one in worker.batches for number in one.open_ids]
-            assert worker.is_replaced or not self.has_run_too_long(worker)
+            if self.has_read and worker not in self.answering:
+                alive += [number for one in worker.batches for number in one.open_ids]
+                assert worker.is_replaced or not self.has_run_too_long(worker)
+                assert worker.is_stalled or not self.has_run_for_nobody(worker)
             limit = self.options.infer_timeout
             if worker.batches and limit is not None and not worker.is_replaced:
+                self.check_it_wakes_by(worker.started_at + limit)
+            limit = self.options.timeout
+            is_deserted = bool(worker.batches) and not worker.batches[0].open_ids
+            if is_deserted and limit is not None and not worker.is_stalled:
                 self.check_it_wakes_by(worker.started_at + limit)
         for number in alive:
             assert self.deadlines[number] > self.now, "it expires at the poll at its deadline"

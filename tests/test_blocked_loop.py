@@ -1,0 +1,150 @@
+"""What was in time stays in time when somebody has blocked the event loop, or is being copied."""
+
+import asyncio
+import select
+import time
+from time import monotonic
+from typing import Any
+
+import pytest
+from desk import MEBI, copier_held, until_copying
+from sample_models import Echo, Gated, GatedOnLoad, Grows
+from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
+
+from fast_batcher import DeadlineExceededError, DynBatcher
+from fast_batcher._process.input_rows import MOST_AT_ONCE
+from fast_batcher._process.worker_handle import WorkerHandle
+
+pytestmark = pytest.mark.anyio
+
+# Long enough for a worker to answer at once, on a busy machine too, in seconds.
+IN_TIME = 1.0
+# Turns of the loop until a call has been dispatched; its answer is read in a later one at best.
+DISPATCH = 2
+
+
+def block_the_loop(handle: WorkerHandle, seconds: float) -> None:
+    """Until the worker has answered, and so many seconds have passed: an endpoint's mistake."""
+    deadline = monotonic() + seconds
+    assert handle._channel is not None
+    assert select.select([handle._channel._source], [], [], LIMIT)[0], "the worker said nothing"
+    time.sleep(max(0.0, deadline - monotonic()))
+
+
+def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerHandle:
+    (handle,) = batcher._pool.remaining()
+    return handle
+
+
+@pytest.fixture(params=["timer", "pump"])
+def next_thing(request: pytest.FixtureRequest) -> Any:
+    """What the loop does first when it runs again, besides reading: depends on the loop."""
+    return request.param
+
+
+@pytest.mark.parametrize("settings", [{"timeout": IN_TIME}, {"infer_timeout": IN_TIME}])
+async def test_an_answer_that_came_while_the_loop_was_blocked_is_delivered(
+    settings: Any, next_thing: str
+) -> None:
+    async with DynBatcher(Echo, **settings) as batcher:
+        handle = worker_of(batcher)
+        answered = call(batcher, "in time")
+        await turns(DISPATCH)
+        assert batcher.stats.running == 1
+        block_the_loop(handle, 1.1 * IN_TIME)
+        if next_thing == "pump":
+            batcher.reconfigure(max_queue_size=None)
+        assert await outcome(answered) == "in time"
+        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
+        assert batcher.is_ready
+        assert_balance(batcher)
+
+
+async def test_what_no_worker_has_answered_expires_all_the_same(
+    next_thing: str, gate: Gate
+) -> None:
+    settings: dict[str, Any] = {"num_workers": 2, "timeout": IN_TIME}
+    async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
+        answered, late = call(batcher, "in time"), call(batcher, "late")
+        visits = {visit.note[0]: visit for visit in [await gate.visit(), await gate.visit()]}
+        handles = batcher._pool.remaining()
+        (handle,) = [one for one in handles if one.pid == visits["in time"].pid]
+        waiting = call(batcher, "waiting")
+        await turns()
+        visits["in time"].let_on()
+        block_the_loop(handle, 1.1 * IN_TIME)
+        if next_thing == "pump":
+            batcher.reconfigure(max_queue_size=None)
+        assert await outcome(answered) == "in time"
+        error = await outcome(late)
+        assert isinstance(error, DeadlineExceededError)
+        assert "the model had not answered" in str(error)
+        assert isinstance(await outcome(waiting), DeadlineExceededError)
+        gate.close()
+        assert_balance(batcher)
+
+
+@pytest.mark.parametrize("settings", [{"timeout": IN_TIME}, {"infer_timeout": IN_TIME}])
+@pytest.mark.parametrize(
+    "shared", [{}, {"max_shared_bytes": 0}], ids=["in shared memory", "through the pipe"]
+)
+async def test_a_large_answer_that_came_while_the_loop_was_blocked_is_delivered(
+    settings: Any, shared: Any, next_thing: str
+) -> None:
+    """Through the pipe only a part of it can have come: the worker waits for a reader."""
+    size = 24 * MEBI
+    async with DynBatcher(Grows, **settings, **shared) as batcher:
+        handle = worker_of(batcher)
+        answered = call(batcher, size)
+        await turns(DISPATCH)
+        block_the_loop(handle, 1.1 * IN_TIME)
+        if next_thing == "pump":
+            batcher.reconfigure(max_queue_size=None)
+        assert len(await outcome(answered)) == size
+        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
+        assert_balance(batcher)
+
+
+async def test_an_answer_does_not_expire_while_it_is_copied_out_of_shared_memory() -> None:
+    async with DynBatcher(Grows, timeout=IN_TIME) as batcher:
+        with copier_held(batcher):
+            copied = call(batcher, 2 * MOST_AT_ONCE)
+            await until_copying(batcher)
+            # Its deadline is later than that of the call before.
+            loop = asyncio.get_running_loop()
+            passed = loop.create_future()
+            loop.call_later(1.1 * IN_TIME, passed.set_result, None)
+            await passed
+            assert batcher.stats.running == 1
+            assert not copied.done()
+        assert len(await outcome(copied)) == 2 * MOST_AT_ONCE
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.expired) == (1, 0)
+
+
+@one_loop
+async def test_a_worker_that_was_ready_in_time_is_kept_though_the_loop_was_blocked(
+    gate: Gate,
+) -> None:
+    start_timeout = 5.0
+    settings: dict[str, Any] = {"start_timeout": start_timeout}
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), **settings)
+    await batcher.open(wait_ready=False)
+    visit = await gate.visit()
+    visit.let_on()
+    block_the_loop(worker_of(batcher), 1.1 * start_timeout)
+    assert await batcher.process_batched("served") == "served"
+    await batcher.aclose()
+
+
+async def test_an_idle_worker_whose_answer_to_a_ping_is_unread_is_kept() -> None:
+    async with DynBatcher(Echo) as batcher:
+        handle = worker_of(batcher)
+        for _ in range(2):
+            # As its timer does, before the loop has read anything.
+            assert batcher._pool._heartbeat_timer is not None
+            batcher._pool._heartbeat_timer.cancel()
+            batcher._pool._beat()
+            block_the_loop(handle, 0.0)
+        assert await batcher.process_batched("served") == "served"
+        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
