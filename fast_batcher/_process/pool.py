@@ -161,6 +161,8 @@ class Pool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_closing = False
         self._all_dead: asyncio.Future[None] | None = None
+        # Waited for by every `aclose` that is under way.
+        self._slabs_closed: asyncio.Future[None] | None = None
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start every worker; what comes of it is told through the events."""
@@ -285,14 +287,17 @@ class Pool:
             self.stop(0.0)
 
     async def _close_slabs(self) -> None:
-        """Give the memory back: 80 ms per 200 MiB, so not on the loop."""
-        if isinstance(self.slabs, Slabs) and (
-            self.slabs.has_been_used or self._settings.pin_memory
+        """Give the shared memory back on the copier thread: 80 ms per 200 MiB that were used."""
+        if (
+            self._slabs_closed is None
+            and isinstance(self.slabs, Slabs)
+            and not self.slabs.is_closed
         ):
-            closed = asyncio.get_running_loop().create_future()
-            self.run_aside(self.slabs.close, functools.partial(_wake, closed))
-            # Nobody tells it if the pool is stopped meanwhile.
-            await asyncio.wait([closed], timeout=KILL_GRACE)
+            self._slabs_closed = asyncio.get_running_loop().create_future()
+            self.run_aside(self.slabs.close, functools.partial(_wake, self._slabs_closed))
+        if self._slabs_closed is not None:
+            # `finish_end` wakes it too: after that the copier thread does nothing.
+            await asyncio.wait([self._slabs_closed])
 
     def stop(self, grace: float) -> None:
         """End without a loop: waits `grace` seconds for the workers to end by themselves."""
@@ -617,10 +622,14 @@ class Pool:
         self._done_aside.clear()
         if isinstance(self.slabs, Slabs):
             self.slabs.close()
+        # Nothing else ends the wait of an `aclose` now.
+        for waiter in (self._all_dead, self._slabs_closed):
+            if waiter is not None and not waiter.get_loop().is_closed():
+                _wake(waiter)
         _open_pools.discard(self)
 
 
-def _wake(waiter: "asyncio.Future[None]", _: object) -> None:
+def _wake(waiter: "asyncio.Future[None]", _: object = None) -> None:
     if not waiter.done():
         waiter.set_result(None)
 

@@ -138,11 +138,6 @@ class Slabs:
         self._forget_ended()
         return self._ranges.taken_bytes
 
-    @property
-    def has_been_used(self) -> bool:
-        """Whether there is much to give back."""
-        return self._used_end > 0
-
     def take(self, length: int) -> Part | None:
         """Take a slab of at least so many bytes, written as one; None if there is no room."""
         slab = self.reserve(length)

@@ -525,6 +525,19 @@ async def test_what_is_being_copied_is_answered_before_the_batcher_ends(has_rows
 
 @pytest.mark.slow
 @anyio
+async def test_memory_that_no_batch_has_used_is_closed_beside_the_loop_too() -> None:
+    async with opened(Digests) as batcher:
+        slabs = slabs_of(batcher)
+        with copier_held(batcher):
+            closing = asyncio.create_task(batcher.aclose())
+            await until_copying(batcher)
+            assert slabs._fd != -1
+        await closing
+    assert slabs._fd == -1
+
+
+@pytest.mark.slow
+@anyio
 @both_ways
 async def test_a_batcher_may_be_stopped_while_it_copies(has_rows: bool) -> None:
     async with opened(Digests, max_batch_size=2, has_rows=has_rows) as batcher:
