@@ -1288,6 +1288,50 @@ def test_a_program_that_forgets_a_busy_worker_ends(program: Start, gate: Gate, h
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
+    program: Start, kind: str
+) -> None:
+    """The thread runs on while the interpreter ends, and its loop sees the workers die."""
+    running = program(
+        f"""
+        import atexit
+        import {kind}
+        from fast_batcher._process import pool
+
+        is_open = threading.Event()
+
+        async def main():
+            global batchers, loop
+            loop = asyncio.get_running_loop()
+            batchers = [DynBatcher(sample_models.Echo, num_workers=2) for _ in range(3)]
+            for batcher in batchers:
+                await batcher.open()
+            tell([one.pid for batcher in batchers for one in batcher._pool.remaining()])
+            is_open.set()
+            await asyncio.Event().wait()
+
+        def call_late():
+            waiting = [batcher.submit(1) for batcher in batchers]
+            for _ in range(10):
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+            tell([future.done() for future in waiting])
+
+        # What is registered first is called last.
+        atexit.unregister(pool._end_forgotten_pools)
+        atexit.register(call_late)
+        atexit.register(pool._end_forgotten_pools)
+        threading.Thread(target={kind}.run, args=(main(),), daemon=True).start()
+        is_open.wait()
+        """
+    )
+    with Watch(running.tells()) as workers:
+        assert running.tells() == [False] * 3
+        assert running.finish() == (0, "")
+        assert workers.survivors(0.0) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_a_program_that_drops_an_open_batcher_ends(program: Start, gate: Gate, state: str) -> None:
     """Nothing refers to the batcher any more when the interpreter ends."""

@@ -48,6 +48,11 @@ KILL_GRACE = 5.0
 # Shared memory that no batch has used for so many heartbeats, a minute, goes back to the system.
 # Getting it again costs some milliseconds per batch of images, which is nothing once a minute.
 BEATS_TO_KEEP_MEMORY = 12
+# At the end of the interpreter: a loop that has not ended its pools so long after it should have is
+# blocked. Together with the steps before, a program that forgot to stop still exits within 3 s.
+LOOP_GRACE = 0.5
+# Between two looks whether a loop still runs: one that stops tells no other thread.
+LOOK_INTERVAL = 0.01
 _LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 
 
@@ -159,6 +164,8 @@ class Pool:
         self._heartbeat = Heartbeat()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # The thread of that loop.
+        self._thread_id = 0
         self._is_closing = False
         self._all_dead: asyncio.Future[None] | None = None
         # Waited for by every `aclose` that is under way.
@@ -166,7 +173,7 @@ class Pool:
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start every worker; what comes of it is told through the events."""
-        self._loop = loop
+        self._loop, self._thread_id = loop, threading.get_ident()
         self.owner_pid = os.getpid()
         _open_pools.add(self)
         if self._settings.max_shared_bytes:
@@ -182,7 +189,7 @@ class Pool:
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Go on with another loop; the one before is closed, and its timers with it."""
         self._cancel_timers()
-        self._loop = loop
+        self._loop, self._thread_id = loop, threading.get_ident()
         for handle in self.remaining():
             if handle.is_attached:
                 handle.attach(loop)
@@ -594,6 +601,27 @@ class Pool:
         for handle in self._everybody():
             handle.set_timer(None)
 
+    # At the end of the interpreter.
+
+    @property
+    def foreign_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop, if it runs in another thread than the caller's. Any thread."""
+        loop = self._loop
+        if loop is None or self._thread_id == threading.get_ident() or not loop.is_running():
+            return None
+        return loop
+
+    def retire_all(self) -> None:
+        """Let the batcher send nothing more: calls that come now wait, and see no worker die."""
+        for worker in self._serving:
+            self._events.worker_retired(worker)
+
+    def kill_beside_loop(self) -> None:
+        """Kill every worker, and change nothing that the loop uses. Any thread."""
+        self._is_closing = True
+        for handle in self.remaining():
+            handle.signal(signal.SIGKILL)
+
     # The steps of `_end`, which ends several pools at once.
 
     def begin_end(self) -> None:
@@ -750,6 +778,50 @@ def _reap_dead(handles: list[WorkerHandle], seconds: float) -> None:
 @atexit.register
 def _end_forgotten_pools() -> None:
     # In a forked copy of this process the workers are somebody else's.
-    mine = [pool for pool in _open_pools if pool.owner_pid == os.getpid()]
-    if mine:
-        _end(mine, max(pool.stop_timeout for pool in mine))
+    mine = [pool for pool in list(_open_pools) if pool.owner_pid == os.getpid()]
+    if not mine:
+        return
+    grace = max(pool.stop_timeout for pool in mine)
+    by_loop: dict[asyncio.AbstractEventLoop | None, list[Pool]] = {}
+    for pool in mine:
+        by_loop.setdefault(pool.foreign_loop, []).append(pool)
+    here = by_loop.pop(None, [])
+    endings = [(loop, pools, _begin_end_on(loop, pools, grace)) for loop, pools in by_loop.items()]
+    if here:
+        _end(here, grace)
+    deadline = time.monotonic() + grace + TERMINATE_GRACE + LOOP_GRACE
+    for loop, pools, ended in endings:
+        while not ended.wait(LOOK_INTERVAL) and loop.is_running() and time.monotonic() < deadline:
+            pass
+        if ended.is_set():
+            continue
+        if not loop.is_running():
+            _end(pools, grace)
+            continue
+        for pool in pools:
+            pool.kill_beside_loop()
+
+
+def _begin_end_on(
+    loop: asyncio.AbstractEventLoop, pools: list[Pool], grace: float
+) -> threading.Event:
+    """Have pools ended by the thread of their loop: a daemon thread, where the loop runs on.
+
+    Here the loop would look after a worker at the moment at which this thread releases it.
+
+    Returns:
+        Set once they have been ended.
+    """
+    ended = threading.Event()
+
+    def end() -> None:
+        try:
+            for pool in pools:
+                pool.retire_all()
+            _end(pools, grace)
+        finally:
+            ended.set()
+
+    with contextlib.suppress(RuntimeError):  # the loop has just been closed
+        loop.call_soon_threadsafe(end)
+    return ended
