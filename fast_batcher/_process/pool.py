@@ -782,32 +782,27 @@ def _end_forgotten_pools() -> None:
     if not mine:
         return
     grace = max(pool.stop_timeout for pool in mine)
-    by_loop: dict[asyncio.AbstractEventLoop | None, list[Pool]] = {}
+    here: list[Pool] = []
+    elsewhere: dict[asyncio.AbstractEventLoop, list[Pool]] = {}
     for pool in mine:
-        by_loop.setdefault(pool.foreign_loop, []).append(pool)
-    here = by_loop.pop(None, [])
-    endings = [(loop, pools, _begin_end_on(loop, pools, grace)) for loop, pools in by_loop.items()]
+        loop = pool.foreign_loop
+        (here if loop is None else elsewhere.setdefault(loop, [])).append(pool)
+    endings = [
+        (loop, pools, _begin_end_on(loop, pools, grace)) for loop, pools in elsewhere.items()
+    ]
     if here:
         _end(here, grace)
     deadline = time.monotonic() + grace + TERMINATE_GRACE + LOOP_GRACE
     for loop, pools, ended in endings:
-        while not ended.wait(LOOK_INTERVAL) and loop.is_running() and time.monotonic() < deadline:
-            pass
-        if ended.is_set():
-            continue
-        if not loop.is_running():
-            _end(pools, grace)
-            continue
-        for pool in pools:
-            pool.kill_beside_loop()
+        _finish_end_on(loop, pools, ended, deadline, grace)
 
 
 def _begin_end_on(
     loop: asyncio.AbstractEventLoop, pools: list[Pool], grace: float
 ) -> threading.Event:
-    """Have pools ended by the thread of their loop: a daemon thread, where the loop runs on.
+    """Have pools ended by the thread of their loop: a daemon thread, which runs on at the end.
 
-    Here the loop would look after a worker at the moment at which this thread releases it.
+    If this thread ended them, both would release a worker that has just died.
 
     Returns:
         Set once they have been ended.
@@ -825,3 +820,21 @@ def _begin_end_on(
     with contextlib.suppress(RuntimeError):  # the loop has just been closed
         loop.call_soon_threadsafe(end)
     return ended
+
+
+def _finish_end_on(
+    loop: asyncio.AbstractEventLoop,
+    pools: list[Pool],
+    ended: threading.Event,
+    deadline: float,
+    grace: float,
+) -> None:
+    """Wait until the thread of a loop has ended its pools; end them here if it does not."""
+    while not ended.wait(LOOK_INTERVAL):
+        if not loop.is_running():
+            _end(pools, grace)
+            return
+        if time.monotonic() >= deadline:
+            for pool in pools:
+                pool.kill_beside_loop()
+            return
