@@ -142,11 +142,10 @@ async def test_a_worker_with_a_living_child_is_closed_in_time(gate: Gate) -> Non
     visit = await gate.visit()
     visit.let_on()
     child = await outcome(running)
-    with Watch([visit.pid]) as worker:
+    with Watch([visit.pid, child]) as processes:
         async with asyncio.timeout(LIMIT):
             await batcher.aclose()
-        assert worker.survivors(0.0) == []
-    os.kill(child, signal.SIGKILL)
+        assert processes.survivors(0.0) == []
 
 
 async def test_f01_an_idle_worker_is_killed_and_no_request_fails() -> None:
@@ -1527,6 +1526,36 @@ def test_a_forked_copy_that_ends_like_a_program_leaves_the_workers_alone(program
     assert running.tells() is True
     status, _ = running.finish()
     assert status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["stop", "exit"])
+def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
+    program: Start, end: str
+) -> None:
+    """Its copies of the pipes would keep the workers from reading an end of file."""
+    running = program(
+        f"""
+        batcher = DynBatcher(sample_models.Whereabouts, stop_timeout=1000.0)
+        loop = asyncio.new_event_loop()
+        pid = loop.run_until_complete(batcher.process_batched(None))
+        child = os.fork()
+        if child == 0:
+            while True:
+                signal.pause()
+        tell(child)
+        tell(loop.run_until_complete(batcher.process_batched(None)) == pid)
+        if {end!r} == "stop":
+            batcher.stop()
+        loop.close()
+        """
+    )
+    child = running.tells()
+    with Watch([running.pid]) as parent:
+        assert running.tells() is True
+        assert parent.survivors(LIMIT) == []
+    os.kill(child, signal.SIGKILL)
+    assert running.finish() == (0, "")
 
 
 @pytest.mark.slow

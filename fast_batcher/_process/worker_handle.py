@@ -15,6 +15,7 @@ from collections.abc import Callable
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any, Protocol
 
+from fast_batcher._process.descendants import opened_descendants, send
 from fast_batcher._process.environment import limited_threads
 from fast_batcher._process.sharing import Lane
 from fast_batcher._process.worker_main import worker_main
@@ -242,10 +243,15 @@ class WorkerHandle:
             self._channel.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives."""
+        """Send it a signal, if it lives, and then the processes that its model has started.
+
+        They are looked for before, because they are nobody's children once it is dead.
+        """
         if self.pid is not None and self.is_alive:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            with opened_descendants(self.pid) as pidfds:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+                send(pidfds, number)
 
     def kill(self) -> None:
         """End it at once; `worker_exited` follows."""

@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import pickle
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -444,7 +445,8 @@ async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
         visit = await gate.visit()
         # The model's child lives on.
         (handle,) = batcher._pool.remaining()
-        handle.kill()
+        assert handle.pid is not None
+        os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.stats.restarts == 1)
         assert slabs_of(batcher).count == 1
         # The new one forks too, with its first input.
