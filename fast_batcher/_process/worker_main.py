@@ -128,7 +128,7 @@ def _load_and_serve(
     try:
         channel.send(Kind.READY, body=pack_times(times))
         if views is not None:
-            views.on_bequeath = lambda batch_id: mark.__setitem__(2, batch_id + 1)
+            views.on_fork = lambda batch_id: mark.__setitem__(2, batch_id + 1)
         serve(channel, computing, mark, views, posting)
     finally:
         _close_model(model)
@@ -195,10 +195,11 @@ def serve(  # noqa: C901, PLR0912, PLR0915  flat on purpose
     # types, and this question is asked of each output.
     harmless: set[type] = set()
     # Parts of batches, and batches of which the last view has died, which the answers tell, but for
-    # those that the model has kept for longer.
+    # those that the model or a child of it has kept for longer.
     parts, freed = _Parts(), [] if slabs is None else slabs.freed
+    forks = [] if slabs is None else slabs.forks
     while True:
-        if freed:
+        if freed or forks:
             channel.write_rest(_pack_freed(slabs), 0)
         try:
             frame = None if reader.rest else read()
