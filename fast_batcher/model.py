@@ -54,4 +54,8 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         return ()
 
     def close(self) -> None:
-        """Release what the model holds; called when the worker ends in order, not when it dies."""
+        """Release what the model holds; called when the worker ends in order, not when it dies.
+
+        After that, processes that the model has started and not ended get SIGTERM, and SIGKILL half
+        a second later; one with a session of its own (`start_new_session=True`) is left alone.
+        """

@@ -122,6 +122,18 @@ class Alarmed(InferenceModel[Any, Any]):
         call_at_gate(self._gate).close()
 
 
+class AlarmedLate(Echo):
+    """Is sent a signal when it has answered, whose handler raises what was meant for `infer`."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        signal.signal(signal.SIGALRM, self._ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        return inputs
+
+    def _ring(self, *_: object) -> None:
+        raise TimeoutError("infer took too long")
+
+
 class Holds(InferenceModel[Any, Any]):
     """Echoes, and waits at the gate with every batch that has "hold" among its inputs."""
 
@@ -331,6 +343,40 @@ class PrintsNatively(InferenceModel[Any, list[int]]):
                 with suppress(OSError):
                     os.write(number, b"written\n" * 100)
         return [sorted(set(one.tolist())) for one in inputs]
+
+
+class Executes(InferenceModel[Any, list[int]]):
+    """Has an executor of forked processes that it never shuts down; answers with their pids."""
+
+    def __init__(self) -> None:
+        from concurrent.futures import ProcessPoolExecutor
+
+        self._executor = ProcessPoolExecutor(2, multiprocessing.get_context("fork"))
+
+    def infer(self, inputs: list[Any]) -> list[list[int]]:
+        list(self._executor.map(abs, range(8)))
+        return [list(self._executor._processes) for _ in inputs]
+
+
+class StartsProcesses(InferenceModel[str, int]):
+    """Runs shell commands that print a process id and go on; answers with it."""
+
+    def __init__(self, *, in_own_session: bool = False) -> None:
+        self._in_own_session = in_own_session
+        self._started: list[Any] = []
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        return [self._start(command) for command in inputs]
+
+    def _start(self, command: str) -> int:
+        process = subprocess.Popen(
+            ["sh", "-c", command],
+            stdout=subprocess.PIPE,
+            start_new_session=self._in_own_session,
+        )
+        self._started.append(process)
+        assert process.stdout is not None
+        return int(process.stdout.readline())
 
 
 # Batches that do not come to an end.

@@ -144,11 +144,10 @@ async def test_a_worker_with_a_living_child_is_closed_in_time(gate: Gate) -> Non
     visit = await gate.visit()
     visit.let_on()
     child = await outcome(running)
-    with Watch([visit.pid]) as worker:
+    with Watch([visit.pid, child]) as processes:
         async with asyncio.timeout(LIMIT):
             await batcher.aclose()
-        assert worker.survivors(0.0) == []
-    os.kill(child, signal.SIGKILL)
+        assert processes.survivors(0.0) == []
 
 
 async def test_f01_an_idle_worker_is_killed_and_no_request_fails() -> None:
@@ -1314,6 +1313,50 @@ def test_a_program_that_forgets_a_busy_worker_ends(program: Start, gate: Gate, h
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
+def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
+    program: Start, kind: str
+) -> None:
+    """The thread runs on while the interpreter ends, and its loop sees the workers die."""
+    running = program(
+        f"""
+        import atexit
+        import {kind}
+        from fast_batcher._process import pool
+
+        is_open = threading.Event()
+
+        async def main():
+            global batchers, loop
+            loop = asyncio.get_running_loop()
+            batchers = [DynBatcher(sample_models.Echo, num_workers=2) for _ in range(3)]
+            for batcher in batchers:
+                await batcher.open()
+            tell([one.pid for batcher in batchers for one in batcher._pool.remaining()])
+            is_open.set()
+            await asyncio.Event().wait()
+
+        def call_late():
+            waiting = [batcher.submit(1) for batcher in batchers]
+            for _ in range(10):
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+            tell([future.done() for future in waiting])
+
+        # What is registered first is called last.
+        atexit.unregister(pool._end_forgotten_pools)
+        atexit.register(call_late)
+        atexit.register(pool._end_forgotten_pools)
+        threading.Thread(target={kind}.run, args=(main(),), daemon=True).start()
+        is_open.wait()
+        """
+    )
+    with Watch(running.tells()) as workers:
+        assert running.tells() == [False] * 3
+        assert running.finish() == (0, "")
+        assert workers.survivors(0.0) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_a_program_that_drops_an_open_batcher_ends(program: Start, gate: Gate, state: str) -> None:
     """Nothing refers to the batcher any more when the interpreter ends."""
@@ -1509,6 +1552,36 @@ def test_a_forked_copy_that_ends_like_a_program_leaves_the_workers_alone(program
     assert running.tells() is True
     status, _ = running.finish()
     assert status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["stop", "exit"])
+def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
+    program: Start, end: str
+) -> None:
+    """Its copies of the pipes would keep the workers from reading an end of file."""
+    running = program(
+        f"""
+        batcher = DynBatcher(sample_models.Whereabouts, stop_timeout=1000.0)
+        loop = asyncio.new_event_loop()
+        pid = loop.run_until_complete(batcher.process_batched(None))
+        child = os.fork()
+        if child == 0:
+            while True:
+                signal.pause()
+        tell(child)
+        tell(loop.run_until_complete(batcher.process_batched(None)) == pid)
+        if {end!r} == "stop":
+            batcher.stop()
+        loop.close()
+        """
+    )
+    child = running.tells()
+    with Watch([running.pid]) as parent:
+        assert running.tells() is True
+        assert parent.survivors(LIMIT) == []
+    os.kill(child, signal.SIGKILL)
+    assert running.finish() == (0, "")
 
 
 @pytest.mark.slow

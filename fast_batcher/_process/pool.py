@@ -47,6 +47,11 @@ KILL_GRACE = 5.0
 # Shared memory that no batch has used for so many heartbeats, a minute, goes back to the system.
 # Getting it again costs some milliseconds per batch of images, which is nothing once a minute.
 BEATS_TO_KEEP_MEMORY = 12
+# At the end of the interpreter: a loop that has not ended its pools so long after it should have is
+# blocked. Together with the steps before, a program that forgot to stop still exits within 3 s.
+LOOP_GRACE = 0.5
+# Between two looks whether a loop still runs: one that stops tells no other thread.
+LOOK_INTERVAL = 0.01
 _LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 
 
@@ -158,12 +163,16 @@ class Pool:
         self._heartbeat = Heartbeat()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        # The thread of that loop.
+        self._thread_id = 0
         self._is_closing = False
         self._all_dead: asyncio.Future[None] | None = None
+        # Waited for by every `aclose` that is under way.
+        self._slabs_closed: asyncio.Future[None] | None = None
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start every worker; what comes of it is told through the events."""
-        self._loop = loop
+        self._loop, self._thread_id = loop, threading.get_ident()
         self.owner_pid = os.getpid()
         _open_pools.add(self)
         if self._settings.max_shared_bytes:
@@ -179,7 +188,7 @@ class Pool:
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Go on with another loop; the one before is closed, and its timers with it."""
         self._cancel_timers()
-        self._loop = loop
+        self._loop, self._thread_id = loop, threading.get_ident()
         for handle in self.remaining():
             if handle.is_attached:
                 handle.attach(loop)
@@ -294,14 +303,17 @@ class Pool:
             self.stop(0.0)
 
     async def _close_slabs(self) -> None:
-        """Give the memory back: 80 ms per 200 MiB, so not on the loop."""
-        if isinstance(self.slabs, Slabs) and (
-            self.slabs.has_been_used or self._settings.pin_memory
+        """Give the shared memory back on the copier thread: 80 ms per 200 MiB that were used."""
+        if (
+            self._slabs_closed is None
+            and isinstance(self.slabs, Slabs)
+            and not self.slabs.is_closed
         ):
-            closed = asyncio.get_running_loop().create_future()
-            self.run_aside(self.slabs.close, functools.partial(_wake, closed))
-            # Nobody tells it if the pool is stopped meanwhile.
-            await asyncio.wait([closed], timeout=KILL_GRACE)
+            self._slabs_closed = asyncio.get_running_loop().create_future()
+            self.run_aside(self.slabs.close, functools.partial(_wake, self._slabs_closed))
+        if self._slabs_closed is not None:
+            # `finish_end` wakes it too: after that the copier thread does nothing.
+            await asyncio.wait([self._slabs_closed])
 
     def stop(self, grace: float) -> None:
         """End without a loop: waits `grace` seconds for the workers to end by themselves."""
@@ -607,6 +619,27 @@ class Pool:
         for handle in self._everybody():
             handle.set_timer(None)
 
+    # At the end of the interpreter.
+
+    @property
+    def foreign_loop(self) -> asyncio.AbstractEventLoop | None:
+        """The loop, if it runs in another thread than the caller's. Any thread."""
+        loop = self._loop
+        if loop is None or self._thread_id == threading.get_ident() or not loop.is_running():
+            return None
+        return loop
+
+    def retire_all(self) -> None:
+        """Let the batcher send nothing more: calls that come now wait, and see no worker die."""
+        for worker in self._serving:
+            self._events.worker_retired(worker)
+
+    def kill_beside_loop(self) -> None:
+        """Kill every worker, and change nothing that the loop uses. Any thread."""
+        self._is_closing = True
+        for handle in self.remaining():
+            handle.signal(signal.SIGKILL)
+
     # The steps of `_end`, which ends several pools at once.
 
     def begin_end(self) -> None:
@@ -635,10 +668,14 @@ class Pool:
         self._done_aside.clear()
         if isinstance(self.slabs, Slabs):
             self.slabs.close()
+        # Nothing else ends the wait of an `aclose` now.
+        for waiter in (self._all_dead, self._slabs_closed):
+            if waiter is not None and not waiter.get_loop().is_closed():
+                _wake(waiter)
         _open_pools.discard(self)
 
 
-def _wake(waiter: "asyncio.Future[None]", _: object) -> None:
+def _wake(waiter: "asyncio.Future[None]", _: object = None) -> None:
     if not waiter.done():
         waiter.set_result(None)
 
@@ -756,6 +793,63 @@ def _reap_dead(handles: list[WorkerHandle], seconds: float) -> None:
 @atexit.register
 def _end_forgotten_pools() -> None:
     # In a forked copy of this process the workers are somebody else's.
-    mine = [pool for pool in _open_pools if pool.owner_pid == os.getpid()]
-    if mine:
-        _end(mine, max(pool.stop_timeout for pool in mine))
+    mine = [pool for pool in list(_open_pools) if pool.owner_pid == os.getpid()]
+    if not mine:
+        return
+    grace = max(pool.stop_timeout for pool in mine)
+    here: list[Pool] = []
+    elsewhere: dict[asyncio.AbstractEventLoop, list[Pool]] = {}
+    for pool in mine:
+        loop = pool.foreign_loop
+        (here if loop is None else elsewhere.setdefault(loop, [])).append(pool)
+    endings = [
+        (loop, pools, _begin_end_on(loop, pools, grace)) for loop, pools in elsewhere.items()
+    ]
+    if here:
+        _end(here, grace)
+    deadline = time.monotonic() + grace + TERMINATE_GRACE + LOOP_GRACE
+    for loop, pools, ended in endings:
+        _finish_end_on(loop, pools, ended, deadline, grace)
+
+
+def _begin_end_on(
+    loop: asyncio.AbstractEventLoop, pools: list[Pool], grace: float
+) -> threading.Event:
+    """Have pools ended by the thread of their loop: a daemon thread, which runs on at the end.
+
+    If this thread ended them, both would release a worker that has just died.
+
+    Returns:
+        Set once they have been ended.
+    """
+    ended = threading.Event()
+
+    def end() -> None:
+        try:
+            for pool in pools:
+                pool.retire_all()
+            _end(pools, grace)
+        finally:
+            ended.set()
+
+    with contextlib.suppress(RuntimeError):  # the loop has just been closed
+        loop.call_soon_threadsafe(end)
+    return ended
+
+
+def _finish_end_on(
+    loop: asyncio.AbstractEventLoop,
+    pools: list[Pool],
+    ended: threading.Event,
+    deadline: float,
+    grace: float,
+) -> None:
+    """Wait until the thread of a loop has ended its pools; end them here if it does not."""
+    while not ended.wait(LOOK_INTERVAL):
+        if not loop.is_running():
+            _end(pools, grace)
+            return
+        if time.monotonic() >= deadline:
+            for pool in pools:
+                pool.kill_beside_loop()
+            return

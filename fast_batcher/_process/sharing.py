@@ -248,8 +248,9 @@ class Sharing:
         )
         if kept > 0:
             text += (
-                f"; the model keeps views of the inputs of at least {kept} batches, let it keep "
-                "copies (array.copy(), tensor.clone()) instead"
+                "; the model, or a process that it has forked in infer, keeps views of the inputs "
+                f"of at least {kept} batches: keep copies (array.copy(), tensor.clone()) instead, "
+                "and fork in the constructor"
             )
         self._warn(text)
 

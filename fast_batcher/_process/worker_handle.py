@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from fast_batcher._process.child_process import ChildProcess
+from fast_batcher._process.descendants import opened_descendants, send
 from fast_batcher._process.environment import worker_environment
 from fast_batcher._process.sharing import Lane
 from fast_batcher._process.worker_main import worker_main
@@ -240,12 +241,18 @@ class WorkerHandle:
             self._channel.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives. A worker ignores every SIGTERM but this one."""
+        """Send it a signal, if it lives, and then the processes that its model has started.
+
+        They are looked for before, because they are nobody's children once it is dead. A worker
+        ignores every SIGTERM but this one.
+        """
         if self.pid is not None and self.is_alive:
             if number == signal.SIGTERM and self._mark is not None:
                 self._mark.let_sigterm_end()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+            with opened_descendants(self.pid) as pidfds:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, number)
+                send(pidfds, number)
 
     def kill(self) -> None:
         """End it at once; `worker_exited` follows."""

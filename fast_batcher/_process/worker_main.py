@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fast_batcher._arrays import stacking
 from fast_batcher._process.collated_model import collate
+from fast_batcher._process.descendants import end_descendants
 from fast_batcher._process.out_of_memory import let_go
 from fast_batcher._process.pinning import pin
 from fast_batcher._process.posting import Posting
@@ -81,12 +83,16 @@ def worker_main(
     # worker that is of no use, and kills it, and libraries of the model would not come to their
     # exit hooks.
     _kept_open.append(ends)
+    # Priority 0: `multiprocessing` first lets its pools and managers end their own processes, and
+    # afterwards joins what is left. Those of a `concurrent.futures` executor would never end: its
+    # exit hook comes later.
+    multiprocessing.util.Finalize(None, end_descendants, exitpriority=0)
     try:
         posting = Posting(outbox, max_frame_bytes)
         exit_code = _load_and_serve(
             channel, mark.numbers, max_batch_size, slabs, posting, pin_memory=pin_memory
         )
-    except OSError:  # the parent has closed its end: there is nobody left to answer
+    except BrokenPipeError:  # the parent has closed its end of the pipe: it wants no answer
         exit_code = 0
     sys.exit(exit_code)
 
@@ -117,7 +123,7 @@ def _load_and_serve(
     try:
         channel.send(Kind.READY, body=pack_times(times))
         if views is not None:
-            views.on_bequeath = lambda batch_id: mark.__setitem__(2, batch_id + 1)
+            views.on_fork = lambda batch_id: mark.__setitem__(2, batch_id + 1)
         serve(channel, computing, mark, views, posting)
     finally:
         _close_model(model)
@@ -329,9 +335,12 @@ def _compute(
 
 def _pack_freed(slabs: "SlabViews | None") -> bytes:
     """A frame that says which batches are free, empty if none has become so."""
-    if slabs is None or not slabs.freed:
+    if slabs is None or not (slabs.freed or slabs.forks):
         return b""
-    body = codec.dumps(slabs.take_freed())
+    freed = slabs.take_freed()
+    if not freed:  # a child that the model has forked still has views
+        return b""
+    body = codec.dumps(freed)
     return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
 

@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -48,7 +49,22 @@ def open_pipes(context: "BaseContext") -> "tuple[Ends, Ends]":
             # Every user has 64 MiB for all pipes together; beyond, they stay as small as they are.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+    _all.update((first, into_first, second, into_second))
     return (first, into_second), (second, into_first)
+
+
+# The ends of this process. While a child that the app forks had copies of them, a worker would
+# never read an end of file.
+_all: "weakref.WeakSet[Connection[object, object]]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    # The descriptors alone: the loop's selector is shared with the parent, and goes on watching.
+    for end in list(_all):
+        end.close()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Place:

@@ -17,6 +17,7 @@ import functools
 import mmap
 import os
 import pickle
+import select
 import sys
 import threading
 import weakref
@@ -137,11 +138,6 @@ class Slabs:
         """Bytes in them."""
         self._forget_ended()
         return self._ranges.taken_bytes
-
-    @property
-    def has_been_used(self) -> bool:
-        """Whether there is much to give back."""
-        return self._used_end > 0
 
     def take(self, length: int) -> Part | None:
         """Take a slab of at least so many bytes, written as one; None if there is no room."""
@@ -391,12 +387,20 @@ class SlabViews:
         self._type = ctypes.c_ubyte * size
         # Where the memory is in this process.
         self.address = ctypes.addressof(self._type.from_buffer(self._memory))
-        # By batch: dies with the last view that was made for it, and says so.
+        # By batch: dies with the last view that was made for it in this process, and says so.
         self._owners: dict[int, weakref.ref[Any]] = {}
+        # Batches that are not free.
+        self._leased: dict[int, None] = {}
+        # Children of this process that may have views and had not ended when we looked last.
+        self.forks: list[_Fork] = []
+        # The other ends of their pipes, by the thread that is forking.
+        self._write_ends: dict[int, int] = {}
         # Ids of batches of which no view is left and the writer has not been told yet.
         self.freed: list[int] = []
-        # Told the last batch of those that will never be free: see `bequeath`.
-        self.on_bequeath: Callable[[int], object] = _ignore
+        # Told the last batch of which children may have views, -1 if there is none any more.
+        self.on_fork: Callable[[int], object] = _ignore
+        # Held while it is told: what is told last counts. A child, which has a copy, tells nothing.
+        self._telling = threading.Lock()
 
     def view(self, batch_id: int) -> memoryview:
         """The whole memory, for one batch, which may use what it has been given of it.
@@ -406,23 +410,51 @@ class SlabViews:
         # An exporter of its own for every batch. All views have a reference to the exporter, how-
         # ever they were made, and not to the views between: those are no measure of its life.
         owner = self._type.from_buffer(self._memory)
-        self._owners[batch_id] = weakref.ref(owner, functools.partial(self._free, batch_id))
+        self._leased[batch_id] = None
+        self._owners[batch_id] = weakref.ref(owner, functools.partial(self._drop, batch_id))
         # A view of plain bytes, which that of a ctypes array is not.
         return pickle.PickleBuffer(owner).raw()
 
     def take_freed(self) -> list[int]:
         """Batches that have become free since the last call."""
+        if self.forks:
+            self._forget_ended_forks()
         # Another thread may add one at any moment.
         freed = self.freed[:]
         del self.freed[: len(freed)]
         return freed
 
-    def bequeath(self) -> None:
-        """What is viewed now is never free again: a copy of this process will have views too."""
-        if self._owners:
-            last = max(list(self._owners))
-            self._owners.clear()
-            self.on_bequeath(last)
+    def before_fork(self) -> None:
+        """The child will have copies of the views: their batches are free when it has ended, too.
+
+        A pipe tells: its other end is the child's alone, and that of processes which it forks.
+        """
+        batch_ids = [*self._owners]
+        if not batch_ids:
+            return
+        try:
+            read_end, self._write_ends[threading.get_ident()] = os.pipe()
+        except OSError:  # there is no descriptor left: they are never free
+            read_end = -1
+        self.forks.append(_Fork(read_end, batch_ids))
+        self._tell_last_viewed()
+
+    def after_fork_in_parent(self) -> None:
+        """Leave the other end of the pipe to the child."""
+        write_end = self._write_ends.pop(threading.get_ident(), None)
+        if write_end is not None:
+            os.close(write_end)
+
+    def after_fork_in_child(self) -> None:
+        """Keep the end that tells of this child, and nothing that tells of others."""
+        self._write_ends.pop(threading.get_ident(), None)
+        for fd in (*self._write_ends.values(), *(fork.read_end for fork in self.forks)):
+            if fd >= 0:
+                os.close(fd)
+        self._write_ends.clear()
+        self.forks.clear()
+        # What the child forks keeps that end, too.
+        self._owners.clear()
 
     def close(self) -> None:
         """Give the memory back.
@@ -432,10 +464,48 @@ class SlabViews:
         """
         self._memory.close()
 
-    def _free(self, batch_id: int, _: object) -> None:
-        # Not there if it was bequeathed.
-        if self._owners.pop(batch_id, None) is not None:
+    def _drop(self, batch_id: int, _: object) -> None:
+        """The last view of a batch in this process has died, on whichever thread."""
+        self._owners.pop(batch_id, None)
+        self._free_unviewed(batch_id)
+
+    def _forget_ended_forks(self) -> None:
+        poller = select.poll()
+        for fork in self.forks[:]:
+            if fork.read_end >= 0:
+                # The end of a pipe is told without being asked for.
+                poller.register(fork.read_end, 0)
+        ended = {fd for fd, _ in poller.poll(0)}
+        if not ended:
+            return
+        for fork in self.forks[:]:
+            if fork.read_end in ended:
+                self.forks.remove(fork)
+                os.close(fork.read_end)
+                for batch_id in fork.batch_ids:
+                    self._free_unviewed(batch_id)
+        self._tell_last_viewed()
+
+    def _tell_last_viewed(self) -> None:
+        with self._telling:
+            self.on_fork(max((max(fork.batch_ids) for fork in self.forks[:]), default=-1))
+
+    def _free_unviewed(self, batch_id: int) -> None:
+        """Free a batch if neither this process nor a child has a view of it."""
+        if batch_id in self._owners or any(batch_id in fork.batch_ids for fork in self.forks[:]):
+            return
+        # The last view here and the last child may go at once; only one of them takes it.
+        if self._leased.pop(batch_id, self) is None:
             self.freed.append(batch_id)
+
+
+class _Fork(NamedTuple):
+    """A child of the process that views slabs."""
+
+    # Of a pipe; at its end when the child has ended or runs another program. -1 if there is none.
+    read_end: int
+    # Of what the child may have views.
+    batch_ids: list[int]
 
 
 def _open(duplicate: Any, size: int) -> SlabViews | OSError:
@@ -443,8 +513,11 @@ def _open(duplicate: Any, size: int) -> SlabViews | OSError:
         views = SlabViews(duplicate.detach(), size)
     except OSError as error:  # the process may not have so much: it says so when it can
         return error.with_traceback(None)
-    # A model may fork, and nobody would hear of the views that its child drops.
-    os.register_at_fork(before=views.bequeath)
+    os.register_at_fork(
+        before=views.before_fork,
+        after_in_parent=views.after_fork_in_parent,
+        after_in_child=views.after_fork_in_child,
+    )
     return views
 
 

@@ -13,6 +13,7 @@ import pytest
 from packing import pack
 from sample_models import (
     CRASHES,
+    AlarmedLate,
     Crashes,
     CrashesAbove,
     CrashesOnArrival,
@@ -378,3 +379,14 @@ async def test_a_batcher_that_breaks_while_it_drains_lets_nobody_wait(gate: Gate
     assert isinstance(await outcome(held), NotReadyError)
     assert await outcome(closing) is None
     assert batcher.state == "closed"
+
+
+async def test_a_timeout_that_a_model_raises_too_late_is_not_taken_for_the_end_of_the_parent(
+    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends the worker, which says why."""
+    async with DynBatcher(AlarmedLate) as batcher:
+        assert await batcher.process_batched(1) == 1
+        await until(lambda: batcher.stats.restarts == 1)
+    assert "TimeoutError: infer took too long" in capfd.readouterr().err
+    assert "ended with exit code 1" in caplog.text

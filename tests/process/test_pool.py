@@ -7,7 +7,8 @@ import math
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from sample_models import (
     Warm,
     WritesAtExit,
 )
-from waits import LIMIT, SOON, Gate, Watch
+from waits import LIMIT, SOON, Gate, Watch, turns, until
 
+from fast_batcher._process import pool as pool_module
 from fast_batcher._process.mover import LEAST_HELPED
 from fast_batcher._process.pool import Exit, Pool
 from fast_batcher._transport import codec
@@ -112,6 +114,30 @@ async def told() -> AsyncIterator[Told]:
     told = Told()
     yield told
     told.close()
+
+
+def slabs_of(pool: Pool) -> Slabs:
+    """Its shared memory, which a batch has used."""
+    assert isinstance(pool.slabs, Slabs)
+    assert pool.slabs.take(1) is not None
+    return pool.slabs
+
+
+@contextmanager
+def held(pool: Pool) -> Iterator[None]:
+    """Nothing is done on the copier thread meanwhile."""
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        is_over.wait(LIMIT)
+
+    pool.run_aside(hold, lambda _: None)
+    assert is_held.wait(LIMIT)
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 def pids_of(pool: Pool) -> list[int]:
@@ -253,6 +279,47 @@ async def test_closing_before_the_first_process_has_been_started(told: Told) -> 
         await pool.aclose()
     assert psutil.Process().children() == before
     assert told.events == []
+
+
+async def test_a_pool_that_has_ended_is_closed_again_without_waiting(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when opening fails, which closes it, and the app closes it then."""
+    monkeypatch.setattr(pool_module, "KILL_GRACE", 10 * LIMIT)
+    pool = await told.ready(Echo)
+    slabs = slabs_of(pool)
+    async with asyncio.timeout(LIMIT):
+        await pool.aclose()
+        await pool.aclose()
+    assert slabs._fd == -1
+
+
+async def test_a_pool_that_is_stopped_while_its_memory_is_closed_waits_no_longer(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "KILL_GRACE", 10 * LIMIT)
+    pool = await told.ready(Echo)
+    slabs = slabs_of(pool)
+    with held(pool):
+        closing = asyncio.create_task(pool.aclose())
+        await until(lambda: pool._copier.has_more())
+    pool.stop(SOON)
+    async with asyncio.timeout(LIMIT):
+        await closing
+    assert slabs._fd == -1
+
+
+async def test_a_pool_that_is_stopped_while_it_is_closed_waits_no_longer(
+    told: Told, gate: Gate
+) -> None:
+    pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=10 * LIMIT)
+    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    await gate.visit()
+    closing = asyncio.create_task(pool.aclose())
+    await turns()
+    pool.stop(0.0)
+    async with asyncio.timeout(LIMIT):
+        await closing
 
 
 async def test_stopping_ends_workers_in_every_stage(told: Told, gate: Gate) -> None:

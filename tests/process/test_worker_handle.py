@@ -181,7 +181,7 @@ async def test_a_death_is_noticed_though_a_child_holds_the_pipe_open(
     handle.send(Kind.INPUT_ATOMS, 1, codec.dumps([None]))
     visit = await gate.visit()
     with Watch([visit.note]) as child:
-        handle.kill()
+        os.kill(visit.pid, signal.SIGKILL)
         assert (await owner.exit_of(handle)).startswith("signal 9")
         assert child.survivors(0.0) == [visit.note]
         os.kill(visit.note, signal.SIGKILL)

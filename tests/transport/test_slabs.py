@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import os
 import resource
+import select
 import subprocess
 import sys
 import threading
@@ -174,17 +175,105 @@ def test_each_batch_has_views_of_its_own(views: SlabViews) -> None:
     assert views.take_freed() == [3]
 
 
-def test_what_is_viewed_when_the_process_forks_is_never_free(views: SlabViews) -> None:
+class Child:
+    """A forked child of this process, which lives until it is told to end.
+
+    Args:
+        views: What it inherits.
+        in_between: Whether it has a child of its own in its place, and ends.
+    """
+
+    def __init__(self, views: SlabViews, *, in_between: bool = False) -> None:
+        source, self._sink = os.pipe()
+        views.before_fork()
+        pid = os.fork()
+        if pid == 0:
+            views.after_fork_in_child()
+            os.close(self._sink)
+            if in_between:
+                views.before_fork()
+                if os.fork() == 0:
+                    views.after_fork_in_child()
+                    os.read(source, 1)
+                os._exit(0)
+            os.read(source, 1)
+            os._exit(0)
+        views.after_fork_in_parent()
+        os.close(source)
+        self._pid = pid
+        if in_between:
+            os.waitpid(pid, 0)
+            self._pid = 0
+
+    def end(self) -> None:
+        os.close(self._sink)
+        if self._pid:
+            os.waitpid(self._pid, 0)
+
+
+def test_what_a_child_may_view_is_free_when_it_has_ended(views: SlabViews) -> None:
     told: list[int] = []
-    views.on_bequeath = told.append
-    views.bequeath()
+    views.on_fork = told.append
+    Child(views).end()
     assert told == []  # there was nothing to see
     held = [views.view(batch_id) for batch_id in (1, 2)]
-    views.bequeath()
+    child = Child(views)
     assert told == [2]
     held.append(views.view(3))
     held.clear()
     assert views.take_freed() == [3]
+    child.end()
+    assert views.take_freed() == [1, 2]
+    assert told == [2, -1]
+    assert views.take_freed() == []
+
+
+def test_what_two_children_may_view_is_free_when_both_have_ended(views: SlabViews) -> None:
+    told: list[int] = []
+    views.on_fork = told.append
+    kept, other = views.view(1), views.view(2)
+    first = Child(views)
+    del other
+    second = Child(views)  # it has only the first
+    del kept
+    second.end()
+    assert views.take_freed() == []
+    first.end()
+    assert views.take_freed() == [1, 2]
+    assert told == [2, 2, 2, -1]
+
+
+def test_what_is_viewed_here_is_not_free_when_a_child_has_ended(views: SlabViews) -> None:
+    held = views.view(1)
+    Child(views).end()
+    assert views.take_freed() == []
+    del held
+    assert views.take_freed() == [1]
+
+
+def test_what_a_child_of_a_child_may_view_is_not_free(views: SlabViews) -> None:
+    held = views.view(1)
+    child = Child(views, in_between=True)
+    del held
+    assert views.take_freed() == []
+    child.end()
+    select.select([views.forks[0].read_end], [], [], LIMIT)
+    assert views.take_freed() == [1]
+
+
+def test_without_a_descriptor_for_a_pipe_what_a_child_may_view_is_never_free(
+    views: SlabViews,
+) -> None:
+    held = views.view(1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        views.before_fork()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    views.after_fork_in_parent()
+    del held
+    assert views.take_freed() == []
 
 
 def test_what_is_copied_aside_is_copied_as_the_slabs_were_told() -> None:
@@ -396,13 +485,17 @@ def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
     """In another process."""
     view = slabs.view(BATCH)[start : start + length]
     sender.send(bytes(view[:5]))
-    assert slabs.freed == []
+    source, sink = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.close(sink)
+        os.read(source, 1)
         os._exit(0)
-    os.waitpid(pid, 0)
     del view
-    sender.send(slabs.freed)
+    sender.send(slabs.take_freed())
+    os.close(sink)
+    os.waitpid(pid, 0)
+    sender.send(slabs.take_freed())
 
 
 @pytest.mark.slow
@@ -417,6 +510,7 @@ def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() 
     sender.close()
     assert receiver.recv() == b"hello"
     assert receiver.recv() == []
+    assert receiver.recv() == [BATCH]
     process.join(LIMIT)
     assert process.exitcode == 0
     process.close()

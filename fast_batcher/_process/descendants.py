@@ -1,0 +1,101 @@
+"""Ends the processes that a model has started and not ended. Linux; elsewhere it finds none.
+
+The worker calls `end_descendants` at its end. The parent looks for them before it ends a worker
+that cannot do so itself.
+
+A process in a session of its own (`start_new_session=True`) is meant to outlive the worker, and is
+left alone with all that it has started.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+
+# Between SIGTERM and SIGKILL, and after that: enough for a handler to run, and together less than
+# the default stop_timeout, after which the parent would end the worker.
+GRACE = 0.5
+
+
+def end_descendants() -> None:
+    """End the descendants of this process: SIGTERM, then SIGKILL. Main thread.
+
+    It returns when they are dead, or after twice `GRACE` seconds.
+    """
+    # A handler of a library may raise when a child dies, as that of PyTorch's data loader does.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with opened_descendants(os.getpid()) as pidfds:
+            send(pidfds, number)
+            _wait_until_dead(pidfds, GRACE)
+
+
+@contextmanager
+def opened_descendants(pid: int) -> Iterator[list[int]]:
+    """Pidfds of the descendants of a process that are of its session, open in the block."""
+    with contextlib.ExitStack() as stack:
+        pidfds: list[int] = []
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # the process has ended
+                for child in _open_children(pid, os.getsid(pid)):
+                    stack.callback(os.close, child)
+                    pidfds.append(child)
+        yield pidfds
+
+
+def send(pidfds: list[int], number: signal.Signals) -> None:
+    """Send a signal to processes; those that have ended or belong to another user are skipped."""
+    for pidfd in pidfds:
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(pidfd, number)
+
+
+def _open_children(parent: int, session: int) -> Iterator[int]:
+    # The kernel lists them by the thread that started them.
+    for path in Path(f"/proc/{parent}/task").glob("*/children"):
+        for pid in map(int, _read(path).split()):
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:  # it has ended, or there is no descriptor left for it
+                continue
+            # Looked at after it was opened: its number may have become that of another process.
+            if _is_child(pid, parent, session):
+                yield pidfd
+                yield from _open_children(pid, session)
+            else:
+                os.close(pidfd)
+
+
+def _is_child(pid: int, parent: int, session: int) -> bool:
+    # The name of the program comes before this, in parentheses, and may contain anything.
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    is_ours = len(fields) > 3 and (int(fields[1]), int(fields[3])) == (parent, session)
+    # A tracker, of `multiprocessing` or joblib, cleans up when all that use it have ended.
+    return is_ours and "resource_tracker" not in _read(Path(f"/proc/{pid}/cmdline"))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # the process has ended
+        return ""
+
+
+def _wait_until_dead(pidfds: list[int], seconds: float) -> None:
+    deadline = monotonic() + seconds
+    poller = select.poll()
+    for pidfd in pidfds:
+        poller.register(pidfd, select.POLLIN)
+    alive = len(pidfds)
+    while alive:
+        dead = poller.poll(max(0.0, deadline - monotonic()) * 1000)
+        if not dead:
+            return
+        for pidfd, _ in dead:
+            poller.unregister(pidfd)
+        alive -= len(dead)
