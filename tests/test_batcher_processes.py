@@ -1357,6 +1357,34 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("then", ["time.sleep(1000)", "return"], ids=["blocked", "stopped"])
+def test_a_program_whose_loop_in_a_daemon_thread_turns_no_more_ends(
+    program: Start, then: str
+) -> None:
+    """The thread cannot end the workers then."""
+    running = program(
+        f"""
+        import time
+
+        is_open = threading.Event()
+
+        async def main():
+            batcher = DynBatcher(sample_models.Echo, stop_timeout=0.1)
+            await batcher.open()
+            tell([one.pid for one in batcher._pool.remaining()])
+            is_open.set()
+            {then}
+
+        threading.Thread(target=asyncio.run, args=(main(),), daemon=True).start()
+        is_open.wait()
+        """
+    )
+    with Watch(running.tells()) as workers:
+        assert running.finish() == (0, "")
+        assert workers.survivors(0.0) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["idle", "busy"])
 def test_a_program_that_drops_an_open_batcher_ends(program: Start, gate: Gate, state: str) -> None:
     """Nothing refers to the batcher any more when the interpreter ends."""
