@@ -16,11 +16,11 @@ import queue
 import select
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY, Restarts
@@ -237,7 +237,7 @@ class Pool:
         # One at a time: two copies of each model may be more than the machine has room for.
         is_free = self._successor is None and not self._retired and not self._is_closing
         is_current = self._handles.get(handle.index) is handle
-        if is_due and is_free and is_current and time.monotonic() >= self._recycle_at:
+        if is_due and is_free and is_current and monotonic() >= self._recycle_at:
             self._successor = self._make(handle.index)
             self._load(self._successor)
 
@@ -418,7 +418,7 @@ class Pool:
         if isinstance(handle.outbox, Outbox):
             self.outboxes[handle.id] = handle.outbox
         handle.deliver_to(functools.partial(self._events.frame_arrived, handle.id))
-        self._restarts[index].ready(time.monotonic())
+        self._restarts[index].ready(monotonic())
         self._given_up.discard(index)
         logger.info("%s: worker %d (pid %s) is ready", self._name, index, handle.pid)
         if handle is self._successor:
@@ -473,7 +473,7 @@ class Pool:
             handle.kill()
         if handle is self._successor:
             self._successor = None
-            self._recycle_at = time.monotonic() + MAX_DELAY
+            self._recycle_at = monotonic() + MAX_DELAY
             logger.warning("%s: %s; the worker before it goes on", self._name, error)
             return
         del self._handles[handle.index]
@@ -513,7 +513,7 @@ class Pool:
         if self._is_closing:
             return
         assert self._loop is not None, "set by open"
-        delay, is_given_up = self._restarts[index].lost(time.monotonic())
+        delay, is_given_up = self._restarts[index].lost(monotonic())
         if self._successor is not None and self._successor.index == index:
             self._handles[index], self._successor = self._successor, None
             return
@@ -544,7 +544,7 @@ class Pool:
             for worker in self._events.idle_workers()
             if worker in self._serving and not self._serving[worker].was_asked_to_end
         ]
-        to_ping, silent = self._heartbeat.tick(time.monotonic(), idle)
+        to_ping, silent = self._heartbeat.tick(monotonic(), idle)
         for worker in silent:
             handle = self._serving.get(worker)
             if handle is not None and not handle.is_ending:
@@ -737,13 +737,13 @@ def _end(pools: list[Pool], grace: float) -> None:
 
 def _reap_dead(handles: list[WorkerHandle], seconds: float) -> None:
     """Wait up to so many seconds for these processes to die."""
-    deadline = time.monotonic() + seconds
+    deadline = monotonic() + seconds
     poller = select.poll()
     waiting = {handle.death_fd: handle for handle in handles}
     for fd in waiting:
         poller.register(fd, select.POLLIN)
     while waiting:
-        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        ready = poller.poll(max(0.0, deadline - monotonic()) * 1000)
         if not ready:
             return
         for fd, _ in ready:

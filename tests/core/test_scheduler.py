@@ -997,7 +997,7 @@ class Counted(Request):
     asked = 0
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         Counted.asked += 1
         return self._size
 
