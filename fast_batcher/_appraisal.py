@@ -7,10 +7,10 @@ import logging
 import math
 from collections.abc import Callable
 from numbers import Real
-from time import monotonic
 from typing import Any
 from weakref import WeakValueDictionary
 
+from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Group, Request
 from fast_batcher.errors import BatcherError, ConfigurationError, RequestTooLargeError
 

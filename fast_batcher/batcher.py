@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from threading import get_ident
-from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, NoReturn, Self, TypedDict, Unpack, overload
 
@@ -35,6 +34,7 @@ from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._aside import aside
 from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
+from fast_batcher._clock import monotonic
 from fast_batcher._core.batch_former import BatchFormer
 from fast_batcher._core.lifecycle import Event, State, next_state
 from fast_batcher._core.messages import (
@@ -42,6 +42,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
+    Fault,
     Refusal,
     Replace,
     Request,
@@ -58,7 +59,7 @@ from fast_batcher._process.input_rows import LEAST, MOST_AT_ONCE
 from fast_batcher._process.pool import Exit, Pool
 from fast_batcher._process.sharing import Sharing
 from fast_batcher._signals import call_on_sigterm
-from fast_batcher._transport.codec import size_of
+from fast_batcher._transport.codec import one_line, size_of
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.layouts import to_shape
 from fast_batcher.config import (
@@ -161,9 +162,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             holds where callers have been seen to come back soon and a larger batch is worth it;
             "fixed": wait for a full batch or `max_delay` seconds after the first request.
         max_queue_size: Most requests waiting; default the larger of 1024 and 8 batches per worker.
-        timeout: Seconds until a call gives up where it names no timeout; None for no limit. A
-            worker counts as not ready when it has run one batch for as long and no caller waits for
-            it.
+        timeout: Seconds until a call gives up where it names none; None for no limit. A worker also
+            counts as not ready when it has run one batch for as long and no caller waits for it.
         infer_timeout: Seconds that one batch may take before its worker is replaced, or None. No
             other limit replaces a worker that computes.
         start_timeout: Seconds that a worker may take to load the model.
@@ -1027,7 +1027,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._retry_or_fail(worker, frame, batch)
             return
         # Give the worker its next batch before anything is done about this one.
-        if scheduler.queue.size or scheduler.retries:
+        if scheduler.queue.size or scheduler.retries or scheduler.fault is not None:
             self._advance(monotonic())
         if frame.kind is _SHARED_OUTPUTS:
             self._collect(worker, frame, batch)
@@ -1353,10 +1353,19 @@ class DynBatcher(Generic[InputT, OutputT]):
         arrivals = self._arrivals
         if arrivals:
             self._arrivals = []
-            batch = scheduler.submit_at_once(now, arrivals)
+            batch, unsendable = None, []
+            try:
+                batch = scheduler.submit_at_once(now, arrivals)
+                if batch is not None:
+                    # As in `_send`, without a call in between: see `submit_at_once`.
+                    unsendable = self._exchange.send(batch)
+            except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
+                if batch is None:
+                    self._reject(arrivals, error)
+                    arrivals = []
+                else:
+                    unsendable = self._refuse_all(batch, error)
             if batch is not None:
-                # As in `_poll`, without a call in between: see `submit_at_once`.
-                unsendable = self._exchange.send(batch)
                 scheduler.count_batch(batch)
                 if unsendable:
                     self._withdraw(batch, unsendable)
@@ -1369,16 +1378,56 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _poll(self, now: float, *, has_read: bool) -> None:
         actions, wake_at = self._scheduler.poll(now, has_read=has_read, answering=self._answering)
         for action in actions:
-            if isinstance(action, Dispatch):
-                unsendable = self._exchange.send(action.batch)
-                if unsendable:
-                    self._withdraw(action.batch, unsendable)
-            else:
-                self._do(action)
+            try:
+                if isinstance(action, Dispatch):
+                    self._send(action.batch)
+                else:
+                    self._do(action)
+            except Exception as error:  # noqa: BLE001  the other actions have to be done
+                self._report(error)
+                if isinstance(action, Expire):
+                    tell(action.request, self._fault_error(error))
         if wake_at is not None and wake_at < self._timer_at:
             self._set_timer(wake_at)
         if self._drained is not None:
             self._notice_drained()
+
+    def _send(self, batch: Batch) -> None:
+        try:
+            unsendable = self._exchange.send(batch)
+        except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
+            unsendable = self._refuse_all(batch, error)
+        if unsendable:
+            self._withdraw(batch, unsendable)
+
+    def _refuse_all(self, batch: Batch, error: Exception) -> list[tuple[Request, BatcherError]]:
+        """Sending a batch has raised, and nobody knows why: none of it can be sent."""
+        self._report(error)
+        return [(request, self._fault_error(error)) for request in batch.requests]
+
+    def _reject(self, arrivals: list[Request], error: Exception) -> None:
+        """Taking these has raised, and none has been taken: tell those who do not know yet."""
+        self._report(error)
+        for request in arrivals:
+            if not request.is_settled:
+                self._tally.rejected += 1
+                request.is_settled = True
+                tell(request, self._fault_error(error))
+
+    def _report(self, error: Exception) -> None:
+        # What a log handler raises must not do what is being reported once more.
+        with contextlib.suppress(Exception):
+            logger.error(
+                "%s: an internal error; the calls that it hits fail, and the batcher goes on",
+                self.name,
+                exc_info=error,
+            )
+
+    def _fault_error(self, error: Exception) -> BatcherError:
+        return BatcherError(
+            f"{self.name}: an internal error of fast_batcher ({one_line(error)}); its traceback is "
+            "in the log. Please report it"
+        )
 
     def _take_arrivals(self, now: float) -> None:
         arrivals, self._arrivals = self._arrivals, []
@@ -1395,9 +1444,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         return self._scheduler.count_fitting([request]) == 1
 
     def _submit(self, now: float, arrivals: list[Request]) -> None:
-        if self._appraisal is not None:
-            arrivals = self._appraise(self._appraisal, arrivals)
-        for request in self._scheduler.submit(now, arrivals):
+        accepted = arrivals
+        try:
+            if self._appraisal is not None:
+                accepted = self._appraise(self._appraisal, arrivals)
+            refused = self._scheduler.submit(now, accepted)
+        except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
+            self._reject(arrivals, error)
+            return
+        for request in refused:
             request.is_settled = True
             tell(request, self._broken_error() or request.refusal.to_error())
 
@@ -1414,7 +1469,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             tell(request, fault)
         return accepted
 
-    def _do(self, action: Expire | Stall | Replace) -> None:
+    def _do(self, action: Expire | Stall | Replace | Fault) -> None:
         if isinstance(action, Expire):
             self._tell_expired(action.request, action.reason, action.refusal)
         elif isinstance(action, Stall):
@@ -1429,14 +1484,18 @@ class DynBatcher(Generic[InputT, OutputT]):
                 if self._settings.infer_timeout is None
                 else f"after infer_timeout={self._settings.infer_timeout} seconds",
             )
-        else:
+        elif isinstance(action, Replace):
+            self._pool.replace(action.worker)
             logger.warning(
                 "%s: worker %d is replaced: its batch took longer than infer_timeout=%s seconds",
                 self.name,
                 self._place(action.worker),
                 self._settings.infer_timeout,
             )
-            self._pool.replace(action.worker)
+        else:
+            self._report(action.error)
+            for request in action.requests:
+                fail(self._tally, request, self._fault_error(action.error))
 
     def _set_timer(self, wake_at: float) -> None:
         assert self._loop is not None, "there is something to wait for only on a loop"
@@ -1507,6 +1566,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             except (BatcherError, RuntimeError) as error:
                 request.is_settled = True
                 tell(request, error)
+            except Exception as error:  # noqa: BLE001  whatever it is, the call has to end
+                self._reject([request], error)
 
     # Ending.
 

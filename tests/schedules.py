@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from fast_batcher._core.batch_former import BatchFormer
-from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Request
+from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fault, Request
 from fast_batcher._core.policy import GreedyPolicy, Policy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
@@ -89,6 +89,8 @@ def told(actions: Sequence[Action]) -> list[object]:
             plain.append(action.batch.requests)
         elif isinstance(action, Expire):
             plain.append((action.reason, action.request))
+        elif isinstance(action, Fault):
+            plain.append((action.error, action.requests))
         else:
             plain.append((type(action), action.worker))
     return plain

@@ -54,11 +54,9 @@ class Outlook(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The batch that leaves, and those that do not leave with it."""
+    """The batch that leaves."""
 
     requests: list[Request]
-    # They would be late, and are settled.
-    late: list[Request]
     # Whether it is smaller than it could be, for the sake of a target.
     is_smaller: bool
 
@@ -223,21 +221,21 @@ class Admission:
             max(0.0, seconds - left),
         )
 
-    def take(self, start: float, queue: RequestQueue) -> Selection:
+    def take(self, start: float, queue: RequestQueue, late: list[Request]) -> Selection:
         """Take the next batch out of the queue.
 
         Args:
             start: The moment at which the worker can begin with it.
             queue: At least one request.
+            late: Gets the requests that are dropped, because they would be late; they are settled.
         """
-        late: list[Request] = []
         requests = queue.take(self.max_batch_size)
         if not self._service.is_known:
-            return Selection(requests, late, is_smaller=False)
+            return Selection(requests, is_smaller=False)
         while True:
             finish = start + self._service.high(self.size_of(requests))
             if finish <= min(map(_target_of, requests)):
-                return Selection(requests, late, is_smaller=False)
+                return Selection(requests, is_smaller=False)
             if not queue.size:
                 break
             # Others can run in their place.
@@ -245,7 +243,7 @@ class Admission:
             queue.put_back(in_time)
             requests = queue.take(self.max_batch_size)
         requests = self._without_hopeless(start, requests, late)
-        return self._make_smaller(start, requests, late, queue)
+        return self._make_smaller(start, requests, queue)
 
     def _without_hopeless(
         self, start: float, requests: list[Request], late: list[Request]
@@ -275,7 +273,7 @@ class Admission:
         return kept
 
     def _make_smaller(
-        self, start: float, requests: list[Request], late: list[Request], queue: RequestQueue
+        self, start: float, requests: list[Request], queue: RequestQueue
     ) -> Selection:
         # The more, the later, and the earlier the first target among them: so it can be searched.
         targets = list(accumulate(map(_target_of, requests), min))
@@ -290,7 +288,7 @@ class Admission:
             + 1
         )
         queue.put_back(requests[size:])
-        return Selection(requests[:size], late, is_smaller=size < len(requests))
+        return Selection(requests[:size], is_smaller=size < len(requests))
 
 
 def _target_of(request: Request) -> float:

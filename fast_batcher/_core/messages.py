@@ -221,4 +221,14 @@ class Replace:
         self.worker: Final = worker
 
 
-Action = Dispatch | Expire | Stall | Replace
+class Fault:
+    """Deciding has raised: log the error, and tell these requests, which have left the core."""
+
+    __slots__ = ("error", "requests")
+
+    def __init__(self, error: Exception, requests: list[Request]) -> None:
+        self.error: Final = error
+        self.requests: Final = requests
+
+
+Action = Dispatch | Expire | Stall | Replace | Fault

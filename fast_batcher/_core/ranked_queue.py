@@ -175,12 +175,14 @@ class RankedQueue(RequestQueue):
                 if len(chosen) == count or left <= 0:
                     break
         self._remove(chosen)
+        self.taken = chosen
         return chosen
 
     def batch_left(self, *, is_retry: bool = False) -> None:
         """What was taken last has been sent, or a batch that left before and is tried again."""
         # One that did not leave the queue must not take the place of one that goes by age.
         self.batches += not is_retry
+        self.taken = ()
         self._sweep()
 
     def put_back(self, requests: list[Request]) -> None:

@@ -8,7 +8,7 @@ for requests with a deadline of their own.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from math import inf
@@ -26,13 +26,15 @@ class RequestQueue:
         is_weighed: Whether every request has its `size`, and `bytes` is wanted.
     """
 
-    __slots__ = ("_dead", "_default", "_heap", "_own", "bytes", "is_weighed", "size")
+    __slots__ = ("_dead", "_default", "_heap", "_own", "bytes", "is_weighed", "size", "taken")
 
     def __init__(self, *, is_weighed: bool = False) -> None:
         # Live requests waiting, and the sum of their sizes, 0 if that is not wanted.
         self.size = 0
         self.bytes = 0
         self.is_weighed = is_weighed
+        # What `take` returned last, for as long as it is in nobody else's books.
+        self.taken: Sequence[Request] = ()
         self._default: deque[Request] = deque()
         self._own: deque[Request] = deque()
         self._heap: list[tuple[float, int, Request]] = []
@@ -79,6 +81,7 @@ class RequestQueue:
         self.size -= len(taken)
         if self.is_weighed:
             self.bytes -= sum_of_sizes(taken)
+        self.taken = taken
         return taken
 
     def put_back(self, requests: list[Request]) -> None:

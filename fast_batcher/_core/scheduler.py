@@ -2,8 +2,9 @@
 
 A shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
 next event. Every accepted request leaves exactly once: through `batch_done`, `batch_raised`,
-`worker_lost`, `withdraw`, `cancel`, `give_up`, `close` or an `Expire` action; from then on its
-`is_settled` is True.
+`worker_lost`, `withdraw`, `cancel`, `give_up`, `close` or an `Expire` or `Fault` action; from then
+on its `is_settled` is True. No exception changes that: what learns and predicts is asked before
+anything is taken over, or where what has been taken is in these books.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -19,6 +20,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
+    Fault,
     Refusal,
     Release,
     Replace,
@@ -151,6 +153,10 @@ class Scheduler:
         # Those that no worker has any more, and whose answer is still on its way: see `await_rest`.
         self._arriving: dict[int, Batch] = {}
         self._next_batch_id = 0
+        # Those that the batch that is being formed has dropped, and that no action tells of yet.
+        self._dropped: list[Request] = []
+        # Why something was not learned; `poll` has to be called for it.
+        self.fault: Exception | None = None
         # Nothing expires before this moment. A bound, worked out anew when it is reached: most
         # requests are answered long before their deadlines, and are not looked at for it.
         self.next_expiry = inf
@@ -221,6 +227,9 @@ class Scheduler:
             refused += requests[count:]
             requests = requests[:count]
             own = [request for request in own if not hasattr(request, "refusal")]
+        if requests and self._policy.learns:
+            self._policy.arrived(now, len(requests), not self.queue.size and not self._batches)
+        # From here on nothing is asked any more that could raise: all are taken, or none.
         self.tally.rejected += len(refused)
         deadline = now + self._timeout
         request_id = self.tally.submitted
@@ -238,8 +247,6 @@ class Scheduler:
             deadline = min(deadline, min([request.deadline for request in own]))
         if deadline < self.next_expiry:
             self.next_expiry = deadline
-        if self._policy.learns:
-            self._tell_arrival(now, len(requests))
         return refused
 
     def _refuse_all(self, now: float, requests: list[Request]) -> bool:
@@ -286,10 +293,6 @@ class Scheduler:
             len(self._slots),
             bool(self.retries),
         )
-
-    def _tell_arrival(self, now: float, count: int) -> None:
-        if count:
-            self._policy.arrived(now, count, self.queue.size == count and not self._batches)
 
     def submit_at_once(  # noqa: C901  flat on purpose
         self, now: float, requests: list[Request]
@@ -616,7 +619,7 @@ class Scheduler:
                     request.is_settled = True
         return lost
 
-    def batch_done(  # noqa: C901  flat on purpose
+    def batch_done(
         self, now: float, worker: int, batch_id: int, has_raised: bool = False
     ) -> Batch | None:
         """A worker has answered a batch.
@@ -644,6 +647,15 @@ class Scheduler:
             self._begin_batch(slot, now)
         if has_raised:
             return batch
+        try:
+            self._learn(now, slot, batch, started_at)
+        except Exception as error:  # noqa: BLE001  whatever it is, the batch has been answered
+            self.fault = error
+        slot.has_answered = True
+        return batch
+
+    def _learn(self, now: float, slot: _Slot, batch: Batch, started_at: float) -> None:
+        """Learn from a batch that has been answered."""
         policy = self._policy
         if policy.learns:
             self._measure(now, slot, batch, started_at)
@@ -655,11 +667,9 @@ class Scheduler:
                 policy.rest -= 1
                 if not policy.rest:
                     policy.end_rest()
-        slot.has_answered = True
         if self._size_cap.is_watching:
             self._size_cap.went_well(len(batch.requests))
             self._limit_size()
-        return batch
 
     def _measure(self, now: float, slot: _Slot, batch: Batch, started_at: float) -> None:
         """Learn how long a batch took."""
@@ -775,7 +785,7 @@ class Scheduler:
         running = [request for batch in batches for request in batch.requests]
         return [r for r in (*self.queue, *self._retries, *running) if not r.is_settled]
 
-    def poll(  # noqa: C901  flat on purpose
+    def poll(
         self, now: float, *, has_read: bool = True, answering: Collection[int] = ()
     ) -> tuple[list[Action], float | None]:
         """Decide what to do now.
@@ -794,6 +804,22 @@ class Scheduler:
             or finds that the deadline that it had in mind is no longer anybody's.
         """
         actions: list[Action] = []
+        if self.fault is not None:
+            actions.append(Fault(self.fault, []))
+            self.fault = None
+        wake_at = inf
+        try:
+            wake_at = self._decide_all(now, has_read, answering, actions)
+        except Exception as error:  # noqa: BLE001  whatever it is, nobody is to wait for ever
+            self._recover(error, actions)
+        # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
+        wake_at = min(wake_at, self.next_expiry)
+        return actions, None if wake_at == inf else wake_at
+
+    def _decide_all(  # noqa: C901  flat on purpose
+        self, now: float, has_read: bool, answering: Collection[int], actions: list[Action]
+    ) -> float:
+        """Append what `poll` returns; returns until when a batch is held, or the next expiry."""
         if self.next_expiry <= now:
             self._expire(now, actions, has_read, answering)
             self.next_expiry = self._earliest_expiry()
@@ -821,14 +847,26 @@ class Scheduler:
                 self._policy.end_hold()
             requests, release = self._choose(now, slot, release, actions)
             if not requests:
+                queue.taken = ()  # they have been put back
                 break
-            batch = self._send(now, slot, requests, release, Batch)
-            actions.append(Dispatch(batch))
+            self._send(self._make(now, slot, requests, release, Batch), actions)
         if self._policy.is_holding and not is_held:
             self._policy.end_hold()
-        # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
-        wake_at = min(wake_at, self.next_expiry)
-        return actions, None if wake_at == inf else wake_at
+        return wake_at
+
+    def _recover(self, error: Exception, actions: list[Action]) -> None:
+        """Deciding has raised: give up what waits, and what was on its way from there to a batch.
+
+        To decide once more would raise once more. What workers have is not touched.
+        """
+        taken = self.queue.taken
+        lost = [*self.give_up(), *self._dropped]
+        self._dropped = []
+        for request in taken:
+            if request.batch_id is None and not request.is_settled:
+                request.is_settled = True
+                lost.append(request)
+        actions.append(Fault(error, lost))
 
     def _has_full_batch(self) -> bool:
         if self._ranked is not None:
@@ -882,11 +920,13 @@ class Scheduler:
             # What a worker has cannot be dropped any more, however long its first batch takes.
             return [], release
         start = now + self._seconds_until_free(now, slot, self._charges.median)
-        requests, late, is_smaller = self._admission.take(start, self.queue)
+        late = self._dropped
+        requests, is_smaller = self._admission.take(start, self.queue, late)
         if late:
             refusal = self._admission.refusal_of_late(self._outlook(now))
             actions.extend(Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in late)
             self.tally.expired += len(late)
+            self._dropped = []
         if late or is_smaller:
             if slot.batches and len(requests) < self._max_batch_size:
                 # A second batch is full, or open to those that come.
@@ -915,13 +955,14 @@ class Scheduler:
             if len(requests) < len(group.requests):
                 rest = group.requests[self._max_batch_size :]
                 self._retries.put_back(group._replace(requests=rest))
-            batch = self._send(now, slot, requests, Release.RETRY, RetryBatch)
+            batch = self._make(now, slot, requests, Release.RETRY, RetryBatch)
             batch.isolate_until = group.isolate_until
-            actions.append(Dispatch(batch))
+            self._send(batch, actions)
 
-    def _send(
+    def _make(
         self, now: float, slot: _Slot, requests: list[Request], release: Release, kind: type[_B]
     ) -> _B:
+        """Give a worker a batch."""
         deadline = min([request.deadline for request in requests])
         batch = kind(self._next_batch_id, slot.id, requests, release, now, deadline)
         self._next_batch_id += 1
@@ -932,10 +973,15 @@ class Scheduler:
             self._begin_batch(slot, now)
         slot.batches.append(batch)
         self._batches[batch.id] = batch
-        if self._ranked is not None:
-            self._ranked.batch_left(is_retry=release is _RETRY)
-        self.count_batch(batch)
+        self.queue.taken = ()
         return batch
+
+    def _send(self, batch: Batch, actions: list[Action]) -> None:
+        """Let the shell send a batch that its worker has been given."""
+        actions.append(Dispatch(batch))
+        if self._ranked is not None:
+            self._ranked.batch_left(is_retry=batch.release is _RETRY)
+        self.count_batch(batch)
 
     def _limit_size(self) -> None:
         self._max_batch_size = self._size_cap.size

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from fast_batcher._core.batch_former import BatchFormer
-from fast_batcher._core.messages import Batch, Dispatch, Request
+from fast_batcher._core.messages import Batch, Dispatch, Fault, Request
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
@@ -262,6 +262,8 @@ class Engine:
         if not actions:
             return None
         (action,) = actions
+        if isinstance(action, Fault):
+            raise action.error
         assert isinstance(action, Dispatch), "without deadlines nothing expires"
         return action.batch
 

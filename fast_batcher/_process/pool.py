@@ -15,11 +15,11 @@ import queue
 import select
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY, Restarts
@@ -245,7 +245,7 @@ class Pool:
         # One at a time: two copies of each model may be more than the machine has room for.
         is_free = self._successor is None and not self._retired and not self._is_closing
         is_current = self._handles.get(handle.index) is handle
-        if is_due and is_free and is_current and time.monotonic() >= self._recycle_at:
+        if is_due and is_free and is_current and monotonic() >= self._recycle_at:
             self._successor = self._make(handle.index)
             self._load(self._successor)
 
@@ -429,7 +429,7 @@ class Pool:
         if isinstance(handle.outbox, Outbox):
             self.outboxes[handle.id] = handle.outbox
         handle.deliver_to(functools.partial(self._events.frame_arrived, handle.id))
-        self._restarts[index].ready(time.monotonic())
+        self._restarts[index].ready(monotonic())
         self._given_up.discard(index)
         logger.info("%s: worker %d (pid %s) is ready", self._name, index, handle.pid)
         if handle is self._successor:
@@ -484,7 +484,7 @@ class Pool:
             handle.kill()
         if handle is self._successor:
             self._successor = None
-            self._recycle_at = time.monotonic() + MAX_DELAY
+            self._recycle_at = monotonic() + MAX_DELAY
             logger.warning(
                 "%s: %s; the worker before it goes on", self._name, error, exc_info=error
             )
@@ -528,7 +528,7 @@ class Pool:
         if self._is_closing:
             return
         assert self._loop is not None, "set by open"
-        delay, is_given_up = self._restarts[index].lost(time.monotonic())
+        delay, is_given_up = self._restarts[index].lost(monotonic())
         if self._successor is not None and self._successor.index == index:
             self._handles[index], self._successor = self._successor, None
             return
@@ -559,7 +559,7 @@ class Pool:
             for worker in self._events.idle_workers()
             if worker in self._serving and not self._serving[worker].was_asked_to_end
         ]
-        to_ping, silent = self._heartbeat.tick(time.monotonic(), idle)
+        to_ping, silent = self._heartbeat.tick(monotonic(), idle)
         for worker in silent:
             handle = self._serving.get(worker)
             if handle is not None and not handle.is_ending:
@@ -774,13 +774,13 @@ def _end(pools: list[Pool], grace: float) -> None:
 
 def _reap_dead(handles: list[WorkerHandle], seconds: float) -> None:
     """Wait up to so many seconds for these processes to die."""
-    deadline = time.monotonic() + seconds
+    deadline = monotonic() + seconds
     poller = select.poll()
     waiting = {handle.death_fd: handle for handle in handles}
     for fd in waiting:
         poller.register(fd, select.POLLIN)
     while waiting:
-        ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        ready = poller.poll(max(0.0, deadline - monotonic()) * 1000)
         if not ready:
             return
         for fd, _ in ready:
@@ -807,7 +807,7 @@ def _end_forgotten_pools() -> None:
     ]
     if here:
         _end(here, grace)
-    deadline = time.monotonic() + grace + TERMINATE_GRACE + LOOP_GRACE
+    deadline = monotonic() + grace + TERMINATE_GRACE + LOOP_GRACE
     for loop, pools, ended in endings:
         _finish_end_on(loop, pools, ended, deadline, grace)
 
@@ -849,7 +849,7 @@ def _finish_end_on(
         if not loop.is_running():
             _end(pools, grace)
             return
-        if time.monotonic() >= deadline:
+        if monotonic() >= deadline:
             for pool in pools:
                 pool.kill_beside_loop()
             return

@@ -415,6 +415,7 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         service.observe(1, 1.0)
         admission = Admission(service, 2)
         calls = 0
+        dropped: list[Request] = []
 
         def count_call(_frame: FrameType, event: str, _: object) -> None:
             nonlocal calls
@@ -423,7 +424,7 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            requests, dropped, _ = admission.take(1.0, arrivals.queue)
+            requests, _ = admission.take(1.0, arrivals.queue, dropped)
         finally:
             sys.setprofile(before)
         assert first in requests

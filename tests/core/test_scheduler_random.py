@@ -30,6 +30,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
+    Fault,
     Group,
     Release,
     Replace,
@@ -167,6 +168,7 @@ def plain(action: Action) -> tuple[Any, ...]:
         return "dispatch", batch.id, batch.worker, [r.id for r in batch.requests], batch.release
     if isinstance(action, Expire):
         return "expire", action.request.id, action.reason
+    assert not isinstance(action, Fault), action.error
     return type(action).__name__, action.worker
 
 

@@ -1,0 +1,165 @@
+"""Whatever raises inside of the core, every request has one place, and ends once."""
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from schedules import make, poll_batches, run, settle, submit, told
+
+from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.load import Load
+from fast_batcher._core.messages import Dispatch, Expire, Fault, Release, Request
+from fast_batcher._core.policy import GreedyPolicy
+from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.scheduler import Scheduler
+
+
+class Faulty(GreedyPolicy):
+    """Raises in one of its methods, as often as it is told."""
+
+    learns = True
+    is_greedy = False
+
+    def __init__(self, where: str, times: int = 1) -> None:
+        self._where = where
+        self._times = times
+        self.error = IndexError("the clock went back")
+
+    def _raise_in(self, where: str) -> None:
+        if where == self._where and self._times:
+            self._times -= 1
+            raise self.error
+
+    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+        """Send now, or raise."""
+        self._raise_in("decide")
+        return Release.IDLE
+
+    def arrived(self, now: float, count: int, is_idle: bool) -> None:
+        """Learn nothing, or raise."""
+        self._raise_in("arrived")
+
+    def batch_done(self, now: float, size: int, load: Load) -> None:
+        """Learn nothing, or raise."""
+        self._raise_in("batch_done")
+
+
+def assert_balance(scheduler: Scheduler) -> None:
+    tally = scheduler.tally
+    out = tally.completed + tally.failed + tally.expired + tally.cancelled
+    assert tally.submitted == out + scheduler.waiting + scheduler.running
+
+
+@pytest.mark.parametrize("take", [Scheduler.submit, Scheduler.submit_at_once])
+def test_arrivals_are_taken_all_or_not_at_all(
+    take: Callable[[Scheduler, float, list[Request]], Any],
+) -> None:
+    policy = Faulty("arrived")
+    scheduler = make(policy, max_batch_size=2)
+    requests = [Request(None, None) for _ in range(2)]
+    with pytest.raises(IndexError):
+        take(scheduler, 0.0, requests)
+    assert (scheduler.tally.submitted, scheduler.waiting, scheduler.running) == (0, 0, 0)
+    assert run(scheduler, 1.0, 2).id == 0
+    assert_balance(scheduler)
+
+
+def test_a_decision_that_raises_gives_up_what_waits_and_nothing_else() -> None:
+    policy = Faulty("decide")
+    scheduler = make(policy, max_batch_size=2, timeout=5.0, workers=2)
+    running = run(scheduler, 0.0, 2)
+    expiring = run(scheduler, 0.0, 2, deadline=1.0)
+    waiting = submit(scheduler, 1.0)
+    actions, wake_at = scheduler.poll(1.0)
+    # Both workers are busy, so nothing is decided; then one answers.
+    assert [type(action) for action in actions] == [Expire, Expire]
+    settle(scheduler, 2.0, expiring)
+    actions, wake_at = scheduler.poll(2.0)
+    assert told(actions) == [(policy.error, waiting)]
+    assert all(request.is_settled for request in waiting)
+    assert wake_at == 5.0
+    scheduler.tally.failed += len(waiting)
+    assert (scheduler.waiting, scheduler.running) == (0, 2)
+    assert_balance(scheduler)
+    later = submit(scheduler, 2.0)
+    (batch,) = poll_batches(scheduler, 2.0)
+    assert batch.requests == later
+    assert settle(scheduler, 3.0, batch) == later
+    assert settle(scheduler, 3.0, running) == running.requests
+
+
+def test_what_cannot_be_learned_takes_no_answer_from_anybody() -> None:
+    policy = Faulty("batch_done")
+    scheduler = make(policy, max_batch_size=2)
+    batch = run(scheduler, 0.0)
+    assert settle(scheduler, 1.0, batch) == batch.requests
+    assert_balance(scheduler)
+    assert told(scheduler.poll(1.0)[0]) == [(policy.error, [])]
+    assert scheduler.poll(1.0)[0] == []
+    settle(scheduler, 3.0, run(scheduler, 2.0))
+
+
+class FaultyFormer(BatchFormer):
+    """Raises when it is asked for the `at`th time."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(20.0, is_padded=True)
+        self._left = at
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise ZeroDivisionError("costs")
+
+    def charge(self, requests: Iterable[Request]) -> float:
+        """What the batch is charged."""
+        self._count()
+        return super().charge(requests)
+
+    def fill(self, chosen: list[Request], waiting: Sequence[Request], count: int) -> None:
+        """Choose."""
+        self._count()
+        super().fill(chosen, waiting, count)
+
+
+def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> None:  # noqa: C901  flat on purpose
+    """With costs and targets, where most is asked: some are dropped, and batches made smaller."""
+    kinds = set()
+    for at in count(1):
+        former = FaultyFormer(at)
+        scheduler = make(max_batch_size=4, max_latency=12.0, former=former)
+        ended: list[Request] = []
+        accepted: list[Request] = []
+        has_raised = False
+        for now in range(40):
+            requests = [Request(None, None) for _ in range(3 if now % 3 else 1)]
+            for number, request in enumerate(requests):
+                request.cost = float(1 + (now + number) % 5)
+            try:
+                refused = scheduler.submit(float(now), requests)
+                accepted += [one for one in requests if one not in refused]
+            except ZeroDivisionError:
+                has_raised = True
+            actions, _ = scheduler.poll(float(now))
+            for action in actions:
+                kinds.add(type(action))
+                if isinstance(action, Expire):
+                    ended.append(action.request)
+                elif isinstance(action, Fault):
+                    has_raised = True
+                    assert isinstance(action.error, ZeroDivisionError)
+                    ended += action.requests
+                    scheduler.tally.failed += len(action.requests)
+            for slot in list(scheduler._all_slots.values()):
+                if slot.batches and now - slot.started_at >= len(slot.batches[0].requests):
+                    ended += settle(scheduler, float(now), slot.batches[0])
+            assert_balance(scheduler)
+            assert len(set(map(id, ended))) == len(ended)
+        rest = scheduler.close()
+        assert {*map(id, ended), *map(id, rest)} == {*map(id, accepted)}
+        assert len(ended) + len(rest) == len(accepted)
+        if not has_raised:
+            break
+    assert at > 50
+    assert kinds == {Dispatch, Expire, Fault}

@@ -1,0 +1,50 @@
+"""Deadlines and what is learned survive a clock that a test tool freezes and sets back."""
+
+import time
+
+import freezegun
+import pytest
+from sample_models import Echo, Gated
+from waits import SOON, Gate, assert_balance, call, outcome
+
+from fast_batcher import DeadlineExceededError, DynBatcher
+from fast_batcher._clock import monotonic
+
+pytestmark = pytest.mark.anyio
+
+
+def test_it_is_the_clock_of_python_and_no_tool_freezes_it() -> None:
+    before = time.monotonic()
+    now = monotonic()
+    assert before <= now <= time.monotonic()
+    with freezegun.freeze_time("2030-01-01"):
+        assert time.monotonic() > 1e9
+        assert now <= monotonic() < 1e9
+    assert now <= monotonic() < 1e9
+
+
+async def test_calls_are_answered_while_a_test_freezes_time_and_after_it() -> None:
+    async with DynBatcher(Echo, 4, timeout=None) as batcher:
+        for year in ("2030", "1999"):
+            assert await batcher.process_many(range(50)) == [*range(50)]
+            with freezegun.freeze_time(f"{year}-01-01"):
+                assert await batcher.process_many(range(50)) == [*range(50)]
+            calls = [call(batcher, number) for number in range(50)]
+            assert [await outcome(one) for one in calls] == [*range(50)]
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.restarts) == (300, 0)
+
+
+async def test_a_deadline_passes_while_a_test_freezes_time(gate: Gate) -> None:
+    """But not the clock of the loop, on which the test itself would hang."""
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        with freezegun.freeze_time("2030-01-01", real_asyncio=True):
+            running = call(batcher, "running", timeout=SOON)
+            visit = await gate.visit()
+            with pytest.raises(DeadlineExceededError):
+                await batcher.process_batched("waiting", timeout=SOON)
+            assert isinstance(await outcome(running), DeadlineExceededError)
+        visit.let_on()
+        gate.close()
+        assert await batcher.process_batched("next") == "next"
+        assert_balance(batcher)
