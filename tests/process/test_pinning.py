@@ -107,7 +107,7 @@ def test_a_batch_has_its_memory_until_the_device_has_been_waited_for(desk: Desk)
         assert frame is not None
         answers.append((frame.kind, loads(frame.body)))
     assert freed == [[]]
-    assert answers == [(Kind.FREED, [batch_id]), (Kind.OUTPUTS, [filled(0).size] * 2)]
+    assert answers == [(Kind.FREED, [batch_id]), (Kind.OUTPUT_ATOMS, [filled(0).size] * 2)]
     for closing in (ours, theirs, mark):
         closing.close()
 

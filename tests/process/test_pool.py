@@ -313,7 +313,7 @@ async def test_a_pool_that_is_stopped_while_it_is_closed_waits_no_longer(
     told: Told, gate: Gate
 ) -> None:
     pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=10 * LIMIT)
-    pool.senders[0](Kind.INPUTS, 1, codec.dumps(["stuck"]))
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
     await gate.visit()
     closing = asyncio.create_task(pool.aclose())
     await turns()
