@@ -1178,7 +1178,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         except BaseException:
             # The caller's `async with` has not begun, so its end will not come.
             self._owners.remove(owner)
-            if owner.ends == self._ends and not self._is_owned() and not self._is_foreign():
+            is_ours = self._loop in (None, loop) and self._state is not State.DRAINING
+            if is_ours and owner.ends == self._ends and not self._is_owned():
                 self._end(grace=0.0)
             raise
         if owner.ends != self._ends:  # it was ended while this waited to open a broken one
@@ -1338,8 +1339,9 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._answering[worker] = now + REST_OF_FRAME
         self._answering = {one: until for one, until in self._answering.items() if until > now}
         self._advance(now, has_read=True)
-        if self._answering:
-            self._set_timer(min(self._answering.values()))
+        look_again_at = min(self._answering.values(), default=math.inf)
+        if look_again_at < self._timer_at:
+            self._set_timer(look_again_at)
 
     def _advance(self, now: float, *, has_read: bool = False) -> None:
         """Take what has come, poll, do the actions, set the timer.

@@ -33,7 +33,7 @@ class RequestQueue:
         self.size = 0
         self.bytes = 0
         self.is_weighed = is_weighed
-        # What `take` returned last, for as long as it is in nobody else's books.
+        # What `take` returned last, until it belongs to a batch or is put back.
         self.taken: Sequence[Request] = ()
         self._default: deque[Request] = deque()
         self._own: deque[Request] = deque()

@@ -57,8 +57,8 @@ class _Slot:
         self.batches: list[Batch] = []
         # When it began with the first one.
         self.started_at = 0.0
-        # Nobody waits for its first batch any more, which has run for the batcher's `timeout`; or
-        # it is being replaced. It gets no more until it answers.
+        # No caller waits for its first batch any more, which has run for the batcher's `timeout`;
+        # or it is being replaced. It gets no more until it answers.
         self.is_stalled = False
         # The first batch of a process is slow for reasons of its own.
         self.has_answered = False
@@ -79,7 +79,8 @@ class Scheduler:
         weigh: Sees to it that a request has its `size`, where there is `max_queue_bytes`. That
             takes time, so it is called for those alone that nothing else refuses. None if all have.
         timeout: Seconds from arrival to deadline where the caller names none, or None for no limit.
-            A worker that has run a batch for as long, and for nobody, counts as stalled.
+            A worker that has run a batch for as long, and for which no caller waits, counts as
+            stalled.
         max_latency: Seconds from arrival by which an answer is wanted, or None: see `Admission`.
         infer_timeout: Seconds that a batch may run before its worker is replaced, or None.
         idempotent: Whether a request may be computed twice.
@@ -153,7 +154,7 @@ class Scheduler:
         # Those that no worker has any more, and whose answer is still on its way: see `await_rest`.
         self._arriving: dict[int, Batch] = {}
         self._next_batch_id = 0
-        # Those that the batch that is being formed has dropped, and that no action tells of yet.
+        # Requests dropped while the next batch is formed, and not told by an action yet.
         self._dropped: list[Request] = []
         # Why something was not learned; `poll` has to be called for it.
         self.fault: Exception | None = None
@@ -530,7 +531,7 @@ class Scheduler:
                 self._notice_desertion(batch)
 
     def _notice_desertion(self, batch: Batch) -> None:
-        """If nobody waits for a batch any more, its worker may be stalled, now or later."""
+        """If no caller waits for a batch any more, its worker may be stalled, now or later."""
         slot = self._all_slots.get(batch.worker)
         if not batch.open_count and slot and slot.batches and batch is slot.batches[0]:
             self.next_expiry = min(self.next_expiry, slot.started_at + self._timeout)
@@ -810,7 +811,7 @@ class Scheduler:
         wake_at = inf
         try:
             wake_at = self._decide_all(now, has_read, answering, actions)
-        except Exception as error:  # noqa: BLE001  whatever it is, nobody is to wait for ever
+        except Exception as error:  # noqa: BLE001  whatever it is, no caller may wait for ever
             self._recover(error, actions)
         # Sending batches may have brought the next expiry nearer, through `infer_timeout`.
         wake_at = min(wake_at, self.next_expiry)

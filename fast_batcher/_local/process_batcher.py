@@ -172,7 +172,7 @@ async def _process(
     # They are queued a few batches at a time, so they go in the order in which they are wanted.
     ranks = [settings.priority(item) for item in items]
     order = sorted(range(len(items)), key=ranks.__getitem__, reverse=True)
-    ranked = await batcher._process_ranked(  # noqa: SLF001  its only other user, and not the world's
+    ranked = await batcher._process_ranked(  # noqa: SLF001  no other module uses it
         [items[at] for at in order], [ranks[at] for at in order]
     )
     outputs: list[Any] = [None] * len(items)

@@ -10,7 +10,7 @@ from typing import Any
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._process.sharing import Send, Sharing
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import ATOMS, RemoteFailure, dumps, loads
+from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.outbox import Answer, Outbox
 from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
@@ -83,11 +83,10 @@ class Exchange:
             return []
         send = self._senders[batch.worker]
         values = [request.value for request in requests]
-        if ATOMS.issuperset(map(type, values)):
-            body = dumps(values)
-            if len(body) < LEAST_SHARED and len(body) <= self._max_frame_bytes:
-                send(_INPUT_ATOMS, batch.id, body)
-                return []
+        body = dump_atoms(values, LEAST_SHARED)
+        if body is not None and len(body) <= self._max_frame_bytes:
+            send(_INPUT_ATOMS, batch.id, body)
+            return []
         return self._send_apart(batch, values, send)
 
     def _send_apart(
@@ -99,7 +98,7 @@ class Exchange:
                 request.row.give_up()
         pickled = self._pickle(values)
         if isinstance(pickled, Parts):
-            # Not more than an output of the same size may have.
+            # The limit of a single output: what comes in may go back.
             fits = codec.fits(pickled.size, self._max_frame_bytes)
             if fits and self._sharing.send(batch, pickled, send, self._send_late):
                 return []

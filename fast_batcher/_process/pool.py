@@ -211,7 +211,7 @@ class Pool:
         handle.ignore()
         handle.signal(signal.SIGTERM)
         assert self._loop is not None, "a worker is ready only on a loop"
-        handle.set_timer(self._loop.call_later(self._settings.stop_timeout, handle.kill))
+        handle.set_timer(self._loop.call_later(TERMINATE_GRACE, handle.kill))
 
     def kill(self, worker: int) -> None:
         """End a worker that is of no use at once; another takes its place."""

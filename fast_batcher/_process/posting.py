@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import ATOMS, RemoteFailure, dumps
+from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED, Lifted, Parts, PartsPickler
 from fast_batcher.config import SHARED_MEMORY_THRESHOLD
@@ -33,8 +33,6 @@ class Posting:
     def __init__(self, outbox: "OutboxWriter | OSError | None", max_frame_bytes: int) -> None:
         self._outbox = outbox
         self._max_frame_bytes = max_frame_bytes
-        # Longest body of atoms in one frame; what is longer may go through the outbox.
-        self.most_whole = min(max_frame_bytes, LEAST_SHARED - 1)
         least = SHARED_MEMORY_THRESHOLD
         if outbox is not None and not isinstance(outbox, OSError):
             least = outbox.least
@@ -52,10 +50,9 @@ class Posting:
             outputs: Anything where there is a failure. An exception is the failure of its request.
             failures: Those that are known already, by position; those that are found are added.
         """
-        if not failures and ATOMS.issuperset(map(type, outputs)):
-            body = dumps(outputs)
-            if len(body) <= self.most_whole:
-                return [(Kind.OUTPUT_ATOMS, body)]
+        body = None if failures else dump_atoms(outputs, LEAST_SHARED)
+        if body is not None and len(body) <= self._max_frame_bytes:
+            return [(Kind.OUTPUT_ATOMS, body)]
         # By type: an object of the model's may say anything about its class, and they are few.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             for position, output in enumerate(outputs):
@@ -75,10 +72,10 @@ class Posting:
     def _pack_apart(
         self, outputs: list[Any], failures: dict[int, RemoteFailure]
     ) -> list[tuple[Kind, bytes]]:
-        """As `pack`; all outputs can be pickled.
+        """Pack outputs that can all be pickled, by the pipe or through the outbox.
 
         Raises:
-            BaseException: One cannot.
+            BaseException: One cannot be pickled.
         """
         pickler = self._pickler
         # Long `bytes` are not copied into the pickle, nor by who reads it.

@@ -21,7 +21,7 @@ loads = pickle.loads
 # pickle. That takes 0.03 us per short string and not 0.3, each way; without it a request would cost
 # the API process 3.2 times the floor of the event loop on uvloop, and not 2.1
 # (`benchmarks/overhead.py`).
-ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
+ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
 # Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
 _ITEM_OVERHEAD = 16
 
@@ -56,6 +56,19 @@ def describe(error: BaseException) -> RemoteFailure:
         # An error that cannot be shown would raise again wherever the app shows it.
         return RemoteFailure(text, text, None)
     return RemoteFailure(text, _short(trace, keep_end=True), _pickle_if_it_survives(error))
+
+
+def dump_atoms(values: list[Any], limit: int) -> bytes | None:
+    """Pickle a list of values whose types are in `ATOMS`; None if one is of another type.
+
+    Args:
+        values: The values.
+        limit: None is returned if they have as many characters and bytes together, or more.
+    """
+    if not ATOMS.issuperset(map(type, values)):
+        return None
+    size = sum([len(one) for one in values if one.__class__ is str or one.__class__ is bytes])
+    return dumps(values) if size < limit else None
 
 
 def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) -> Iterator[bytes]:

@@ -131,7 +131,8 @@ class FrameReader:
         """Read once; the first complete frame, or None until more bytes come.
 
         There may be more frames while there is a `rest`. The usual case, one read that brings one
-        frame, makes no further Python call: see `worker_main.serve`.
+        frame, makes no further Python call: after a pause each costs a lone request about 5 us
+        (docs/decisions/0008).
 
         Raises:
             BlockingIOError: Nothing has come.
