@@ -135,6 +135,37 @@ async def test_a_start_that_fails_for_two_leaves_nothing() -> None:
     assert batcher._pool.remaining() == []
 
 
+async def test_one_that_comes_while_the_last_is_closing_is_refused_and_harms_no_call(
+    gate: Gate,
+) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.path,))
+    await batcher.__aenter__()
+    accepted = call(batcher, "accepted")
+    visit = await gate.visit()
+    closing = asyncio.create_task(batcher.__aexit__(None, None, None))
+    await until(lambda: batcher.state == "draining")
+    with pytest.raises(BatcherClosedError):
+        await batcher.__aenter__()
+    visit.let_on()
+    assert await outcome(accepted) == "accepted"
+    await closing
+    assert batcher.state == "closed"
+
+
+async def test_a_block_on_another_loop_is_refused_and_ends_no_batcher_of_this_one() -> None:
+    batcher = DynBatcher(Echo)
+    await batcher.open()
+
+    async def elsewhere() -> None:
+        async with batcher:
+            raise AssertionError("it belongs to a loop that lives")
+
+    with pytest.raises(RuntimeError, match="another event loop"):
+        await asyncio.to_thread(asyncio.run, elsewhere())
+    assert await batcher.process_batched("still served") == "still served"
+    await batcher.aclose()
+
+
 def test_a_loop_that_was_closed_inside_a_block_keeps_no_batcher_open() -> None:
     batcher = DynBatcher(Echo)
     loop = asyncio.new_event_loop()

@@ -224,7 +224,8 @@ async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
 
 
 async def test_a_replaced_worker_that_ignores_sigterm_is_killed(told: Told, gate: Gate) -> None:
-    pool = await told.ready(Stuck, gate.path, "ignoring SIGTERM", stop_timeout=SOON)
+    # Soon, however long a worker may take to end by itself.
+    pool = await told.ready(Stuck, gate.path, "ignoring SIGTERM", stop_timeout=10 * LIMIT)
     pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
     await gate.visit()
     pool.replace(0)

@@ -270,3 +270,18 @@ def test_the_size_of_an_array_is_not_measured_by_pickling_it() -> None:
 
 def test_what_cannot_be_pickled_has_no_size() -> None:
     assert codec.size_of(threading.Lock()) == 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [["x" * 60, "y" * 40], [b"x" * 100], [1, None, "x" * 99, b"y"], [{}], [(1, 2)], ["a", 1j]],
+)
+def test_large_and_other_values_are_not_pickled_together(values: list[Any]) -> None:
+    assert codec.dump_atoms(values, 100) is None
+
+
+def test_values_that_cannot_be_changed_are_one_pickle() -> None:
+    values = ["x" * 50, b"y" * 49, 1, 2.5, None, True, 10**30]
+    body = codec.dump_atoms(values, 100)
+    assert body is not None
+    assert codec.loads(body) == values
