@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from fast_batcher._transport.outbox import OutboxWriter
 
+# On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
+
 logger = logging.getLogger("fast_batcher.worker")
 
 
@@ -52,7 +55,7 @@ class Posting:
         """
         body = None if failures else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
-            return [(Kind.OUTPUT_ATOMS, body)]
+            return [(_OUTPUT_ATOMS, body)]
         # By type: an object of the model's may say anything about its class, and they are few.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             for position, output in enumerate(outputs):

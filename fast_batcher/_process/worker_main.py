@@ -48,6 +48,8 @@ logger = logging.getLogger("fast_batcher.worker")
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _kept_open: list[Any] = []
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_STOP, _PING, _FATAL = Kind.STOP, Kind.PING, Kind.FATAL
+_INPUT_ATOMS, _INPUTS, _INPUTS_PART = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.INPUTS_PART
 _ROWS, _SHARED_INPUTS = Kind.ROWS, Kind.SHARED_INPUTS
 
 
@@ -181,19 +183,20 @@ def serve(
     # Parts of batches that are larger than one frame.
     parts: _Parts = {}
     while True:
-        # What the model has dropped since the last answer.
-        channel.write_rest(_pack_freed(slabs), 0)
+        if slabs is not None and (slabs.freed or slabs.forks):
+            # What the model has dropped since the last answer.
+            channel.write_rest(_pack_freed(slabs), 0)
         frame = channel.receive()
-        if frame is None or frame.kind is Kind.STOP:
+        if frame is None or frame.kind is _STOP:
             return
-        if frame.kind is Kind.PING:
+        if frame.kind is _PING:
             channel.send(Kind.PONG)
             posting.rest()
-        elif frame.kind is Kind.INPUTS_PART:
+        elif frame.kind is _INPUTS_PART:
             parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
         else:
             kind = _answer(channel, model, frame, parts, slabs, posting, mark)
-            if kind is Kind.FATAL:  # nothing that waits behind it can be computed here
+            if kind is _FATAL:  # nothing that waits behind it can be computed here
                 return
 
 
@@ -226,7 +229,7 @@ def _answer(
     if is_shared:
         stacking.lent.clear()
     # A batch of which the model keeps nothing is free when its answer arrives.
-    ahead = _pack_freed(slabs)
+    ahead = _pack_freed(slabs) if is_shared else b""
     for kind, body in answer:
         channel.send(kind, batch_id, body, seconds, ahead)
         ahead = b""
@@ -237,9 +240,9 @@ def _read_inputs(
     frame: Frame, parts: "_Parts", slabs: "SlabViews | None"
 ) -> tuple[list[Any], dict[int, RemoteFailure]]:
     """The inputs of a batch that can be unpickled, and by position why the others cannot."""
-    if frame.kind is Kind.INPUT_ATOMS:
+    if frame.kind is _INPUT_ATOMS:
         return codec.loads(frame.body), {}
-    if frame.kind is Kind.INPUTS:
+    if frame.kind is _INPUTS:
         items = codec.loads(frame.body)
         if parts:
             items = parts.pop(frame.batch_id, []) + items
@@ -319,14 +322,16 @@ def _compute(
             forget_frames(error)
     else:
         seconds = monotonic() - started
-        checked = _check(outputs, count)
+        # The usual list needs no look.
+        is_list = outputs.__class__ is list and len(outputs) == count
+        checked = outputs if is_list else _check(outputs, count)
         if not isinstance(checked, RemoteFailure):
             if failures:
                 computed = iter(checked)
                 checked = [None if at in failures else next(computed) for at in range(total)]
             return posting.pack(checked, failures), seconds
         kind, failure = Kind.FAILED, checked
-    if failures and kind is not Kind.FATAL:
+    if failures and kind is not _FATAL:
         # Another try of the batch would not help inputs that cannot be read: each has its error.
         failures = {at: failures.get(at, failure) for at in range(total)}
         return posting.pack([None] * total, failures), seconds
@@ -335,7 +340,7 @@ def _compute(
 
 def _pack_freed(slabs: "SlabViews | None") -> bytes:
     """A frame that says which batches are free, empty if none has become so."""
-    if slabs is None or not (slabs.freed or slabs.forks):
+    if slabs is None:
         return b""
     freed = slabs.take_freed()
     if not freed:  # a child that the model has forked still has views
