@@ -1335,6 +1335,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             return
         answering = self._pool.read_all()
         now = monotonic()
+        for worker, begun in self._pool.find_sending():
+            self._scheduler.not_sent_yet(now, worker, begun)
         for worker in answering:
             self._answering[worker] = now + REST_OF_FRAME
         self._answering = {one: until for one, until in self._answering.items() if until > now}

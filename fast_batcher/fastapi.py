@@ -699,6 +699,6 @@ def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
         "workers_ready": stats.workers_ready,
         "num_workers": stats.num_workers,
         "waiting": stats.waiting,
-        # One line: the rest of the text is the traceback in the worker.
-        "start_error": failure and str(failure).partition("\n")[0],
+        # Not what a model's constructor has raised, which may hold secrets.
+        "start_error": failure and (_find_answer(failure, 503).detail or str(failure)),
     }

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from desk import MEBI, copier_held, until_copying
-from sample_models import Echo, Gated, GatedOnLoad, Grows
+from sample_models import Digests, Echo, Gated, GatedOnLoad, Grows, digest
 from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 
 from fast_batcher import DeadlineExceededError, DynBatcher
@@ -148,3 +148,28 @@ async def test_an_idle_worker_whose_answer_to_a_ping_is_unread_is_kept() -> None
             block_the_loop(handle, 0.0)
         assert await batcher.process_batched("served") == "served"
         assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
+
+
+@pytest.mark.parametrize("max_shared_bytes", [0, 100 * MEBI])
+async def test_a_large_input_that_a_blocked_loop_has_not_sent_replaces_no_worker(
+    max_shared_bytes: int,
+) -> None:
+    large = b"x" * (30 * MEBI)
+    async with DynBatcher(
+        Digests, infer_timeout=IN_TIME, max_shared_bytes=max_shared_bytes
+    ) as batcher:
+        handle = worker_of(batcher)
+        answered = call(batcher, large)
+        await turns(DISPATCH)
+        assert batcher.stats.running == 1
+        time.sleep(1.1 * IN_TIME)
+        assert await outcome(answered) == digest(large)
+        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
+
+
+async def test_a_worker_has_its_time_to_load_from_when_a_blocked_loop_lets_it_begin() -> None:
+    batcher = DynBatcher(Echo, start_timeout=IN_TIME)
+    await batcher.open(wait_ready=False)
+    time.sleep(1.1 * IN_TIME)
+    assert await batcher.process_batched("served") == "served"
+    await batcher.aclose()

@@ -873,8 +873,8 @@ def test_readyz_tells_why_a_model_did_not_load_in_one_line() -> None:
         ours, theirs = response.json()["batchers"]
         assert (ours["name"], ours["state"], ours["start_error"]) == ("Echo", "open", None)
         assert (theirs["name"], theirs["state"]) == ("BreaksOnLoad", "broken")
-        assert "no weights at /models/tiny.bin" in theirs["start_error"]
-        assert "\n" not in theirs["start_error"]
+        # Not what the model's constructor has raised: a probe may be public.
+        assert theirs["start_error"] == "the model did not load"
         assert client.get("/livez").status_code == 200
 
 
@@ -895,7 +895,7 @@ def test_livez_fails_when_a_start_has_failed_and_its_time_is_over() -> None:
         body = ask_until_status(client, "/livez", 503)
         assert body["status"] == "broken"
         assert [batcher["state"] for batcher in body["batchers"]] == ["open", "broken"]
-        assert "no weights at /models/tiny.bin" in body["batchers"][1]["start_error"]
+        assert body["batchers"][1]["start_error"] == "the model did not load"
         assert client.get("/patient/livez").status_code == 200
 
 

@@ -725,6 +725,22 @@ class Scheduler:
         del self._arriving[batch.id]
         return True
 
+    def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
+        """A worker has only just been sent what it has been given, or not yet.
+
+        For a batch that it has not begun time counts from now: the worker is not to blame if the
+        shell was held up.
+
+        Args:
+            now: The moment.
+            worker: Which one.
+            begun: The id of the batch that it began to compute last, None if there is none.
+        """
+        slot = self._all_slots.get(worker)
+        is_judged = slot is None or not slot.batches or slot.started_at == inf
+        if slot is not None and not is_judged and slot.batches[0].id != begun:
+            slot.started_at = now
+
     def find_batch(self, worker: int, batch_id: int) -> Batch | None:
         """The batch of this id that the worker has, or None."""
         batch = self._batches.get(batch_id)

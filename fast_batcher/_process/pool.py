@@ -270,6 +270,11 @@ class Pool:
         """
         return [handle.id for handle in [*self._serving.values()] if handle.read_all()]
 
+    def find_sending(self) -> list[tuple[int, int | None]]:
+        """Ready workers to which a batch is still being sent, and the one that each began last."""
+        handles = [*self._serving.values()]
+        return [(handle.id, handle.read_begun()) for handle in handles if handle.is_sending()]
+
     def answered_ping(self, worker: int) -> None:
         """A worker has said PONG."""
         self._heartbeat.answered(worker)
@@ -411,6 +416,7 @@ class Pool:
             self._notice_all_dead()
         elif handle.is_alive:  # else stop() has been here
             handle.attach(self._loop)
+            self._limit_start(handle)
             if self._is_closing or not self._is_wanted(handle):
                 self._leaving.add(handle)
                 handle.kill()
@@ -462,6 +468,11 @@ class Pool:
         handle.set_timer(self._loop.call_later(self._settings.stop_timeout, then))
 
     def _start_timed_out(self, handle: WorkerHandle) -> None:
+        was_attached = handle.is_attached
+        self._take_spawned()
+        if handle.is_attached and not was_attached:
+            # The loop was blocked since it was spawned, and it learns only now what to load.
+            return
         if handle.is_attached:  # it may have been ready in time, and the loop was blocked
             handle.read_all()
         if handle.is_ready:

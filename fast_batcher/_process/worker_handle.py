@@ -218,6 +218,15 @@ class WorkerHandle:
         assert self._channel is not None, "it is ready"
         return self._channel.drain()
 
+    def is_sending(self) -> bool:
+        """Whether it has lately been sent what had to wait, or is still to be sent some of it."""
+        assert self._channel is not None, "it is ready"
+        return self._channel.is_sending()
+
+    def read_begun(self) -> int | None:
+        """The id of the batch that it has begun last, None if there is none."""
+        return None if self._mark is None else self._mark.begun
+
     def ask_to_end(self) -> None:
         """Let it finish what it has and end by itself. Its answers still count."""
         self.was_asked_to_end = True

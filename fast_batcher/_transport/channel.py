@@ -109,6 +109,8 @@ class LoopChannel:
         self._missing: int | None = None
         # What the pipe has not taken yet. Bounded by the batches a worker is given at once.
         self._backlog: deque[memoryview | Place] = deque()
+        # Whether some of it has been sent since `is_sending` was called last.
+        self._has_sent = False
         self._is_over = False
 
     def attach(self, loop: "AbstractEventLoop") -> None:
@@ -159,6 +161,13 @@ class LoopChannel:
         if not self._write_some():
             assert self._loop is not None, "nothing is sent before a loop is attached"
             self._loop.add_writer(self._sink, self._write_backlog)
+
+    def is_sending(self) -> bool:
+        """Whether something that had to wait has been sent since the last call, or is not ready."""
+        if self._backlog and self._loop is not None:
+            self._write_backlog()
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent or (bool(self._backlog) and isinstance(self._backlog[0], Place))
 
     def drain(self) -> bool:
         """Hand on what has arrived: a reply may be read after the death of its writer.
@@ -229,6 +238,7 @@ class LoopChannel:
                 sent = self._write(head)
                 if sent is None:
                     return False
+                self._has_sent = True
                 if sent < len(head):
                     backlog[0] = head[sent:]
                     return False

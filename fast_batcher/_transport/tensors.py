@@ -58,8 +58,11 @@ def is_plain_tensor(torch: Any, tensor: Any) -> bool:
             # Axes had names until PyTorch 2.12, each None without one.
             and not any(getattr(tensor, "names", ()))
             and not vars(tensor)
-            # Without an address its storage has been taken away, or it never had one.
+            # Without an address it never had a storage. A storage may have been made shorter than
+            # the tensor that lies in it: the tensor's bytes would be other memory of this process.
             and tensor.data_ptr() != 0
+            and tensor.untyped_storage().nbytes()
+            >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
         )
     except (RuntimeError, TypeError, AttributeError):  # one of the kinds that have none of these
         return False

@@ -37,6 +37,8 @@ def test_a_tensor_that_is_more_than_its_bytes_is_not_plain() -> None:
     plain = torch.ones(4, 4)
     noted = plain.clone()
     noted.note = "mine"
+    shortened = plain.clone()
+    shortened.untyped_storage().resize_(8)
     others = [
         plain.T[1:],
         plain.to_sparse(),
@@ -48,6 +50,7 @@ def test_a_tensor_that_is_more_than_its_bytes_is_not_plain() -> None:
         torch.nested.nested_tensor([plain, plain]),
         torch.tensor(1.0),
         noted,
+        shortened,
     ]
     assert is_plain_tensor(torch, plain)
     assert [is_plain_tensor(torch, one) for one in others] == [False] * len(others)
