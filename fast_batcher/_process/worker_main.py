@@ -166,7 +166,7 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
         raise
 
 
-def serve(
+def serve(  # noqa: C901  flat on purpose
     channel: BlockingChannel,
     model: Any,
     mark: "memoryview[int]",
@@ -177,12 +177,18 @@ def serve(
 
     `mark` is where the parent reads, after the death of this process, what it had in hand: the ids,
     plus one, of the batch that was read last and of the one whose computation began last.
+
+    What every batch goes through is in few functions: after a pause each call of one costs about
+    five microseconds, and it is a lone request that waits for them (docs/decisions/0008).
     """
     if posting is None:
         posting = Posting(None, channel.max_frame_bytes)
     # Parts of batches that are larger than one frame.
     parts: _Parts = {}
-    while True:
+    answer: _Answer = []
+    failures: dict[int, RemoteFailure]
+    # After a fatal error nothing that waits can be computed here.
+    while not answer or answer[-1][0] is not _FATAL:
         if slabs is not None and (slabs.freed or slabs.forks):
             # What the model has dropped since the last answer.
             channel.write_rest(_pack_freed(slabs), 0)
@@ -192,56 +198,39 @@ def serve(
         if frame.kind is _PING:
             channel.send(Kind.PONG)
             posting.rest()
-        elif frame.kind is _INPUTS_PART:
+            continue
+        if frame.kind is _INPUTS_PART:
             parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+            continue
+        batch_id = frame.batch_id
+        is_shared = frame.kind is _ROWS or frame.kind is _SHARED_INPUTS
+        mark[0] = batch_id + 1
+        try:
+            if frame.kind is _INPUT_ATOMS:
+                inputs, failures = codec.loads(frame.body), {}
+            else:
+                inputs, failures = _read_inputs(frame, parts, slabs)
+        except BaseException as error:  # noqa: BLE001  a dtype may be of the user's code, too
+            answer, seconds = [(Kind.FAILED, codec.dumps(codec.describe(error)))], 0.0
+            forget_frames(error)
         else:
-            kind = _answer(channel, model, frame, parts, slabs, posting, mark)
-            if kind is _FATAL:  # nothing that waits behind it can be computed here
-                return
-
-
-def _answer(
-    channel: BlockingChannel,
-    model: Any,
-    frame: Frame,
-    parts: "_Parts",
-    slabs: "SlabViews | None",
-    posting: Posting,
-    mark: "memoryview[int]",
-) -> Kind:
-    """Read a batch, compute it and send the answer.
-
-    Returns:
-        The kind of the last frame of the answer.
-    """
-    batch_id = frame.batch_id
-    is_shared = frame.kind is _ROWS or frame.kind is _SHARED_INPUTS
-    mark[0] = batch_id + 1
-    try:
-        inputs, failures = _read_inputs(frame, parts, slabs)
-    except BaseException as error:  # noqa: BLE001  a dtype may be of the user's code, too
-        answer, seconds = [(Kind.FAILED, codec.dumps(codec.describe(error)))], 0.0
-        forget_frames(error)
-    else:
-        mark[1] = batch_id + 1
-        answer, seconds = _compute(model, inputs, failures, posting, is_shared=is_shared)
-        del inputs
-    if is_shared:
-        stacking.lent.clear()
-    # A batch of which the model keeps nothing is free when its answer arrives.
-    ahead = _pack_freed(slabs) if is_shared else b""
-    for kind, body in answer:
-        channel.send(kind, batch_id, body, seconds, ahead)
+            mark[1] = batch_id + 1
+            answer, seconds = _compute(model, inputs, failures, posting, is_shared=is_shared)
+            del inputs
         ahead = b""
-    return answer[-1][0]
+        if is_shared:
+            stacking.lent.clear()
+            # A batch of which the model keeps nothing is free when its answer arrives.
+            ahead = _pack_freed(slabs)
+        for kind, body in answer:
+            channel.send(kind, batch_id, body, seconds, ahead)
+            ahead = b""
 
 
 def _read_inputs(
     frame: Frame, parts: "_Parts", slabs: "SlabViews | None"
 ) -> tuple[list[Any], dict[int, RemoteFailure]]:
     """The inputs of a batch that can be unpickled, and by position why the others cannot."""
-    if frame.kind is _INPUT_ATOMS:
-        return codec.loads(frame.body), {}
     if frame.kind is _INPUTS:
         items = codec.loads(frame.body)
         if parts:

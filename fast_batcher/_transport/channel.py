@@ -318,7 +318,10 @@ class BlockingChannel:
         """
         header = ahead + pack_header(kind, len(body), batch_id, seconds)
         if len(body) <= MAX_JOINED:
-            self.write_rest(header + body, 0)
+            data = header + body
+            written = self.write(data)
+            if written != len(data):
+                self.write_rest(data, written)
         else:
             self.write_rest(header, 0)
             self.write_rest(body, 0)

@@ -22,6 +22,8 @@ loads = pickle.loads
 # the API process 3.2 times the floor of the event loop on uvloop, and not 2.1
 # (`benchmarks/overhead.py`).
 ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
+# Those of them that may be long.
+TEXTS = frozenset({str, bytes})
 # Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
 _ITEM_OVERHEAD = 16
 
@@ -65,10 +67,11 @@ def dump_atoms(values: list[Any], limit: int) -> bytes | None:
         values: The values.
         limit: None is returned if they have as many characters and bytes together, or more.
     """
-    if not ATOMS.issuperset(map(type, values)):
+    kinds = set(map(type, values))
+    if not kinds <= ATOMS:
         return None
-    size = sum([len(one) for one in values if one.__class__ is str or one.__class__ is bytes])
-    return dumps(values) if size < limit else None
+    texts = values if kinds <= TEXTS else [one for one in values if type(one) in TEXTS]
+    return dumps(values) if sum(map(len, texts)) < limit else None
 
 
 def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) -> Iterator[bytes]:
