@@ -17,7 +17,9 @@ import torch
 from fast_batcher import BatcherError, DynBatcher, InferenceModel, PoisonRequestError, WorkerError
 
 # Long enough for shared memory, also where a value has a byte for each.
-COUNT = 300_000
+COUNT = 60_000
+# Before a value inside of something else: makes that large enough for shared memory.
+FILLER = bytearray(300_000)
 
 
 class ArrayOfOurs(np.ndarray[Any, Any]):
@@ -141,6 +143,8 @@ def describe(value: Any) -> Any:
     """All that makes a value what it is, as something that can be compared."""
     if isinstance(value, dict):
         return {key: describe(one) for key, one in value.items()}
+    if isinstance(value, bytearray):
+        return bytes(value)
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value)
     assert isinstance(value, np.ndarray)
@@ -212,7 +216,8 @@ async def main() -> None:
                 say(f"{name}: cannot be made: {error!r}")
                 continue
             await check(batcher, name, value, make)
-            await check(batcher, f"{name}, in a dict", {"one": value}, lambda: {"one": make()})  # noqa: B023
+            inside = {"filler": FILLER, "one": value}
+            await check(batcher, f"{name}, in a dict", inside, lambda: {**inside, "one": make()})  # noqa: B023
             await check(batcher, f"{name}, made by the model", name, make)
         if batcher.stats.restarts:
             say(f"{batcher.stats.restarts} restarts")
