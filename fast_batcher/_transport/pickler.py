@@ -11,7 +11,7 @@ import copyreg
 import functools
 import pickle
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fast_batcher._transport.codec import PROTOCOL
 from fast_batcher._transport.frames import READ_SIZE
@@ -32,33 +32,24 @@ LEAST_BUFFER = 4 * 1024
 LEAST_SHARED = READ_SIZE
 
 
-class Item(NamedTuple):
-    """One of several pickled values: how much of the stream and how many buffers belong to it."""
-
-    # Bytes.
-    length: int
-    buffers: int
-
-
 class Parts:
     """Pickled values in pieces.
 
     Args:
         stream: The pickles themselves, one behind the other.
         buffers: What belongs to them out of band; locked against being resized until `release`.
-        items: What belongs to each value, in order.
+        items: What belongs to each value, in order: bytes of the stream, and a number of buffers.
     """
 
     def __init__(
         self,
         stream: "list[bytes | memoryview]",
         buffers: list[memoryview],
-        items: list[Item],
+        items: list[tuple[int, int]],
     ) -> None:
         self._stream = stream
         self._buffers = buffers
-        # Pairs of plain numbers, which take less space in a message.
-        self.items: list[tuple[int, int]] = [(item.length, item.buffers) for item in items]
+        self.items = items
         # Bytes of the whole stream, and of each buffer.
         self.sizes = [sum(map(len, stream)), *(buffer.nbytes for buffer in buffers)]
         self._offsets, self.size = lay_out(self.sizes)
@@ -95,7 +86,7 @@ def load_items(
     Args:
         stream: Their pickles, one behind the other; copied from where it has to be.
         buffers: What belongs to them out of band; the values are made on it.
-        items: As `Parts.items`.
+        items: What belongs to each value, as for `Parts`.
         on_error: Gives what stands in the place of a value that cannot be unpickled.
     """
     values = []
@@ -213,7 +204,7 @@ class PartsPickler:
         stream, buffers = _hold(self._chunks), self._buffers[:]
         items, begin, used = [], 0, 0
         for end, count in self._ends:
-            items.append(Item(sum(map(len, stream[begin:end])), count - used))
+            items.append((sum(map(len, stream[begin:end])), count - used))
             begin, used = end, count
         self._buffers.clear()
         self.renew()
