@@ -146,7 +146,7 @@ class Desk:
             return [row for run in runs for row in run]
         if kind is Kind.INPUTS:
             return [loads(item) for item in loads(body)]
-        assert kind is Kind.INPUT_ATOMS
+        assert kind is Kind.INPUT_ATOMS, kind
         return loads(body)
 
     def close(self) -> None:
