@@ -264,7 +264,8 @@ class Schedule(RuleBasedStateMachine):
         late = refused[len(without_room) :]
         for one in late:
             assert type(one.refusal.to_error()) is DeadlineExceededError
-            assert one.target is not None and one.target < inf
+            assert one.target is not None
+            assert one.target < inf
         assert not (is_idle and late and late[0] is arriving[0]), "an idle batcher takes any"
         self.refused += len(refused)
         for request, twin in zip(arriving, twins, strict=True):
