@@ -194,7 +194,7 @@ async def opened(
 
 
 def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
-    slabs = batcher._pool.slabs
+    slabs = batcher._session.pool.slabs
     assert isinstance(slabs, Slabs)
     return slabs
 
@@ -214,7 +214,7 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
         is_held.set()
         is_over.wait(LIMIT)
 
-    batcher._pool.run_in_thread(hold, lambda _: None)
+    batcher._session.pool.run_in_thread(hold, lambda _: None)
     assert is_held.wait(LIMIT)
     try:
         yield
@@ -224,13 +224,13 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
 
 async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
     """Something is to be done aside; the copier is held, so it has not been done yet."""
-    await until(lambda: not batcher._pool._copier._jobs.empty())
+    await until(lambda: not batcher._session.pool._copier._jobs.empty())
 
 
 def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
     """All that was to be done aside has been done, whether or not a loop has heard of it."""
     is_over = threading.Event()
-    batcher._pool._copier.run(lambda: None, lambda _: is_over.set())
+    batcher._session.pool._copier.run(lambda: None, lambda _: is_over.set())
     assert is_over.wait(LIMIT)
 
 

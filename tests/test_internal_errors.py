@@ -49,7 +49,7 @@ class FaultyPolicy(GreedyPolicy):
 
 
 def set_policy(batcher: DynBatcher[Any, Any], where: str) -> None:
-    batcher._scheduler.reconfigure(
+    batcher._session.scheduler.reconfigure(
         max_batch_size=2, max_queue_size=100, max_latency=None, policy=FaultyPolicy(where)
     )
 
@@ -111,19 +111,19 @@ async def test_what_cannot_be_learned_from_an_answer_takes_it_from_nobody(
 async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
-        (worker,) = batcher._pool.senders
-        send = batcher._pool.senders[worker]
-        del batcher._pool.senders[worker]
+        (worker,) = batcher._session.pool.senders
+        send = batcher._session.pool.senders[worker]
+        del batcher._session.pool.senders[worker]
         lone = await outcome(call(batcher, "lone"))
         assert type(lone) is BatcherError
-        batcher._pool.senders[worker] = send
+        batcher._session.pool.senders[worker] = send
         running = call(batcher, "running")
         visit = await gate.visit()
-        del batcher._pool.senders[worker]
+        del batcher._session.pool.senders[worker]
         behind = [call(batcher, number) for number in range(2)]
         for one in behind:
             assert type(await outcome(one)) is BatcherError
-        batcher._pool.senders[worker] = send
+        batcher._session.pool.senders[worker] = send
         visit.let_on()
         gate.close()
         assert await outcome(running) == "running"

@@ -74,6 +74,6 @@ async def opened(
     """
     batcher = DynBatcher(MODELS[load.model], max_batch_size=load.max_batch_size, **settings)
     if none_ahead:
-        batcher._scheduler._batches_per_worker = 1  # noqa: SLF001  no setting: nobody gains
+        batcher._session.scheduler._batches_per_worker = 1  # noqa: SLF001  no setting: nobody gains
     async with batcher:
         yield batcher.process_batched

@@ -1,16 +1,30 @@
-"""Telling callers what became of their requests. Runs on the event loop's thread of the parent.
+"""Settling the futures that callers wait for. API process, the event loop's thread.
 
-A caller is an `asyncio.Future`, or a `ThreadCaller` for one that waits in another thread. It may
-have gone at any moment: that is its right, is counted, and never harms anybody else.
+A caller waits for an `asyncio.Future`, or in another thread for a `ThreadCaller`. It may leave at
+any moment: that is counted, and harms no other caller.
 """
 
 import asyncio
 import concurrent.futures
+from collections.abc import Callable
 from typing import Any
 
 from fast_batcher._core.messages import Request
-from fast_batcher._parent.batch_sender import Failure
+from fast_batcher.errors import BatcherError
 from fast_batcher.stats import Counters
+
+
+class Failure:
+    """An outcome that is an error.
+
+    Args:
+        to_error: Makes an error for each caller, as tracebacks grow on shared ones.
+    """
+
+    __slots__ = ("to_error",)
+
+    def __init__(self, to_error: Callable[[], BatcherError]) -> None:
+        self.to_error = to_error
 
 
 class ThreadCaller:
@@ -20,12 +34,12 @@ class ThreadCaller:
         self._future = future
 
     def set_result(self, output: Any) -> None:
-        """Give it its output, unless it has been cancelled."""
+        """Give the caller its output, unless it has cancelled."""
         self._claim()
         self._future.set_result(output)
 
     def set_exception(self, error: BaseException) -> None:
-        """Give it an error, unless it has been cancelled."""
+        """Give the caller an error, unless it has cancelled."""
         self._claim()
         self._future.set_exception(error)
 
@@ -36,15 +50,15 @@ class ThreadCaller:
 
 
 def settle(counters: Counters, requests: list[Request], outcomes: list[Any]) -> None:
-    """Settle the requests of an answered batch: give each caller its outcome and count it.
+    """Give each caller of an answered batch its outcome, and count it.
 
     Args:
         counters: Where it is counted.
-        requests: One that is settled already has left and been counted.
+        requests: The batch. A request that is settled has left and been counted.
         outcomes: An output or a `Failure` for each.
     """
     completed = 0
-    # `BatchSender.read` has compared the lengths.
+    # Both have been compared in length when the answer was read.
     for request, outcome in zip(requests, outcomes):  # noqa: B905
         if request.is_settled:
             continue
@@ -56,13 +70,13 @@ def settle(counters: Counters, requests: list[Request], outcomes: list[Any]) -> 
             else:
                 request.caller.set_result(outcome)
                 completed += 1
-        except asyncio.InvalidStateError:  # cancelled, and has not come round to saying so
+        except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
             counters.cancelled += 1
     counters.completed += completed
 
 
 def fail(counters: Counters, request: Request, error: BaseException) -> None:
-    """Give one caller an error and count it as failed."""
+    """Give one caller an error, and count the request as failed."""
     if set_exception(request, error):
         counters.failed += 1
     else:
@@ -81,6 +95,6 @@ def set_exception(request: Request, error: BaseException) -> bool:
 
 
 def is_beyond_reach(request: Request) -> bool:
-    """Whether its caller waits on a closed loop: settling would raise, and nobody would hear it."""
+    """Whether the caller waits on a closed loop, where settling its future would raise."""
     caller = request.caller
     return isinstance(caller, asyncio.Future) and caller.get_loop().is_closed()

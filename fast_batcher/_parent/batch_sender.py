@@ -72,6 +72,10 @@ class BatchSender:
         # batch at a time.
         self._parts: dict[int, list[Any]] = {}
 
+    @property
+    def arena(self) -> Any:
+        return self._shared_inputs.rows
+
     def send(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
         """Send a batch to its worker.
 

@@ -230,6 +230,15 @@ class InputArena:
         for given in list(self._given.values()):
             given.slab.leak()
 
+    stage = take
+    allocate = give
+
+    def end_turn(self) -> None:
+        self.copied = 0
+
+    def set_batch_size(self, n: int) -> None:
+        self.rows_per_slab = n
+
     def close(self, slab: Slab) -> None:
         """No more rows in this slab: a batch has been taken from it."""
         slabs = self._find_slabs()

@@ -31,6 +31,9 @@ MAX_JOINED: Final = 64 * 1024
 class Kind(IntEnum):
     """What a frame means."""
 
+    # That of an enumeration is a Python function, and kinds are looked up once per frame.
+    __hash__ = int.__hash__
+
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
     INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `codec.ATOMS`

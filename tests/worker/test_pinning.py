@@ -174,7 +174,7 @@ async def test_memory_that_may_be_registered_is_not_given_back() -> None:
         memory = memory_of(slabs._fd)
         assert memory >= LARGE
         for _ in range(3):
-            batcher._pool._give_back_memory(slabs)
+            batcher._session.pool._give_back_memory(slabs)
             assert slabs.count == 0
         await free(batcher)
         assert memory_of(slabs._fd) == memory

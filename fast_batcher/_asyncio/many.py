@@ -1,0 +1,78 @@
+"""Many inputs of one caller, queued a few batches at a time. API process, the event loop's thread."""
+
+import math
+from asyncio import get_running_loop
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from fast_batcher._asyncio.call_arguments import checked_priority, checked_timeout
+from fast_batcher._asyncio.pump import Pump
+from fast_batcher._asyncio.session import Session
+from fast_batcher._clock import monotonic
+from fast_batcher._core.messages import Request
+from fast_batcher.settings import Settings
+
+# Of one `process_many` call at most this many full batches per worker are queued or running: one
+# that runs, and one that waits full behind it. More would only stand in other callers' way.
+MANY_BATCHES_PER_WORKER = 2
+
+
+async def process_many(
+    find_session: Callable[[], Session],
+    values: Iterable[Any],
+    settings: Settings,
+    *,
+    timeout: float | None,
+    priority: int,
+) -> list[Any]:
+    """Wait for the outputs of many inputs, in their order.
+
+    While requests of the call are in flight, the next one waits until the queue has room for it; a
+    request of a call that has none in flight is accepted or rejected at once.
+
+    Args:
+        find_session: Returns the session that takes calls now, or raises why there is none.
+        values: The inputs.
+        settings: The batcher's settings.
+        timeout: Seconds for all of them together, None for the batcher's `timeout`.
+        priority: Of each of them.
+    """
+    priority = checked_priority(priority)
+    limit = settings.timeout if timeout is None else checked_timeout(timeout)
+    deadline = math.inf if limit is None else monotonic() + limit
+    window = _window(settings)
+    loop = get_running_loop()
+    outputs: list[Any] = []
+    in_flight: deque[Request] = deque()
+    pump: Pump | None = None
+    try:
+        for value in values:
+            request = Request(value, loop.create_future(), deadline)
+            request.timeout = timeout
+            request.priority = priority
+            if timeout is None:
+                request.target = math.inf  # the default timeout is no target
+            while pump and in_flight and (len(in_flight) >= window or not pump.has_room(request)):
+                outputs.append(await in_flight[0].caller)
+                in_flight.popleft()
+            pump = find_session().pump
+            pump.accept(request)
+            in_flight.append(request)
+        while in_flight:
+            outputs.append(await in_flight[0].caller)
+            in_flight.popleft()
+    finally:
+        for request in in_flight:
+            assert pump is not None, "it has accepted them"
+            pump.abandon(request)
+            if request.caller.done() and not request.caller.cancelled():
+                request.caller.exception()  # seen, so that asyncio does not report it
+    return outputs
+
+
+def _window(settings: Settings) -> int:
+    """Most requests of one call that may be in flight."""
+    # With a target, a batch that waits behind another one of its call might be rejected.
+    batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1
+    return batches * settings.max_batch_size * settings.num_workers

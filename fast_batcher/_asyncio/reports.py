@@ -1,0 +1,94 @@
+"""Errors for callers and log lines that are made of what the scheduler decides. Event loop's thread."""
+
+import contextlib
+import logging
+
+from fast_batcher._core.messages import Expire, ExpiryReason
+from fast_batcher._transport.codec import one_line
+from fast_batcher.errors import BatcherError, DeadlineExceededError, NotReadyError
+from fast_batcher.settings import Settings
+
+logger = logging.getLogger("fast_batcher")
+
+
+class Reports:
+    """Words for what happens in one batcher.
+
+    Args:
+        name: The batcher's name.
+        settings: The limits that errors name.
+    """
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self._name = name
+        self._timeout = settings.timeout
+        self._infer_timeout = settings.infer_timeout
+        self._num_workers = settings.num_workers
+
+    def index(self, worker: int) -> int:
+        """Which of the workers this is, from 0; a replacement has its predecessor's index."""
+        return worker % self._num_workers
+
+    def expiry_error(self, action: Expire) -> BatcherError:
+        """Why a request has expired, as an error for its caller."""
+        if action.refusal is not None:
+            return action.refusal.to_error()
+        named = action.request.timeout
+        limit = f"its timeout of {self._timeout if named is None else named} seconds"
+        if action.reason is ExpiryReason.NOT_READY:
+            return NotReadyError(f"no worker was ready for the call within {limit}")
+        if action.reason is ExpiryReason.WAITING:
+            return DeadlineExceededError(f"the request was still waiting after {limit}")
+        if action.reason is ExpiryReason.RUNNING:
+            return DeadlineExceededError(f"the model had not answered within {limit}")
+        return DeadlineExceededError(
+            f"the batch ran longer than infer_timeout={self._infer_timeout} seconds"
+        )
+
+    def log_stall(self, worker: int) -> None:
+        """A worker computes for longer than any caller waits."""
+        logger.warning(
+            "%s: worker %d is not ready: it has computed one batch for timeout=%s seconds, and no "
+            "caller waits for it any more; it gets no other batch before it answers, and is "
+            "replaced %s",
+            self._name,
+            self.index(worker),
+            self._timeout,
+            "by infer_timeout alone, which is not set"
+            if self._infer_timeout is None
+            else f"after infer_timeout={self._infer_timeout} seconds",
+        )
+
+    def log_infer_timeout(self, worker: int) -> None:
+        """A worker is being replaced."""
+        logger.warning(
+            "%s: worker %d is replaced: its batch took longer than infer_timeout=%s seconds",
+            self._name,
+            self.index(worker),
+            self._infer_timeout,
+        )
+
+    def log_fatal_error(self, worker: int) -> None:
+        """A worker is being replaced because its device is lost."""
+        logger.error(
+            "%s: worker %d is replaced: its device cannot be used any more",
+            self._name,
+            self.index(worker),
+        )
+
+    def log_internal_error(self, error: Exception) -> None:
+        """A bug of the library has raised."""
+        # What a log handler raises must not end the loop.
+        with contextlib.suppress(Exception):
+            logger.error(
+                "%s: an internal error; the calls that it hits fail, and the batcher goes on",
+                self._name,
+                exc_info=error,
+            )
+
+    def internal_error(self, error: Exception) -> BatcherError:
+        """A bug of the library, as an error for a caller that it hits."""
+        return BatcherError(
+            f"{self._name}: an internal error of fast_batcher ({one_line(error)}); its traceback "
+            "is in the log. Please report it"
+        )

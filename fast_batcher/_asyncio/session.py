@@ -1,0 +1,382 @@
+"""All that lives from one opening of a batcher to the end that follows. Event loop's thread.
+
+    DynBatcher --accept--> Pump --submit, poll--> Scheduler
+                            | Dispatch                ^
+                            v                         | batch_done
+                        BatchSender ==> worker ==> Answers --settle--> callers
+
+A session is made on a running event loop and never used again once it has ended; the next opening
+makes another one.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from threading import get_ident
+from typing import Any
+
+from fast_batcher._asyncio.answers import Answers
+from fast_batcher._asyncio.cost_evaluator import CostEvaluator
+from fast_batcher._asyncio.futures import fail, is_beyond_reach, set_exception
+from fast_batcher._asyncio.pump import Pump
+from fast_batcher._asyncio.reports import Reports
+from fast_batcher._asyncio.status import Status
+from fast_batcher._clock import monotonic
+from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.lifecycle import Event, State
+from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.policy import Policy, make_policy
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._parent.batch_sender import BatchSender
+from fast_batcher._parent.pool import Exit, Pool
+from fast_batcher._transport.codec import size_of
+from fast_batcher._transport.frames import Frame
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    PoisonRequestError,
+    WorkerLostError,
+    WorkerStartupError,
+)
+from fast_batcher.settings import Costs, ModelSpec, Settings
+from fast_batcher.stats import Counters
+
+logger = logging.getLogger("fast_batcher")
+
+
+class Session:
+    """One opening of a batcher, on one event loop; see `rebind` for another.
+
+    Args:
+        model_spec: What the workers load.
+        settings: The batcher's settings.
+        costs: What requests cost, and which of them share a batch.
+        counters: The batcher's counts, which go on from session to session.
+        status: The batcher's state, which this moves.
+        name: The batcher's name.
+    """
+
+    def __init__(
+        self,
+        model_spec: ModelSpec,
+        settings: Settings,
+        costs: Costs,
+        counters: Counters,
+        status: Status,
+        name: str,
+    ) -> None:
+        self.settings = settings
+        self._status = status
+        self._name = name
+        # The process, the event loop and the loop's thread that the session belongs to.
+        self._pid = os.getpid()
+        self.loop = asyncio.get_running_loop()
+        self.thread = get_ident()
+        # The same loop while calls are taken: neither draining, nor broken, nor ended.
+        self.serving_loop: asyncio.AbstractEventLoop | None = self.loop
+        self.has_ended = False
+        # Done when the `aclose` under way is over, None while there is none.
+        self.closing: asyncio.Future[None] | None = None
+        # Requests of other threads that the loop's thread has not taken yet.
+        self._submitted: deque[Request] = deque()
+        # Indexes of workers that have been ready once: when it is all, the batcher is open.
+        self._seen_ready: set[int] = set()
+        # The `wait_ready` calls under way.
+        self._ready_waiters: list[asyncio.Future[None]] = []
+
+        reports = Reports(name, settings)
+        self._reports = reports
+        packer = evaluator = None
+        if costs.cost is not None:
+            packer = BatchPacker(costs.max_batch_cost, is_padded=costs.cost_is_padded)
+        if costs.cost is not None or costs.group_by is not None:
+            evaluator = CostEvaluator(costs.cost, costs.group_by, costs.max_request_cost, name)
+        self.scheduler = Scheduler(
+            make_policy(settings.policy, settings.max_delay),
+            counters,
+            max_batch_size=settings.max_batch_size,
+            max_queue_size=settings.max_queue_size,
+            max_queue_bytes=settings.max_queue_bytes,
+            weigh=_measure_size,
+            timeout=settings.timeout,
+            max_latency=settings.max_latency,
+            infer_timeout=settings.infer_timeout,
+            idempotent=settings.idempotent,
+            isolate_errors=settings.isolate_errors,
+            packer=packer,
+            is_grouped=costs.group_by is not None,
+        )
+        self.pool = Pool(model_spec, settings, self, name)
+        pool = self.pool
+        memory = pool
+        from fast_batcher._parent.input_arena import LEAST
+        from fast_batcher._parent.shared_inputs import SharedInputSender
+
+        shared = SharedInputSender(
+            lambda: pool.slabs,
+            pool.lanes,
+            pool.run_in_thread,
+            name,
+            max(settings.shared_memory_threshold, LEAST),
+            settings.max_frame_bytes,
+            settings.max_batch_size,
+        )
+        self.sender = BatchSender(
+            pool.senders,
+            settings.max_frame_bytes,
+            settings.shared_memory_threshold,
+            shared,
+            self._unsendable_found,
+            pool.outboxes,
+        )
+        self.pump = Pump(
+            self.scheduler,
+            self.sender,
+            self.pool,
+            evaluator,
+            status,
+            reports,
+            settings.max_queue_bytes,
+            self.loop,
+        )
+        self._answers = Answers(self.scheduler, self.pump, self.sender, self.pool, memory, reports)
+
+    # Opening.
+
+    def begin(self) -> None:
+        """Start the workers; what becomes of them is told by `worker_ready` and the like."""
+        self._status.begin()
+        self.pool.open(self.loop)
+
+    async def wait_ready(self) -> None:
+        """Wait until the batcher is open, broken or ended."""
+        if self._status.state is State.OPENING:
+            waiter = self.loop.create_future()
+            self._ready_waiters.append(waiter)
+            await waiter
+
+    def _wake_ready_waiters(self) -> None:
+        for waiter in self._ready_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._ready_waiters.clear()
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Change settings; all of them are valid."""
+        policy: Policy | None = None
+        if settings.max_delay != self.settings.max_delay:
+            policy = make_policy(settings.policy, settings.max_delay)
+        self.settings = settings
+        self.sender.arena.set_batch_size(settings.max_batch_size)
+        self.scheduler.reconfigure(
+            max_batch_size=settings.max_batch_size,
+            max_queue_size=settings.max_queue_size,
+            max_latency=settings.max_latency,
+            policy=policy,
+        )
+        if self.serving_loop is not None and not self.serving_loop.is_closed():
+            # What waits may be a full batch now, or have waited long enough.
+            self.pump.run_soon()
+
+    def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """An array in shared memory, None if it is to be an ordinary one."""
+        self.pump.run_soon()  # at its end the turn ends for the arena, too
+        self.sender.arena.enable()
+        return self.sender.arena.allocate(dtype, shape)
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Go on with another event loop; the one before is closed.
+
+        Callers that waited on the closed loop cannot be told anything any more.
+        """
+        logger.info("%s: goes on with another event loop", self._name)
+        self.loop = self.serving_loop = loop
+        self.thread = get_ident()
+        self._ready_waiters.clear()
+        self.pump.rebind(loop)
+        self.pool.rebind(loop)
+        self._take_submitted()
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether this is a forked copy: workers and event loop belong to another process."""
+        return not self.has_ended and self._pid != os.getpid()
+
+    def require_own_process(self) -> None:
+        """Raise if this is a forked copy."""
+        if self.is_foreign:
+            raise RuntimeError(
+                f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
+                "and does not survive a fork; open one in each process, for example in the lifespan"
+            )
+
+    def require_closed_loop(self, what: str) -> None:
+        """Raise if the session's event loop is not closed, so that no other may serve it."""
+        if not self.loop.is_closed():
+            raise RuntimeError(
+                f"{self._name}: {what} comes from another event loop than the one that serves it, "
+                "which is still alive; from other threads use submit()"
+            )
+
+    # Calls from other threads.
+
+    def submit(self, request: Request) -> bool:
+        """Queue a request from any thread; False if the event loop is closed."""
+        self._submitted.append(request)
+        if not self.call_in_loop(self._take_submitted):
+            with contextlib.suppress(ValueError):  # another loop has just taken it
+                self._submitted.remove(request)
+                return False
+        return True
+
+    def call_in_loop(self, function: Callable[..., None], *args: Any) -> bool:
+        """Call a function on the loop's thread, from any thread; False if the loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:
+            return False
+        return True
+
+    def _take_submitted(self) -> None:
+        """Accept the requests that other threads have submitted."""
+        while self._submitted:
+            request = self._submitted.popleft()
+            try:
+                if self.serving_loop is None:
+                    self._status.refuse("it takes no calls")
+                self.pump.accept(request)
+            except BatcherError as error:
+                request.is_settled = True
+                set_exception(request, error)
+            except Exception as error:  # noqa: BLE001  whatever it is, the call has to end
+                self.pump.reject([request], error)
+
+    # What the pool tells.
+
+    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+        """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        self._answers.add_worker(worker, self.pool.outboxes.get(worker))
+        self.scheduler.worker_ready(monotonic(), worker, times)
+        index = self._reports.index(worker)
+        if index in self._seen_ready:
+            self.scheduler.counters.restarts += 1
+        self._seen_ready.add(index)
+        if self._status.state is State.OPENING:
+            if len(self._seen_ready) == self.settings.num_workers:
+                self._status.move(Event.ALL_READY)
+                self._wake_ready_waiters()
+        elif self._status.state is State.BROKEN:
+            self._status.recover()
+            self.serving_loop = self.loop
+        self.pump.advance(monotonic())
+
+    def worker_retired(self, worker: int) -> None:
+        """A worker has been replaced by another that is ready; it answers what it has."""
+        self.scheduler.worker_retired(worker)
+
+    def worker_lost(self, worker: int, exit: Exit) -> None:
+        """A worker that was ready is dead."""
+        self.sender.forget(worker, exit.inherited)
+        self._answers.remove_worker(worker)
+        lost = self.scheduler.worker_lost(
+            worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
+        )
+        how = f"worker {self._reports.index(worker)} ended with {exit.text}"
+        counters = self.scheduler.counters
+        for request in lost.failed:
+            fail(counters, request, WorkerLostError(f"{how} while it had this request"))
+        for request in lost.poisonous:
+            text = f"{how} while it had this request, as another had before; it is not tried again"
+            fail(counters, request, PoisonRequestError(text))
+        self.pump.advance(monotonic())
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        """A worker was never ready: the end of an opening, a setback of a replacement."""
+        if self._status.state is not State.OPENING:
+            logger.warning("%s: %s; trying again", self._name, error, exc_info=error)
+            return
+        # A caller that waits in `open` has it raised, and shows it.
+        if all(waiter.done() for waiter in self._ready_waiters):
+            logger.error(
+                "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
+            )
+        self.serving_loop = None
+        self._status.fail_start(error)
+        self.pool.abandon()
+        self.fail_open_requests()
+        self._wake_ready_waiters()
+
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        """Every worker has spent its restarts: calls fail at once until the next try succeeds."""
+        if self._status.state in (State.OPENING, State.OPEN):
+            self.serving_loop = None
+        self._status.give_up(reason, seconds)
+        self.pump.take_arrivals(monotonic())
+        for request in self.scheduler.give_up():
+            error = self._status.broken_error()
+            assert error is not None, "it has just given up"
+            fail(self.scheduler.counters, request, error)
+        self._wake_ready_waiters()
+        self.pump.notice_drained()
+
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
+        """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
+        self._answers.take(worker, frame)
+
+    def idle_workers(self) -> list[int]:
+        """The ready workers that have nothing to do."""
+        return self.scheduler.idle_workers
+
+    # Ending.
+
+    def begin_drain(self) -> None:
+        """Take no more requests; finish the ones that have been accepted."""
+        self.serving_loop = None
+        self.pump.take_arrivals(monotonic())
+        self.scheduler.begin_drain()
+        if not self.loop.is_closed():
+            self._wake_ready_waiters()
+            self.pump.run_soon()
+
+    def fail_open_requests(self) -> None:
+        """Fail every request that has not been answered."""
+        submitted = [*self._submitted]
+        self._submitted.clear()
+        self.pump.take_arrivals(monotonic(), submitted)
+        counters = self.scheduler.counters
+        for request in self.scheduler.close():
+            if is_beyond_reach(request):
+                counters.cancelled += 1
+            else:
+                error = self._status.broken_error() or BatcherClosedError(
+                    f"{self._name} was closed before it had answered"
+                )
+                fail(counters, request, error)
+
+    def end(self, grace: float) -> None:
+        """End everything, blocking until the workers are dead.
+
+        Args:
+            grace: Seconds that the workers may take to end by themselves.
+        """
+        self.has_ended = True
+        self.serving_loop = None
+        self.fail_open_requests()
+        self.pump.stop()
+        self.pool.stop(grace)
+        if not self.loop.is_closed():
+            self._wake_ready_waiters()
+            self.pump.notice_drained()
+
+    def _unsendable_found(
+        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
+    ) -> None:
+        self.pump.unsendable_found(batch, unsendable)
+
+
+def _measure_size(request: Request) -> None:
+    if request.size < 0:
+        request.size = size_of(request.value)

@@ -1,0 +1,135 @@
+"""The state of a batcher, and why it is broken. API process, the event loop's thread.
+
+A status lives as long as its batcher; sessions come and go. It is the one place that writes the
+state, and it logs every move.
+"""
+
+import copy
+import logging
+from typing import NamedTuple, NoReturn
+
+from fast_batcher._clock import monotonic
+from fast_batcher._core.lifecycle import Event, State, next_state
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    NotReadyError,
+    WorkerStartupError,
+)
+from fast_batcher.stats import Counters
+
+logger = logging.getLogger("fast_batcher")
+
+
+class _GivenUp(NamedTuple):
+    """Why no worker is started for now."""
+
+    reason: str
+    # The moment of the next try.
+    next_try: float
+
+
+class Status:
+    """The state of one batcher.
+
+    Args:
+        name: The batcher's name, for errors and logs.
+        counters: Counts the calls that `refuse` rejects.
+    """
+
+    def __init__(self, name: str, counters: Counters) -> None:
+        self._name = name
+        self._counters = counters
+        self.state = State.NEW
+        # SIGTERM has come: calls are answered, and probes see that no new clients are wanted.
+        self.is_leaving = False
+        # Why the model could not be loaded, None if it could, or while it loads.
+        self._start_error: WorkerStartupError | None = None
+        self._given_up: _GivenUp | None = None
+        # The moment since which the batcher is broken, None while it is not.
+        self._broken_since: float | None = None
+
+    def begin(self) -> None:
+        """Start an opening: forget why the one before it ended."""
+        self.is_leaving = False
+        self._start_error = self._given_up = None
+        self.move(Event.OPEN)
+
+    def move(self, event: Event) -> None:
+        """Move to the state that follows this event, which must be legal in the present one."""
+        before, self.state = self.state, next_state(self.state, event)
+        self._broken_since = monotonic() if self.state is State.BROKEN else None
+        logger.info("%s: %s -> %s (%s)", self._name, before.value, self.state.value, event.value)
+
+    def fail_start(self, error: WorkerStartupError) -> None:
+        """Break: a worker could not load its model."""
+        self._start_error = error
+        self.move(Event.START_FAILED)
+
+    def give_up(self, reason: str, seconds: float) -> None:
+        """Break: every worker has spent its restarts, and the next try is in so many seconds."""
+        self._given_up = _GivenUp(reason, monotonic() + seconds)
+        if self.state in (State.OPENING, State.OPEN):
+            self.move(Event.GIVEN_UP)
+
+    def recover(self) -> None:
+        """A worker is ready again after all had spent their restarts."""
+        self._given_up = None
+        self.move(Event.RECOVERED)
+
+    def end(self) -> None:
+        """Close. The state of a session that has not been opened can be closed as well."""
+        self._given_up = None
+        self.move(Event.CLOSE)
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether every worker has spent its restarts, and another try is to come."""
+        return self._given_up is not None
+
+    @property
+    def has_failed_to_start(self) -> bool:
+        """Whether a worker could not load its model at the opening."""
+        return self._start_error is not None
+
+    @property
+    def broken_seconds(self) -> float | None:
+        """Seconds for which the batcher has been broken without a break, None if it is not."""
+        return None if self._broken_since is None else monotonic() - self._broken_since
+
+    def broken_error(self) -> BatcherError | None:
+        """Why the batcher is broken, as an error for one caller; None if it is not.
+
+        Each caller gets an error object for itself, because tracebacks grow on shared ones.
+        """
+        if self._start_error is not None:
+            error = copy.copy(self._start_error)
+            error.__cause__ = self._start_error.__cause__
+            return error
+        if self._given_up is None:
+            return None
+        seconds = max(0.0, self._given_up.next_try - monotonic())
+        return NotReadyError(
+            f"{self._name}: {self._given_up.reason}; the next try is in {seconds:.3g} seconds",
+            retry_after=seconds,
+        )
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise the error that says why calls are not taken.
+
+        Args:
+            what: The reason if the batcher is neither broken nor closed.
+        """
+        broken_error = self.broken_error()
+        if broken_error is not None:
+            raise broken_error
+        if self.state in (State.DRAINING, State.CLOSED):
+            self._counters.rejected += 1
+            raise BatcherClosedError(
+                f"{self._name} is {self.state.value} and takes no requests; `await open()` or "
+                "`async with` opens a closed batcher again"
+            )
+        raise NotReadyError(
+            f"{self._name}: {what}. Give its lifespan to the app: FastAPI(lifespan=batcher.lifespan)"
+            ", and in tests use `with TestClient(app)`, which runs it"
+        )
