@@ -229,7 +229,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # Calls.
 
-    async def process_batched(  # noqa: C901  flat on purpose
+    async def process_batched(
         self, value: InputT, *, timeout: float | None = None, priority: int = 0
     ) -> OutputT:
         """Wait for the model's output for one input.

@@ -188,7 +188,7 @@ async def opened(
     """
     async with DynBatcher(model, model_args=args, **settings) as batcher:
         if has_rows:
-            batcher._rows.enable()
+            batcher._session.sender.arena.enable()
         yield batcher
         assert_balance(batcher)
 
@@ -201,7 +201,7 @@ def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
 
 async def free(batcher: DynBatcher[Any, Any]) -> None:
     """Every slab has come back, but for those that wait for rows."""
-    rows = batcher._rows
+    rows = batcher._session.sender.arena
     await until(lambda: slabs_of(batcher).count == len(rows._open))
 
 

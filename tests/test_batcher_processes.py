@@ -81,6 +81,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher.errors import RemoteTraceback
 
 TESTS = Path(__file__).parent
@@ -958,25 +959,28 @@ def test_the_loop_is_closed_while_the_worker_loads(new_loop: NewLoop, gate: Gate
 
 @pytest.mark.parametrize("is_closed_before_the_start", [True, False])
 def test_the_loop_is_closed_while_the_worker_is_started(
-    new_loop: NewLoop, is_closed_before_the_start: bool
+    new_loop: NewLoop, is_closed_before_the_start: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The starter thread tells a loop that is closed, or one that will never turn again."""
     batcher = DynBatcher(Echo)
     first = new_loop()
     is_held, is_started = threading.Event(), threading.Event()
-    starter = batcher._session.pool._starter
-    if is_closed_before_the_start:
+    spawn = WorkerProcess.spawn
 
-        def wait() -> None:
-            is_held.wait(LIMIT)
+    def spawn_once_released(self: WorkerProcess) -> None:
+        is_held.wait(LIMIT)
+        spawn(self)
 
-        starter.run(wait, lambda error: None)
+    monkeypatch.setattr(WorkerProcess, "spawn", spawn_once_released)
+    if not is_closed_before_the_start:
+        is_held.set()
     first.run_until_complete(batcher.open(wait_ready=False))
-    starter.run(lambda: None, lambda error: is_started.set())
     if is_closed_before_the_start:
         first.close()
         is_held.set()
-    # It starts one after the other, so by then the worker has been started and the loop told.
+    assert batcher._session is not None
+    # The thread starts one after the other, so by then the worker has been started.
+    batcher._session.pool._starter.run(lambda: None, lambda error: is_started.set())
     assert is_started.wait(LIMIT)
     first.close()
 
@@ -1183,6 +1187,7 @@ class Program:
 PREAMBLE = """\
 import asyncio, json, os, signal, sys, threading
 import sample_models
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher import DynBatcher, InferenceModel
 
 def tell(thing):

@@ -1,4 +1,4 @@
-"""Many inputs of one caller, queued a few batches at a time. API process, the event loop's thread."""
+"""Many inputs of one caller, queued a few batches at a time. The event loop's thread."""
 
 import math
 from asyncio import get_running_loop
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from fast_batcher._asyncio.call_arguments import checked_priority, checked_timeout
-from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.session import Session
 from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Request
@@ -45,7 +44,7 @@ async def process_many(
     loop = get_running_loop()
     outputs: list[Any] = []
     in_flight: deque[Request] = deque()
-    pump: Pump | None = None
+    session: Session | None = None
     try:
         for value in values:
             request = Request(value, loop.create_future(), deadline)
@@ -53,19 +52,23 @@ async def process_many(
             request.priority = priority
             if timeout is None:
                 request.target = math.inf  # the default timeout is no target
-            while pump and in_flight and (len(in_flight) >= window or not pump.has_room(request)):
+            while (
+                session
+                and in_flight
+                and not (len(in_flight) < window and session.pump.has_room(request))
+            ):
                 outputs.append(await in_flight[0].caller)
                 in_flight.popleft()
-            pump = find_session().pump
-            pump.accept(request)
+            session = find_session()
+            session.pump.accept(request)
             in_flight.append(request)
         while in_flight:
             outputs.append(await in_flight[0].caller)
             in_flight.popleft()
     finally:
         for request in in_flight:
-            assert pump is not None, "it has accepted them"
-            pump.abandon(request)
+            assert session is not None, "it has accepted them"
+            session.pump.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
                 request.caller.exception()  # seen, so that asyncio does not report it
     return outputs

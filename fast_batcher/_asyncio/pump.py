@@ -84,6 +84,8 @@ class Pump:
 
     def accept(self, request: Request) -> None:
         """Let a request wait for the next run of the pump, in this turn of the event loop."""
+        if request.priority:
+            self._scheduler.rank_requests()
         if type(request.value) in self._staged_types and self._has_place():
             request.staged = self._arena.stage(request.value)
         self._arrivals.append(request)

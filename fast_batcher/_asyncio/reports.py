@@ -1,4 +1,4 @@
-"""Errors for callers and log lines that are made of what the scheduler decides. Event loop's thread."""
+"""Errors and log lines about what the scheduler decides. API process, the event loop's thread."""
 
 import contextlib
 import logging

@@ -258,7 +258,7 @@ class Session:
 
     def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
-        self._answers.add_worker(worker, self.pool.outboxes.get(worker))
+        self._answers.reader.add_worker(worker, self.pool.outboxes.get(worker))
         self.scheduler.worker_ready(monotonic(), worker, times)
         index = self._reports.index(worker)
         if index in self._seen_ready:
@@ -280,7 +280,7 @@ class Session:
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
         self.sender.forget(worker, exit.inherited)
-        self._answers.remove_worker(worker)
+        self._answers.reader.remove_worker(worker)
         lost = self.scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )

@@ -130,6 +130,6 @@ class Status:
                 "`async with` opens a closed batcher again"
             )
         raise NotReadyError(
-            f"{self._name}: {what}. Give its lifespan to the app: FastAPI(lifespan=batcher.lifespan)"
-            ", and in tests use `with TestClient(app)`, which runs it"
+            f"{self._name}: {what}. Give its lifespan to the app: FastAPI(lifespan="
+            "batcher.lifespan), and in tests use `with TestClient(app)`, which runs it"
         )

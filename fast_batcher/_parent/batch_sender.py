@@ -10,16 +10,14 @@ from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
-from fast_batcher._shared_memory.outbox import Answer, Outbox
+from fast_batcher._shared_memory.outbox import Outbox
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
 from fast_batcher.errors import (
     BatcherError,
-    InferenceError,
     RequestTooLargeError,
-    TransportError,
     UnsendableValueError,
 )
 
@@ -28,17 +26,6 @@ _INPUT_ATOMS = Kind.INPUT_ATOMS
 _OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 # No Python function, each of which costs a lone request about 5 us (docs/decisions/0008).
 _value_of = operator.attrgetter("value")
-# Frames that are one failure for every request of their batch.
-FAILURE_KINDS = frozenset({Kind.FAILED, Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
-
-
-class Failure:
-    """An outcome that is an error; a new one for each caller, as tracebacks grow on shared ones."""
-
-    __slots__ = ("to_error",)
-
-    def __init__(self, to_error: Callable[[], BatcherError]) -> None:
-        self.to_error = to_error
 
 
 class BatchSender:
@@ -68,9 +55,6 @@ class BatchSender:
         self._refused_late = refused_late
         self._outboxes = outboxes
         self._pickler = PartsPickler(threshold)
-        # Outcomes that came ahead of the last frame of their batch, by worker: each answers one
-        # batch at a time.
-        self._parts: dict[int, list[Any]] = {}
 
     @property
     def arena(self) -> Any:
@@ -159,42 +143,6 @@ class BatchSender:
         """The worker has no view any more of the batches that it names."""
         self._shared_inputs.free(worker, loads(frame.body))
 
-    def keep_part(self, worker: int, frame: Frame) -> None:
-        """Keep a part of the outcomes of a batch until the last one comes."""
-        self._parts.setdefault(worker, []).extend(loads(frame.body))
-
-    def read(self, worker: int, frame: Frame, count: int) -> list[Any]:
-        """The outcomes of a batch by position: outputs, and a `Failure` where there is none.
-
-        Raises:
-            TransportError: The frame answers no batch of `count` requests.
-        """
-        outcomes: list[Any]
-        if frame.kind is _OUTPUT_ATOMS:
-            outcomes = loads(frame.body)
-        elif frame.kind is Kind.OUTPUTS:
-            outcomes = _read_items(self._parts.pop(worker, []) + loads(frame.body))
-        elif frame.kind in FAILURE_KINDS:
-            outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
-        else:
-            raise TransportError(f"a worker answered with {frame.kind.name}")
-        if len(outcomes) != count:
-            raise _miscounted(outcomes, count)
-        return outcomes
-
-    def find_answer(self, worker: int, frame: Frame) -> "SharedOutputs":
-        """The answer that a worker has left in its outbox.
-
-        Raises:
-            TransportError: There is none.
-            Exception: What the frame has instead cannot be read.
-        """
-        start, sizes, frozen, items, failures = loads(frame.body)
-        outbox = self._outboxes.get(worker)
-        if outbox is None:
-            raise TransportError("a worker without an outbox has left something there")
-        return SharedOutputs(outbox.find(start, sizes, frozen, items), failures)
-
     def forget(self, worker: int, inherited: int | None) -> None:
         """The worker is lost, and what it had begun to answer with it.
 
@@ -202,7 +150,6 @@ class BatchSender:
             worker: Which.
             inherited: As for `SharedInputSender.forget`.
         """
-        self._parts.pop(worker, None)
         self._shared_inputs.forget(worker, inherited)
 
     def _dump_item(self, value: Any) -> bytes | BatcherError:
@@ -222,57 +169,3 @@ class BatchSender:
                 f"{self._max_frame_bytes} allows"
             )
         return item
-
-
-class SharedOutputs:
-    """The outputs of a batch that are still in an outbox.
-
-    Args:
-        answer: They, and anything where there is a failure.
-        failures: Those by position.
-    """
-
-    def __init__(self, answer: Answer, failures: dict[int, RemoteFailure]) -> None:
-        self.answer = answer
-        self._failures = failures
-
-    def read(self, count: int) -> list[Any]:
-        """As `BatchSender.read`, and the answer is over.
-
-        Raises:
-            TransportError: They answer no batch of `count` requests.
-        """
-        outcomes = self.answer.load(_unreadable)
-        if len(outcomes) != count:
-            raise _miscounted(outcomes, count)
-        try:
-            for position, failure in self._failures.items():
-                outcomes[position] = Failure(RemoteFailure(*failure).to_error)
-        except (AttributeError, TypeError, IndexError) as error:
-            text = f"failures came back that are none: {codec.one_line(error)}"
-            raise TransportError(text) from error
-        return outcomes
-
-
-def _read_items(items: list[Any]) -> list[Any]:
-    """The outcomes that were pickled one by one."""
-    outcomes = []
-    for item in items:
-        try:
-            if isinstance(item, bytes):
-                outcome = loads(item)
-            else:
-                outcome = Failure(RemoteFailure(*item).to_error)
-        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-            outcome = _unreadable(error)
-        outcomes.append(outcome)
-    return outcomes
-
-
-def _miscounted(outcomes: list[Any], count: int) -> TransportError:
-    return TransportError(f"{len(outcomes)} outcomes came back for {count} requests")
-
-
-def _unreadable(error: BaseException) -> Failure:
-    text = f"the output cannot be unpickled: {codec.one_line(error)}"
-    return Failure(lambda: InferenceError(text))

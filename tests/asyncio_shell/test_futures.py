@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._asyncio.futures import ThreadCaller, fail, is_beyond_reach, set_exception, settle
+from fast_batcher._asyncio.futures import (
+    Failure,
+    ThreadCaller,
+    fail,
+    is_beyond_reach,
+    set_exception,
+    settle,
+)
 from fast_batcher._core.messages import Request
-from fast_batcher._parent.batch_sender import Failure
 from fast_batcher.errors import InferenceError, WorkerLostError
 from fast_batcher.stats import Counters
 

@@ -1,19 +1,17 @@
-"""Batches to frames and frames to outcomes: which frames are sent, and who gets what from them."""
+"""Batches to frames: which frames are sent, and which inputs cannot be."""
 
 from typing import Any
 
 import pytest
-from sample_models import BrokenOnArrival, RefusesPickling
+from sample_models import RefusesPickling
 
 from fast_batcher._core.messages import Batch, Release, Request
-from fast_batcher._parent.batch_sender import BatchSender, Failure
+from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.shared_inputs import SharedInputSender
 from fast_batcher._transport import codec
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
-    InferenceError,
     RequestTooLargeError,
-    TransportError,
     UnsendableValueError,
 )
 
@@ -28,7 +26,7 @@ def refuse(*_: object) -> None:
 
 
 class Wire:
-    """An sender, and what it has sent to its only worker."""
+    """A sender, and what it has sent to its only worker."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int, bytes]] = []
@@ -68,15 +66,6 @@ def batch_of(*values: Any) -> Batch:
         request.id = number
         request.arrival = 0.0
     return Batch(BATCH_ID, WORKER, requests, Release.FULL, 0.0, 1.0)
-
-
-def frame(kind: Kind, content: Any) -> Frame:
-    return Frame(kind, BATCH_ID, 0.0, codec.dumps(content))
-
-
-def error_of(outcome: Any) -> Any:
-    assert isinstance(outcome, Failure)
-    return outcome.to_error()
 
 
 # --- sending --------------------------------------------------------------------------------------
@@ -148,71 +137,3 @@ def test_an_input_that_is_too_large_is_refused_and_the_others_are_sent(wire: Wir
     assert isinstance(refusal, RequestTooLargeError)
     assert "more than max_frame_bytes=1000" in str(refusal)
     assert wire.items() == [b"small", b"other"]
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-def test_outputs_are_outcomes(wire: Wire) -> None:
-    assert wire.sender.read(WORKER, frame(Kind.OUTPUT_ATOMS, ["a", None]), 2) == ["a", None]
-
-
-@pytest.mark.parametrize("count", [0, 1, 3])
-@pytest.mark.parametrize("kind", [Kind.OUTPUT_ATOMS, Kind.OUTPUTS])
-def test_another_number_of_outcomes_is_nonsense(wire: Wire, kind: Kind, count: int) -> None:
-    content: list[Any] = [codec.dumps("a"), codec.dumps("b")]
-    with pytest.raises(TransportError, match=f"2 outcomes came back for {count} requests"):
-        wire.sender.read(WORKER, frame(kind, content), count)
-
-
-@pytest.mark.parametrize("kind", [Kind.READY, Kind.INPUTS, Kind.STARTUP_FAILED])
-def test_a_frame_that_is_no_answer_is_nonsense(wire: Wire, kind: Kind) -> None:
-    with pytest.raises(TransportError, match=kind.name):
-        wire.sender.read(WORKER, frame(kind, ["a"]), 1)
-
-
-def test_items_are_outputs_and_failures_by_position(wire: Wire) -> None:
-    items = [codec.dumps("a"), codec.describe(ValueError("bad")), codec.dumps(None)]
-    one, bad, three = wire.sender.read(WORKER, frame(Kind.OUTPUTS, items), 3)
-    assert (one, three) == ("a", None)
-    assert isinstance(error_of(bad), ValueError)
-    assert error_of(bad) is not error_of(bad)
-
-
-def test_parts_come_before_the_last_and_are_kept_by_worker(wire: Wire) -> None:
-    sender = wire.sender
-    sender.keep_part(1, frame(Kind.OUTPUTS_PART, [codec.dumps("one a")]))
-    sender.keep_part(2, frame(Kind.OUTPUTS_PART, [codec.dumps("two a")]))
-    sender.keep_part(1, frame(Kind.OUTPUTS_PART, [codec.dumps("one b")]))
-    last = frame(Kind.OUTPUTS, [codec.dumps("last")])
-    assert sender.read(1, last, 3) == ["one a", "one b", "last"]
-    assert sender.read(2, last, 2) == ["two a", "last"]
-    # Nothing is left for the next batch.
-    assert sender.read(1, last, 1) == ["last"]
-
-
-def test_the_parts_of_a_lost_worker_are_forgotten(wire: Wire) -> None:
-    wire.sender.keep_part(WORKER, frame(Kind.OUTPUTS_PART, [codec.dumps("lost")]))
-    wire.sender.forget(WORKER, None)
-    wire.sender.forget(WORKER, None)
-    last = frame(Kind.OUTPUTS, [codec.dumps("new")])
-    assert wire.sender.read(WORKER, last, 1) == ["new"]
-
-
-def test_a_failure_is_everybodys_and_each_gets_an_error_of_its_own(wire: Wire) -> None:
-    failed = frame(Kind.FAILED, codec.describe(ValueError("bad")))
-    outcomes = wire.sender.read(WORKER, failed, 3)
-    errors = [error_of(outcome) for outcome in outcomes]
-    assert [str(error) for error in errors] == ["bad"] * 3
-    assert len({id(error) for error in errors}) == 3
-
-
-@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)], ids=repr)
-def test_an_output_that_cannot_be_unpickled_is_an_error(wire: Wire, error: BaseException) -> None:
-    broken = BrokenOnArrival("parent", error)
-    items = [codec.dumps("a"), codec.dumps(broken)]
-    one, two = wire.sender.read(WORKER, frame(Kind.OUTPUTS, items), 2)
-    assert one == "a"
-    assert isinstance(error_of(two), InferenceError)
-    assert "cannot be unpickled" in str(error_of(two))
-    assert type(error).__name__ in str(error_of(two))

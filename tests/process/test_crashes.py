@@ -288,7 +288,7 @@ async def test_f11_a_broken_batcher_can_be_opened_again_at_once() -> None:
 
 
 async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They come in the moment between the news and the next turn of the loop."""
     needed = tmp_path / "weights"
@@ -296,14 +296,14 @@ async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
     settings: dict[str, Any] = {"max_restarts": 0}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         told: list[asyncio.Task[Any]] = []
-        events: Any = batcher._session.pool._events
+        workers_given_up = batcher._session.workers_given_up
 
         def tell(reason: str, seconds: float) -> None:
             told.append(call(batcher, "in the same turn"))
             batcher._session.pump.run_soon()
-            events.workers_given_up(reason, seconds)
+            workers_given_up(reason, seconds)
 
-        batcher._session.pool._events = events._replace(workers_given_up=tell)
+        monkeypatch.setattr(batcher._session, "workers_given_up", tell)
         needed.unlink()
         (handle,) = batcher._session.pool.remaining()
         assert handle.pid is not None

@@ -109,7 +109,7 @@ async def test_f32_a_fatal_device_error_replaces_the_worker_at_once(
             assert await batcher.process_batched("fine") == "fine"
         stats = assert_balance(batcher)
         assert (stats.restarts, stats.failed, stats.batches) == (1, 2, 2)
-    assert "its device is of no use any more" in caplog.text
+    assert "its device cannot be used any more" in caplog.text
 
 
 async def test_f29_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> None:

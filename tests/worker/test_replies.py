@@ -11,7 +11,8 @@ import pytest
 from memory import refuse_memory
 from sample_models import RefusesPickling
 
-from fast_batcher._parent.batch_sender import Failure, SharedOutputs
+from fast_batcher._asyncio.futures import Failure
+from fast_batcher._asyncio.outcomes import SharedOutcomes
 from fast_batcher._shared_memory.outbox import Outbox, OutboxWriter
 from fast_batcher._transport.codec import ATOMS, RemoteFailure, describe, loads
 from fast_batcher._transport.frames import Kind
@@ -42,7 +43,7 @@ class Post:
         if kind is Kind.OUTPUTS:
             return kind, outcomes_in(frames)
         *where, failed = loads(body)
-        shared = SharedOutputs(self.outbox.find(*where), failed)
+        shared = SharedOutcomes(self.outbox.find(*where), failed)
         return kind, shared.read(len(outputs))
 
     def where(self, outputs: list[Any]) -> list[Any]:
@@ -355,11 +356,11 @@ def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) 
 def test_an_answer_for_other_requests_is_none(post: Post) -> None:
     where = post.where([np.zeros(LARGE)])
     with pytest.raises(TransportError, match="1 outcomes came back for 2 requests"):
-        SharedOutputs(post.outbox.find(*where), {}).read(2)
+        SharedOutcomes(post.outbox.find(*where), {}).read(2)
 
 
 @pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
 def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
     where = post.where([np.zeros(LARGE)])
     with pytest.raises(TransportError):
-        SharedOutputs(post.outbox.find(*where), failures).read(1)
+        SharedOutcomes(post.outbox.find(*where), failures).read(1)
