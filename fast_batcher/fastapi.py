@@ -425,7 +425,7 @@ async def read_array(
         dtype: Of its numbers; `"<f4"` says their byte order too, `"float32"` means the server's.
         max_bytes: Longest body, for where the client chooses the shape.
         empty: Makes the array to be filled, from shape and dtype; by default `numpy.empty`. With
-            `batcher.empty` it reaches the worker without another copy.
+            `batcher.allocate_input` it reaches the worker without another copy.
 
     Raises:
         BodyError: 413 if the array or the body has more than `max_bytes`; 422 if the body has

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from inside import session_of
 from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
@@ -188,20 +189,20 @@ async def opened(
     """
     async with DynBatcher(model, model_args=args, **settings) as batcher:
         if has_rows:
-            batcher._session.sender.arena.enable()
+            session_of(batcher).sender.arena.enable()
         yield batcher
         assert_balance(batcher)
 
 
 def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
-    slabs = batcher._session.pool.slabs
+    slabs = session_of(batcher).pool.slabs
     assert isinstance(slabs, Slabs)
     return slabs
 
 
 async def free(batcher: DynBatcher[Any, Any]) -> None:
     """Every slab has come back, but for those that wait for rows."""
-    rows = batcher._session.sender.arena
+    rows = session_of(batcher).sender.arena
     await until(lambda: slabs_of(batcher).count == len(rows._open))
 
 
@@ -214,7 +215,7 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
         is_held.set()
         is_over.wait(LIMIT)
 
-    batcher._session.pool.run_in_thread(hold, lambda _: None)
+    session_of(batcher).pool.run_in_thread(hold, lambda _: None)
     assert is_held.wait(LIMIT)
     try:
         yield
@@ -224,13 +225,13 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
 
 async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
     """Something is to be done aside; the copier is held, so it has not been done yet."""
-    await until(lambda: not batcher._session.pool._copier._jobs.empty())
+    await until(lambda: not session_of(batcher).pool._copier._jobs.empty())
 
 
 def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
     """All that was to be done aside has been done, whether or not a loop has heard of it."""
     is_over = threading.Event()
-    batcher._session.pool._copier.run(lambda: None, lambda _: is_over.set())
+    session_of(batcher).pool._copier.run(lambda: None, lambda _: is_over.set())
     assert is_over.wait(LIMIT)
 
 

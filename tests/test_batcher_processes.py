@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from inside import session_of
 from sample_models import (
     EXCEPTIONS,
     OUTPUTS,
@@ -978,9 +979,8 @@ def test_the_loop_is_closed_while_the_worker_is_started(
     if is_closed_before_the_start:
         first.close()
         is_held.set()
-    assert batcher._session is not None
     # The thread starts one after the other, so by then the worker has been started.
-    batcher._session.pool._starter.run(lambda: None, lambda error: is_started.set())
+    session_of(batcher).pool._starter.run(lambda: None, lambda error: is_started.set())
     assert is_started.wait(LIMIT)
     first.close()
 
@@ -1337,7 +1337,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             batchers = [DynBatcher(sample_models.Echo, num_workers=2) for _ in range(3)]
             for batcher in batchers:
                 await batcher.open()
-            tell([one.pid for batcher in batchers for one in batcher._session.pool.remaining()])
+            tell([one.pid for batcher in batchers for one in session_of(batcher).pool.remaining()])
             is_open.set()
             await asyncio.Event().wait()
 
@@ -1376,7 +1376,7 @@ def test_a_program_whose_loop_in_a_daemon_thread_turns_no_more_ends(
         async def main():
             batcher = DynBatcher(sample_models.Echo, stop_timeout=0.1)
             await batcher.open()
-            tell([one.pid for one in batcher._session.pool.remaining()])
+            tell([one.pid for one in session_of(batcher).pool.remaining()])
             is_open.set()
             {then}
 
@@ -1400,7 +1400,7 @@ def test_a_program_that_drops_an_open_batcher_ends(program: Start, gate: Gate, s
         async def main():
             batcher = DynBatcher(sample_models.Stuck, model_args=({gate.path!r}, "plainly"))
             await batcher.open()
-            tell([handle.pid for handle in batcher._session.pool.remaining()])
+            tell([handle.pid for handle in session_of(batcher).pool.remaining()])
             if {state!r} == "busy":
                 batcher.submit(1)
                 while not batcher.stats.running:
@@ -1731,7 +1731,7 @@ def test_f55_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start
                         tell(type(error).__name__)
                     beats = set()
                     while len(beats) < 4:
-                        beats.add(batcher._session.pool._heartbeat_timer)
+                        beats.add(session_of(batcher).pool._heartbeat_timer)
                         await asyncio.sleep(0)
                 tell(await batcher.process_batched(None))
                 tell(batcher.stats.restarts)

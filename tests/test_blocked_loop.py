@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from desk import MEBI, copier_held, until_copying
+from inside import session_of
 from sample_models import Digests, Echo, Gated, GatedOnLoad, Grows, digest
 from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 
@@ -32,7 +33,7 @@ def block_the_loop(handle: WorkerProcess, seconds: float) -> None:
 
 
 def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerProcess:
-    (handle,) = batcher._session.pool.remaining()
+    (handle,) = session_of(batcher).pool.remaining()
     return handle
 
 
@@ -67,7 +68,7 @@ async def test_what_no_worker_has_answered_expires_all_the_same(
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
         answered, late = call(batcher, "in time"), call(batcher, "late")
         visits = {visit.note[0]: visit for visit in [await gate.visit(), await gate.visit()]}
-        handles = batcher._session.pool.remaining()
+        handles = session_of(batcher).pool.remaining()
         (handle,) = [one for one in handles if one.pid == visits["in time"].pid]
         waiting = call(batcher, "waiting")
         await turns()
@@ -142,9 +143,10 @@ async def test_an_idle_worker_whose_answer_to_a_ping_is_unread_is_kept() -> None
         handle = worker_of(batcher)
         for _ in range(2):
             # As its timer does, before the loop has read anything.
-            assert batcher._session.pool._heartbeat_timer is not None
-            batcher._session.pool._heartbeat_timer.cancel()
-            batcher._session.pool._beat()
+            pool = session_of(batcher).pool
+            assert pool._heartbeat_timer is not None
+            pool._heartbeat_timer.cancel()
+            pool._beat()
             block_the_loop(handle, 0.0)
         assert await batcher.process_batched("served") == "served"
         assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)

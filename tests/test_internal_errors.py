@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from inside import session_of
 from sample_models import Echo, Gated
 from waits import SOON, Gate, assert_balance, call, outcome, turns, until
 
@@ -49,7 +50,7 @@ class FaultyPolicy(GreedyPolicy):
 
 
 def set_policy(batcher: DynBatcher[Any, Any], where: str) -> None:
-    batcher._session.scheduler.reconfigure(
+    session_of(batcher).scheduler.reconfigure(
         max_batch_size=2, max_queue_size=100, max_latency=None, policy=FaultyPolicy(where)
     )
 
@@ -111,19 +112,19 @@ async def test_what_cannot_be_learned_from_an_answer_takes_it_from_nobody(
 async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
-        (worker,) = batcher._session.pool.senders
-        send = batcher._session.pool.senders[worker]
-        del batcher._session.pool.senders[worker]
+        (worker,) = session_of(batcher).pool.senders
+        send = session_of(batcher).pool.senders[worker]
+        del session_of(batcher).pool.senders[worker]
         lone = await outcome(call(batcher, "lone"))
         assert type(lone) is BatcherError
-        batcher._session.pool.senders[worker] = send
+        session_of(batcher).pool.senders[worker] = send
         running = call(batcher, "running")
         visit = await gate.visit()
-        del batcher._session.pool.senders[worker]
+        del session_of(batcher).pool.senders[worker]
         behind = [call(batcher, number) for number in range(2)]
         for one in behind:
             assert type(await outcome(one)) is BatcherError
-        batcher._session.pool.senders[worker] = send
+        session_of(batcher).pool.senders[worker] = send
         visit.let_on()
         gate.close()
         assert await outcome(running) == "running"

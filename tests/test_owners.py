@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 from fastapi import FastAPI
+from inside import session_of
 from sample_models import Echo, Gated, RaisesOnLoad
 from waits import Gate, Watch, call, outcome, turns, until
 
@@ -47,7 +48,7 @@ async def test_two_apps_share_a_batcher_until_the_last_of_them_ends(first: int) 
     batcher = DynBatcher(Echo)
     apps = [running(make_app(batcher)) for _ in range(2)]
     clients = [await app.__aenter__() for app in apps]
-    (worker,) = batcher._session.pool.remaining()
+    (worker,) = session_of(batcher).pool.remaining()
     assert worker.pid is not None
     await apps[first].__aexit__(None, None, None)
     assert batcher.state == "open"
@@ -132,7 +133,7 @@ async def test_a_start_that_fails_for_two_leaves_nothing() -> None:
     )
     assert [type(one) for one in results] == [WorkerStartupError, WorkerStartupError]
     await until(lambda: batcher.state == "closed")
-    assert batcher._session.pool.remaining() == []
+    assert session_of(batcher).pool.remaining() == []
 
 
 async def test_one_that_comes_while_the_last_is_closing_is_refused_and_harms_no_call(

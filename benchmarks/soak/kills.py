@@ -105,7 +105,8 @@ class Run:
     def leave(self, task: asyncio.Future[Any]) -> None:
         """Cancel a call, and note how likely it is that a worker has it by now."""
         if not task.done():
-            scheduler = self.batcher._session.scheduler  # noqa: SLF001  `stats` would cost too much
+            session: Any = self.batcher._session  # noqa: SLF001  `stats` would cost too much
+            scheduler = session.scheduler
             running = scheduler.running
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()

@@ -73,7 +73,9 @@ async def opened(
         settings: Of the batcher.
     """
     batcher = DynBatcher(MODELS[load.model], max_batch_size=load.max_batch_size, **settings)
-    if none_ahead:
-        batcher._session.scheduler._batches_per_worker = 1  # noqa: SLF001  no setting: nobody gains
     async with batcher:
+        if none_ahead:
+            # There is no setting for it, because no user gains.
+            session: Any = batcher._session  # noqa: SLF001
+            session.scheduler._batches_per_worker = 1
         yield batcher.process_batched

@@ -32,6 +32,7 @@ from desk import (
     until_copying,
     wait_until_copied,
 )
+from inside import session_of
 from memory import memory_of, refuse_memory
 from sample_models import (
     BrokenOnArrival,
@@ -444,7 +445,7 @@ async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         (await gate.visit()).let_on()
         (await gate.visit()).let_on()
-        rows = batcher._rows
+        rows = session_of(batcher).sender.arena
         async with asyncio.timeout(LIMIT):
             while slabs_of(batcher).count > len(rows._open):
                 # The worker tells it with an answer.
@@ -462,7 +463,7 @@ async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         # The model's child lives on.
-        (handle,) = batcher._session.pool.remaining()
+        (handle,) = session_of(batcher).pool.remaining()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.stats.restarts == 1)
@@ -617,10 +618,10 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
             slabs = slabs_of(batcher)
             assert memory_of(slabs._fd)
             for _ in range(2):
-                batcher._session.pool._give_back_memory(slabs)
+                session_of(batcher).pool._give_back_memory(slabs)
             await free(batcher)
             assert memory_of(slabs._fd) == 0
-            (handle,) = batcher._session.pool.remaining()
+            (handle,) = session_of(batcher).pool.remaining()
             handle.kill()
             assert await batcher.process_batched(value) == digest(value)
         assert await batcher.process_batched(value) == digest(value)
@@ -635,7 +636,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
             await until_copying(batcher)
-            (handle,) = batcher._session.pool.remaining()
+            (handle,) = session_of(batcher).pool.remaining()
             handle.kill()
             await until(lambda: batcher.stats.restarts == 1)
             # Its memory is that of the batch which was to be copied first.
@@ -670,7 +671,7 @@ def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
     loop = asyncio.new_event_loop()
     loop.run_until_complete(batcher.open())
     if has_rows:
-        batcher._rows.enable()
+        session_of(batcher).sender.arena.enable()
     with copier_held(batcher):
         loop.run_until_complete(begin())
         loop.close()
@@ -689,7 +690,7 @@ def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
     async with opened(Digests, max_shared_bytes=0) as batcher:
-        assert batcher._session.pool.slabs is None
+        assert session_of(batcher).pool.slabs is None
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
             assert await batcher.process_batched(value) == digest(bytes(size))
 
@@ -729,9 +730,9 @@ async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> Non
         assert await batcher.process_batched(value) == digest(value)
         await free(batcher)
         assert memory_of(slabs._fd)
-        batcher._session.pool._give_back_memory(slabs)  # it has been used since the one before
+        session_of(batcher).pool._give_back_memory(slabs)  # it has been used since the one before
         assert slabs.count == 0
-        batcher._session.pool._give_back_memory(slabs)
+        session_of(batcher).pool._give_back_memory(slabs)
         assert slabs.count == 1
         await free(batcher)
         assert memory_of(slabs._fd) == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inside import session_of
 from packing import pack
 from sample_models import (
     CRASHES,
@@ -108,7 +109,7 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
     """The worker has answered and is dead before the loop looks for either."""
     answer = pack(Kind.OUTPUT_ATOMS, 0, dumps(["one", "two"]))
     async with DynBatcher(TalksNonsense) as batcher:
-        (pid,) = [handle.pid for handle in batcher._session.pool.remaining()]
+        (pid,) = [handle.pid for handle in session_of(batcher).pool.remaining()]
         assert pid is not None
         calls = [call(batcher, answer), call(batcher, b"die")]
         with Watch([pid]) as worker:
@@ -121,7 +122,7 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
 async def test_f04_a_worker_is_killed_in_the_middle_of_a_large_answer() -> None:
     async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
-        (handle,) = batcher._session.pool.remaining()
+        (handle,) = session_of(batcher).pool.remaining()
         assert handle._channel is not None
         assert handle.pid is not None
         reader = handle._channel._reader
@@ -296,16 +297,16 @@ async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
     settings: dict[str, Any] = {"max_restarts": 0}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         told: list[asyncio.Task[Any]] = []
-        workers_given_up = batcher._session.workers_given_up
+        workers_given_up = session_of(batcher).workers_given_up
 
         def tell(reason: str, seconds: float) -> None:
             told.append(call(batcher, "in the same turn"))
-            batcher._session.pump.run_soon()
+            session_of(batcher).pump.run_soon()
             workers_given_up(reason, seconds)
 
-        monkeypatch.setattr(batcher._session, "workers_given_up", tell)
+        monkeypatch.setattr(session_of(batcher), "workers_given_up", tell)
         needed.unlink()
-        (handle,) = batcher._session.pool.remaining()
+        (handle,) = session_of(batcher).pool.remaining()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.state == "broken")
@@ -333,11 +334,11 @@ async def test_f14_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 1, "restart_backoff": 0.01}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         needed.unlink()
-        first, second = [handle.pid for handle in batcher._session.pool.remaining()]
+        first, second = [handle.pid for handle in session_of(batcher).pool.remaining()]
         assert first is not None
         assert second is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: bool(batcher._session.pool._given_up))
+        await until(lambda: bool(session_of(batcher).pool._given_up))
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)
@@ -351,7 +352,7 @@ async def test_f14_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
     needed.touch()
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": 0.2}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
-        pool = batcher._session.pool
+        pool = session_of(batcher).pool
 
         def kill(index: int) -> None:
             (pid,) = [handle.pid for handle in pool.remaining() if handle.index == index]

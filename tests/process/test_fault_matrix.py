@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
+from inside import session_of
 from sample_models import HOWS, Bomb, Minefield
 from waits import ONE_LOOP, assert_balance, call, outcome, until, within
 
@@ -122,5 +123,5 @@ async def test_s8_closing(how: str) -> None:
             settings: dict[str, Any] = {"stop_timeout": 0.2}
             async with DynBatcher(Minefield, model_args=("close", how), **settings) as batcher:
                 assert await batcher.process_batched("first") == "first"
-                pids = [handle.pid for handle in batcher._session.pool.remaining()]
+                pids = [handle.pid for handle in session_of(batcher).pool.remaining()]
     assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]

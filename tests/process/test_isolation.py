@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from inside import session_of
 from sample_models import (
     BrokenAndRaises,
     EchoWithArguments,
@@ -151,7 +152,7 @@ async def test_nothing_of_a_worker_that_was_never_ready_waits_for_it_either() ->
     gc.disable()
     try:
         await batcher.open(wait_ready=False)
-        worker = weakref.ref(next(iter(batcher._session.pool._handles.values())))
+        worker = weakref.ref(next(iter(session_of(batcher).pool._handles.values())))
         await until(lambda: worker() is None)
     finally:
         gc.enable()
@@ -166,7 +167,7 @@ async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> 
     gc.disable()
     try:
         async with DynBatcher(Whereabouts, **settings) as batcher:
-            worker = weakref.ref(next(iter(batcher._session.pool._handles.values())))
+            worker = weakref.ref(next(iter(session_of(batcher).pool._handles.values())))
             assert worker() is not None
             pid = await batcher.process_batched(None)
             if way == "killed":
@@ -184,7 +185,7 @@ async def test_a_recycled_worker_answers_what_it_has(gate: Gate) -> None:
         assert await batcher.process_batched(0) == 0
         held = call(batcher, "hold")
         old = await gate.visit()
-        await until(lambda: bool(batcher._session.pool._retired))
+        await until(lambda: bool(session_of(batcher).pool._retired))
         # The successor serves while the worker before it still computes.
         assert await batcher.process_batched(1) == 1
         assert not held.done()
@@ -209,7 +210,7 @@ async def test_a_worker_that_hangs_while_its_successor_loads_is_still_ended(
         assert isinstance(await outcome(hanging), DeadlineExceededError)
         with Watch([visits["hanging"].pid]) as watch:
             visits["loading"].let_on()
-            await until(lambda: bool(batcher._session.pool._retired))
+            await until(lambda: bool(session_of(batcher).pool._retired))
             await watch.until_dead()
         assert await batcher.process_batched("fine") == "fine"
         gate.close()
@@ -244,7 +245,7 @@ async def test_a_worker_that_dies_while_its_successor_loads_is_replaced_by_it(ga
     settings: dict[str, Any] = {"max_batches_per_worker": 1, "max_restarts": 0}
     async with DynBatcher(Whereabouts, **settings) as batcher:
         first = await batcher.process_batched(None)
-        assert batcher._session.pool._successor is not None
+        assert session_of(batcher).pool._successor is not None
         os.kill(first, signal.SIGKILL)
         second = await batcher.process_batched(None)
         assert second != first
@@ -281,7 +282,7 @@ async def test_f22_what_a_stopped_worker_was_given_is_answered_by_its_replacemen
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
         os.kill(first, signal.SIGSTOP)
-        await until(lambda: bool(batcher._session.pool._heartbeat._pending))
+        await until(lambda: bool(session_of(batcher).pool._heartbeat._pending))
         assert await batcher.process_batched(None) != first
 
 
@@ -291,10 +292,10 @@ async def test_f22_a_worker_that_answers_pings_lives_on(
     caplog.set_level(logging.WARNING)
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
-        beats = {batcher._session.pool._heartbeat_timer}
+        beats = {session_of(batcher).pool._heartbeat_timer}
 
         def has_beaten() -> bool:
-            beats.add(batcher._session.pool._heartbeat_timer)
+            beats.add(session_of(batcher).pool._heartbeat_timer)
             return len(beats) > 5
 
         await until(has_beaten)

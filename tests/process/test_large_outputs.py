@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from desk import MEBI, SMALL, copier_held, free, no_threads, opened, wait_until_copied
+from inside import session_of
 from packing import pack
 from sample_models import (
     LARGE,
@@ -53,7 +54,7 @@ SIZES = sorted(
 
 
 def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[Outbox]:
-    return [*batcher._session.pool.outboxes.values()]
+    return [*session_of(batcher).pool.outboxes.values()]
 
 
 def is_used(batcher: DynBatcher[Any, Any]) -> bool:
@@ -63,7 +64,7 @@ def is_used(batcher: DynBatcher[Any, Any]) -> bool:
 
 async def until_answered(batcher: DynBatcher[Any, Any], count: int = 1) -> None:
     """So many answers have come and wait to be copied."""
-    await until(lambda: len(batcher._session.scheduler._copying_out) == count)
+    await until(lambda: len(session_of(batcher).scheduler._copying_out) == count)
 
 
 @pytest.mark.parametrize("kind", LARGE)
@@ -220,7 +221,7 @@ async def test_an_outbox_that_is_full_is_empty_again_after_a_while(
             tasks = [call(batcher, one) for one in asked]
             # The others find no room, and overtake those that wait.
             await until(lambda: batcher.stats.completed > 0)
-            assert 1 <= len(batcher._session.scheduler._copying_out) < 6
+            assert 1 <= len(session_of(batcher).scheduler._copying_out) < 6
         for one, task in zip(asked, tasks, strict=True):
             assert fingerprint(await outcome(task)) == fingerprint(make_large(*one))
         assert capfd.readouterr().err.count("large outputs go through a pipe") == 1
@@ -244,7 +245,7 @@ async def test_an_answer_that_is_being_copied_outlives_its_worker(
             tasks = [call(batcher, one) for one in asked]
             await until_answered(batcher, 3)
             (old,) = outboxes_of(batcher)
-            (handle,) = batcher._session.pool.remaining()
+            (handle,) = session_of(batcher).pool.remaining()
             assert handle.pid is not None
             os.kill(handle.pid, 9)
             await until(lambda: batcher.stats.restarts == 1)
@@ -308,9 +309,9 @@ async def test_no_deadline_counts_while_an_answer_is_copied() -> None:
             task = call(batcher, ("array", ASIDE, 1), timeout=LIMIT)
             await until_answered(batcher)
             # It is brought forward: one that was so near before might have come first.
-            (batch,) = batcher._session.scheduler._copying_out.values()
+            (batch,) = session_of(batcher).scheduler._copying_out.values()
             batch.deadline = batch.requests[0].deadline = monotonic()
-            batcher._session.scheduler.next_expiry = batch.deadline
+            session_of(batcher).scheduler.next_expiry = batch.deadline
             # It is behind the other in every queue, and so is what follows from it.
             with pytest.raises(DeadlineExceededError):
                 await batcher.process_batched(("array", ASIDE, 2), timeout=1e-9)
@@ -341,7 +342,7 @@ async def test_an_answer_that_nobody_wants_any_more_is_not_copied(
             task.cancel()
             assert isinstance(await outcome(task), asyncio.CancelledError)
             assert await batcher.process_batched("next") == "next"
-        assert not batcher._session.scheduler._copying_out
+        assert not session_of(batcher).scheduler._copying_out
         assert len(await batcher.process_batched(("array", 2 * MEBI, 9))) == 2 * MEBI
     assert "through a pipe" not in capfd.readouterr().err
 
@@ -390,7 +391,7 @@ def test_another_loop_goes_on_with_answers_that_were_being_copied() -> None:
         (submitted,) = future
         got = await asyncio.wait_for(asyncio.wrap_future(submitted), LIMIT)
         assert fingerprint(got) == fingerprint(make_large("array", ASIDE, 2))
-        assert not batcher._session.scheduler._copying_out
+        assert not session_of(batcher).scheduler._copying_out
         await batcher.aclose()
 
     loop = asyncio.new_event_loop()

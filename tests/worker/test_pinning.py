@@ -22,6 +22,7 @@ from desk import (
     slabs_of,
     until_copying,
 )
+from inside import session_of
 from memory import memory_of
 from sample_models import Digests, Echo, NotAnExceptionError, OnDevice, Raises, Warm, digest
 
@@ -174,7 +175,7 @@ async def test_memory_that_may_be_registered_is_not_given_back() -> None:
         memory = memory_of(slabs._fd)
         assert memory >= LARGE
         for _ in range(3):
-            batcher._session.pool._give_back_memory(slabs)
+            session_of(batcher).pool._give_back_memory(slabs)
             assert slabs.count == 0
         await free(batcher)
         assert memory_of(slabs._fd) == memory

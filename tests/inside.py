@@ -1,0 +1,12 @@
+"""What tests that look inside a batcher need."""
+
+from typing import Any
+
+from fast_batcher import DynBatcher
+from fast_batcher._asyncio.session import Session
+
+
+def session_of(batcher: DynBatcher[Any, Any]) -> Session:
+    """The session of a batcher that has been opened."""
+    assert batcher._session is not None
+    return batcher._session
