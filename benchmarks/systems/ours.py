@@ -77,5 +77,5 @@ async def opened(
         if none_ahead:
             # There is no setting for it, because no user gains.
             session: Any = batcher._session  # noqa: SLF001
-            session.scheduler._batches_per_worker = 1
+            session.scheduler._batches_per_worker = 1  # noqa: SLF001
         yield batcher.process_batched
