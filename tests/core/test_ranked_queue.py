@@ -203,7 +203,8 @@ def test_a_summed_batch_takes_the_oldest_that_fit() -> None:
     assert costs_of(arrivals.send(8)) == [15, 1]
 
 
-def test_f65_one_that_costs_more_than_a_batch_may_goes_alone() -> None:
+def test_an_input_above_the_batch_budget_goes_alone() -> None:
+    """Fault F65."""
     for is_padded in (True, False):
         arrivals = Arrivals(BatchFormer(100, is_padded=is_padded))
         arrivals.add_costs(8192, *[10] * 3)
