@@ -130,7 +130,7 @@ def test_priorities_hold_under_a_backlog_however_old_it_is() -> None:
     most=st.integers(1, 4),
     are_priorities_used=st.booleans(),
 )
-def test_nobody_waits_longer_than_the_bound(
+def test_no_request_waits_longer_than_the_bound(
     ranks: list[tuple[int, int]],
     late: list[tuple[int, int]],
     most: int,
