@@ -28,11 +28,11 @@ import json, sys, time
 from fast_batcher._core.messages import Dispatch, Request
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 name, batch_size, batches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 scheduler = Scheduler(
-    make_policy(name, None), Tally(), max_batch_size=batch_size, max_queue_size=1024,
+    make_policy(name, None), Counters(), max_batch_size=batch_size, max_queue_size=1024,
     timeout=30.0, infer_timeout=None, idempotent=True, isolate_errors=True,
 )
 scheduler.worker_ready(0.0, 0)

@@ -17,7 +17,7 @@ PLAIN = "embeddings in order"
 # A budget that bounds no batch, and one that does.
 BY_COST = ("embeddings by cost", "embeddings by cost, 2048")
 MAX_BATCH_SIZE = 32
-# Four batches: what the batch former chooses from.
+# Four batches: what the batch packer chooses from.
 CALLERS = 128
 LEAST_RATIO = 1.5
 FIGURES = ("requests_per_second", "p50_ms", "p99_ms", "all_cpu_us")

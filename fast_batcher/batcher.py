@@ -29,13 +29,14 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Generic, NamedTuple, NoReturn, Self, TypedDict, Unpack, overload
 
-from fast_batcher._appraisal import Appraisal
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._aside import aside
-from fast_batcher._callers import ThreadCaller, fail, is_beyond_reach, settle, tell
+from fast_batcher._asyncio.cost_evaluator import CostEvaluator
+from fast_batcher._asyncio.futures import ThreadCaller, fail, is_beyond_reach, set_exception, settle
+from fast_batcher._asyncio.offload import offload
+from fast_batcher._asyncio.signals import call_on_sigterm
 from fast_batcher._clock import monotonic
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.lifecycle import Event, State, next_state
 from fast_batcher._core.messages import (
     Batch,
@@ -50,32 +51,17 @@ from fast_batcher._core.messages import (
 )
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._process.exchange import (
-    Exchange,
+from fast_batcher._parent.batch_sender import (
+    BatchSender,
     Failure,
     SharedOutputs,
 )
-from fast_batcher._process.input_rows import LEAST, MOST_AT_ONCE
-from fast_batcher._process.pool import Exit, Pool
-from fast_batcher._process.sharing import Sharing
-from fast_batcher._signals import call_on_sigterm
+from fast_batcher._parent.input_arena import LEAST, MOST_AT_ONCE
+from fast_batcher._parent.pool import Exit, Pool
+from fast_batcher._parent.shared_inputs import SharedInputSender
+from fast_batcher._shared_memory.layouts import to_shape
 from fast_batcher._transport.codec import one_line, size_of
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.layouts import to_shape
-from fast_batcher.config import (
-    MAX_FRAME_BYTES,
-    MAX_PRIORITY,
-    MAX_SECONDS,
-    MAX_SHARED_BYTES,
-    RECONFIGURABLE,
-    SHARED_MEMORY_THRESHOLD,
-    PolicyName,
-    change_settings,
-    check_costs,
-    check_model,
-    check_name,
-    check_settings,
-)
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -89,11 +75,23 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model import InferenceModel, InputT, OutputT
-from fast_batcher.stats import BatcherStats, Tally
+from fast_batcher.settings import (
+    MAX_FRAME_BYTES,
+    MAX_PRIORITY,
+    MAX_SECONDS,
+    MAX_SHARED_BYTES,
+    RECONFIGURABLE,
+    SHARED_MEMORY_THRESHOLD,
+    PolicyName,
+    change_settings,
+    check_costs,
+    check_model,
+    check_name,
+    check_settings,
+)
+from fast_batcher.stats import BatcherStats, Counters
 
 logger = logging.getLogger("fast_batcher")
-
-_new = object.__new__
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _OUTPUT_ATOMS, _SHARED_OUTPUTS, _FREED = Kind.OUTPUT_ATOMS, Kind.SHARED_OUTPUTS, Kind.FREED
@@ -302,10 +300,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             group_by=group_by,
         )
         # Asks the user's functions about inputs; None where there are none.
-        self._appraisal: Appraisal | None = None
+        self._cost_evaluator: CostEvaluator | None = None
         if self._costs.cost is not None or group_by is not None:
-            self._appraisal = Appraisal(self._costs.cost, group_by, max_request_cost, self.name)
-        self._tally = Tally()
+            self._cost_evaluator = CostEvaluator(
+                self._costs.cost, group_by, max_request_cost, self.name
+            )
+        self._counters = Counters()
         # Requests of other threads that the loop's thread has not looked at yet.
         self._submitted: deque[Request] = deque()
         self._state = State.NEW
@@ -331,12 +331,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         """What lives from one opening to the next closing."""
         settings = self._settings
         costs = self._costs
-        former = None
+        packer = None
         if costs.cost is not None:
-            former = BatchFormer(costs.max_batch_cost, is_padded=costs.cost_is_padded)
+            packer = BatchPacker(costs.max_batch_cost, is_padded=costs.cost_is_padded)
         self._scheduler = Scheduler(
             make_policy(settings.policy, settings.max_delay),
-            self._tally,
+            self._counters,
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.max_queue_size,
             max_queue_bytes=settings.max_queue_bytes,
@@ -346,7 +346,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             infer_timeout=settings.infer_timeout,
             idempotent=settings.idempotent,
             isolate_errors=settings.isolate_errors,
-            former=former,
+            packer=packer,
             is_grouped=costs.group_by is not None,
         )
         events = _PoolEvents(
@@ -360,26 +360,26 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         self._pool = Pool(self._model, settings, events, self.name)
         pool = self._pool
-        sharing = Sharing(
+        shared_inputs = SharedInputSender(
             lambda: pool.slabs,
             pool.lanes,
-            pool.run_aside,
+            pool.run_in_thread,
             self.name,
             max(settings.shared_memory_threshold, LEAST),
             settings.max_frame_bytes,
             settings.max_batch_size,
         )
-        self._exchange = Exchange(
+        self._sender = BatchSender(
             pool.senders,
             settings.max_frame_bytes,
             settings.shared_memory_threshold,
-            sharing,
+            shared_inputs,
             self._refused_late,
             pool.outboxes,
         )
-        self._rows = sharing.rows
+        self._rows = shared_inputs.rows
         # Types of inputs that may have rows; empty before something large has come.
-        self._row_types = sharing.rows.looks
+        self._staged_types = shared_inputs.rows.probes
         # Why it is broken.
         self._start_error: WorkerStartupError | None = None
         # SIGTERM has come: calls are answered, and no new clients are wanted.
@@ -403,7 +403,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # Calls.
 
-    async def process_batched(
+    async def process_batched(  # noqa: C901  flat on purpose
         self, value: InputT, *, timeout: float | None = None, priority: int = 0
     ) -> OutputT:
         """Wait for the model's output for one input.
@@ -459,21 +459,15 @@ class DynBatcher(Generic[InputT, OutputT]):
             # Others have called in this turn of the loop, so it is this one, or asyncio objects.
             loop = self._loop  # type: ignore[assignment]  # set since it has a pump
         deadline = None if timeout is None else monotonic() + _checked(timeout)
-        # As `loop.create_future()` makes it, and as `Request(...)` does, without the calls of
-        # Python functions: every request pays for them (`benchmarks/overhead.py`).
         future: asyncio.Future[OutputT] = Future(loop=loop)
-        request = _new(Request)
-        request.value = value
-        request.caller = future
-        request.deadline = deadline  # type: ignore[assignment]  # see Request
-        request.batch_id = None
-        request.is_settled = False
-        request.timeout = timeout
+        request = Request(value, future, deadline)
+        if timeout is not None:
+            request.timeout = timeout
         if priority != 0:
             request.priority = _checked_priority(priority)
             self._scheduler.rank_requests()
-        if type(value) in self._row_types:
-            self._take_row(request)
+        if type(value) in self._staged_types:
+            self._stage(request)
         self._arrivals.append(request)
         try:
             return await future
@@ -590,7 +584,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"
             )
         is_long = is_much(batch, dim=collation.batch_dim[0])
-        rows = await aside(is_long, split_rows, batch, collation)
+        rows = await offload(is_long, split_rows, batch, collation)
         if not rows:
             raise CollationError(
                 "the input is a batch of no rows, for which nobody knows what the outputs would "
@@ -598,7 +592,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             )
         outputs = await self.process_many(rows, timeout=timeout, priority=priority)
         joining = functools.partial(join, dim=collation.batch_dim[1])
-        return await aside(is_much(outputs), joining, outputs, collation)
+        return await offload(is_much(outputs), joining, outputs, collation)
 
     def submit(
         self, value: InputT, *, timeout: float | None = None, priority: int = 0
@@ -675,7 +669,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         loop = get_running_loop()
         if loop is self._serving_loop and min(sizes, default=0) > 0:
             self._pump_soon(loop)  # which sees the turn end
-            self._rows.learn()
+            self._rows.enable()
             array = self._rows.give(numpy.dtype(dtype), sizes)
         return numpy.empty(sizes, dtype) if array is None else array
 
@@ -914,7 +908,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     @property
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
-        return self._tally.snapshot(
+        return self._counters.snapshot(
             state=self.state,
             workers_ready=self._scheduler.workers_ready,
             num_workers=self._settings.num_workers,
@@ -928,7 +922,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             f"<{type(self).__name__} {self.name!r} {self._state.value} "
             f"workers={scheduler.workers_ready}/{self._settings.num_workers} "
             f"waiting={scheduler.waiting} running={scheduler.running} "
-            f"completed={self._tally.completed} failed={self._tally.failed}>"
+            f"completed={self._counters.completed} failed={self._counters.failed}>"
         )
 
     # What the pool tells.
@@ -938,7 +932,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
         if place in self._seen_ready:
-            self._tally.restarts += 1
+            self._counters.restarts += 1
         self._seen_ready.add(place)
         if self._state is State.OPENING and len(self._seen_ready) == self._settings.num_workers:
             self._move(Event.ALL_READY)
@@ -955,18 +949,18 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
-        self._exchange.forget(worker, exit.inherited)
+        self._sender.forget(worker, exit.inherited)
         lost = self._scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
         how = f"worker {self._place(worker)} ended with {exit.text}"
         for request in lost.failed:
-            fail(self._tally, request, WorkerLostError(f"{how} while it had this request"))
+            fail(self._counters, request, WorkerLostError(f"{how} while it had this request"))
         for request in lost.poisonous:
             error = PoisonRequestError(
                 f"{how} while it had this request, as another had before; it is not tried again"
             )
-            fail(self._tally, request, error)
+            fail(self._counters, request, error)
         self._advance(monotonic())
 
     def _worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
@@ -996,7 +990,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._move(Event.GIVEN_UP)
         self._take_arrivals(monotonic())
         for request in self._scheduler.give_up():
-            fail(self._tally, request, self._given_up_error(self._given_up))
+            fail(self._counters, request, self._given_up_error(self._given_up))
         self._wake_ready_waiters()
         if self._drained is not None:
             self._notice_drained()
@@ -1020,7 +1014,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if batch is None:
             self._refuse_answer(frame)
             return
-        self._tally.infer_times.append((frame.seconds, 1))
+        self._counters.infer_times.append((frame.seconds, 1))
         if self._pool.recycles:
             self._pool.batch_answered(worker)
         if has_raised:
@@ -1059,7 +1053,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _collect(self, worker: int, frame: Frame, batch: Batch) -> None:
         """The outputs of a batch are in the outbox of its worker: copy them, if anybody waits."""
         try:
-            outputs = self._exchange.find_answer(worker, frame)
+            outputs = self._sender.find_answer(worker, frame)
         except Exception as error:
             self._fail_all(batch.requests, error)
             raise
@@ -1068,9 +1062,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif outputs.answer.size <= MOST_AT_ONCE:
             self._settle(worker, frame, batch.requests, outputs)
         else:
-            self._scheduler.await_rest(batch)
-            self._pool.run_aside(
-                functools.partial(outputs.answer.copy, is_aside=True),
+            self._scheduler.begin_copy_out(batch)
+            self._pool.run_in_thread(
+                functools.partial(outputs.answer.copy, releases_gil=True),
                 functools.partial(self._finish_collecting, worker, frame, batch, outputs),
             )
 
@@ -1083,12 +1077,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         _: BaseException | None,
     ) -> None:
         """On the loop again: they have been copied, or could not be, which is found again."""
-        if not self._scheduler.rest_arrived(batch):
+        if not self._scheduler.end_copy_out(batch):
             return
         try:
             self._settle(worker, frame, batch.requests, outputs)
         except Exception as error:  # noqa: BLE001  no frame is being read that could end with it
-            self._pool.distrust(worker, error)
+            self._pool.kill_on_protocol_error(worker, error)
         if self._drained is not None:
             self._notice_drained()
 
@@ -1102,18 +1096,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Give each request of an answered batch its outcome."""
         try:
             if outputs is None:
-                outcomes = self._exchange.read(worker, frame, len(requests))
+                outcomes = self._sender.read(worker, frame, len(requests))
             else:
                 outcomes = outputs.read(len(requests))
         except Exception as error:
             self._fail_all(requests, error)
             raise
-        settle(self._tally, requests, outcomes)
+        settle(self._counters, requests, outcomes)
 
     def _fail_all(self, requests: list[Request], error: Exception) -> None:
         """The worker will be replaced; these are no longer on it, and must not be forgotten."""
         failure = Failure(functools.partial(TransportError, str(error)))
-        settle(self._tally, requests, [failure] * len(requests))
+        settle(self._counters, requests, [failure] * len(requests))
 
     def _refuse_answer(self, frame: Frame) -> None:
         """A worker has answered a batch that it does not have."""
@@ -1123,7 +1117,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _go_on(self, worker: int, frame: Frame) -> None:
         """The worker has said something that is not the end of a batch."""
         if frame.kind is _FREED:
-            self._exchange.free(worker, frame)
+            self._sender.free(worker, frame)
             return
         if frame.kind is Kind.PONG:
             self._pool.answered_ping(worker)
@@ -1132,7 +1126,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if batch is None:
             self._refuse_answer(frame)
         else:
-            self._exchange.keep_part(worker, frame)
+            self._sender.keep_part(worker, frame)
 
     # Opening.
 
@@ -1234,7 +1228,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if broken_error is not None:
             raise broken_error
         if self._state in (State.DRAINING, State.CLOSED):
-            self._tally.rejected += 1
+            self._counters.rejected += 1
             raise BatcherClosedError(
                 f"{self.name} is {self._state.value} and takes no requests; `await open()` or "
                 "`async with` opens a closed batcher again"
@@ -1300,21 +1294,21 @@ class DynBatcher(Generic[InputT, OutputT]):
         loop = get_running_loop()
         if loop is not self._serving_loop:
             self._serve_on(loop)
-        if hasattr(request, "priority"):
+        if request.priority:
             self._scheduler.rank_requests()
-        if type(request.value) in self._row_types:
-            self._take_row(request)
+        if type(request.value) in self._staged_types:
+            self._stage(request)
         self._arrivals.append(request)
         self._pump_soon(loop)
 
-    def _take_row(self, request: Request) -> None:
+    def _stage(self, request: Request) -> None:
         """Copy a large input into shared memory while it waits, if it is going to be taken."""
         # The others may have come from any thread: see `process_batched`.
         is_here = get_running_loop() is self._serving_loop
         if is_here and self._scheduler.room > len(self._arrivals):
             row = self._rows.take(request.value)
             if row is not None:
-                request.row = row
+                request.staged = row
 
     def _pump_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._pump_is_due:
@@ -1362,7 +1356,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 batch = scheduler.submit_at_once(now, arrivals)
                 if batch is not None:
                     # As in `_send`, without a call in between: see `submit_at_once`.
-                    unsendable = self._exchange.send(batch)
+                    unsendable = self._sender.send(batch)
             except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
                 if batch is None:
                     self._reject(arrivals, error)
@@ -1390,7 +1384,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             except Exception as error:  # noqa: BLE001  the other actions have to be done
                 self._report(error)
                 if isinstance(action, Expire):
-                    tell(action.request, self._fault_error(error))
+                    set_exception(action.request, self._fault_error(error))
         if wake_at is not None and wake_at < self._timer_at:
             self._set_timer(wake_at)
         if self._drained is not None:
@@ -1398,7 +1392,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _send(self, batch: Batch) -> None:
         try:
-            unsendable = self._exchange.send(batch)
+            unsendable = self._sender.send(batch)
         except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
             unsendable = self._refuse_all(batch, error)
         if unsendable:
@@ -1414,9 +1408,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._report(error)
         for request in arrivals:
             if not request.is_settled:
-                self._tally.rejected += 1
+                self._counters.rejected += 1
                 request.is_settled = True
-                tell(request, self._fault_error(error))
+                set_exception(request, self._fault_error(error))
 
     def _report(self, error: Exception) -> None:
         # What a log handler raises must not do what is being reported once more.
@@ -1450,27 +1444,30 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _submit(self, now: float, arrivals: list[Request]) -> None:
         accepted = arrivals
         try:
-            if self._appraisal is not None:
-                accepted = self._appraise(self._appraisal, arrivals)
+            if self._cost_evaluator is not None:
+                accepted = self._evaluate_costs(self._cost_evaluator, arrivals)
             refused = self._scheduler.submit(now, accepted)
         except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
             self._reject(arrivals, error)
             return
         for request in refused:
             request.is_settled = True
-            tell(request, self._broken_error() or request.refusal.to_error())
+            assert request.refusal is not None, "the scheduler says why"
+            set_exception(request, self._broken_error() or request.refusal.to_error())
 
-    def _appraise(self, appraisal: Appraisal, arrivals: list[Request]) -> list[Request]:
+    def _evaluate_costs(
+        self, cost_evaluator: CostEvaluator, arrivals: list[Request]
+    ) -> list[Request]:
         """Refuse those for which the user's functions have no answer; returns the others."""
         accepted = []
         for request in arrivals:
-            fault = appraisal.find_fault(request)
+            fault = cost_evaluator.find_fault(request)
             if fault is None:
                 accepted.append(request)
                 continue
-            self._tally.rejected += 1
+            self._counters.rejected += 1
             request.is_settled = True
-            tell(request, fault)
+            set_exception(request, fault)
         return accepted
 
     def _do(self, action: Expire | Stall | Replace | Fault) -> None:
@@ -1499,7 +1496,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         else:
             self._report(action.error)
             for request in action.requests:
-                fail(self._tally, request, self._fault_error(action.error))
+                fail(self._counters, request, self._fault_error(action.error))
 
     def _set_timer(self, wake_at: float) -> None:
         assert self._loop is not None, "there is something to wait for only on a loop"
@@ -1516,7 +1513,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Requests of a batch that cannot be sent fail; the worker has the others."""
         for request, error in refused:
             if not request.is_settled:
-                fail(self._tally, request, error)
+                fail(self._counters, request, error)
         self._scheduler.withdraw(monotonic(), batch, [request for request, _ in refused])
         # A batch of which nothing was left has left its worker free.
         self._pump_soon(get_running_loop())
@@ -1530,7 +1527,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self, request: Request, reason: ExpiryReason, refusal: Refusal | None
     ) -> None:
         if refusal is not None:
-            tell(request, refusal.to_error())
+            set_exception(request, refusal.to_error())
             return
         timeout = self._settings.timeout if request.timeout is None else request.timeout
         limit = f"its timeout of {timeout} seconds"
@@ -1544,7 +1541,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             error = DeadlineExceededError(
                 f"the batch ran longer than infer_timeout={self._settings.infer_timeout} seconds"
             )
-        tell(request, error)
+        set_exception(request, error)
 
     def _abandon(self, request: Request) -> None:
         """The caller has gone. Nothing here waits: cancel scopes cancel again at every wait."""
@@ -1558,8 +1555,8 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _cancel(self, request: Request) -> None:
         self._scheduler.cancel(request)
         # The queue may keep the request for some time.
-        if hasattr(request, "row"):
-            request.row.give_up()
+        if request.staged is not None:
+            request.staged.give_up()
 
     def _take_submitted(self) -> None:
         """Queue what other threads have submitted."""
@@ -1569,7 +1566,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 self._enqueue(request)
             except (BatcherError, RuntimeError) as error:
                 request.is_settled = True
-                tell(request, error)
+                set_exception(request, error)
             except Exception as error:  # noqa: BLE001  whatever it is, the call has to end
                 self._reject([request], error)
 
@@ -1596,12 +1593,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._take_arrivals(monotonic())
         for request in self._scheduler.close():
             if is_beyond_reach(request):
-                self._tally.cancelled += 1
+                self._counters.cancelled += 1
             else:
                 error = self._broken_error() or BatcherClosedError(
                     f"{self.name} was closed before it had answered"
                 )
-                fail(self._tally, request, error)
+                fail(self._counters, request, error)
 
     def _end_for_thread(self, ended: concurrent.futures.Future[None]) -> None:
         try:
@@ -1641,7 +1638,7 @@ def _call_in_loop(
 
 
 def _weigh(request: Request) -> None:
-    if not hasattr(request, "size"):
+    if request.size < 0:
         request.size = size_of(request.value)
 
 

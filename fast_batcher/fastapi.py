@@ -41,9 +41,9 @@ from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send, St
 from starlette.websockets import WebSocket, WebSocketState
 
 from fast_batcher import errors
-from fast_batcher._transport.layouts import to_shape
+from fast_batcher._shared_memory.layouts import to_shape
 from fast_batcher.batcher import DynBatcher
-from fast_batcher.config import MAX_SECONDS
+from fast_batcher.settings import MAX_SECONDS
 
 if TYPE_CHECKING:
     import numpy as np

@@ -54,7 +54,7 @@ class BatcherStats:
 
 
 @dataclass
-class Tally:
+class Counters:
     """The running counts behind `BatcherStats`; written by the scheduler and the batcher."""
 
     submitted: int = 0

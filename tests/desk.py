@@ -13,15 +13,15 @@ from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
-from fast_batcher._process.exchange import Exchange
-from fast_batcher._process.input_rows import MOST_AT_ONCE
-from fast_batcher._process.sharing import Lane, Sharing
-from fast_batcher._transport.channel import Place
+from fast_batcher._parent.batch_sender import BatchSender
+from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._parent.shared_inputs import ReservedSend, SharedInputSender
+from fast_batcher._shared_memory.layouts import view_rows
+from fast_batcher._shared_memory.slabs import Slabs, SlabViews
+from fast_batcher._transport.channel import Reservation
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.layouts import view_rows
 from fast_batcher._transport.pickler import load_items, view_parts
-from fast_batcher._transport.slabs import Slabs, SlabViews
 
 MEBI = 2**20
 SIZE = 16 * MEBI
@@ -32,7 +32,7 @@ SMALL, LARGE = 300_000, MOST_AT_ONCE + 1
 
 
 class Desk:
-    """An exchange, the slabs that it shares, and what its only worker is sent, in its order."""
+    """An sender, the slabs that it shares, and what its only worker is sent, in its order."""
 
     def __init__(self) -> None:
         self.slabs = Slabs(SIZE)
@@ -45,8 +45,8 @@ class Desk:
         # What has been, which nobody has forgotten yet.
         self.done_jobs: list[Callable[[], None]] = []
         self.refused: list[Any] = []
-        self.lanes = {WORKER: Lane(self._reserve, self._fill)}
-        self.sharing = Sharing(
+        self.lanes = {WORKER: ReservedSend(self._reserve, self._fill)}
+        self.shared_inputs = SharedInputSender(
             lambda: self.slabs,
             self.lanes,
             lambda *job: self.jobs.append(job),
@@ -56,11 +56,11 @@ class Desk:
             8,
         )
         self.senders = {WORKER: self._send}
-        self.exchange = Exchange(
+        self.sender = BatchSender(
             self.senders,
             MAX_FRAME_BYTES,
             1000,
-            self.sharing,
+            self.shared_inputs,
             lambda _, refused: self.refused.extend(refused),
             {},
         )
@@ -69,12 +69,12 @@ class Desk:
     def _send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         self.queue.append((kind, batch_id, body))
 
-    def _reserve(self) -> Place:
-        place = Place()
+    def _reserve(self) -> Reservation:
+        place = Reservation()
         self.queue.append(place)
         return place
 
-    def _fill(self, place: Place, frames: list[tuple[Kind, int, bytes]]) -> None:
+    def _fill(self, place: Reservation, frames: list[tuple[Kind, int, bytes]]) -> None:
         index = self.queue.index(place)
         self.queue[index : index + 1] = frames
 
@@ -82,7 +82,7 @@ class Desk:
         """The worker is dead, and another is ready."""
         lane = self.lanes.pop(self.worker)
         del self.senders[self.worker]
-        self.exchange.forget(self.worker, None)
+        self.sender.forget(self.worker, None)
         self.worker += 1
         self.views = SlabViews(os.dup(self.slabs._fd), SIZE)
         self.queue = []
@@ -92,12 +92,12 @@ class Desk:
     def arrive(self, value: Any) -> Request:
         """A request, with a row if its input is to have one."""
         request = Request(value, None, deadline=1.0)
-        rows = self.sharing.rows
+        rows = self.shared_inputs.rows
         # In a turn of the loop of its own.
         rows.copied = 0
-        row = rows.take(value) if type(value) in rows.looks else None
+        row = rows.take(value) if type(value) in rows.probes else None
         if row is not None:
-            request.row = row
+            request.staged = row
         return request
 
     def send(self, *values: Any) -> Batch:
@@ -109,7 +109,7 @@ class Desk:
             request.id = number
         batch = Batch(self._next_id, self.worker, requests, Release.FULL, 0.0, 1.0)
         self._next_id += 1
-        assert self.exchange.send(batch) == []
+        assert self.sender.send(batch) == []
         return batch
 
     def run_job(self) -> None:
@@ -125,11 +125,11 @@ class Desk:
 
     def free(self) -> None:
         """Hear from the worker of which batches no view is left."""
-        self.sharing.free(self.worker, self.views.take_freed())
+        self.shared_inputs.free(self.worker, self.views.take_freed())
 
     @property
     def kinds(self) -> list[Kind | None]:
-        return [None if isinstance(one, Place) else one[0] for one in self.queue]
+        return [None if isinstance(one, Reservation) else one[0] for one in self.queue]
 
     def read(self) -> Any:
         """The values of the batch that was sent first."""
@@ -146,7 +146,7 @@ class Desk:
             return [row for run in runs for row in run]
         if kind is Kind.INPUTS:
             return [loads(item) for item in loads(body)]
-        assert kind is Kind.INPUT_ATOMS
+        assert kind is Kind.INPUT_ATOMS, kind
         return loads(body)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Desk:
 def desk() -> Iterator[Desk]:
     """One that knows that large inputs come."""
     desk = Desk()
-    desk.sharing.rows.learn()
+    desk.shared_inputs.rows.enable()
     yield desk
     desk.close()
 
@@ -188,7 +188,7 @@ async def opened(
     """
     async with DynBatcher(model, model_args=args, **settings) as batcher:
         if has_rows:
-            batcher._rows.learn()
+            batcher._rows.enable()
         yield batcher
         assert_balance(batcher)
 
@@ -214,7 +214,7 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
         is_held.set()
         is_over.wait(LIMIT)
 
-    batcher._pool.run_aside(hold, lambda _: None)
+    batcher._pool.run_in_thread(hold, lambda _: None)
     assert is_held.wait(LIMIT)
     try:
         yield

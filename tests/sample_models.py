@@ -1252,7 +1252,7 @@ class Miscounts(MakesLarge):
     """Leaves one large output less than it has, as no worker of ours does."""
 
     def __init__(self) -> None:
-        posting = importlib.import_module("fast_batcher._process.posting").Posting
+        posting = importlib.import_module("fast_batcher._worker.replies").ReplyEncoder
         pack = posting.pack
 
         def pack_fewer(self: Any, outputs: list[Any], failures: Any) -> Any:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fault, Request
 from fast_batcher._core.policy import GreedyPolicy, Policy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 # What a lost worker gives back when all of it is tried again.
 NOTHING = Lost([], [])
@@ -25,14 +25,14 @@ def make(
     infer_timeout: float | None = None,
     idempotent: bool = True,
     isolate_errors: bool = True,
-    former: BatchFormer | None = None,
+    packer: BatchPacker | None = None,
     is_grouped: bool = False,
     workers: int = 1,
 ) -> Scheduler:
     """A scheduler whose workers are ready since moment 0."""
     scheduler = Scheduler(
         policy or GreedyPolicy(),
-        Tally(),
+        Counters(),
         max_batch_size=max_batch_size,
         max_queue_size=max_queue_size,
         max_queue_bytes=max_queue_bytes,
@@ -42,7 +42,7 @@ def make(
         infer_timeout=infer_timeout,
         idempotent=idempotent,
         isolate_errors=isolate_errors,
-        former=former,
+        packer=packer,
         is_grouped=is_grouped,
     )
     for worker in range(workers):
@@ -102,5 +102,5 @@ def settle(scheduler: Scheduler, now: float, batch: Batch) -> list[Request]:
     answered = [request for request in batch.requests if not request.is_settled]
     for request in answered:
         request.is_settled = True
-    scheduler.tally.completed += len(answered)
+    scheduler.counters.completed += len(answered)
     return answered

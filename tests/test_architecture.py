@@ -25,16 +25,16 @@ FLOORS: dict[str, int] = {
     "_clock": 0,
     "model": 0,
     "stats": 0,
-    "config": 0,
+    "settings": 0,
     "types": 0,
     "_arrays": 0,
+    "_descendants": 0,
     "_core": 1,
     "_transport": 2,
-    "_process": 3,
-    "_appraisal": 4,
-    "_aside": 4,
-    "_callers": 4,
-    "_signals": 4,
+    "_shared_memory": 2,
+    "_parent": 3,
+    "_worker": 3,
+    "_asyncio": 4,
     "batcher": 4,
     "_local": 4,
     "dynamic": 4,
@@ -61,14 +61,9 @@ ARRAYS_MAY_IMPORT = CORE_MAY_IMPORT | {
 NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
     "batcher",
-    "_appraisal",
-    "_aside",
-    "_callers",
-    "_signals",
+    "_asyncio",
+    "_parent",
     "fastapi",
-    "_process.mover",
-    "_process.pool",
-    "_process.worker_handle",
 }
 # What `import fast_batcher` must not load: whoever needs it has it and loads it himself.
 HEAVY = {"fastapi", "numpy", "torch", "prometheus_client", "pydantic", "starlette"}
@@ -200,7 +195,7 @@ def top_levels(modules: set[str]) -> set[str]:
 
 
 def test_there_are_sources() -> None:
-    assert {"", "errors", "batcher", "_core.scheduler", "_process.worker_main"} <= set(SOURCES)
+    assert {"", "errors", "batcher", "_core.scheduler", "_worker.main"} <= set(SOURCES)
 
 
 @every_source
@@ -236,7 +231,7 @@ def test_the_integration_imports_nothing_else_of_the_edge() -> None:
 
 # What a leaf may import of the others; one that is not named: nothing.
 LEAF_MAY_IMPORT: dict[str, set[str]] = {
-    "config": {"errors", "_arrays.collation"},
+    "settings": {"errors", "_arrays.collation"},
     "model": {"_arrays.collation"},
     "_arrays": {"errors"},
 }
@@ -315,9 +310,9 @@ def test_the_core_loads_in_an_interpreter_that_has_nothing_else() -> None:
 
 
 def test_nothing_that_the_worker_loads_is_of_the_parents_half() -> None:
-    reached = reachable_from("_process.worker_main")
+    reached = reachable_from("_worker.main")
     assert "_transport.channel" in reached
-    assert not reached & NOT_OF_OURS_IN_WORKER
+    assert not {name.split(".")[0] for name in reached} & NOT_OF_OURS_IN_WORKER
     for name in reached:
         modules = {target.module for target in SOURCES[name].imports() if not target.is_typing}
         assert not top_levels(modules) & NOT_IN_WORKER
@@ -325,8 +320,8 @@ def test_nothing_that_the_worker_loads_is_of_the_parents_half() -> None:
 
 def test_a_worker_has_no_event_loop() -> None:
     """What a spawned process loads before it loads the model."""
-    loaded = modules_after("import multiprocessing.spawn, fast_batcher._process.worker_main")
-    assert f"{PACKAGE}._process.worker_main" in loaded
+    loaded = modules_after("import multiprocessing.spawn, fast_batcher._worker.main")
+    assert f"{PACKAGE}._worker.main" in loaded
     assert not top_levels(loaded) & (NOT_IN_WORKER | HEAVY)
     assert not loaded & {f"{PACKAGE}.{name}" for name in NOT_OF_OURS_IN_WORKER}
 
@@ -356,7 +351,7 @@ def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) ->
     loaded = modules_after(f"import fast_batcher.{module}")
     assert f"{PACKAGE}._local.batcher" in loaded
     assert top_levels(loaded) <= PYTHON_AND_OURS
-    assert not loaded & {f"{PACKAGE}.batcher", f"{PACKAGE}._process", f"{PACKAGE}._process.pool"}
+    assert not loaded & {f"{PACKAGE}.batcher", f"{PACKAGE}._parent", f"{PACKAGE}._worker"}
     assert not top_levels(loaded) & {*HEAVY, "multiprocessing"}
 
 
@@ -367,7 +362,7 @@ def test_only_the_batcher_of_processes_imports_batcher_among_what_is_local() -> 
         name
         for name in decorators
         for target in SOURCES[name].imports()
-        if (ours(target) or "").split(".")[0] in ("batcher", "_process", "_callers")
+        if (ours(target) or "").split(".")[0] in ("batcher", "_parent", "_worker")
     }
     assert importers == {"_local.process_batcher"}
 
@@ -395,7 +390,7 @@ def test_importing_starts_nothing_and_changes_nothing() -> None:
         "            dict(os.environ)]\n"
         "before = look()\n"
         "import fast_batcher; fast_batcher.DynBatcher\n"
-        "import fast_batcher._process.pool\n"
+        "import fast_batcher._parent.pool\n"
         "print(json.dumps([before, look()]))"
     )
     before, after = run_python(program)
@@ -483,7 +478,15 @@ TESTED_ELSEWHERE = {
     "_arrays": "test_architecture.py",
     "_core": "test_architecture.py",
     "_transport": "test_architecture.py",
-    "_process": "test_architecture.py",
+    "_parent": "test_architecture.py",
+    "_worker": "test_architecture.py",
+    "_shared_memory": "test_architecture.py",
+    "_asyncio": "test_architecture.py",
+    "_asyncio.cost_evaluator": "asyncio_shell/test_cost_evaluator.py",
+    "_asyncio.futures": "asyncio_shell/test_futures.py",
+    "_asyncio.offload": "asyncio_shell/test_offload.py",
+    "_asyncio.signals": "asyncio_shell/test_signals.py",
+    "settings": "test_batcher_settings.py",
 }
 
 

@@ -758,7 +758,7 @@ async def test_what_a_worker_finds_in_its_process() -> None:
     assert report["daemon"] is False
     assert report["threads"] == ["MainThread", "fast_batcher-watcher"]
     # The loop, the shell and the pool are the parent's.
-    for module in ("asyncio", "fast_batcher.batcher", "fast_batcher._process.pool"):
+    for module in ("asyncio", "fast_batcher.batcher", "fast_batcher._parent.pool"):
         assert module not in report["modules"]
     assert not any(target.startswith("socket:") for target in report["descriptors"])
     # One to read from and one to write into; the parent's have stayed with the parent.
@@ -1341,7 +1341,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         f"""
         import atexit
         import {kind}
-        from fast_batcher._process import pool
+        from fast_batcher._parent import pool
 
         is_open = threading.Event()
 
@@ -1726,7 +1726,7 @@ def test_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) ->
     running = program(
         """
         from fast_batcher._core import heartbeat
-        from fast_batcher._process import pool
+        from fast_batcher._parent import pool
 
         heartbeat.INTERVAL = pool.INTERVAL = 0.3
 

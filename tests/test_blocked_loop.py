@@ -12,8 +12,8 @@ from sample_models import Digests, Echo, Gated, GatedOnLoad, Grows, digest
 from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 
 from fast_batcher import DeadlineExceededError, DynBatcher
-from fast_batcher._process.input_rows import MOST_AT_ONCE
-from fast_batcher._process.worker_handle import WorkerHandle
+from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._parent.worker_process import WorkerProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +23,7 @@ IN_TIME = 1.0
 DISPATCH = 2
 
 
-def block_the_loop(handle: WorkerHandle, seconds: float) -> None:
+def block_the_loop(handle: WorkerProcess, seconds: float) -> None:
     """Until the worker has answered, and so many seconds have passed: an endpoint's mistake."""
     deadline = monotonic() + seconds
     assert handle._channel is not None
@@ -31,7 +31,7 @@ def block_the_loop(handle: WorkerHandle, seconds: float) -> None:
     time.sleep(max(0.0, deadline - monotonic()))
 
 
-def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerHandle:
+def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerProcess:
     (handle,) = batcher._pool.remaining()
     return handle
 

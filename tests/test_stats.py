@@ -8,7 +8,7 @@ import pytest
 
 from fast_batcher import BatcherStats
 from fast_batcher._core.messages import Release
-from fast_batcher.stats import SAMPLED_BATCHES, Tally, weighted_quantiles
+from fast_batcher.stats import SAMPLED_BATCHES, Counters, weighted_quantiles
 
 
 def samples(*pairs: tuple[float, int]) -> deque[tuple[float, int]]:
@@ -20,8 +20,8 @@ def quantile(pairs: deque[tuple[float, int]], share: float) -> float | None:
     return found
 
 
-def snapshot(tally: Tally) -> BatcherStats:
-    return tally.snapshot(state="open", workers_ready=1, num_workers=2, waiting=3, running=4)
+def snapshot(counters: Counters) -> BatcherStats:
+    return counters.snapshot(state="open", workers_ready=1, num_workers=2, waiting=3, running=4)
 
 
 # Quantiles.
@@ -73,7 +73,7 @@ def test_samples_are_left_as_they_are() -> None:
 
 
 def test_before_anything_has_happened() -> None:
-    assert snapshot(Tally()) == BatcherStats(
+    assert snapshot(Counters()) == BatcherStats(
         state="open",
         workers_ready=1,
         num_workers=2,
@@ -97,7 +97,7 @@ def test_before_anything_has_happened() -> None:
 
 
 def test_every_count_arrives_under_its_own_name() -> None:
-    tally = Tally(
+    counters = Counters(
         submitted=100,
         completed=41,
         failed=2,
@@ -110,7 +110,7 @@ def test_every_count_arrives_under_its_own_name() -> None:
         queue_waits=samples(*[(float(number), 1) for number in range(1, 101)]),
         infer_times=samples((0.02, 50), (0.04, 44), (0.06, 1), (0.08, 5)),
     )
-    assert snapshot(tally) == BatcherStats(
+    assert snapshot(counters) == BatcherStats(
         state="open",
         workers_ready=1,
         num_workers=2,
@@ -135,18 +135,20 @@ def test_every_count_arrives_under_its_own_name() -> None:
 
 def test_it_can_be_written_as_json_without_our_words() -> None:
     """Reasons are plain text, not members of an enum of ours, and sizes are in order."""
-    stats = snapshot(Tally(batch_sizes=Counter({9: 1, 1: 1}), releases=Counter({Release.FULL: 2})))
+    stats = snapshot(
+        Counters(batch_sizes=Counter({9: 1, 1: 1}), releases=Counter({Release.FULL: 2}))
+    )
     assert [type(reason) for reason in stats.releases] == [str]
     assert list(stats.batch_sizes) == [1, 9]
     assert (type(stats.batch_sizes), type(stats.releases)) == (dict, dict)
 
 
 def test_a_snapshot_does_not_change() -> None:
-    tally = Tally(completed=1, batch_sizes=Counter({1: 1}), releases=Counter({"full": 1}))
-    stats = snapshot(tally)
-    tally.completed += 1
-    tally.batch_sizes[1] += 1
-    tally.releases["full"] += 1
+    counters = Counters(completed=1, batch_sizes=Counter({1: 1}), releases=Counter({"full": 1}))
+    stats = snapshot(counters)
+    counters.completed += 1
+    counters.batch_sizes[1] += 1
+    counters.releases["full"] += 1
     assert (stats.completed, stats.batch_sizes, stats.releases) == (1, {1: 1}, {"full": 1})
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.completed = 7  # type: ignore[misc]
@@ -156,24 +158,24 @@ def test_a_snapshot_does_not_change() -> None:
     ("sizes", "mean"), [({}, 0.0), ({4: 1}, 4.0), ({1: 3, 5: 1}, 2.0), ({1: 1, 2: 1}, 1.5)]
 )
 def test_the_mean_batch_size(sizes: dict[int, int], mean: float) -> None:
-    assert snapshot(Tally(batch_sizes=Counter(sizes))).mean_batch_size == mean
+    assert snapshot(Counters(batch_sizes=Counter(sizes))).mean_batch_size == mean
 
 
 # What is kept.
 
 
 def test_tallies_share_nothing() -> None:
-    first, second = Tally(), Tally()
+    first, second = Counters(), Counters()
     first.batch_sizes[1] += 1
     first.releases["full"] += 1
     first.queue_waits.append((1.0, 1))
     first.infer_times.append((1.0, 1))
-    assert second == Tally()
+    assert second == Counters()
 
 
 @pytest.mark.parametrize("name", ["queue_waits", "infer_times"])
 def test_only_the_last_batches_are_kept(name: str) -> None:
-    kept: deque[tuple[float, int]] = getattr(Tally(), name)
+    kept: deque[tuple[float, int]] = getattr(Counters(), name)
     for number in range(3 * SAMPLED_BATCHES):
         kept.append((float(number), 1))
     assert len(kept) == SAMPLED_BATCHES == 1024

@@ -76,7 +76,7 @@ def serve(  # noqa: C901  the one loop, flat on purpose
             for request in event.requests:
                 if not request.is_settled:
                     request.is_settled = True
-                    scheduler.tally.completed += 1
+                    scheduler.counters.completed += 1
                     outcomes.answered.append((request.arrival, now - request.arrival))
         actions, next_wake = scheduler.poll(now)
         wake_at = inf if next_wake is None else next_wake

@@ -124,7 +124,7 @@ class World:
             if request.is_settled:
                 continue
             request.is_settled = True
-            self.scheduler.tally.completed += 1
+            self.scheduler.counters.completed += 1
             self.answered += 1
             self.latency += self.now - request.arrival
             if request.caller >= 0:

@@ -36,13 +36,13 @@ class Target:
 
     def get(self, path: str) -> tuple[int, bytes]:
         """Status and body of one answer."""
-        return self._exchange("GET", path, None, {})
+        return self._sender("GET", path, None, {})
 
     def post(self, path: str, body: bytes, content_type: str) -> tuple[int, bytes]:
         """Status and body of one answer."""
-        return self._exchange("POST", path, body, {"Content-Type": content_type})
+        return self._sender("POST", path, body, {"Content-Type": content_type})
 
-    def _exchange(
+    def _sender(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_LIMIT)

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import Batch, Dispatch, Expire, Request
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 # What `DynBatcher` sets where the user says nothing.
 DEFAULT_TIMEOUT = 30.0
@@ -46,12 +46,12 @@ class Ours:
         costs: Sequence[float] | None = None,
         max_batch_cost: float | None = None,
     ) -> None:
-        former = None
+        packer = None
         if costs is not None:
-            former = BatchFormer(max_batch_cost or float(max_batch_size), is_padded=True)
+            packer = BatchPacker(max_batch_cost or float(max_batch_size), is_padded=True)
         self._scheduler = Scheduler(
             make_policy(policy, max_delay),
-            Tally(),
+            Counters(),
             max_batch_size=max_batch_size,
             max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
             timeout=DEFAULT_TIMEOUT,
@@ -59,7 +59,7 @@ class Ours:
             infer_timeout=None,
             idempotent=True,
             isolate_errors=True,
-            former=former,
+            packer=packer,
         )
         self._scheduler.worker_ready(0.0, WORKER)
         self._costs = costs
@@ -87,7 +87,7 @@ class Ours:
         answered = [request for request in found.requests if not request.is_settled]
         for request in answered:
             request.is_settled = True
-        self._scheduler.tally.completed += len(answered)
+        self._scheduler.counters.completed += len(answered)
         return [request.value for request in answered]
 
     def poll(self, now: float) -> Decision:

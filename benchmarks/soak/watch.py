@@ -39,7 +39,7 @@ class LagProbe:
     """Asks the loop for a turn at fixed times; how late it comes is how long it was blocked.
 
     By the work of its own thread, or because the machine had its cores for other processes: the
-    former is told apart. Of the longest it is told what Python's garbage collector took, what the
+    packer is told apart. Of the longest it is told what Python's garbage collector took, what the
     host took as far as it says so (steal), how long a core stood still even for a process that
     comes before all others, and what the loop's thread was found at, most often.
     """

@@ -38,13 +38,13 @@ class Connection:
 
     async def get(self, path: str) -> tuple[int, bytes]:
         """Return the status and the body of the answer."""
-        return await self._exchange(f"GET {path}", b"")
+        return await self._sender(f"GET {path}", b"")
 
     async def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         """Send a JSON body; return the status and the body of the answer."""
-        return await self._exchange(f"POST {path}", body)
+        return await self._sender(f"POST {path}", body)
 
-    async def _exchange(self, what: str, body: bytes) -> tuple[int, bytes]:
+    async def _sender(self, what: str, body: bytes) -> tuple[int, bytes]:
         """Send one request and read its answer.
 
         Raises:

@@ -126,14 +126,14 @@ def _library_of(kind: type) -> tuple[_Look, _AddressOf, Callable[..., Any]] | No
     """How to look at values of this type, and how to make one of a buffer."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and kind is numpy.ndarray:
-        return _look_at_array, _address_of_array, numpy.frombuffer
+        return _probe_array, _address_of_array, numpy.frombuffer
     torch: Any = sys.modules.get("torch")
     if torch is not None and kind is torch.Tensor:
-        return _look_at_tensor, kind.data_ptr, torch.frombuffer
+        return _probe_tensor, kind.data_ptr, torch.frombuffer
     return None
 
 
-def _look_at_array(array: Any) -> tuple[Any, Any, int] | None:
+def _probe_array(array: Any) -> tuple[Any, Any, int] | None:
     if not array.flags.c_contiguous or array.dtype.hasobject:
         return None
     return array.dtype, array.shape, array.nbytes
@@ -143,7 +143,7 @@ def _address_of_array(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _look_at_tensor(tensor: Any) -> tuple[Any, Any, int] | None:
+def _probe_tensor(tensor: Any) -> tuple[Any, Any, int] | None:
     if (
         tensor.device.type != "cpu"
         or tensor.layout is not sys.modules["torch"].strided

@@ -19,9 +19,9 @@ from itertools import accumulate
 from math import ceil, inf
 from typing import NamedTuple
 
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import Refusal, Request
-from fast_batcher._core.ranked_queue import Ahead
+from fast_batcher._core.ranked_queue import WorkAhead
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher.errors import DeadlineExceededError
@@ -32,10 +32,10 @@ from fast_batcher.errors import DeadlineExceededError
 # and one such millisecond in 50 the simulated goodput at five times the capacity falls to 88 %,
 # with 1.05 it stays at 98 % or more; it costs the room for so many more to wait in. A request that
 # finds a free worker is not on that edge.
-LEEWAY = 1.05
+SAFETY_FACTOR = 1.05
 
 
-class Outlook(NamedTuple):
+class Backlog(NamedTuple):
     """What stands between a new request and its answer."""
 
     # Requests that wait.
@@ -67,101 +67,101 @@ class Admission:
     Args:
         service: Seconds of a batch by its size.
         max_batch_size: Most requests in a batch.
-        former: Fills batches by cost, if there are costs; what a batch is charged takes the place
+        packer: Fills batches by cost, if there are costs; what a batch is charged takes the place
             of its size then.
     """
 
     def __init__(
-        self, service: ServiceModel, max_batch_size: int, former: BatchFormer | None = None
+        self, service: ServiceModel, max_batch_size: int, packer: BatchPacker | None = None
     ) -> None:
         self._service = service
         self.max_batch_size = max_batch_size
-        self._former = former
+        self._packer = packer
 
     def size_of(self, requests: list[Request]) -> float:
         """What the service model calls the size of a batch."""
-        return len(requests) if self._former is None else self._former.charge(requests)
+        return len(requests) if self._packer is None else self._packer.charge(requests)
 
-    def seconds_until_answered(self, outlook: Outlook, more: int = 0) -> float:
+    def seconds_until_answered(self, backlog: Backlog, more: int = 0) -> float:
         """Predict how long a new request would take.
 
         It waits for the workers, for the full batches before its own and for its own, all by the
-        95 % quantile, and `LEEWAY` times that unless a worker is free. Its own batch is a full
-        one if it has to wait for another, for then it fills: see docs/decisions/0013.
+        95 % quantile, and `SAFETY_FACTOR` times that unless a worker is free. Its own batch is a
+        full one if it has to wait for another, for then it fills: see docs/decisions/0013.
         With several workers the last batch of a queue may end before the one before it; what comes
         later is never predicted to end earlier, so that lengths can be searched.
 
         Args:
-            outlook: As it is before this turn's arrivals.
+            backlog: As it is before this turn's arrivals.
             more: How many of them are taken before this one.
 
         Returns:
             Seconds, 0.0 while nothing is known.
         """
-        if not self._service.is_known or outlook.delay == inf:
+        if not self._service.is_known or backlog.delay == inf:
             return 0.0
         most = self.max_batch_size
-        batches, rest = divmod(outlook.ahead + more, most)
-        if not batches and not outlook.is_behind:
-            return _leeway(outlook) * (outlook.delay + self._service.high(rest + 1))
+        batches, rest = divmod(backlog.ahead + more, most)
+        if not batches and not backlog.is_behind:
+            return _safety_factor(backlog) * (backlog.delay + self._service.high(rest + 1))
         full = self._service.high(most)
-        return LEEWAY * (outlook.delay + batches * full / outlook.workers + full)
+        return SAFETY_FACTOR * (backlog.delay + batches * full / backlog.workers + full)
 
-    def seconds_behind(self, outlook: Outlook, ahead: Ahead, cost: float) -> float:
+    def seconds_behind(self, backlog: Backlog, ahead: WorkAhead, cost: float) -> float:
         """The same where requests are not equals.
 
         Args:
-            outlook: As it is before this turn's arrivals; `ahead` takes the place of its own.
+            backlog: As it is before this turn's arrivals; `ahead` takes the place of its own.
             ahead: What goes first.
             cost: Of the request, 1.0 without costs.
         """
-        if not self._service.is_known or outlook.delay == inf:
+        if not self._service.is_known or backlog.delay == inf:
             return 0.0
         full = self._full_charge(ahead.cost + cost, ahead.requests + 1)
         batches = max(ahead.cost // full, ahead.groups - 1)
-        if not batches and not outlook.is_behind:
-            return _leeway(outlook) * (outlook.delay + self._service.high(ahead.cost + cost))
+        if not batches and not backlog.is_behind:
+            return _safety_factor(backlog) * (backlog.delay + self._service.high(ahead.cost + cost))
         # Batches of small groups are smaller.
         usual = min(full, ahead.cost / max(batches, 1))
-        before = batches * self._service.high(usual) / outlook.workers
-        return LEEWAY * (outlook.delay + before + self._service.high(max(full, cost)))
+        before = batches * self._service.high(usual) / backlog.workers
+        return SAFETY_FACTOR * (backlog.delay + before + self._service.high(max(full, cost)))
 
-    def seconds_until_drained(self, outlook: Outlook) -> float | None:
+    def seconds_until_drained(self, backlog: Backlog) -> float | None:
         """How long it takes to serve all that wait, None if that is not known."""
-        if not self._service.is_known or outlook.delay == inf:
+        if not self._service.is_known or backlog.delay == inf:
             return None
-        full, batches = float(self.max_batch_size), ceil(outlook.ahead / self.max_batch_size)
-        if self._former is not None and outlook.ahead:
-            full = self._full_charge(outlook.cost, outlook.ahead)
+        full, batches = float(self.max_batch_size), ceil(backlog.ahead / self.max_batch_size)
+        if self._packer is not None and backlog.ahead:
+            full = self._full_charge(backlog.cost, backlog.ahead)
             # Rounding may have left nothing of the costs of those that wait.
-            batches = ceil(outlook.cost / full) if full else batches
-        return outlook.delay + batches * self._service.median(full) / outlook.workers
+            batches = ceil(backlog.cost / full) if full else batches
+        return backlog.delay + batches * self._service.median(full) / backlog.workers
 
     def _full_charge(self, cost: float, requests: int) -> float:
         """A full batch has its number of requests, of the mean cost, or costs all that it may."""
         full = self.max_batch_size * cost / requests
-        return full if self._former is None else min(full, self._former.max_batch_cost)
+        return full if self._packer is None else min(full, self._packer.max_batch_cost)
 
     def find_late_equals(
-        self, now: float, outlook: Outlook, requests: list[Request]
+        self, now: float, backlog: Backlog, requests: list[Request]
     ) -> list[Request]:
         """`find_late` for requests, at least one, that all have the same target.
 
         Nearly every turn is settled by two predictions, be it under little load or far too much.
         """
-        left = requests[0].target - now
-        if self.seconds_until_answered(outlook, len(requests) - 1) <= left:
+        left = _target_of(requests[0]) - now
+        if self.seconds_until_answered(backlog, len(requests) - 1) <= left:
             return []
         taken = bisect_right(
             range(len(requests)),
             left,
-            key=lambda more: self.seconds_until_answered(outlook, more),
+            key=lambda more: self.seconds_until_answered(backlog, more),
         )
-        if outlook.is_idle:
+        if backlog.is_idle:
             taken = max(taken, 1)
         late = requests[taken:]
-        seconds = self.seconds_until_answered(outlook, taken)
-        refusal = self.refusal(outlook.ahead + taken, seconds, left)
+        seconds = self.seconds_until_answered(backlog, taken)
+        refusal = self.refusal(backlog.ahead + taken, seconds, left)
         for request in late:
             request.refusal = refusal
         return late
@@ -169,7 +169,7 @@ class Admission:
     def find_late(
         self,
         now: float,
-        outlook: Outlook,
+        backlog: Backlog,
         requests: Sequence[Request],
         predict: Callable[[Request, int], float] | None = None,
     ) -> list[Request]:
@@ -177,7 +177,7 @@ class Admission:
 
         Args:
             now: The moment.
-            outlook: What they would wait for.
+            backlog: What they would wait for.
             requests: All of this turn, in their order; those that have a target have it set.
             predict: The seconds that a request would take when so many are taken before it; None
                 where all are equals.
@@ -185,31 +185,31 @@ class Admission:
         late: list[Request] = []
         taken = 0
         # It is the same for equals until one more is taken.
-        seconds = 0.0 if predict is not None else self.seconds_until_answered(outlook)
+        seconds = 0.0 if predict is not None else self.seconds_until_answered(backlog)
         refusals: dict[float, Refusal] = {}
         for request in requests:
             if predict is not None:
                 seconds = predict(request, taken)
-            target = getattr(request, "target", inf)
-            if now + seconds > target and not (outlook.is_idle and taken == 0):
+            target = _target_of(request)
+            if now + seconds > target and not (backlog.is_idle and taken == 0):
                 if predict is not None or target not in refusals:
-                    ahead = outlook.ahead + taken
+                    ahead = backlog.ahead + taken
                     refusals[target] = self.refusal(ahead, seconds, target - now)
                 request.refusal = refusals[target]
                 late.append(request)
             else:
                 taken += 1
                 if predict is None:
-                    seconds = self.seconds_until_answered(outlook, taken)
+                    seconds = self.seconds_until_answered(backlog, taken)
         return late
 
-    def refusal_of_late(self, outlook: Outlook) -> Refusal:
+    def refusal_of_late(self, backlog: Backlog) -> Refusal:
         """What those are told that have waited in vain."""
         return Refusal(
             DeadlineExceededError,
             "the answer would have come too late, and others could be answered in time; "
-            f"{outlook.ahead} requests wait",
-            self.seconds_until_drained(outlook),
+            f"{backlog.ahead} requests wait",
+            self.seconds_until_drained(backlog),
         )
 
     def refusal(self, ahead: int, seconds: float, left: float) -> Refusal:
@@ -292,9 +292,9 @@ class Admission:
 
 
 def _target_of(request: Request) -> float:
-    return getattr(request, "target", inf)
+    return inf if request.target is None else request.target
 
 
-def _leeway(outlook: Outlook) -> float:
+def _safety_factor(backlog: Backlog) -> float:
     """A target just above a batch's time must not keep requests from a free worker."""
-    return LEEWAY if outlook.delay or outlook.ahead else 1.0
+    return SAFETY_FACTOR if backlog.delay or backlog.ahead else 1.0

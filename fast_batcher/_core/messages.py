@@ -41,69 +41,52 @@ class Group:
 class Request:
     """One caller's input on its way through the queue and a worker.
 
-    Mutable and slotted because one is made per call: its construction is a measurable part of a
-    call's cost (`benchmarks/overhead.py`).
+    One is made per call, so what most requests never need is a default of the class, and only the
+    requests that need it store a value: its construction is a measurable part of a call's cost
+    (`benchmarks/overhead.py`).
     """
 
-    __slots__ = (
-        "arrival",
-        "batch_id",
-        "caller",
-        "cost",
-        "deadline",
-        "deaths",
-        "group",
-        "id",
-        "is_settled",
-        "losses",
-        "place",
-        "priority",
-        "refusal",
-        "row",
-        "size",
-        "target",
-        "timeout",
-        "value",
-    )
+    # The seconds that the caller named, None if it named none: an error repeats them.
+    timeout: float | None = None
+    # Higher goes first: see `RankedQueue`.
+    priority = 0
+    # Requests with different groups never share a batch; None where there is no `group_by`.
+    group: Group | None = None
+    cost = 1.0
+    # Bytes of the input; -1 until the shell measures it, which it does where there is
+    # `max_queue_bytes`.
+    size = -1
+    # The moment by which the answer is wanted, at most the deadline. Unlike the deadline it ends
+    # nothing: see `Admission`. None if nobody asked for one; infinite if the deadline is not to
+    # become one.
+    target: float | None = None
+    # The copy of the input in shared memory, None if there is none. The shell sets it, and the core
+    # never looks at it.
+    staged: Any = None
+    # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.
+    id = -1
+    arrival = 0.0
+    # How many requests came before it to its part of a `RankedQueue`.
+    place = 0
+    # The `Refusal` that says why the request was rejected, None if it was not.
+    refusal: Any = None
+    # Workers that died while they had it, and how many of them had begun with it: see `Retries`.
+    losses = 0
+    deaths = 0
 
     def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
         self.value = value
         # Who waits for the outcome. The core never looks at it.
         self.caller = caller
-        # The moment after which nobody wants the answer. None becomes the default when the
-        # scheduler accepts the request; nobody looks at it before.
+        # The moment after which the caller does not want the answer. None becomes the default when
+        # the scheduler accepts the request; nothing reads it before.
         self.deadline: float = deadline  # type: ignore[assignment]
-        # The seconds that its caller named, None if it named none: an error says them again.
-        self.timeout: float | None = None
         # The id of the batch that carries it, None while it is queued, RETRYING while it waits for
         # another try. A reference to the batch would make every batch a cycle that only the garbage
         # collector can free.
         self.batch_id: int | None = None
         # True once it has left the core: answered, failed, expired or cancelled.
         self.is_settled = False
-        # Set by the scheduler when it accepts the request; ids rise with the order of arrival.
-        self.id: int
-        self.arrival: float
-        # Workers that died while they had it, and those among them that had begun with it. Absent
-        # before the first: see `Retries`.
-        self.losses: int
-        self.deaths: int
-        # Bytes; set by the shell where `max_queue_bytes` is.
-        self.size: int
-        # The moment by which the answer is wanted, at most the deadline; absent without a deadline
-        # of its own or `max_latency`. Unlike the deadline it ends nothing: see `Admission`.
-        self.target: float
-        # Set by the shell where they are used: see `RankedQueue`.
-        self.priority: int
-        self.group: Group
-        self.cost: float
-        # Where its value lies besides, in memory that the workers share; absent if it does not. Set
-        # by the shell, and the core never looks at it.
-        self.row: Any
-        # How many had come before it to its part of that queue.
-        self.place: int
-        # Why it was not taken; absent otherwise.
-        self.refusal: Refusal
 
 
 # In place of a batch id, which is 0 or more.

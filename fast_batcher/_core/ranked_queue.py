@@ -23,7 +23,7 @@ from itertools import islice, takewhile
 from math import inf
 from typing import NamedTuple
 
-from fast_batcher._core.batch_former import WINDOW_BATCHES, BatchFormer
+from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
 from fast_batcher._core.messages import Group, Request
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue, sum_of_sizes
 
@@ -32,7 +32,7 @@ from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue, sum
 AGED_BATCHES = 8
 
 
-class Ahead(NamedTuple):
+class WorkAhead(NamedTuple):
     """What goes before a new request."""
 
     requests: int
@@ -86,15 +86,15 @@ class RankedQueue(RequestQueue):
     """By priority, then by age; batches of one group, and of near costs.
 
     Args:
-        former: Chooses by costs, or None: then as many as there are.
+        packer: Chooses by costs, or None: then as many as there are.
         is_weighed: As for `RequestQueue`.
     """
 
-    __slots__ = ("_emptied", "_entries", "_former", "_lanes", "_levels", "_order", "batches")
+    __slots__ = ("_emptied", "_entries", "_lanes", "_levels", "_order", "_packer", "batches")
 
-    def __init__(self, former: BatchFormer | None, *, is_weighed: bool = False) -> None:
+    def __init__(self, packer: BatchPacker | None, *, is_weighed: bool = False) -> None:
         super().__init__(is_weighed=is_weighed)
-        self._former = former
+        self._packer = packer
         # By priority: all of it. By priority and group: the same requests once more.
         self._levels: dict[int, _Lane] = {}
         self._lanes: dict[tuple[int, Group | None], _Lane] = {}
@@ -130,7 +130,7 @@ class RankedQueue(RequestQueue):
 
     def is_full(self, count: int) -> bool:
         """Whether the next batch would have so many requests, or cost as much as it may."""
-        most = inf if self._former is None else self._former.max_batch_cost
+        most = inf if self._packer is None else self._packer.max_batch_cost
         size, cost = 0, 0.0
         for _, lane in self._lanes_of(self._first(by_age=self._goes_by_age())):
             size += lane.size
@@ -148,13 +148,13 @@ class RankedQueue(RequestQueue):
         """Of all that wait."""
         return sum(level.cost for level in self._levels.values())
 
-    def ahead_of(self, priority: int) -> Ahead:
+    def ahead_of(self, priority: int) -> WorkAhead:
         """What waits and goes before a new request of this priority, as far as one can tell."""
         levels = [level for key, level in self._levels.items() if key >= priority]
         requests = sum(level.size for level in levels)
         # Lanes of lower priorities are counted too: counting them apart would take too long.
         groups = min(len(self._lanes), requests)
-        return Ahead(requests, sum(level.cost for level in levels), groups)
+        return WorkAhead(requests, sum(level.cost for level in levels), groups)
 
     def take(self, count: int) -> list[Request]:
         """Remove and return the next batch, of at most `count`; the first of it comes first."""
@@ -163,7 +163,7 @@ class RankedQueue(RequestQueue):
         lanes = self._lanes_of(first)
         chosen: list[Request] = []
         # Without costs nobody is passed over.
-        reach = inf if self._former is None else WINDOW_BATCHES * count
+        reach = inf if self._packer is None else WINDOW_BATCHES * count
         if by_age:
             windows = [_window(lane, reach) for _, lane in lanes]
             self._fill(chosen, merge(*windows, key=_id_of), count)
@@ -233,10 +233,10 @@ class RankedQueue(RequestQueue):
                 yield key, lane
 
     def _fill(self, chosen: list[Request], waiting: Iterator[Request], count: int) -> None:
-        if self._former is None:
+        if self._packer is None:
             chosen += islice(waiting, count - len(chosen))
             return
-        self._former.fill(chosen, list(waiting), count)
+        self._packer.fill(chosen, list(waiting), count)
 
     def _remove(self, chosen: list[Request]) -> None:
         by_rank: dict[tuple[int, Group | None], set[int]] = {}
@@ -313,11 +313,11 @@ def _has_left(request: Request) -> bool:
 
 
 def _rank_of(request: Request) -> tuple[int, Group | None]:
-    return getattr(request, "priority", 0), getattr(request, "group", None)
+    return request.priority, request.group
 
 
 def _cost_of(request: Request) -> float:
-    return getattr(request, "cost", 1.0)
+    return request.cost
 
 
 def _id_of(request: Request) -> int:

@@ -72,8 +72,8 @@ class Retries:
         for request in batch.requests:
             if request.is_settled:
                 continue
-            request.losses = getattr(request, "losses", 0) + (stage is not Stage.SENT)
-            request.deaths = getattr(request, "deaths", 0) + (stage is Stage.BEGUN)
+            request.losses += stage is not Stage.SENT
+            request.deaths += stage is Stage.BEGUN
             if stage is Stage.BEGUN and not self._idempotent:
                 lost.failed.append(request)
             elif request.deaths >= MOST_DEATHS or request.losses >= MOST_LOSSES:

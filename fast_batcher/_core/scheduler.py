@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable
 from math import inf
 from typing import TypeVar
 
-from fast_batcher._core.admission import LEEWAY, Admission, Outlook
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.admission import SAFETY_FACTOR, Admission, Backlog
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Action,
@@ -36,7 +36,7 @@ from fast_batcher._core.retries import Lost, Retries
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import BatcherClosedError, QueueFullError
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 # A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
 # costs no latency below it. Source: LIMITS "second batch in flight", eager +60 % p50, this none.
@@ -72,7 +72,7 @@ class Scheduler:
 
     Args:
         policy: Decides when a batch leaves that is not full.
-        tally: Where it counts; it may have counted for another scheduler before.
+        counters: Where it counts; it may have counted for another scheduler before.
         max_batch_size: Most requests in a batch.
         max_queue_size: Most requests waiting.
         max_queue_bytes: Most bytes of them together, or None.
@@ -86,14 +86,14 @@ class Scheduler:
         idempotent: Whether a request may be computed twice.
         isolate_errors: Whether a batch for which `infer` raised is divided to find the culprit.
         batches_per_worker: Most batches that a worker has; above 1, one that waits full behind it.
-        former: Fills batches by cost, or None; every request must have its cost then.
+        packer: Fills batches by cost, or None; every request must have its cost then.
         is_grouped: Whether only requests of one group share a batch.
     """
 
     def __init__(
         self,
         policy: Policy,
-        tally: Tally,
+        counters: Counters,
         *,
         max_batch_size: int,
         max_queue_size: int,
@@ -105,10 +105,10 @@ class Scheduler:
         idempotent: bool,
         isolate_errors: bool,
         batches_per_worker: int = BATCHES_PER_WORKER,
-        former: BatchFormer | None = None,
+        packer: BatchPacker | None = None,
         is_grouped: bool = False,
     ) -> None:
-        self.tally = tally
+        self.counters = counters
         self._policy = policy
         self._max_queue_size = max_queue_size
         self._max_queue_bytes = max_queue_bytes
@@ -122,9 +122,9 @@ class Scheduler:
         self.queue = self._new_queue()
         # The same, where requests are not equals.
         self._ranked: RankedQueue | None = None
-        self._former = former
+        self._packer = packer
         # Whether any requests may share a batch, in which their priorities make no difference.
-        self._shares_freely = former is None and not is_grouped
+        self._shares_freely = packer is None and not is_grouped
         self._batches_per_worker = batches_per_worker
         self._retries = Retries(idempotent=idempotent, isolate_errors=isolate_errors)
         # The same of those that wait for another try.
@@ -132,27 +132,28 @@ class Scheduler:
         self._service = ServiceModel()
         # Whether somebody wants to know how long batches take, besides the policy. It costs each
         # batch some microseconds, so it begins when the first one does.
-        self._is_measuring = max_latency is not None or former is not None
+        self._is_measuring = max_latency is not None or packer is not None
         # The same by what batches are charged, where there are costs.
-        self._charges = self._service if former is None else former.service
+        self._charges = self._service if packer is None else packer.service
         # Sizes and seconds of warm-ups, until a request tells what such sizes may be charged.
         self._warm_ups: list[tuple[float, float]] = []
-        self._admission = Admission(self._charges, max_batch_size, former)
+        self._admission = Admission(self._charges, max_batch_size, packer)
         # Before this moment every request with no target but `max_latency` is refused, unless what
         # that depends on has changed: see `_refuse_all`.
         self._shut_until = -inf
         self._shut_by: tuple[int, ...] = ()
         self._size_cap = SizeCap(max_batch_size)
         self._limit_size()
-        if former is not None or is_grouped:
+        if packer is not None or is_grouped:
             self.rank_requests()
         # Ready workers by id: those that may be given a batch, and all of them. And what they have,
         # by batch id.
         self._slots: dict[int, _Slot] = {}
         self._all_slots: dict[int, _Slot] = {}
         self._batches: dict[int, Batch] = {}
-        # Those that no worker has any more, and whose answer is still on its way: see `await_rest`.
-        self._arriving: dict[int, Batch] = {}
+        # Those that no worker has any more, and whose answer is being copied out: see
+        # `begin_copy_out`.
+        self._copying_out: dict[int, Batch] = {}
         self._next_batch_id = 0
         # Requests dropped while the next batch is formed, and not told by an action yet.
         self._dropped: list[Request] = []
@@ -179,8 +180,8 @@ class Scheduler:
     def running(self) -> int:
         """Requests that a worker has, or has answered just now, and whose caller still waits."""
         count = sum(batch.open_count for batch in self._batches.values())
-        if self._arriving:
-            count += sum(batch.open_count for batch in self._arriving.values())
+        if self._copying_out:
+            count += sum(batch.open_count for batch in self._copying_out.values())
         return count
 
     @property
@@ -213,34 +214,32 @@ class Scheduler:
             for request in requests
             if request.deadline is not None  # type: ignore[redundant-expr]  # see Request
         ]
-        if requests and (
-            self._max_latency != inf or any(not hasattr(one, "target") for one in own)
-        ):
-            late = self._turn_away(now, requests, own)
+        if requests and (self._max_latency != inf or any(one.target is None for one in own)):
+            late = self._reject_unreachable(now, requests, own)
             if late:
                 refused += late
                 if not own and self._ranked is None:
                     self._shut(now, late[-1].refusal, len(requests) - len(late))
-                requests = [request for request in requests if not hasattr(request, "refusal")]
-                own = [request for request in own if not hasattr(request, "refusal")]
+                requests = [request for request in requests if request.refusal is None]
+                own = [request for request in own if request.refusal is None]
         if self._max_queue_bytes is not None:
             count = self._take_fitting(now, requests)
             refused += requests[count:]
             requests = requests[:count]
-            own = [request for request in own if not hasattr(request, "refusal")]
+            own = [request for request in own if request.refusal is None]
         if requests and self._policy.learns:
             self._policy.arrived(now, len(requests), not self.queue.size and not self._batches)
         # From here on nothing is asked any more that could raise: all are taken, or none.
-        self.tally.rejected += len(refused)
+        self.counters.rejected += len(refused)
         deadline = now + self._timeout
-        request_id = self.tally.submitted
+        request_id = self.counters.submitted
         for request in requests:
             request.id = request_id
             request_id += 1
             request.arrival = now
             if request.deadline is None:
                 request.deadline = deadline  # type: ignore[unreachable]  # see Request
-        self.tally.submitted = request_id
+        self.counters.submitted = request_id
         self.queue.extend(requests, own)
         if own:
             if len(own) == len(requests):
@@ -267,22 +266,22 @@ class Scheduler:
             if request.deadline is not None:
                 return False
         left = self._max_latency
-        seconds = left + (self._shut_until - now) * LEEWAY
+        seconds = left + (self._shut_until - now) * SAFETY_FACTOR
         refusal = self._admission.refusal(self.queue.size, seconds, left)
         for request in requests:
             request.target = now + left
             request.refusal = refusal
-        self.tally.rejected += len(requests)
+        self.counters.rejected += len(requests)
         return True
 
     def _shut(self, now: float, refusal: Refusal, taken: int) -> None:
         """A request with no target but `max_latency` has just been refused, after so many others.
 
-        A prediction falls `LEEWAY` seconds in each second if nothing else happens, or less where
-        a batch takes longer than expected or a worker is free.
+        A prediction falls `SAFETY_FACTOR` seconds in each second if nothing else happens, or less
+        where a batch takes longer than expected or a worker is free.
         """
         assert refusal.retry_after is not None, "it is late by so much"
-        self._shut_until = now + refusal.retry_after / LEEWAY
+        self._shut_until = now + refusal.retry_after / SAFETY_FACTOR
         self._shut_by = self._outlook_depends_on(taken)
 
     def _outlook_depends_on(self, more: int) -> tuple[int, ...]:
@@ -330,8 +329,8 @@ class Scheduler:
         if policy.learns:
             policy.arrived(now, size, not self._batches)
         deadline = now + self._timeout
-        tally = self.tally
-        request_id = tally.submitted
+        counters = self.counters
+        request_id = counters.submitted
         batch_id = self._next_batch_id
         for request in requests:
             request.id = request_id
@@ -339,7 +338,7 @@ class Scheduler:
             request.arrival = now
             request.deadline = deadline
             request.batch_id = batch_id
-        tally.submitted = request_id
+        counters.submitted = request_id
         self._next_batch_id = batch_id + 1
         release = _FULL if size == self._max_batch_size else _IDLE
         batch = Batch(batch_id, slot.id, requests, release, now, deadline)
@@ -355,13 +354,13 @@ class Scheduler:
     def count_batch(self, batch: Batch) -> None:
         """Count a batch; one of `submit_at_once` after it is sent, while the worker wakes up."""
         size = len(batch.requests)
-        tally = self.tally
-        tally.batch_sizes[size] += 1
-        tally.releases[batch.release] += 1
+        counters = self.counters
+        counters.batch_sizes[size] += 1
+        counters.releases[batch.release] += 1
         # One request speaks for its batch; which one moves on with the id, so that in the long run
         # every position is heard. Recording all of them would cost more than sending them.
         arrival = batch.requests[batch.id % size].arrival
-        tally.queue_waits.append((batch.sent_at - arrival, size))
+        counters.queue_waits.append((batch.sent_at - arrival, size))
 
     def reconfigure(
         self,
@@ -394,7 +393,7 @@ class Scheduler:
             return
         waiting = [request for request in self.queue if not request.is_settled]
         waiting.sort(key=lambda request: request.id)
-        self.queue = self._ranked = RankedQueue(self._former, is_weighed=self.queue.is_weighed)
+        self.queue = self._ranked = RankedQueue(self._packer, is_weighed=self.queue.is_weighed)
         self._ranked.extend(waiting, waiting)
         self._limit_size()
 
@@ -431,47 +430,49 @@ class Scheduler:
             refusal = Refusal(
                 QueueFullError,
                 f"{why}{self.queue.size + taken} requests wait already ({name}={limit})",
-                self._admission.seconds_until_drained(self._outlook(now)),
+                self._admission.seconds_until_drained(self._backlog(now)),
             )
         for request in requests:
             request.refusal = refusal
 
-    def _turn_away(self, now: float, requests: list[Request], own: list[Request]) -> list[Request]:
+    def _reject_unreachable(
+        self, now: float, requests: list[Request], own: list[Request]
+    ) -> list[Request]:
         """Set targets; returns those that will not be answered by theirs, with their refusals."""
         self._is_measuring = True
         target = now + self._max_latency
-        asked = [request for request in own if not hasattr(request, "target")]
+        asked = [request for request in own if request.target is None]
         if target != inf:
             for request in requests:
                 request.target = target
         for request in asked:
             request.target = min(request.deadline, target)
-        outlook = self._outlook(now)
+        backlog = self._backlog(now)
         if self._ranked is not None:
-            predict = self._predictor(self._ranked, outlook, requests)
-            return self._admission.find_late(now, outlook, requests, predict)
+            predict = self._predictor(self._ranked, backlog, requests)
+            return self._admission.find_late(now, backlog, requests, predict)
         if own:
-            return self._admission.find_late(now, outlook, requests)
-        return self._admission.find_late_equals(now, outlook, requests)
+            return self._admission.find_late(now, backlog, requests)
+        return self._admission.find_late_equals(now, backlog, requests)
 
     def _predictor(
-        self, queue: RankedQueue, outlook: Outlook, requests: list[Request]
+        self, queue: RankedQueue, backlog: Backlog, requests: list[Request]
     ) -> Callable[[Request, int], float]:
         """What `find_late` asks where requests are not equals: one is behind its betters alone."""
-        cost = 1.0 if self._former is None else sum(r.cost for r in requests) / len(requests)
+        cost = 1.0 if self._packer is None else sum(r.cost for r in requests) / len(requests)
 
         def predict(request: Request, taken: int) -> float:
-            ahead = queue.ahead_of(getattr(request, "priority", 0))
+            ahead = queue.ahead_of(request.priority)
             ahead = ahead._replace(requests=ahead.requests + taken, cost=ahead.cost + taken * cost)
-            return self._admission.seconds_behind(outlook, ahead, getattr(request, "cost", 1.0))
+            return self._admission.seconds_behind(backlog, ahead, request.cost)
 
         return predict
 
-    def _outlook(self, now: float) -> Outlook:
+    def _backlog(self, now: float) -> Backlog:
         """What a request that comes now has to wait for."""
         # A stalled worker is still computing, and will come back.
         slots = self._slots.values()
-        return Outlook(
+        return Backlog(
             ahead=self.queue.size,
             delay=min(
                 [self._seconds_until_free(now, slot, self._charges.high) for slot in slots],
@@ -519,13 +520,13 @@ class Scheduler:
         if request.is_settled:
             return
         request.is_settled = True
-        self.tally.cancelled += 1
+        self.counters.cancelled += 1
         if request.batch_id is None:
             self.queue.discard(request)
             if self._policy.is_holding and not self.queue.size:
                 self._policy.end_hold()  # nobody is left to be held
         else:
-            batch = self._batches.get(request.batch_id) or self._arriving.get(request.batch_id)
+            batch = self._batches.get(request.batch_id) or self._copying_out.get(request.batch_id)
             if batch is not None:  # else it waits for another try
                 batch.open_count -= 1
                 self._notice_desertion(batch)
@@ -555,7 +556,7 @@ class Scheduler:
         self._shut_until = -inf
         for size, seconds in times:
             self._service.observe(size, seconds)
-            if self._former is not None and not self._charges.is_known:
+            if self._packer is not None and not self._charges.is_known:
                 self._warm_ups.append((size, seconds))
         if self._warm_ups and self._ranked is not None and self._ranked.size:
             self._learn_warm_ups(self._ranked.cost / self._ranked.size)
@@ -677,8 +678,8 @@ class Scheduler:
         if not slot.has_answered or batch.release is _RETRY:
             return
         self._service.observe(len(batch.requests), now - started_at)
-        if self._former is not None:
-            self._charges.observe(self._former.charge(batch.requests), now - started_at)
+        if self._packer is not None:
+            self._charges.observe(self._packer.charge(batch.requests), now - started_at)
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
@@ -705,24 +706,24 @@ class Scheduler:
         self._size_cap.ran_out(len(batch.requests), is_retry=isinstance(batch, RetryBatch))
         self._limit_size()
 
-    def await_rest(self, batch: Batch) -> None:
+    def begin_copy_out(self, batch: Batch) -> None:
         """The answer of a batch that `batch_done` has just given back is not all here yet.
 
-        Its worker is free. Until `rest_arrived` its requests count as running, and do not expire:
+        Its worker is free. Until `end_copy_out` its requests count as running, and do not expire:
         their answer has come in time.
         """
-        self._arriving[batch.id] = batch
+        self._copying_out[batch.id] = batch
 
-    def rest_arrived(self, batch: Batch) -> bool:
+    def end_copy_out(self, batch: Batch) -> bool:
         """All of the answer is here.
 
         Returns:
             Whether the requests of the batch that are not settled yet are now the shell's to
             settle; else `close` has given them back.
         """
-        if self._arriving.get(batch.id) is not batch:
+        if self._copying_out.get(batch.id) is not batch:
             return False
-        del self._arriving[batch.id]
+        del self._copying_out[batch.id]
         return True
 
     def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
@@ -772,12 +773,12 @@ class Scheduler:
         """End: returns every request, waiting or running, whose caller still waits."""
         self._is_draining = self.is_closed = True
         rest = self.give_up()
-        for batch in (*self._batches.values(), *self._arriving.values()):
+        for batch in (*self._batches.values(), *self._copying_out.values()):
             rest.extend(_settle_open(batch))
         self._slots.clear()
         self._all_slots.clear()
         self._batches.clear()
-        self._arriving.clear()
+        self._copying_out.clear()
         self.next_expiry = inf
         return rest
 
@@ -798,7 +799,7 @@ class Scheduler:
 
     def open_requests(self) -> list[Request]:
         """Every request, waiting or running, whose caller still waits."""
-        batches = (*self._batches.values(), *self._arriving.values())
+        batches = (*self._batches.values(), *self._copying_out.values())
         running = [request for batch in batches for request in batch.requests]
         return [r for r in (*self.queue, *self._retries, *running) if not r.is_settled]
 
@@ -910,7 +911,7 @@ class Scheduler:
         # No hold makes its oldest request late.
         oldest = self.queue.oldest()
         assert oldest is not None, "it is asked only while requests wait"
-        until: float = getattr(oldest, "target", inf)
+        until = inf if oldest.target is None else oldest.target
         if self._service.is_known:
             until -= self._service.high(self.queue.size + 1)
         return Release.DEADLINE if until <= now else min(decision, until)
@@ -922,7 +923,7 @@ class Scheduler:
             len(self._slots),
             self._max_batch_size,
             self._service,
-            self.tally.submitted,
+            self.counters.submitted,
         )
 
     def _choose(
@@ -940,9 +941,9 @@ class Scheduler:
         late = self._dropped
         requests, is_smaller = self._admission.take(start, self.queue, late)
         if late:
-            refusal = self._admission.refusal_of_late(self._outlook(now))
+            refusal = self._admission.refusal_of_late(self._backlog(now))
             actions.extend(Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in late)
-            self.tally.expired += len(late)
+            self.counters.expired += len(late)
             self._dropped = []
         if late or is_smaller:
             if slot.batches and len(requests) < self._max_batch_size:
@@ -1035,7 +1036,7 @@ class Scheduler:
     def _expire(
         self, now: float, actions: list[Action], has_read: bool, answering: Collection[int]
     ) -> None:
-        tally = self.tally
+        counters = self.counters
         reason = ExpiryReason.WAITING if self.workers_ready else ExpiryReason.NOT_READY
         expired = self.queue.pop_expired(now)
         if self.retries:
@@ -1043,7 +1044,7 @@ class Scheduler:
             for request in late:
                 request.is_settled = True
             expired = late + expired
-        tally.expired += len(expired)
+        counters.expired += len(expired)
         actions.extend(Expire(request, reason) for request in expired)
         if has_read:
             for slot in self._all_slots.values():
@@ -1056,7 +1057,7 @@ class Scheduler:
     def _expire_running(self, now: float, slot: _Slot, actions: list[Action]) -> None:
         if slot.batches and slot.started_at + self._infer_timeout <= now:
             late = _settle_open(slot.batches[0])
-            self.tally.expired += len(late)
+            self.counters.expired += len(late)
             actions.extend(Expire(request, ExpiryReason.INFER_TIMEOUT) for request in late)
             actions.append(Replace(slot.id))
             slot.is_stalled = True
@@ -1080,7 +1081,7 @@ class Scheduler:
             if not request.is_settled and request.deadline <= now:
                 request.is_settled = True
                 batch.open_count -= 1
-                self.tally.expired += 1
+                self.counters.expired += 1
                 actions.append(Expire(request, ExpiryReason.RUNNING))
         open_deadlines = [r.deadline for r in batch.requests if not r.is_settled]
         batch.deadline = min(open_deadlines, default=inf)

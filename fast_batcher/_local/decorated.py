@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
 from fast_batcher._arrays.batches import is_much
-from fast_batcher._aside import aside
+from fast_batcher._asyncio.offload import offload
 from fast_batcher._local.batcher import LocalBatcher
 from fast_batcher._local.cache import Cache
 from fast_batcher._local.function import Function, bind_weakly, is_async, own_rows
@@ -301,14 +301,14 @@ class Decorated:
             return await bound._acall(args[1:], kwargs)  # noqa: SLF001  another of this class
         form, cache, batcher = self._plan.form, self._plan.cache, self._batcher
         is_long = form.takes_apart and is_much((args, kwargs), dim=0)
-        items, is_single = await aside(is_long, form.items_of, args, kwargs)
+        items, is_single = await offload(is_long, form.items_of, args, kwargs)
         if cache is not None:
             outputs = await cache.process(items, batcher.aprocess_many)
         else:
             outputs = await batcher.aprocess_many(items)
         if is_single:
             return outputs[0]
-        return await aside(form.takes_apart and is_much(outputs), form.result_of, outputs)
+        return await offload(form.takes_apart and is_much(outputs), form.result_of, outputs)
 
     def _is_unbound_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether it is `Class.method(instance, ...)`."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any, Protocol
 
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import Batch, Dispatch, Fault, Request
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
@@ -27,7 +27,7 @@ from fast_batcher.errors import (
     clear_frames,
     is_out_of_memory,
 )
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 # An engine has one worker: functions written for `batched` are never called twice at a time, and
 # may rely on it.
@@ -91,7 +91,7 @@ class Engine:
         self._max_queue_size = settings.max_queue_size
         self._scheduler = Scheduler(
             GreedyPolicy(),
-            Tally(),
+            Counters(),
             max_batch_size=settings.batch_size,
             max_queue_size=settings.max_queue_size or sys.maxsize,
             timeout=None,
@@ -99,7 +99,7 @@ class Engine:
             idempotent=True,
             isolate_errors=settings.isolate_errors,
             batches_per_worker=1,
-            former=None if length is None else BatchFormer(length, is_padded=False),
+            packer=None if length is None else BatchPacker(length, is_padded=False),
         )
         self._scheduler.worker_ready(monotonic(), _WORKER)
         self._lock = threading.Lock()

@@ -71,4 +71,4 @@ class LoopShell:
             gone = set(requests)
             self.arrivals = [request for request in self.arrivals if request not in gone]
         # One that has not been submitted has no id yet.
-        self.engine.cancel([request for request in requests if hasattr(request, "id")])
+        self.engine.cancel([request for request in requests if request.id >= 0])

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 
-from fast_batcher.config import MAX_BATCH_SIZE, MAX_SECONDS
 from fast_batcher.errors import ConfigurationError
+from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS
 from fast_batcher.types import PriorityStrategy
 
 

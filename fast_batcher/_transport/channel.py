@@ -67,7 +67,7 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-class Place:
+class Reservation:
     """The place of frames that are not ready yet, among those that are sent."""
 
     __slots__ = ("frames",)
@@ -108,7 +108,7 @@ class LoopChannel:
         # Of a frame that had arrived in part when `drain` was called last: see `FrameReader`.
         self._missing: int | None = None
         # What the pipe has not taken yet. Bounded by the batches a worker is given at once.
-        self._backlog: deque[memoryview | Place] = deque()
+        self._backlog: deque[memoryview | Reservation] = deque()
         # Whether some of it has been sent since `is_sending` was called last.
         self._has_sent = False
         self._is_over = False
@@ -142,17 +142,17 @@ class LoopChannel:
         if not is_whole:
             self._backlog.append(memoryview(body))
 
-    def reserve(self) -> Place:
+    def reserve(self) -> Reservation:
         """A place for frames that are not ready: what is sent from now on stays behind them.
 
         It has to be given to `fill`.
         """
-        place = Place()
+        place = Reservation()
         if not self._is_over:
             self._backlog.append(place)
         return place
 
-    def fill(self, place: Place, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+    def fill(self, place: Reservation, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
         """Send frames in the place that was reserved for them; none gives it up."""
         place.frames = frames
         # It is nowhere if the worker has been found dead, and the channel is not over yet.
@@ -167,7 +167,7 @@ class LoopChannel:
         if self._backlog and self._loop is not None:
             self._write_backlog()
         has_sent, self._has_sent = self._has_sent, False
-        return has_sent or (bool(self._backlog) and isinstance(self._backlog[0], Place))
+        return has_sent or (bool(self._backlog) and isinstance(self._backlog[0], Reservation))
 
     def drain(self) -> bool:
         """Hand on what has arrived: a reply may be read after the death of its writer.
@@ -229,7 +229,7 @@ class LoopChannel:
         try:
             while backlog:
                 head = backlog[0]
-                if isinstance(head, Place):
+                if isinstance(head, Reservation):
                     if head.frames is None:  # `fill` goes on
                         break
                     backlog.popleft()

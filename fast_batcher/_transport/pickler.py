@@ -13,9 +13,9 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
+from fast_batcher._shared_memory.slabs import VolatileBuffer, lay_out
 from fast_batcher._transport.codec import PROTOCOL
 from fast_batcher._transport.frames import READ_SIZE
-from fast_batcher._transport.slabs import Loose, lay_out
 from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor
 from fast_batcher.errors import forget_frames
 
@@ -293,7 +293,7 @@ def _view(chunk: Any) -> "bytes | memoryview":
     return chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else memoryview(chunk)
 
 
-class _Shown(Loose):
+class _Shown(VolatileBuffer):
     """The bytes of a tensor, as NumPy asks for them; whoever has the tensor may resize it."""
 
     def __init__(self, tensor: Any) -> None:
@@ -302,7 +302,7 @@ class _Shown(Loose):
         self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
 
 
-class Lifted:
+class OutOfBandBytes:
     """Bytes that are kept out of the pickle as other buffers are, which plain ones are not."""
 
     __slots__ = ("_raw",)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from schedules import make, poll_batches, settle
 from virtual import Outcomes, Work, poisson, serve
 
-from fast_batcher._core.admission import LEEWAY, Admission, Outlook
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.admission import SAFETY_FACTOR, Admission, Backlog
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import Batch, Dispatch, Expire, ExpiryReason, Release, Request
 from fast_batcher._core.policy import FixedPolicy
-from fast_batcher._core.ranked_queue import Ahead, RankedQueue
+from fast_batcher._core.ranked_queue import RankedQueue, WorkAhead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -54,15 +54,15 @@ def refused_at(
     return scheduler.submit(now, [Request("input", None, deadline) for _ in range(count)])
 
 
-def outlook(
+def backlog(
     ahead: int = 0,
     delay: float = 0.0,
     workers: int = 1,
     *,
     is_idle: bool = False,
     is_behind: bool = False,
-) -> Outlook:
-    return Outlook(ahead, delay, workers, is_idle, is_behind=is_behind)
+) -> Backlog:
+    return Backlog(ahead, delay, workers, is_idle, is_behind=is_behind)
 
 
 # What is predicted.
@@ -70,29 +70,29 @@ def outlook(
 
 def test_the_first_of_all_takes_a_batch_of_one() -> None:
     admission = Admission(learned(), 4)
-    predicted = admission.seconds_until_answered(outlook())
+    predicted = admission.seconds_until_answered(backlog())
     assert predicted == pytest.approx(linear(1), rel=0.02)
 
 
 def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own() -> None:
     admission = Admission(learned(), 4)
     # Nine wait: two full batches, and a second request in the third.
-    predicted = admission.seconds_until_answered(outlook(9, 3.0))
-    takes = LEEWAY * (3.0 + 2 * linear(4) + linear(4))
+    predicted = admission.seconds_until_answered(backlog(9, 3.0))
+    takes = SAFETY_FACTOR * (3.0 + 2 * linear(4) + linear(4))
     assert predicted == pytest.approx(takes), "its own will fill"
-    assert admission.seconds_until_answered(outlook(1, 3.0)) == pytest.approx(
-        LEEWAY * (3.0 + linear(2)), rel=0.01
+    assert admission.seconds_until_answered(backlog(1, 3.0)) == pytest.approx(
+        SAFETY_FACTOR * (3.0 + linear(2)), rel=0.01
     )
-    assert admission.seconds_until_answered(outlook(5, 3.0), 4) == predicted
+    assert admission.seconds_until_answered(backlog(5, 3.0), 4) == predicted
 
 
 def test_its_batch_fills_too_while_a_full_one_waits_at_the_worker() -> None:
-    behind = outlook(1, 3.0, is_behind=True)
+    behind = backlog(1, 3.0, is_behind=True)
     predicted = Admission(learned(), 4).seconds_until_answered(behind)
-    assert predicted == pytest.approx(LEEWAY * (3.0 + linear(4)), rel=0.01)
-    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchFormer(40, is_padded=True))
-    predicted = admission.seconds_behind(behind, Ahead(1, 10.0, 1), 10.0)
-    assert predicted == pytest.approx(LEEWAY * (3.0 + linear(40)), rel=0.01)
+    assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + linear(4)), rel=0.01)
+    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchPacker(40, is_padded=True))
+    predicted = admission.seconds_behind(behind, WorkAhead(1, 10.0, 1), 10.0)
+    assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + linear(40)), rel=0.01)
 
 
 def test_what_scatters_is_predicted_by_its_long_times() -> None:
@@ -100,29 +100,29 @@ def test_what_scatters_is_predicted_by_its_long_times() -> None:
     for number in range(400):
         service.observe(4, 2.0 if number % 10 else 4.0)
     assert service.median(4) == pytest.approx(2.0, rel=0.1)
-    predicted = Admission(service, 4).seconds_until_answered(outlook(8))
-    assert predicted > LEEWAY * 3 * 3.0, "two before it and its own"
+    predicted = Admission(service, 4).seconds_until_answered(backlog(8))
+    assert predicted > SAFETY_FACTOR * 3 * 3.0, "two before it and its own"
 
 
 def test_two_workers_take_half_the_time() -> None:
     admission = Admission(learned(), 4)
-    predicted = admission.seconds_until_answered(outlook(16, workers=2))
-    assert predicted == pytest.approx(LEEWAY * (2 * linear(4) + linear(4)))
+    predicted = admission.seconds_until_answered(backlog(16, workers=2))
+    assert predicted == pytest.approx(SAFETY_FACTOR * (2 * linear(4) + linear(4)))
 
 
 def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> None:
-    assert Admission(ServiceModel(), 4).seconds_until_answered(outlook(100)) == 0.0
-    nobody = outlook(100, inf, workers=0)
+    assert Admission(ServiceModel(), 4).seconds_until_answered(backlog(100)) == 0.0
+    nobody = backlog(100, inf, workers=0)
     assert Admission(learned(), 4).seconds_until_answered(nobody) == 0.0
     assert Admission(learned(), 4).seconds_until_drained(nobody) is None
-    assert Admission(learned(), 4).seconds_behind(nobody, Ahead(9, 9.0, 1), 1.0) == 0.0
+    assert Admission(learned(), 4).seconds_behind(nobody, WorkAhead(9, 9.0, 1), 1.0) == 0.0
 
 
 @given(ahead=st.integers(0, 50), workers=st.integers(1, 5), most=st.integers(1, 9))
 def test_one_more_before_it_never_makes_it_quicker(ahead: int, workers: int, most: int) -> None:
     admission = Admission(learned(), most)
     predictions = [
-        admission.seconds_until_answered(outlook(ahead, 1.0, workers), more) for more in range(30)
+        admission.seconds_until_answered(backlog(ahead, 1.0, workers), more) for more in range(30)
     ]
     assert predictions == sorted(predictions)
 
@@ -138,7 +138,7 @@ def test_equals_are_refused_as_they_would_be_one_by_one(
     ahead: int, count: int, left: float, workers: int, is_idle: bool
 ) -> None:
     admission = Admission(learned(), 4)
-    world = outlook(0 if is_idle else ahead, 0.0 if is_idle else 1.0, workers, is_idle=is_idle)
+    world = backlog(0 if is_idle else ahead, 0.0 if is_idle else 1.0, workers, is_idle=is_idle)
     refusals = []
     for find in (admission.find_late, admission.find_late_equals):
         requests = [Request(number, None) for number in range(count)]
@@ -153,24 +153,24 @@ def test_equals_are_refused_as_they_would_be_one_by_one(
 
 
 def test_a_request_is_behind_its_betters_by_their_costs() -> None:
-    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchFormer(40, is_padded=True))
-    predicted = admission.seconds_behind(outlook(99, 3.0), Ahead(8, 80.0, 1), 10.0)
-    assert predicted == pytest.approx(LEEWAY * (3.0 + 2 * linear(40) + linear(40)), rel=0.02)
-    first = admission.seconds_behind(outlook(99, 3.0), Ahead(1, 10.0, 1), 10.0)
-    assert first == pytest.approx(LEEWAY * (3.0 + linear(20)), rel=0.02)
+    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchPacker(40, is_padded=True))
+    predicted = admission.seconds_behind(backlog(99, 3.0), WorkAhead(8, 80.0, 1), 10.0)
+    assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + 2 * linear(40) + linear(40)), rel=0.02)
+    first = admission.seconds_behind(backlog(99, 3.0), WorkAhead(1, 10.0, 1), 10.0)
+    assert first == pytest.approx(SAFETY_FACTOR * (3.0 + linear(20)), rel=0.02)
 
 
 def test_every_group_before_it_takes_a_batch() -> None:
     admission = Admission(learned(), 4)
-    predicted = admission.seconds_behind(outlook(4), Ahead(4, 4.0, 5), 1.0)
-    assert predicted == pytest.approx(LEEWAY * (4 * linear(1) + linear(4)), rel=0.02)
+    predicted = admission.seconds_behind(backlog(4), WorkAhead(4, 4.0, 5), 1.0)
+    assert predicted == pytest.approx(SAFETY_FACTOR * (4 * linear(1) + linear(4)), rel=0.02)
 
 
 def test_what_waits_drains_by_its_costs() -> None:
-    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchFormer(40, is_padded=True))
-    world = outlook(10, 3.0)._replace(cost=100.0)
+    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchPacker(40, is_padded=True))
+    world = backlog(10, 3.0)._replace(cost=100.0)
     assert admission.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
-    assert admission.seconds_until_drained(outlook(0, 3.0)) == 3.0
+    assert admission.seconds_until_drained(backlog(0, 3.0)) == 3.0
 
 
 def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
@@ -196,7 +196,7 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
     assert arrive(scheduler, now, 2, now + 100) is not None
     arrive(scheduler, now, 1, now + 100)
     # Two full batches run, one waits: it would share the third.
-    takes = LEEWAY * 3 * linear(2)
+    takes = SAFETY_FACTOR * 3 * linear(2)
     (refused,) = refused_at(scheduler, now, deadline=now + takes - 0.5)
     error = refused.refusal.to_error()
     assert isinstance(error, DeadlineExceededError)
@@ -206,15 +206,15 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
         == "the answer would take 4.73 seconds, and 4.22 are left; 1 requests wait already"
     )
     assert refused_at(scheduler, now, deadline=now + takes + 0.01) == []
-    assert scheduler.tally.rejected == 1
+    assert scheduler.counters.rejected == 1
 
 
 def test_however_many_wait_their_number_is_told() -> None:
     admission = Admission(learned(), 4)
-    assert "; 1234567 requests" in admission.refusal_of_late(outlook(1_234_567)).text
+    assert "; 1234567 requests" in admission.refusal_of_late(backlog(1_234_567)).text
     (refused,) = late = [Request("input", None)]
     refused.target = 1.0
-    assert admission.find_late(0.0, outlook(1_234_567), late) == late
+    assert admission.find_late(0.0, backlog(1_234_567), late) == late
     assert "; 1234567 requests" in refused.refusal.text
 
 
@@ -266,7 +266,7 @@ def test_a_call_may_be_in_more_of_a_hurry_than_the_service() -> None:
     refused = scheduler.submit(now, requests)
     assert [request.value for request in refused] == ["hurry"]
     assert requests[1].target == now + 3.3
-    assert (requests[1].deadline, requests[1].id) == (now + 50.0, scheduler.tally.submitted - 1)
+    assert (requests[1].deadline, requests[1].id) == (now + 50.0, scheduler.counters.submitted - 1)
 
 
 def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
@@ -278,14 +278,14 @@ def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
     assert poll_batches(scheduler, now) != []
     (second,) = refused_at(scheduler, now)
     (third,) = refused_at(scheduler, now + 0.5)
-    assert second.refusal.retry_after == pytest.approx(LEEWAY * 3 * linear(2) - 3.3)
-    assert third.refusal.retry_after == pytest.approx(LEEWAY * (3 * linear(2) - 0.5) - 3.3)
+    assert second.refusal.retry_after == pytest.approx(SAFETY_FACTOR * 3 * linear(2) - 3.3)
+    assert third.refusal.retry_after == pytest.approx(SAFETY_FACTOR * (3 * linear(2) - 0.5) - 3.3)
     assert third.refusal.text == (
         "the answer would take 4.2 seconds, and 3.3 are left; 0 requests wait already"
     )
-    assert scheduler.tally.rejected == 5
+    assert scheduler.counters.rejected == 5
     # The door opens when enough time has passed for the answer to come in time.
-    opens = now + 3 * linear(2) - 3.3 / LEEWAY
+    opens = now + 3 * linear(2) - 3.3 / SAFETY_FACTOR
     assert len(refused_at(scheduler, opens - 0.01, 2)) == 2
     assert refused_at(scheduler, opens + 0.01) == []
 
@@ -448,8 +448,8 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
 
 
 def test_a_full_queue_of_which_rounding_has_left_no_cost_tells_how_long_it_takes() -> None:
-    former = BatchFormer(None, is_padded=True)
-    scheduler = make(max_batch_size=4, max_queue_size=3, max_latency=1e100, former=former)
+    packer = BatchPacker(None, is_padded=True)
+    scheduler = make(max_batch_size=4, max_queue_size=3, max_latency=1e100, packer=packer)
 
     def arrivals(*costs: float) -> list[Request]:
         requests = [Request("input", None) for _ in costs]
@@ -487,10 +487,10 @@ def waiting(
     """Requests in the queue with so many seconds to their targets, whatever is predicted."""
     requests = [Request(seconds, None, now + timeout) for seconds in left]
     for number, request in enumerate(requests):
-        request.id = scheduler.tally.submitted + number
+        request.id = scheduler.counters.submitted + number
         request.arrival = now
         request.target = now + request.value
-    scheduler.tally.submitted += len(requests)
+    scheduler.counters.submitted += len(requests)
     scheduler.queue.extend(requests, requests)
     return requests
 
@@ -511,7 +511,7 @@ def test_one_that_would_be_late_leaves_room_for_others() -> None:
     error = late.refusal.to_error()
     assert isinstance(error, DeadlineExceededError)
     assert error.retry_after is not None
-    assert scheduler.tally.expired == 1
+    assert scheduler.counters.expired == 1
 
 
 def test_a_batch_becomes_smaller_where_nobody_stands_behind() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from schedules import make, poll_batches, run, settle, submit, told
 
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Dispatch, Expire, Fault, Release, Request
 from fast_batcher._core.policy import GreedyPolicy
@@ -46,9 +46,9 @@ class Faulty(GreedyPolicy):
 
 
 def assert_balance(scheduler: Scheduler) -> None:
-    tally = scheduler.tally
-    out = tally.completed + tally.failed + tally.expired + tally.cancelled
-    assert tally.submitted == out + scheduler.waiting + scheduler.running
+    counters = scheduler.counters
+    out = counters.completed + counters.failed + counters.expired + counters.cancelled
+    assert counters.submitted == out + scheduler.waiting + scheduler.running
 
 
 @pytest.mark.parametrize("take", [Scheduler.submit, Scheduler.submit_at_once])
@@ -60,7 +60,7 @@ def test_arrivals_are_taken_all_or_not_at_all(
     requests = [Request(None, None) for _ in range(2)]
     with pytest.raises(IndexError):
         take(scheduler, 0.0, requests)
-    assert (scheduler.tally.submitted, scheduler.waiting, scheduler.running) == (0, 0, 0)
+    assert (scheduler.counters.submitted, scheduler.waiting, scheduler.running) == (0, 0, 0)
     assert run(scheduler, 1.0, 2).id == 0
     assert_balance(scheduler)
 
@@ -79,7 +79,7 @@ def test_a_decision_that_raises_gives_up_what_waits_and_nothing_else() -> None:
     assert told(actions) == [(policy.error, waiting)]
     assert all(request.is_settled for request in waiting)
     assert wake_at == 5.0
-    scheduler.tally.failed += len(waiting)
+    scheduler.counters.failed += len(waiting)
     assert (scheduler.waiting, scheduler.running) == (0, 2)
     assert_balance(scheduler)
     later = submit(scheduler, 2.0)
@@ -100,7 +100,7 @@ def test_what_cannot_be_learned_takes_no_answer_from_anybody() -> None:
     settle(scheduler, 3.0, run(scheduler, 2.0))
 
 
-class FaultyFormer(BatchFormer):
+class FaultyPacker(BatchPacker):
     """Raises when it is asked for the `at`th time."""
 
     def __init__(self, at: int) -> None:
@@ -127,8 +127,8 @@ def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> 
     """With costs and targets, where most is asked: some are dropped, and batches made smaller."""
     kinds = set()
     for at in count(1):
-        former = FaultyFormer(at)
-        scheduler = make(max_batch_size=4, max_latency=12.0, former=former)
+        packer = FaultyPacker(at)
+        scheduler = make(max_batch_size=4, max_latency=12.0, packer=packer)
         ended: list[Request] = []
         accepted: list[Request] = []
         has_raised = False
@@ -150,7 +150,7 @@ def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> 
                     has_raised = True
                     assert isinstance(action.error, ZeroDivisionError)
                     ended += action.requests
-                    scheduler.tally.failed += len(action.requests)
+                    scheduler.counters.failed += len(action.requests)
             for slot in list(scheduler._all_slots.values()):
                 if slot.batches and now - slot.started_at >= len(slot.batches[0].requests):
                     ended += settle(scheduler, float(now), slot.batches[0])

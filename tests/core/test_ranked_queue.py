@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schedules import make, poll_batches, settle
 
 from fast_batcher._core.admission import Admission
-from fast_batcher._core.batch_former import WINDOW_BATCHES, BatchFormer
+from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
 from fast_batcher._core.messages import Group, Release, Request
 from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES
@@ -24,8 +24,8 @@ GROUPS = [Group("a"), Group("b"), Group("c")]
 class Arrivals:
     """A queue with the parts of the scheduler that number requests and batches."""
 
-    def __init__(self, former: BatchFormer | None = None) -> None:
-        self.queue = RankedQueue(former)
+    def __init__(self, packer: BatchPacker | None = None) -> None:
+        self.queue = RankedQueue(packer)
         self._ids = count()
 
     def add(
@@ -183,21 +183,21 @@ def test_a_group_without_a_full_batch_is_not_full() -> None:
 
 
 def test_a_batch_takes_those_of_near_cost_around_the_oldest() -> None:
-    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals = Arrivals(BatchPacker(None, is_padded=True))
     arrivals.add_costs(10, 100, 11, 90, 9, 1)
     assert costs_of(arrivals.send(3)) == [10, 9, 11]
     assert costs_of(arrivals.send(3)) == [100, 90, 1]
 
 
 def test_a_padded_batch_costs_its_size_times_its_highest_cost() -> None:
-    arrivals = Arrivals(BatchFormer(40, is_padded=True))
+    arrivals = Arrivals(BatchPacker(40, is_padded=True))
     arrivals.add_costs(10, 20, 9, 10, 10, 12)
     assert costs_of(arrivals.send(8)) == [10, 10, 10, 9]
     assert costs_of(arrivals.send(8)) == [20, 12]
 
 
 def test_a_summed_batch_takes_the_oldest_that_fit() -> None:
-    arrivals = Arrivals(BatchFormer(40, is_padded=False))
+    arrivals = Arrivals(BatchPacker(40, is_padded=False))
     arrivals.add_costs(10, 20, 15, 10, 1)
     assert costs_of(arrivals.send(8)) == [10, 20, 10]
     assert costs_of(arrivals.send(8)) == [15, 1]
@@ -206,20 +206,20 @@ def test_a_summed_batch_takes_the_oldest_that_fit() -> None:
 def test_an_input_above_the_batch_budget_goes_alone() -> None:
     """Fault F65."""
     for is_padded in (True, False):
-        arrivals = Arrivals(BatchFormer(100, is_padded=is_padded))
+        arrivals = Arrivals(BatchPacker(100, is_padded=is_padded))
         arrivals.add_costs(8192, *[10] * 3)
         assert costs_of(arrivals.send(8)) == [8192]
         assert costs_of(arrivals.send(8)) == [10] * 3
 
 
 def test_only_the_oldest_are_looked_at() -> None:
-    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals = Arrivals(BatchPacker(None, is_padded=True))
     arrivals.add_costs(1, *[100] * (2 * WINDOW_BATCHES - 1), 1)
     assert costs_of(arrivals.send(2)) == [1, 100]
 
 
 def test_those_of_one_cost_leave_in_their_order() -> None:
-    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals = Arrivals(BatchPacker(None, is_padded=True))
     requests = arrivals.add_costs(*[10] * 5)
     assert arrivals.send(2) == requests[:2]
     assert arrivals.send(3) == requests[2:]
@@ -227,7 +227,7 @@ def test_those_of_one_cost_leave_in_their_order() -> None:
 
 def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
     """However few of those between them are left."""
-    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals = Arrivals(BatchPacker(None, is_padded=True))
     requests = arrivals.add_costs(*[1] * (2 * WINDOW_BATCHES), 2)
     for request in requests[1:-1]:
         arrivals.cancel(request)
@@ -236,7 +236,7 @@ def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
 
 
 def test_who_is_put_back_is_still_before_those_that_come() -> None:
-    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals = Arrivals(BatchPacker(None, is_padded=True))
     requests = arrivals.add_costs(1, 1, 50)
     queue = arrivals.queue
     queue.put_back(queue.take(3)[1:])
@@ -250,7 +250,7 @@ def test_who_is_put_back_is_still_before_those_that_come() -> None:
 def test_one_that_is_like_no_other_is_not_passed_over_by_all_that_come() -> None:
     """Those before it have seven each that came later and are of their cost."""
     most = 8
-    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals = Arrivals(BatchPacker(None, is_padded=True))
     older = [10.0 * number for number in range(1, most + 1)]
     arrivals.add_costs(*older)
     other = arrivals.add(cost=1000.0)
@@ -272,7 +272,7 @@ def test_nobody_is_overtaken_by_a_window_of_requests(
     steps: list[float], most: int, budget: float | None, is_padded: bool
 ) -> None:
     """Requests of these costs come, at 0 a batch leaves, and then all that are left."""
-    arrivals = Arrivals(BatchFormer(budget, is_padded=is_padded))
+    arrivals = Arrivals(BatchPacker(budget, is_padded=is_padded))
     overtaken: dict[int, int] = {}
     batches: dict[int, int] = {}
     for cost in [*steps, *[0.0] * len(steps)]:
@@ -294,7 +294,7 @@ def test_nobody_is_overtaken_by_a_window_of_requests(
 
 
 def test_a_batch_that_costs_all_that_it_may_is_full() -> None:
-    arrivals = Arrivals(BatchFormer(30, is_padded=True))
+    arrivals = Arrivals(BatchPacker(30, is_padded=True))
     arrivals.add_costs(10, 10, 10)
     assert not arrivals.queue.is_full(8)
     arrivals.add_costs(1)
@@ -302,7 +302,7 @@ def test_a_batch_that_costs_all_that_it_may_is_full() -> None:
 
 
 def test_a_higher_priority_is_company_before_a_nearer_cost() -> None:
-    arrivals = Arrivals(BatchFormer(None, is_padded=True))
+    arrivals = Arrivals(BatchPacker(None, is_padded=True))
     arrivals.add(priority=0, cost=10)
     arrivals.add(priority=1, cost=10)
     arrivals.add(priority=1, cost=50)
@@ -318,15 +318,15 @@ def test_a_higher_priority_is_company_before_a_nearer_cost() -> None:
 def test_batches_keep_to_the_budget_and_leave_with_the_oldest(
     costs: list[float], most: int, budget: float | None, is_padded: bool
 ) -> None:
-    former = BatchFormer(budget, is_padded=is_padded)
-    arrivals = Arrivals(former)
+    packer = BatchPacker(budget, is_padded=is_padded)
+    arrivals = Arrivals(packer)
     waiting = [request.id for request in arrivals.add_costs(*costs)]
     while waiting:
         batch = arrivals.send(most)
         ids = [request.id for request in batch]
         assert ids[0] == waiting[0], "the oldest is in every batch"
         assert len(ids) <= most
-        assert len(ids) == 1 or former.charge(batch) <= former.max_batch_cost
+        assert len(ids) == 1 or packer.charge(batch) <= packer.max_batch_cost
         assert max(ids) < waiting[0] + WINDOW_BATCHES * most
         waiting = [number for number in waiting if number not in ids]
     assert arrivals.queue.size == 0
@@ -338,8 +338,8 @@ def test_batches_keep_to_the_budget_and_leave_with_the_oldest(
 @given(st.data())
 def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
     """Any order of arrivals, cancellations, batches that leave and batches that are put back."""
-    former = data.draw(st.sampled_from([None, BatchFormer(20.0, is_padded=True)]))
-    arrivals = Arrivals(former)
+    packer = data.draw(st.sampled_from([None, BatchPacker(20.0, is_padded=True)]))
+    arrivals = Arrivals(packer)
     waiting: dict[int, Request] = {}
     queue = arrivals.queue
     for step in data.draw(st.lists(st.sampled_from("aaaacsp"), max_size=60)):

@@ -99,7 +99,7 @@ def test_those_that_wait_for_another_try_can_be_cancelled() -> None:
     scheduler.worker_ready(1.0, 1)
     (again,) = poll_batches(scheduler, 1.0)
     assert again.requests == batch.requests[1:]
-    assert scheduler.tally.cancelled == 1
+    assert scheduler.counters.cancelled == 1
 
 
 def test_those_that_wait_for_another_try_are_given_back_at_the_end() -> None:

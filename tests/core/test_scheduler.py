@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from schedules import NOTHING, dispatched, make, poll_batches, run, settle, submit, told
 
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Batch,
@@ -25,7 +25,7 @@ from fast_batcher._core.policy import FixedPolicy, GreedyPolicy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 # Nothing to do.
 
@@ -286,7 +286,7 @@ def test_a_full_queue_refuses_those_that_come_last() -> None:
     assert scheduler.room == 2
     assert scheduler.submit(0.0, arriving) == arriving[2:]
     assert (scheduler.waiting, scheduler.room) == (3, 0)
-    assert (scheduler.tally.submitted, scheduler.tally.rejected) == (3, 2)
+    assert (scheduler.counters.submitted, scheduler.counters.rejected) == (3, 2)
 
 
 def test_a_refused_request_is_not_touched() -> None:
@@ -295,7 +295,7 @@ def test_a_refused_request_is_not_touched() -> None:
     refused = Request("too many", None)
     assert scheduler.submit(0.0, [refused]) == [refused]
     assert not refused.is_settled
-    assert not hasattr(refused, "id")
+    assert refused.id == -1
     assert refused not in scheduler.open_requests()
     assert refused.deadline is None
 
@@ -341,7 +341,7 @@ def test_a_waiting_request_expires_at_its_deadline() -> None:
     assert told(actions) == [(ExpiryReason.WAITING, late)]
     assert wake_at is None
     assert late.is_settled
-    assert (scheduler.waiting, scheduler.running, scheduler.tally.expired) == (0, 1, 1)
+    assert (scheduler.waiting, scheduler.running, scheduler.counters.expired) == (0, 1, 1)
     settle(scheduler, 12.0, busy)
     assert poll_batches(scheduler, 12.0) == []
 
@@ -441,7 +441,7 @@ def test_a_running_request_expires_and_its_batch_runs_on() -> None:
     actions, wake_at = scheduler.poll(5.0)
     assert told(actions) == [(ExpiryReason.RUNNING, hurried)]
     assert wake_at == 9.0
-    assert (scheduler.running, scheduler.tally.expired, scheduler.workers_ready) == (1, 1, 1)
+    assert (scheduler.running, scheduler.counters.expired, scheduler.workers_ready) == (1, 1, 1)
     assert settle(scheduler, 6.0, batch) == [patient]
 
 
@@ -449,7 +449,7 @@ def arriving(scheduler: Scheduler, now: float) -> Batch:
     """The batch that its worker has answered just now, and whose answer is not all here."""
     (batch,) = poll_batches(scheduler, now)
     assert scheduler.batch_done(now, 0, batch.id) is batch
-    scheduler.await_rest(batch)
+    scheduler.begin_copy_out(batch)
     return batch
 
 
@@ -460,9 +460,9 @@ def test_a_request_runs_until_its_answer_is_all_here() -> None:
     assert scheduler.running == 2
     assert scheduler.open_requests() == requests
     assert scheduler.idle_workers == [0]
-    assert scheduler.rest_arrived(batch)
+    assert scheduler.end_copy_out(batch)
     assert scheduler.running == 0
-    assert not scheduler.rest_arrived(batch)
+    assert not scheduler.end_copy_out(batch)
 
 
 def test_a_worker_goes_on_while_its_answer_arrives() -> None:
@@ -474,7 +474,7 @@ def test_a_worker_goes_on_while_its_answer_arrives() -> None:
     assert scheduler.find_batch(0, batch.id) is None
     assert scheduler.batch_done(1.0, 0, batch.id) is None
     assert settle(scheduler, 2.0, second) == second.requests
-    assert scheduler.rest_arrived(batch)
+    assert scheduler.end_copy_out(batch)
 
 
 def test_no_request_expires_while_its_answer_arrives() -> None:
@@ -484,7 +484,7 @@ def test_no_request_expires_while_its_answer_arrives() -> None:
     assert scheduler.poll(5.0) == ([], None)
     assert scheduler.poll(9.0) == ([], None)
     assert (scheduler.running, scheduler.workers_ready) == (2, 1)
-    assert scheduler.rest_arrived(batch)
+    assert scheduler.end_copy_out(batch)
     assert not any(request.is_settled for request in requests)
 
 
@@ -510,7 +510,7 @@ def test_a_caller_leaves_while_the_answer_arrives() -> None:
     gone, _ = submit(scheduler, 0.0, 2)
     arriving(scheduler, 0.0)
     scheduler.cancel(gone)
-    assert (scheduler.running, scheduler.tally.cancelled) == (1, 1)
+    assert (scheduler.running, scheduler.counters.cancelled) == (1, 1)
 
 
 def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
@@ -519,7 +519,7 @@ def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
     batch = arriving(scheduler, 0.0)
     assert scheduler.worker_lost(0) == Lost([], [])
     assert (scheduler.running, scheduler.waiting) == (2, 0)
-    assert scheduler.rest_arrived(batch)
+    assert scheduler.end_copy_out(batch)
 
 
 def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
@@ -529,7 +529,7 @@ def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
     scheduler.cancel(gone)
     assert scheduler.close() == [stays]
     assert scheduler.running == 0
-    assert not scheduler.rest_arrived(batch)
+    assert not scheduler.end_copy_out(batch)
 
 
 def test_another_batch_of_that_number_has_not_arrived() -> None:
@@ -538,8 +538,8 @@ def test_another_batch_of_that_number_has_not_arrived() -> None:
         submit(one, 0.0)
     batch, another = arriving(scheduler, 0.0), arriving(other, 0.0)
     assert batch.id == another.id
-    assert not scheduler.rest_arrived(another)
-    assert scheduler.rest_arrived(batch)
+    assert not scheduler.end_copy_out(another)
+    assert scheduler.end_copy_out(batch)
 
 
 def test_the_requests_of_a_batch_expire_one_after_the_other() -> None:
@@ -717,7 +717,7 @@ def test_a_batch_that_runs_too_long_gets_its_worker_replaced() -> None:
         (Replace, 0),
     ]
     assert wake_at is None
-    assert (scheduler.running, scheduler.workers_ready, scheduler.tally.expired) == (0, 0, 2)
+    assert (scheduler.running, scheduler.workers_ready, scheduler.counters.expired) == (0, 0, 2)
 
 
 def test_it_wants_to_be_woken_when_the_time_of_a_batch_is_over() -> None:
@@ -777,7 +777,7 @@ def test_requests_that_were_cancelled_or_expired_do_not_expire_again() -> None:
     scheduler.cancel(gone)
     assert told(scheduler.poll(2.0)[0]) == [(ExpiryReason.RUNNING, hurried)]
     assert told(scheduler.poll(4.0)[0]) == [(ExpiryReason.INFER_TIMEOUT, patient), (Replace, 0)]
-    assert (scheduler.tally.expired, scheduler.tally.cancelled) == (2, 1)
+    assert (scheduler.counters.expired, scheduler.counters.cancelled) == (2, 1)
 
 
 def test_a_batch_whose_callers_have_all_gone_still_has_its_time() -> None:
@@ -800,7 +800,7 @@ def test_deadline_and_infer_timeout_at_one_moment_expire_a_request_once() -> Non
     batch = run(scheduler, 0.0, deadline=4.0)
     actions, _ = scheduler.poll(4.0)
     assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, batch.requests[0]), (Replace, 0)]
-    assert scheduler.tally.expired == 1
+    assert scheduler.counters.expired == 1
 
 
 def test_what_waits_behind_a_batch_that_hangs_is_tried_again() -> None:
@@ -822,7 +822,7 @@ def test_a_late_answer_before_the_worker_dies_settles_nothing_twice() -> None:
     scheduler.poll(4.0)
     assert settle(scheduler, 4.1, batch) == []
     assert scheduler.worker_lost(0) == NOTHING
-    assert (scheduler.tally.expired, scheduler.tally.completed) == (1, 0)
+    assert (scheduler.counters.expired, scheduler.counters.completed) == (1, 0)
 
 
 # Cancelling.
@@ -834,7 +834,7 @@ def test_a_cancelled_waiting_request_is_forgotten() -> None:
     run(scheduler, 0.0)
     gone, patient = submit(scheduler, 0.0, 2)
     scheduler.cancel(gone)
-    assert (scheduler.waiting, scheduler.tally.cancelled) == (1, 1)
+    assert (scheduler.waiting, scheduler.counters.cancelled) == (1, 1)
     assert gone.is_settled
     settle(scheduler, 1.0, busy)
     assert [batch.requests for batch in poll_batches(scheduler, 1.0)] == [[patient]]
@@ -845,7 +845,7 @@ def test_a_cancelled_running_request_harms_nobody_else() -> None:
     batch = run(scheduler, 0.0, 2)
     gone, patient = batch.requests
     scheduler.cancel(gone)
-    assert (scheduler.running, scheduler.tally.cancelled) == (1, 1)
+    assert (scheduler.running, scheduler.counters.cancelled) == (1, 1)
     assert settle(scheduler, 1.0, batch) == [patient]
 
 
@@ -860,7 +860,7 @@ def test_cancelling_what_has_left_does_nothing() -> None:
     (waiting,) = submit(scheduler, 2.0)
     scheduler.cancel(waiting)
     scheduler.cancel(waiting)
-    assert scheduler.tally.cancelled == 1
+    assert scheduler.counters.cancelled == 1
     assert scheduler.waiting == 0
 
 
@@ -941,7 +941,7 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     scheduler = make(workers=0, max_queue_bytes=100)
     requests = sized(60, 40, 1, 1)
     assert scheduler.submit(0.0, requests) == requests[2:]
-    assert scheduler.tally.rejected == 2
+    assert scheduler.counters.rejected == 2
     assert str(requests[3].refusal.to_error()) == (
         "no room for its bytes: 2 requests wait already (max_queue_bytes=100)"
     )
@@ -1112,7 +1112,7 @@ def test_draining_takes_no_more_requests() -> None:
     refused = Request("too late", None)
     assert scheduler.submit(0.0, [refused]) == [refused]
     assert isinstance(refused.refusal.to_error(), BatcherClosedError)
-    assert (scheduler.tally.submitted, scheduler.tally.rejected) == (0, 1)
+    assert (scheduler.counters.submitted, scheduler.counters.rejected) == (0, 1)
 
 
 def test_draining_finishes_what_waits() -> None:
@@ -1191,8 +1191,8 @@ def test_batches_are_counted_by_size_and_reason() -> None:
     scheduler = make(max_batch_size=2, workers=2)
     submit(scheduler, 0.0, 3)
     scheduler.poll(0.0)
-    assert dict(scheduler.tally.batch_sizes) == {2: 1, 1: 1}
-    assert dict(scheduler.tally.releases) == {Release.FULL: 1, Release.IDLE: 1}
+    assert dict(scheduler.counters.batch_sizes) == {2: 1, 1: 1}
+    assert dict(scheduler.counters.releases) == {Release.FULL: 1, Release.IDLE: 1}
 
 
 def test_the_wait_of_one_request_stands_for_its_batch() -> None:
@@ -1201,7 +1201,7 @@ def test_the_wait_of_one_request_stands_for_its_batch() -> None:
         submit(scheduler, moment)
     scheduler.worker_ready(5.0, 0)
     scheduler.poll(5.0)
-    assert list(scheduler.tally.queue_waits) == [(4.0, 3)]
+    assert list(scheduler.counters.queue_waits) == [(4.0, 3)]
 
 
 def test_every_position_speaks_in_its_turn() -> None:
@@ -1210,15 +1210,15 @@ def test_every_position_speaks_in_its_turn() -> None:
         submit(scheduler, moment)
     scheduler.worker_ready(5.0, 0)
     scheduler.poll(5.0)
-    assert list(scheduler.tally.queue_waits) == [(4.0, 2), (1.0, 2)]
+    assert list(scheduler.counters.queue_waits) == [(4.0, 2), (1.0, 2)]
 
 
 def test_it_goes_on_counting_where_another_has_stopped() -> None:
     """A batcher that is opened again has a new scheduler and keeps its counts."""
-    tally = Tally(submitted=40, completed=40)
+    counters = Counters(submitted=40, completed=40)
     scheduler = Scheduler(
         GreedyPolicy(),
-        tally,
+        counters,
         max_batch_size=2,
         max_queue_size=9,
         timeout=None,
@@ -1229,7 +1229,7 @@ def test_it_goes_on_counting_where_another_has_stopped() -> None:
     scheduler.worker_ready(0.0, 0)
     (request,) = submit(scheduler, 0.0)
     assert request.id == 40
-    assert tally.submitted == 41
+    assert counters.submitted == 41
     assert [batch.requests for batch in poll_batches(scheduler, 0.0)] == [[request]]
 
 
@@ -1332,7 +1332,7 @@ def test_another_target_counts_for_those_that_come() -> None:
     (third,) = submit(scheduler, 1.5)
     reconfigure(scheduler, max_latency=None)
     (fourth,) = submit(scheduler, 1.6)
-    assert [hasattr(one, "target") for one in (first, second, third, fourth)] == [
+    assert [one.target is not None for one in (first, second, third, fourth)] == [
         *(False, True, True, False)
     ]
     assert (second.target, third.target) == (3.0, 2.5)
@@ -1369,8 +1369,8 @@ def costly(*costs: float) -> list[Request]:
 
 
 def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -> None:
-    former = BatchFormer(None, is_padded=True)
-    scheduler = make(max_batch_size=4, max_latency=3.0, former=former, workers=0)
+    packer = BatchPacker(None, is_padded=True)
+    scheduler = make(max_batch_size=4, max_latency=3.0, packer=packer, workers=0)
     warm_up = [(1, 1.0), (4, 2.5)]
     scheduler.worker_ready(0.0, 0, warm_up)
     assert scheduler.submit(0.0, costly(10.0)) == []
@@ -1381,14 +1381,14 @@ def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -
     # What is known stands: another worker's inputs may be like other requests.
     scheduler.worker_ready(0.0, 1, [(1, 100.0)])
     scheduler.submit(0.0, costly(20.0))
-    times = [former.service.median(charge) for charge in (10.0, 40.0)]
+    times = [packer.service.median(charge) for charge in (10.0, 40.0)]
     assert times == pytest.approx([1.0, 2.5], rel=0.01)
 
 
 def test_what_waits_for_the_warm_up_tells_it_too() -> None:
-    former = BatchFormer(None, is_padded=True)
-    scheduler = make(former=former, workers=0)
+    packer = BatchPacker(None, is_padded=True)
+    scheduler = make(packer=packer, workers=0)
     assert scheduler.submit(0.0, costly(10.0, 30.0)) == []
     scheduler.worker_ready(1.0, 0, [(1, 1.0), (2, 1.5)])
-    times = [former.service.median(charge) for charge in (20.0, 40.0)]
+    times = [packer.service.median(charge) for charge in (20.0, 40.0)]
     assert times == pytest.approx([1.0, 1.5], rel=0.01)

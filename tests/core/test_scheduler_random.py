@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from fast_batcher._core import request_queue
-from fast_batcher._core.batch_former import BatchFormer
+from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -44,7 +44,7 @@ from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSS
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 # Dead entries that the queue tolerates, made small: schedules of fifty steps must meet the sweep.
 TOLERATED_DEAD_ENTRIES = 2
@@ -114,7 +114,7 @@ options_strategy = st.builds(
 def make_scheduler(options: Options) -> Scheduler:
     return Scheduler(
         make_policy(options.policy, options.max_delay),
-        Tally(),
+        Counters(),
         max_batch_size=options.max_batch_size,
         max_queue_size=options.max_queue_size,
         max_queue_bytes=10**9 if options.is_weighed else None,
@@ -123,7 +123,7 @@ def make_scheduler(options: Options) -> Scheduler:
         infer_timeout=options.infer_timeout,
         idempotent=options.idempotent,
         isolate_errors=options.isolate_errors,
-        former=BatchFormer(MAX_BATCH_COST, is_padded=True) if "c" in options.ranks else None,
+        packer=BatchPacker(MAX_BATCH_COST, is_padded=True) if "c" in options.ranks else None,
         is_grouped="g" in options.ranks,
     )
 
@@ -264,6 +264,7 @@ class Schedule(RuleBasedStateMachine):
         late = refused[len(without_room) :]
         for one in late:
             assert type(one.refusal.to_error()) is DeadlineExceededError
+            assert one.target is not None
             assert one.target < inf
         assert not (is_idle and late and late[0] is arriving[0]), "an idle batcher takes any"
         self.refused += len(refused)
@@ -541,8 +542,8 @@ class Schedule(RuleBasedStateMachine):
             assert request.is_settled
         # Those two are the shell's to count.
         if how in ("completed", "failed"):
-            for tally in (self.scheduler.tally, self.twin.tally):
-                setattr(tally, how, getattr(tally, how) + 1)
+            for counters in (self.scheduler.counters, self.twin.counters):
+                setattr(counters, how, getattr(counters, how) + 1)
 
     def apply(self, actions: list[Action]) -> None:
         ready = [worker for worker in self.workers.values() if worker.is_ready]
@@ -692,13 +693,13 @@ class Schedule(RuleBasedStateMachine):
     def check_company(self, requests: list[Request]) -> None:
         waiting = [self.requests[number][0] for number in self.waiting]
         assert all(request in waiting for request in requests)
-        assert len({getattr(request, "group", None) for request in requests}) == 1
+        assert len({request.group for request in requests}) == 1
         if "c" in self.options.ranks and len(requests) > 1:
             highest = max(request.cost for request in requests)
             assert len(requests) * highest <= MAX_BATCH_COST
         if "p" in self.options.ranks:
             first = requests[0]
-            priorities = [getattr(request, "priority", 0) for request in waiting]
+            priorities = [request.priority for request in waiting]
             goes_by_age = self.batches_sent > 0 and first is waiting[0]
             assert goes_by_age or getattr(first, "priority", 0) == max(priorities)
         else:
@@ -798,7 +799,7 @@ class Schedule(RuleBasedStateMachine):
     def books_agree(self) -> None:
         if not hasattr(self, "options"):
             return
-        scheduler, tally = self.scheduler, self.scheduler.tally
+        scheduler, counters = self.scheduler, self.scheduler.counters
         running = [i for w in self.workers.values() for one in w.batches for i in one.open_ids]
         counts = {how: list(self.left.values()).count(how) for how in set(self.left.values())}
         retrying = self.retrying()
@@ -812,19 +813,19 @@ class Schedule(RuleBasedStateMachine):
         assert sorted(scheduler.idle_workers) == sorted(idle)
         open_ids = sorted(self.waiting + retrying + running)
         assert sorted(r.id for r in scheduler.open_requests()) == open_ids
-        assert tally.submitted == len(self.requests)
-        assert tally.rejected == self.refused
+        assert counters.submitted == len(self.requests)
+        assert counters.rejected == self.refused
         for how in ("completed", "failed", "expired", "cancelled"):
-            assert getattr(tally, how) == counts.get(how, 0)
-        assert tally.submitted == (
-            tally.completed
-            + tally.failed
-            + tally.expired
-            + tally.cancelled
+            assert getattr(counters, how) == counts.get(how, 0)
+        assert counters.submitted == (
+            counters.completed
+            + counters.failed
+            + counters.expired
+            + counters.cancelled
             + scheduler.waiting
             + scheduler.running
         )
-        assert sum(tally.batch_sizes.values()) == self.batches_sent == tally.releases.total()
+        assert sum(counters.batch_sizes.values()) == self.batches_sent == counters.releases.total()
 
     @invariant()
     def the_queue_forgets_who_has_left(self) -> None:

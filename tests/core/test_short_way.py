@@ -12,7 +12,7 @@ from fast_batcher._core.messages import Batch, Dispatch, Request
 from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.straight_line import Costs
-from fast_batcher.stats import Tally
+from fast_batcher.stats import Counters
 
 # Its one batch has expired by the time of the arrivals.
 STALLED = "stalled"
@@ -44,13 +44,13 @@ def policy_of(name: str) -> Policy:
     return policy
 
 
-def scheduler_of(world: dict[str, object]) -> tuple[Scheduler, Tally]:
+def scheduler_of(world: dict[str, object]) -> tuple[Scheduler, Counters]:
     """A scheduler whose workers are free, busy or stalled at the time of the arrivals."""
-    tally = Tally()
+    counters = Counters()
     settings = {name: world[name] for name in ("max_batch_size", "max_queue_size")}
     scheduler = Scheduler(
         policy_of(str(world["policy"])),
-        tally,
+        counters,
         timeout=world["timeout"],  # type: ignore[arg-type]
         infer_timeout=world["infer_timeout"],  # type: ignore[arg-type]
         idempotent=True,
@@ -70,7 +70,7 @@ def scheduler_of(world: dict[str, object]) -> tuple[Scheduler, Tally]:
     scheduler.poll(ARRIVAL - 1)
     if world["is_draining"]:
         scheduler.begin_drain()
-    return scheduler, tally
+    return scheduler, counters
 
 
 def plain(batch: Batch) -> tuple[object, ...]:

@@ -13,8 +13,8 @@ from desk import LARGE, SMALL, Desk, desk, opened, slabs_of
 from sample_models import Digests, digest
 from waits import turns
 
-from fast_batcher._callers import tell
-from fast_batcher._process.input_rows import FRESH, MOST_PER_TURN
+from fast_batcher._asyncio.futures import set_exception
+from fast_batcher._parent.input_arena import FRESH, MOST_PER_TURN
 from fast_batcher._transport.frames import Kind
 
 __all__ = ["desk"]
@@ -66,7 +66,7 @@ async def test_a_dtype_that_changes_the_shape_is_one_of_numpys_own_arrays() -> N
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_what_a_forked_child_sees_is_never_another_input(desk: Desk, forks: bool) -> None:
-    array = desk.sharing.rows.give(BYTES, (SMALL,))
+    array = desk.shared_inputs.rows.give(BYTES, (SMALL,))
     if forks:
         pid = os.fork()
         if pid == 0:
@@ -80,7 +80,7 @@ def test_what_a_forked_child_sees_is_never_another_input(desk: Desk, forks: bool
 
 
 def test_no_more_memory_is_found_in_one_turn_than_takes_milliseconds(desk: Desk) -> None:
-    rows = desk.sharing.rows
+    rows = desk.shared_inputs.rows
     given: list[Any] = []
     found: list[Any] = []
     most = MOST_PER_TURN // FRESH // SMALL
@@ -103,14 +103,14 @@ def test_rows_are_given_up_where_they_are_of_no_use(desk: Desk) -> None:
     one, other = desk.arrive(np.zeros(SMALL, np.uint8)), desk.arrive({"not": "an array"})
     desk.send_requests([one, other])
     assert desk.kinds == [Kind.SHARED_INPUTS]
-    assert one.row.slab is None
+    assert one.staged.slab is None
 
 
 def test_rows_are_given_up_with_a_refusal(desk: Desk) -> None:
     loop = asyncio.new_event_loop()
     request = desk.arrive(np.zeros(SMALL, np.uint8))
     request.caller = loop.create_future()
-    assert tell(request, ValueError("no"))
-    assert request.row.slab is None
+    assert set_exception(request, ValueError("no"))
+    assert request.staged.slab is None
     assert isinstance(request.caller.exception(), ValueError)
     loop.close()

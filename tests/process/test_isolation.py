@@ -27,7 +27,7 @@ from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, outcome, u
 
 from fast_batcher import DeadlineExceededError, DynBatcher, InferenceError
 from fast_batcher._core import heartbeat
-from fast_batcher._process import pool
+from fast_batcher._parent import pool
 
 pytestmark = pytest.mark.anyio
 

@@ -1,0 +1,128 @@
+"""What the user's functions say about an input: its cost and its group. On the event loop's thread.
+
+They may raise or answer nonsense; that is an error of this one request, and nobody else's.
+"""
+
+import logging
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+from weakref import WeakValueDictionary
+
+from fast_batcher._clock import monotonic
+from fast_batcher._core.messages import Group, Request
+from fast_batcher.errors import BatcherError, ConfigurationError, RequestTooLargeError
+
+logger = logging.getLogger("fast_batcher")
+
+# Seconds that a function may take for one input before it is named in a warning: the event loop
+# waits for it, and at a tenth of a second users notice.
+SLOW = 0.1
+# Sums and products of costs over a whole queue must stay finite; no unit that anybody counts in
+# comes near it.
+MOST_COST = 1e15
+
+
+class CostEvaluator:
+    """Asks the functions `cost` and `group_by` about requests.
+
+    Args:
+        cost: From an input to its cost, a number above 0, at most `MOST_COST`; or None.
+        group_by: From an input to a key, hashable and equal to itself; or None.
+        max_request_cost: Most that a request may cost, or None.
+        name: The batcher's, for the log.
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[Any], float] | None,
+        group_by: Callable[[Any], object] | None,
+        max_request_cost: float | None,
+        name: str,
+    ) -> None:
+        self._cost = cost
+        self._group_by = group_by
+        self._max_request_cost = math.inf if max_request_cost is None else max_request_cost
+        self._name = name
+        # Those that requests in the queue or in a batch have; the others forget themselves.
+        self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
+        self._has_warned = False
+
+    def find_fault(self, request: Request) -> BatcherError | None:
+        """Set the request's cost and group; or tell why it cannot be taken."""
+        began_at = monotonic()
+        try:
+            self._ask(request)
+        except BatcherError as error:
+            return error
+        except BaseException as error:  # noqa: BLE001  even a repr of what they answer may raise
+            return ConfigurationError(
+                f"cost or group_by returned something that raises {type(error).__name__} when it "
+                "is looked at"
+            )
+        seconds = monotonic() - began_at
+        if seconds > SLOW and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: cost or group_by took %.3g seconds for one input, and the event loop with all "
+                "its requests waited; work it out before the call and make it part of the input",
+                self._name,
+                seconds,
+            )
+        return None
+
+    def _ask(self, request: Request) -> None:
+        if self._cost is not None:
+            request.cost = self._checked_cost(_call("cost", self._cost, request.value))
+        if self._group_by is not None:
+            request.group = self._group_of(_call("group_by", self._group_by, request.value))
+
+    def _checked_cost(self, cost: object) -> float:
+        is_number = isinstance(cost, Real) and not isinstance(cost, bool)
+        try:
+            number = float(cost) if is_number else math.nan  # type: ignore[arg-type]
+        except (OverflowError, ValueError, TypeError):
+            number = math.nan
+        if not 0 < number <= MOST_COST:
+            # Anything but a number may be the input itself, which is not for a log.
+            shown = f"{cost!r:.100}" if is_number else f"a {type(cost).__qualname__}"
+            raise ConfigurationError(
+                f"cost returned {shown}: it must return a number above 0, at most {MOST_COST:g}, "
+                "for every input"
+            )
+        if number > self._max_request_cost:
+            raise RequestTooLargeError(
+                f"the input costs {number:.6g}, more than max_request_cost="
+                f"{self._max_request_cost:.6g}"
+            )
+        return number
+
+    def _group_of(self, key: Any) -> Group:
+        # The key's own methods run here; nowhere else but when the group is forgotten.
+        try:
+            is_itself = bool(key == key)  # NaN is not
+            group = self._groups.get(key) if is_itself else None
+            if is_itself and group is None:
+                group = self._groups[key] = Group(key)
+        except BaseException as error:
+            raise ConfigurationError(
+                f"group_by returned a {type(key).__name__} that cannot be a key "
+                f"({type(error).__name__}: {error!s:.100}): return a string, a number or a tuple"
+            ) from error
+        if group is None:
+            raise ConfigurationError(
+                f"group_by returned a {type(key).__qualname__} that is not equal to itself: no "
+                "other request could ever share its batch"
+            )
+        return group
+
+
+def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
+    try:
+        return function(value)
+    except BaseException as error:
+        # Even what is meant to end a program: it would end the turn of all who came with it.
+        raise ConfigurationError(
+            f"{name} raised {type(error).__name__} for an input: {error!s:.200}"
+        ) from error

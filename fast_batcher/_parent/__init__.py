@@ -1,0 +1,13 @@
+"""What the API process does about its worker processes: start, watch, replace, end, and send to.
+
+    API process                                                   worker process
+    event loop's thread                                           main thread
+      pool -> worker_process -> LoopChannel  <=== pipes ===>  BlockingChannel <- _worker.main
+    starter thread                                                watcher thread
+      starts the processes                                          ends it when the parent is gone
+    copier thread
+      copies large inputs and outputs into and out of shared memory
+
+Each worker has its own pair of pipes, so the death of one worker damages no frame of another.
+Nothing in this package runs in a worker; what does is in `_worker`.
+"""

@@ -1,0 +1,274 @@
+"""Batches to frames, and frames to outcomes. Runs on the event loop's thread of the parent.
+
+A batch is one frame each way in the usual case. Everything else in here is there so that one input
+or output that cannot be sent, or a batch that is larger than a frame, harms no other request.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fast_batcher._core.messages import Batch, Request
+from fast_batcher._parent.shared_inputs import Send, SharedInputSender
+from fast_batcher._shared_memory.outbox import Answer, Outbox
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps, loads
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
+from fast_batcher.errors import (
+    BatcherError,
+    InferenceError,
+    RequestTooLargeError,
+    TransportError,
+    UnsendableValueError,
+)
+
+# On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_INPUT_ATOMS = Kind.INPUT_ATOMS
+_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
+# No Python function, each of which costs a lone request about 5 us (docs/decisions/0008).
+_value_of = operator.attrgetter("value")
+# Frames that are one failure for every request of their batch.
+FAILURE_KINDS = frozenset({Kind.FAILED, Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
+
+
+class Failure:
+    """An outcome that is an error; a new one for each caller, as tracebacks grow on shared ones."""
+
+    __slots__ = ("to_error",)
+
+    def __init__(self, to_error: Callable[[], BatcherError]) -> None:
+        self.to_error = to_error
+
+
+class BatchSender:
+    """Sends batches and reads answers.
+
+    Args:
+        senders: How to send one frame (kind, batch id, body) to each ready worker.
+        max_frame_bytes: Longest body of a frame, and most bytes of a batch in shared memory.
+        threshold: Bytes from which on a buffer goes into shared memory.
+        shared_inputs: Sends batches through that.
+        refused_late: Told of requests whose input cannot be sent, of a batch that `send` has taken.
+        outboxes: Where each ready worker leaves large answers, if it does.
+    """
+
+    def __init__(
+        self,
+        senders: Mapping[int, Send],
+        max_frame_bytes: int,
+        threshold: int,
+        shared_inputs: SharedInputSender,
+        refused_late: Callable[[Batch, list[tuple[Request, BatcherError]]], None],
+        outboxes: Mapping[int, Outbox],
+    ) -> None:
+        self._senders = senders
+        self._max_frame_bytes = max_frame_bytes
+        self._shared_inputs = shared_inputs
+        self._refused_late = refused_late
+        self._outboxes = outboxes
+        self._pickler = PartsPickler(threshold)
+        # Outcomes that came ahead of the last frame of their batch, by worker: each answers one
+        # batch at a time.
+        self._parts: dict[int, list[Any]] = {}
+
+    def send(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
+        """Send a batch to its worker.
+
+        Returns:
+            Requests whose input cannot be sent, each with the reason. The worker gets the others;
+            the batch has to be told.
+        """
+        requests = batch.requests
+        if requests[0].staged is not None and self._shared_inputs.send_staged(
+            batch, self._senders[batch.worker], self._send_late
+        ):
+            return []
+        send = self._senders[batch.worker]
+        values = [*map(_value_of, requests)]
+        body = dump_atoms(values, LEAST_SHARED)
+        if body is not None and len(body) <= self._max_frame_bytes:
+            send(_INPUT_ATOMS, batch.id, body)
+            return []
+        return self._send_apart(batch, values, send)
+
+    def _send_apart(
+        self, batch: Batch, values: list[Any], send: Send
+    ) -> list[tuple[Request, BatcherError]]:
+        """Send a batch whose inputs are pickled one by one: by the pipe, or by shared memory."""
+        for request in batch.requests:
+            if request.staged is not None:  # not all have one, so those are of no use
+                request.staged.give_up()
+        pickled = self._pickle(values)
+        if isinstance(pickled, Parts):
+            # The limit of a single output: what comes in may go back.
+            fits = codec.fits(pickled.size, self._max_frame_bytes)
+            if fits and self._shared_inputs.send(batch, pickled, send, self._send_late):
+                return []
+            pickled.release()
+        elif pickled is not None:
+            body = dumps(pickled)
+            if len(body) <= self._max_frame_bytes:
+                send(Kind.INPUTS, batch.id, body)
+                return []
+        return self._send_items(batch, send)
+
+    def _pickle(self, values: list[Any]) -> list[bytes] | Parts | None:
+        """Inputs for the pipe or, if they are large, for shared memory; None if one cannot be."""
+        pickler = self._pickler
+        try:
+            pickler.dump(values)
+            if not pickler.has_enough() or not self._shared_inputs.is_there():
+                return pickler.take_items()
+            self._shared_inputs.rows.enable()
+            if pickler.learn_buffers():
+                pickler.dump(values)
+            return pickler.take_parts()
+        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
+            pickler.renew()
+            return None
+
+    def _send_late(self, batch: Batch, send: Send) -> None:
+        """Send a batch that was to be shared, and found no memory."""
+        refused = self._send_items(batch, send)
+        if refused:
+            self._refused_late(batch, refused)
+
+    def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
+        """Send by the pipe what can be sent of a batch, in as many frames as it takes."""
+        items: list[bytes | RemoteFailure] = []
+        refused: list[tuple[Request, BatcherError]] = []
+        for request in batch.requests:
+            item = self._dump_item(request.value)
+            if isinstance(item, bytes):
+                items.append(item)
+            else:
+                refused.append((request, item))
+        if items:
+            bodies = list(codec.split_parts(items, self._max_frame_bytes))
+            for body in bodies[:-1]:
+                send(Kind.INPUTS_PART, batch.id, body)
+            send(Kind.INPUTS, batch.id, bodies[-1])
+        return refused
+
+    def free(self, worker: int, frame: Frame) -> None:
+        """The worker has no view any more of the batches that it names."""
+        self._shared_inputs.free(worker, loads(frame.body))
+
+    def keep_part(self, worker: int, frame: Frame) -> None:
+        """Keep a part of the outcomes of a batch until the last one comes."""
+        self._parts.setdefault(worker, []).extend(loads(frame.body))
+
+    def read(self, worker: int, frame: Frame, count: int) -> list[Any]:
+        """The outcomes of a batch by position: outputs, and a `Failure` where there is none.
+
+        Raises:
+            TransportError: The frame answers no batch of `count` requests.
+        """
+        outcomes: list[Any]
+        if frame.kind is _OUTPUT_ATOMS:
+            outcomes = loads(frame.body)
+        elif frame.kind is Kind.OUTPUTS:
+            outcomes = _read_items(self._parts.pop(worker, []) + loads(frame.body))
+        elif frame.kind in FAILURE_KINDS:
+            outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
+        else:
+            raise TransportError(f"a worker answered with {frame.kind.name}")
+        if len(outcomes) != count:
+            raise _miscounted(outcomes, count)
+        return outcomes
+
+    def find_answer(self, worker: int, frame: Frame) -> "SharedOutputs":
+        """The answer that a worker has left in its outbox.
+
+        Raises:
+            TransportError: There is none.
+            Exception: What the frame has instead cannot be read.
+        """
+        start, sizes, frozen, items, failures = loads(frame.body)
+        outbox = self._outboxes.get(worker)
+        if outbox is None:
+            raise TransportError("a worker without an outbox has left something there")
+        return SharedOutputs(outbox.find(start, sizes, frozen, items), failures)
+
+    def forget(self, worker: int, inherited: int | None) -> None:
+        """The worker is lost, and what it had begun to answer with it.
+
+        Args:
+            worker: Which.
+            inherited: As for `SharedInputSender.forget`.
+        """
+        self._parts.pop(worker, None)
+        self._shared_inputs.forget(worker, inherited)
+
+    def _dump_item(self, value: Any) -> bytes | BatcherError:
+        try:
+            item = dumps(value)
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code
+            refusal = UnsendableValueError(
+                f"the input, a {type(value).__qualname__}, cannot be pickled "
+                f"({codec.one_line(error)}), so "
+                "it cannot reach the worker process; send plain data instead"
+            )
+            refusal.__cause__ = error
+            return refusal
+        if not codec.fits(len(item), self._max_frame_bytes):
+            return RequestTooLargeError(
+                f"the input takes {len(item)} bytes, more than max_frame_bytes="
+                f"{self._max_frame_bytes} allows"
+            )
+        return item
+
+
+class SharedOutputs:
+    """The outputs of a batch that are still in an outbox.
+
+    Args:
+        answer: They, and anything where there is a failure.
+        failures: Those by position.
+    """
+
+    def __init__(self, answer: Answer, failures: dict[int, RemoteFailure]) -> None:
+        self.answer = answer
+        self._failures = failures
+
+    def read(self, count: int) -> list[Any]:
+        """As `BatchSender.read`, and the answer is over.
+
+        Raises:
+            TransportError: They answer no batch of `count` requests.
+        """
+        outcomes = self.answer.load(_unreadable)
+        if len(outcomes) != count:
+            raise _miscounted(outcomes, count)
+        try:
+            for position, failure in self._failures.items():
+                outcomes[position] = Failure(RemoteFailure(*failure).to_error)
+        except (AttributeError, TypeError, IndexError) as error:
+            text = f"failures came back that are none: {codec.one_line(error)}"
+            raise TransportError(text) from error
+        return outcomes
+
+
+def _read_items(items: list[Any]) -> list[Any]:
+    """The outcomes that were pickled one by one."""
+    outcomes = []
+    for item in items:
+        try:
+            if isinstance(item, bytes):
+                outcome = loads(item)
+            else:
+                outcome = Failure(RemoteFailure(*item).to_error)
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+            outcome = _unreadable(error)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _miscounted(outcomes: list[Any], count: int) -> TransportError:
+    return TransportError(f"{len(outcomes)} outcomes came back for {count} requests")
+
+
+def _unreadable(error: BaseException) -> Failure:
+    text = f"the output cannot be unpickled: {codec.one_line(error)}"
+    return Failure(lambda: InferenceError(text))

@@ -1,0 +1,4 @@
+"""All that runs in a worker process, on its main thread: load the model, receive, infer, reply.
+
+Nothing in this package imports asyncio or anything of the API process.
+"""

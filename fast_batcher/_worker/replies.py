@@ -1,0 +1,191 @@
+"""Outputs on their way to the parent: by the pipe or, if they are large, through the outbox.
+
+The main thread of the worker. Each output is pickled by itself, so that one that cannot be sent
+fails alone, and no two callers are given the same object.
+"""
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps
+from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandBytes, Parts, PartsPickler
+from fast_batcher.errors import InferenceError, forget_frames
+from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fast_batcher._shared_memory.outbox import OutboxWriter
+
+# On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
+
+logger = logging.getLogger("fast_batcher.worker")
+
+
+class ReplyEncoder:
+    """Packs the outputs of batches.
+
+    Args:
+        outbox: Where large ones go, an error if there is none, None if there is to be none.
+        max_frame_bytes: Longest body of a frame, and most bytes of an answer in the outbox.
+    """
+
+    def __init__(self, outbox: "OutboxWriter | OSError | None", max_frame_bytes: int) -> None:
+        self._outbox = outbox
+        self._max_frame_bytes = max_frame_bytes
+        least = SHARED_MEMORY_THRESHOLD
+        if outbox is not None and not isinstance(outbox, OSError):
+            least = outbox.least
+        self._pickler = PartsPickler(least)
+        # Whether an answer was large: from then on large buffers stay out of the pickles.
+        self._expects_large = False
+        self._has_warned = False
+
+    def pack(
+        self, outputs: list[Any], failures: dict[int, RemoteFailure]
+    ) -> list[tuple[Kind, bytes]]:
+        """The frames, as kinds and bodies, that answer a batch.
+
+        Args:
+            outputs: Anything where there is a failure. An exception is the failure of its request.
+            failures: Those that are known already, by position; those that are found are added.
+        """
+        body = None if failures else dump_atoms(outputs, LEAST_SHARED)
+        if body is not None and len(body) <= self._max_frame_bytes:
+            return [(_OUTPUT_ATOMS, body)]
+        # By type: an object of the model's may say anything about its class, and they are few.
+        if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
+            for position, output in enumerate(outputs):
+                if issubclass(type(output), BaseException):
+                    failures.setdefault(position, codec.describe(output))
+        sent = outputs
+        if failures:
+            sent = [None if at in failures else output for at, output in enumerate(outputs)]
+        try:
+            return self._pack_apart(sent, failures)
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
+            # An error is often kept by a frame of its own, and they hold the outputs.
+            forget_frames(error)
+            self._pickler.renew()
+            return self._pack_items([self._pack_item(output) for output in sent], failures)
+
+    def _pack_apart(
+        self, outputs: list[Any], failures: dict[int, RemoteFailure]
+    ) -> list[tuple[Kind, bytes]]:
+        """Pack outputs that can all be pickled, by the pipe or through the outbox.
+
+        Raises:
+            BaseException: One cannot be pickled.
+        """
+        pickler = self._pickler
+        # Long `bytes` are not copied into the pickle, nor by who reads it.
+        pickler.dump(
+            [
+                OutOfBandBytes(one) if one.__class__ is bytes and len(one) >= pickler.least else one
+                for one in outputs
+            ]
+            if self._expects_large
+            else outputs
+        )
+        if pickler.has_enough() and self._has_outbox():
+            self._expects_large = True
+            if pickler.learn_buffers():
+                return self._pack_apart(outputs, failures)
+            packed = self._pack_parts(failures, pickler.take_parts())
+            if packed is not None:
+                return packed
+            return self._pack_items([self._pack_item(output) for output in outputs], failures)
+        return self._pack_items(pickler.take_items(), failures)
+
+    def rest(self) -> None:
+        """There is nothing to do."""
+        if self._outbox is not None and not isinstance(self._outbox, OSError):
+            self._outbox.rest()
+
+    def _has_outbox(self) -> bool:
+        if isinstance(self._outbox, OSError):
+            self._warn(f"{self._outbox}")
+            self._outbox = None
+        return self._outbox is not None
+
+    def _pack_parts(
+        self, failures: dict[int, RemoteFailure], parts: Parts
+    ) -> list[tuple[Kind, bytes]] | None:
+        """One frame for what has been pickled in parts; None if there is no room for it."""
+        # What is wrong with some goes into the frame, beside the few bytes about the others.
+        most = self._max_frame_bytes
+        fits = parts.size <= most and len(dumps(failures)) <= most // 2
+        start = self._put(parts) if fits else None
+        if start is None:
+            return None
+        body = dumps((start, parts.sizes, parts.find_frozen(), parts.items, failures))
+        return [(Kind.SHARED_OUTPUTS, body)]
+
+    def _pack_items(
+        self, items: "Sequence[bytes | RemoteFailure]", failures: dict[int, RemoteFailure]
+    ) -> list[tuple[Kind, bytes]]:
+        """Frames for outputs that have been pickled one by one."""
+        if not failures:
+            body = dumps(items)
+            if len(body) <= self._max_frame_bytes:
+                return [(Kind.OUTPUTS, body)]
+        outcomes = [
+            failures[at] if at in failures else self._limited(item) for at, item in enumerate(items)
+        ]
+        bodies = list(codec.split_parts(outcomes, self._max_frame_bytes))
+        parts = [(Kind.OUTPUTS_PART, body) for body in bodies[:-1]]
+        return [*parts, (Kind.OUTPUTS, bodies[-1])]
+
+    def _pack_item(self, output: Any) -> bytes | RemoteFailure:
+        try:
+            return dumps(output)
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code too
+            failure = codec.describe(_unsendable(output, error))
+            forget_frames(error)
+            return failure
+
+    def _limited(self, item: bytes | RemoteFailure) -> bytes | RemoteFailure:
+        if isinstance(item, RemoteFailure) or codec.fits(len(item), self._max_frame_bytes):
+            return item
+        return codec.describe(
+            InferenceError(
+                f"the output takes {len(item)} bytes, more than max_frame_bytes="
+                f"{self._max_frame_bytes} allows; return less or raise max_frame_bytes"
+            )
+        )
+
+    def _put(self, parts: Parts) -> int | None:
+        assert self._outbox is not None
+        assert not isinstance(self._outbox, OSError)
+        try:
+            start = self._outbox.put(parts)
+        except OSError as error:
+            self._warn(f"{error}")
+            return None
+        if start is None:
+            self._warn(
+                f"{parts.size} bytes find no room, {self._outbox.describe_room()} by answers that "
+                "the app has not copied yet"
+            )
+        return start
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "large outputs go through a pipe, which is slower, while there is no shared "
+                "memory for them: %s",
+                reason,
+            )
+
+
+def _unsendable(output: Any, error: BaseException) -> InferenceError:
+    result = InferenceError(
+        f"the output, a {type(output).__qualname__}, cannot be pickled: {codec.one_line(error)}; "
+        "return plain data, arrays or tensors"
+    )
+    result.__cause__ = error
+    return result

@@ -1,0 +1,345 @@
+"""Cost and group functions: those that answer, and every way not to. And with them in a batcher."""
+
+import gc
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_models import BatchSize, Echo, Gated
+from waits import ONE_LOOP, Gate, call, shown, turns, until
+
+from fast_batcher import (
+    BatcherError,
+    ConfigurationError,
+    DynBatcher,
+    InferenceModel,
+    RequestTooLargeError,
+)
+from fast_batcher._asyncio.cost_evaluator import SLOW, CostEvaluator
+from fast_batcher._core.messages import Request
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: what a request costs has nothing to do with it."""
+    return ONE_LOOP
+
+
+def cost_evaluator(
+    cost: Callable[[Any], Any] | None = None,
+    group_by: Callable[[Any], Any] | None = None,
+    max_request_cost: float | None = None,
+) -> CostEvaluator:
+    return CostEvaluator(cost, group_by, max_request_cost, "Echo")
+
+
+def fault_of(value: Any, **functions: Any) -> BatcherError | None:
+    return cost_evaluator(**functions).find_fault(Request(value, None))
+
+
+class Nasty:
+    """Raises whatever is done with it."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise RuntimeError("not to be compared")
+
+    def __float__(self) -> float:
+        raise RuntimeError("not a number")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("not to be shown")
+
+
+class Colliding:
+    """Hashable and equal to itself, but raises when it is compared with another."""
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise RuntimeError("not to be compared")
+
+
+def fail(error: BaseException) -> Callable[[Any], Any]:
+    def function(value: Any) -> Any:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("cost", [1, 0.5, np.int64(3), np.float32(2.0), Fraction(1, 2), 1e15])
+def test_a_cost_is_any_finite_number_above_zero(cost: Any) -> None:
+    request = Request("input", None)
+    assert cost_evaluator(cost=lambda _: cost).find_fault(request) is None
+    assert request.cost == float(cost)
+    assert type(request.cost) is float
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        *(0, 0.0, -1, math.nan, math.inf, -math.inf, "7", b"7", None, True, False, [1], 1j),
+        *(
+            1e300,
+            1e16,
+            10**400,
+            np.float64("nan"),
+            np.bool_(True),
+            np.array([1.0, 2.0]),
+            Decimal(1),
+            Nasty(),
+        ),
+    ],
+    ids=lambda cost: type(cost).__name__,
+)
+def test_a_cost_that_is_none_is_an_error_of_this_request(cost: Any) -> None:
+    assert isinstance(fault_of("input", cost=lambda _: cost), ConfigurationError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("no"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), StopIteration()],
+)
+@pytest.mark.parametrize("name", ["cost", "group_by"])
+def test_a_function_that_raises_is_an_error_of_this_request(
+    name: str, error: BaseException
+) -> None:
+    fault = fault_of("input", **{name: fail(error)})
+    assert isinstance(fault, ConfigurationError)
+    assert str(fault).startswith(f"{name} raised {type(error).__name__} for an input: ")
+    assert fault.__cause__ is error
+
+
+def test_a_request_may_cost_too_much() -> None:
+    fault = fault_of("12345", cost=len, max_request_cost=4)
+    assert isinstance(fault, RequestTooLargeError)
+    assert str(fault) == "the input costs 5, more than max_request_cost=4"
+    assert fault_of("1234", cost=len, max_request_cost=4) is None
+
+
+class Unequal(str):
+    """Not equal to itself."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, _: object) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("settings", [{"cost": str}, {"group_by": Unequal}])
+def test_an_error_does_not_show_the_input(settings: dict[str, Any]) -> None:
+    fault = fault_of("canary", **settings)
+    assert isinstance(fault, ConfigurationError)
+    assert "canary" not in str(fault)
+
+
+def test_equal_keys_are_one_group() -> None:
+    one = cost_evaluator(group_by=lambda value: value)
+    requests = [Request(value, None) for value in ("a", 1, "a", 1.0, None, (1, "b"), (1, "b"))]
+    assert [one.find_fault(request) for request in requests] == [None] * 7
+    a, number, same_a, same_number, none, pair, same_pair = [r.group for r in requests]
+    assert (a is same_a, number is same_number, pair is same_pair) == (True, True, True)
+    assert len({id(group) for group in (a, number, none, pair)}) == 4
+
+
+@pytest.mark.parametrize(
+    "key", [[1], {}, math.nan, np.array([1, 2]), Nasty()], ids=lambda k: type(k)
+)
+def test_a_key_that_is_none_is_an_error_of_this_request(key: Any) -> None:
+    fault = fault_of("input", group_by=lambda _: key)
+    assert isinstance(fault, ConfigurationError)
+    assert "group_by" in str(fault)
+
+
+def test_a_key_that_raises_when_compared_with_another_fails_the_second_alone() -> None:
+    one = cost_evaluator(group_by=lambda value: value)
+    first, second = Request(Colliding(), None), Request(Colliding(), None)
+    assert one.find_fault(first) is None
+    assert isinstance(one.find_fault(second), ConfigurationError)
+    assert one.find_fault(first) is None
+
+
+def test_keys_of_requests_that_have_left_are_forgotten() -> None:
+    one = cost_evaluator(group_by=lambda value: value)
+    kept = Request("kept", None)
+    for request in (kept, *[Request(number, None) for number in range(1000)]):
+        assert one.find_fault(request) is None
+    del request
+    gc.collect()
+    assert list(one._groups) == ["kept"]
+
+
+def test_a_slow_function_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    def slow(value: Any) -> float:
+        time.sleep(1.5 * SLOW)
+        return 1.0
+
+    one = cost_evaluator(cost=slow)
+    assert [one.find_fault(Request("input", None)) for _ in range(2)] == [None, None]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "cost or group_by took" in record.getMessage()
+
+
+# In a batcher.
+
+
+async def test_a_fault_is_its_callers_alone() -> None:
+    def cost(value: Any) -> float:
+        return float(1 / value)
+
+    async with DynBatcher(Echo, cost=cost, max_request_cost=1) as batcher:
+        calls = [call(batcher, value) for value in (1, 0, 2, -1, "text", 0.5, 4)]
+        outcomes = []
+        for one in calls:
+            try:
+                outcomes.append(await one)
+            except BatcherError as error:
+                outcomes.append(type(error))
+        wrong, large = ConfigurationError, RequestTooLargeError
+        assert outcomes == [1, wrong, 2, wrong, wrong, large, 4]
+        assert (batcher.stats.rejected, batcher.stats.completed) == (4, 3)
+
+
+async def test_inputs_of_one_group_share_a_batch(gate: Gate) -> None:
+    batcher = DynBatcher(Gated, 4, model_args=(gate.path,), group_by=lambda value: value[0])
+    async with batcher:
+        calls = [call(batcher, value) for value in ("first", "a1", "b1", "a2", "c1", "b2")]
+        batches = []
+        for _ in range(4):
+            visit = await gate.visit()
+            batches.append(visit.note)
+            visit.let_on()
+        assert batches == [["first"], ["a1", "a2"], ["b1", "b2"], ["c1"]]
+        outputs = [await one for one in calls]
+        assert outputs == ["first", "a1", "b1", "a2", "c1", "b2"]
+
+
+async def test_a_priority_goes_first_by_every_way_to_call(gate: Gate) -> None:
+    async with DynBatcher(Gated, 1, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, "running")]
+        visit = await gate.visit()
+        # A second batch goes to the busy worker at once.
+        calls.append(call(batcher, "next"))
+        await turns()
+        calls += [call(batcher, "low"), call(batcher, "lower", priority=-1)]
+        calls += [call(batcher, "high", priority=7)]
+        await turns()
+        future = batcher.submit("higher", priority=8)
+        await until(lambda: batcher.stats.waiting == 4)
+        order = []
+        for _ in range(6):
+            visit.let_on()
+            order += visit.note
+            if len(order) < 6:
+                visit = await gate.visit()
+        assert order == ["running", "next", "higher", "high", "low", "lower"]
+        assert [await one for one in calls][-1] == "high"
+        await until(future.done)
+
+
+@pytest.mark.parametrize("priority", [101, -101, 1.5, "1", True, None, math.nan], ids=repr)
+async def test_a_priority_is_a_small_whole_number(priority: Any) -> None:
+    async with DynBatcher(Echo) as batcher:
+        with pytest.raises(ConfigurationError, match=r"^priority=.*: give a whole number"):
+            await batcher.process_batched("input", priority=priority)
+        with pytest.raises(ConfigurationError, match=r"^priority=.*: give a whole number"):
+            batcher.submit("input", priority=priority)
+        with pytest.raises(ConfigurationError, match=r"^priority="):
+            await batcher.process_many(["input"], priority=priority)
+        assert await batcher.process_many(["a", "b"], priority=-3) == ["a", "b"]
+
+
+async def test_batches_keep_to_their_cost() -> None:
+    batcher = DynBatcher(BatchSize, cost=len, max_batch_cost=8)
+    async with batcher:
+        assert await batcher.process_many(["12", "12", "12", "12", "12345678901"])
+        # Which of them met is the schedule's affair; none is larger than its cost allows.
+        assert max(batcher.stats.batch_sizes) <= 4
+
+
+# The model's own.
+
+
+class Tokens(InferenceModel[str, int]):
+    @staticmethod
+    def cost(value: str) -> float:
+        return len(value)
+
+    def infer(self, inputs: list[str]) -> list[int]:
+        return [len(inputs) for _ in inputs]
+
+
+class TokensOfClass(Tokens):
+    @classmethod
+    def cost(cls, value: str) -> float:
+        return len(value)
+
+
+class TokensOfInstance(Tokens):
+    def cost(self, value: str) -> float:  # type: ignore[override]
+        return len(value)
+
+
+@pytest.mark.parametrize("model", [Tokens, TokensOfClass])
+async def test_a_model_brings_its_cost(model: Any) -> None:
+    async with DynBatcher(model, max_request_cost=3) as batcher:
+        assert await batcher.process_batched("abc") == 1
+        with pytest.raises(RequestTooLargeError):
+            await batcher.process_batched("abcd")
+    async with DynBatcher(model, cost=lambda _: 1, max_request_cost=3) as batcher:
+        assert await batcher.process_batched("abcd") == 1
+
+
+def test_a_models_cost_needs_no_instance() -> None:
+    with pytest.raises(ConfigurationError, match="staticmethod or classmethod"):
+        DynBatcher(TokensOfInstance)
+    DynBatcher(TokensOfInstance, cost=len)
+
+
+async def a_coroutine(value: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"cost": 3}, r"^cost=3: give a function"),
+        ({"group_by": "key"}, r"^group_by='key': give a function"),
+        ({"cost": a_coroutine}, r"^cost=.*: it is async"),
+        ({"group_by": a_coroutine}, r"^group_by=.*: it is async"),
+        ({"max_batch_cost": 8}, r"^max_batch_cost=8: without costs it has no meaning"),
+        ({"max_request_cost": 8}, r"^max_request_cost=8: without costs it has no meaning"),
+        ({"cost": len, "cost_is_padded": 1}, r"^cost_is_padded=1: give True or False"),
+        *[
+            ({"cost": len, name: value}, rf"^{name}=.*: give a finite number above 0")
+            for name in ("max_batch_cost", "max_request_cost")
+            for value in (0, -1, math.nan, math.inf, "8", True, [8])
+        ],
+    ],
+    ids=shown,
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DynBatcher(Echo, **settings)
+
+
+def test_only_a_function_brings_costs_to_a_model_that_is_a_string() -> None:
+    assert "sample_models" in sys.modules
+    with pytest.raises(ConfigurationError, match="without costs"):
+        DynBatcher("test_appraisal:Tokens", max_batch_cost=5)
+    DynBatcher("test_appraisal:Tokens", max_batch_cost=5, cost=len)

@@ -1,0 +1,70 @@
+"""Work beside the loop: where it runs, what becomes of it, and what is kept of it."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from typing import Any
+
+import pytest
+from waits import LIMIT, outcome, until
+
+from fast_batcher._asyncio.offload import offload
+
+pytestmark = pytest.mark.anyio
+
+
+class Input:
+    """Something that can be seen to go."""
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_only_what_takes_long_leaves_the_thread_of_the_loop(is_long: bool) -> None:
+    where, value = await offload(is_long, lambda value: (threading.get_ident(), value), 7)
+    assert (where != threading.get_ident()) is is_long
+    assert value == 7
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+async def test_an_error_is_raised_as_it_is_and_keeps_nothing_alive(is_long: bool) -> None:
+    def fail(_: Input) -> None:
+        raise KeyError("wrong")
+
+    gc.disable()
+    try:
+        value = Input()
+        seen = weakref.ref(value)
+        with pytest.raises(KeyError, match="wrong") as caught:
+            await offload(is_long, fail, value)
+        del value, caught
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+async def test_the_loop_turns_while_it_lasts_and_a_cancelled_wait_ends_at_once() -> None:
+    begun, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert may_end.wait(LIMIT)
+        has_ended.set()
+
+    before = set(threading.enumerate())
+    waiting = asyncio.create_task(offload(True, work))
+    await until(begun.is_set)
+    (thread,) = set(threading.enumerate()) - before
+    waiting.cancel()
+    assert isinstance(await outcome(waiting), asyncio.CancelledError)
+    assert not has_ended.is_set()
+    may_end.set()
+    thread.join(LIMIT)
+    assert has_ended.is_set()
+
+
+async def test_without_a_thread_to_be_had_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert await offload(True, threading.get_ident) == threading.get_ident()

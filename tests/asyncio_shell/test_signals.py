@@ -1,0 +1,80 @@
+"""SIGTERM that ends readiness first: handlers of this very process, put back after each test."""
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from sample_models import Echo
+from waits import LIMIT, until
+
+from fast_batcher import DynBatcher
+from fast_batcher._asyncio.signals import call_on_sigterm
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+async def test_sigterm_ends_readiness_and_the_handler_before_runs_too() -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    server = signal.getsignal(signal.SIGTERM)
+    batcher = DynBatcher(Echo)
+    async with batcher.lifespan(drain_on_sigterm=True)(None):
+        was_ready = batcher.is_ready
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: not batcher.is_ready)
+        assert was_ready
+        assert [*seen] == [signal.SIGTERM]
+        # Requests that the server has accepted may call only now.
+        assert await batcher.process_batched("late") == "late"
+        assert await batcher.process_many(range(100)) == [*range(100)]
+    assert signal.getsignal(signal.SIGTERM) is server
+
+
+async def test_a_handler_that_somebody_else_has_set_meanwhile_stays() -> None:
+    other = signal.Handlers.SIG_IGN
+    with call_on_sigterm(asyncio.get_running_loop(), lambda: None, "name"):
+        signal.signal(signal.SIGTERM, other)
+    assert signal.getsignal(signal.SIGTERM) is other
+
+
+async def test_an_ignored_signal_stays_without_effect_on_the_program() -> None:
+    called = asyncio.Event()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with call_on_sigterm(asyncio.get_running_loop(), called.set, "name"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(LIMIT):
+            await called.wait()
+
+
+def test_an_app_that_drains_on_sigterm_is_tested_with_a_test_client(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It runs the lifespan in a thread, where no signal handler can be set."""
+    before = signal.getsignal(signal.SIGTERM)
+    batcher = DynBatcher(Echo)
+    app = FastAPI(lifespan=batcher.lifespan(drain_on_sigterm=True))
+
+    @app.get("/")
+    async def echo(value: str) -> str:
+        output: str = await batcher.process_batched(value)
+        return output
+
+    with TestClient(app) as client:
+        assert client.get("/", params={"value": "served"}).json() == "served"
+        assert signal.getsignal(signal.SIGTERM) is before
+    assert batcher.state == "closed"
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert warning.startswith("Echo: drain_on_sigterm=True has no effect")
+    assert "SIGTERM will not end readiness" in warning

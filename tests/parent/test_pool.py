@@ -1,0 +1,422 @@
+"""The workers of a batcher, with real processes: started, replaced, ended, and what is told."""
+
+import asyncio
+import ctypes
+import functools
+import math
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from sample_models import (
+    Closes,
+    Echo,
+    ExitsOnLoad,
+    GatedOnLoad,
+    LoadsAgain,
+    NeverLoads,
+    RaisesOnLoad,
+    Stuck,
+    Warm,
+    WritesAtExit,
+)
+from waits import LIMIT, SOON, Gate, Watch, turns, until
+
+from fast_batcher._parent import pool as pool_module
+from fast_batcher._parent.parallel_copier import LEAST_HELPED
+from fast_batcher._parent.pool import Exit, Pool
+from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._transport import codec
+from fast_batcher._transport.frames import Frame, Kind, pack_times
+from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
+from fast_batcher.settings import Settings, check_model
+
+pytestmark = pytest.mark.anyio
+
+
+class Told:
+    """What pools tell, in order, and the pools to be ended after the test."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+        self.exits: list[Exit] = []
+        # Of the warm-up of the worker that was ready last.
+        self.times: list[tuple[int, float]] = []
+        self.idle: list[int] = []
+        self._changed = asyncio.Event()
+        self._pools: list[Pool] = []
+
+    def open(self, model: Any, *args: Any, **settings: Any) -> Pool:
+        """Make a pool and open it."""
+        checked = Settings(**settings)
+        spec = check_model(model, args, None, checked.max_frame_bytes)
+        pool = Pool(spec, checked, self, "tested")
+        self._pools.append(pool)
+        pool.open(asyncio.get_running_loop())
+        return pool
+
+    async def ready(self, model: Any, *args: Any, **settings: Any) -> Pool:
+        """The same, and wait until every worker is ready."""
+        pool = self.open(model, *args, **settings)
+        await self.until(lambda: self.count("ready") == settings.get("num_workers", 1))
+        return pool
+
+    def _tell(self, event: str, what: Any) -> None:
+        self.events.append((event, what))
+        self._changed.set()
+
+    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+        self.times = times
+        self._tell("ready", worker)
+
+    def worker_retired(self, worker: int) -> None:
+        self._tell("retired", worker)
+
+    def worker_lost(self, worker: int, exit: Exit) -> None:
+        self.exits.append(exit)
+        self._tell("lost", (worker, exit.text))
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        self._tell("failed", error)
+
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        self._tell("given up", reason)
+
+    def idle_workers(self) -> list[int]:
+        return self.idle
+
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
+        self._tell("answer", codec.loads(frame.body))
+
+    def count(self, event: str) -> int:
+        return [name for name, _ in self.events].count(event)
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until what was told makes this true."""
+        async with asyncio.timeout(LIMIT):
+            while not is_so():
+                self._changed.clear()
+                await self._changed.wait()
+
+    def close(self) -> None:
+        for pool in self._pools:
+            pool.stop(0.0)
+
+
+@pytest.fixture
+async def told() -> AsyncIterator[Told]:
+    told = Told()
+    yield told
+    told.close()
+
+
+def slabs_of(pool: Pool) -> Slabs:
+    """Its shared memory, which a batch has used."""
+    assert isinstance(pool.slabs, Slabs)
+    assert pool.slabs.take(1) is not None
+    return pool.slabs
+
+
+@contextmanager
+def held(pool: Pool) -> Iterator[None]:
+    """Nothing is done on the copier thread meanwhile."""
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        is_over.wait(LIMIT)
+
+    pool.run_in_thread(hold, lambda _: None)
+    assert is_held.wait(LIMIT)
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def pids_of(pool: Pool) -> list[int]:
+    return sorted(handle.pid for handle in pool.remaining() if handle.pid is not None)
+
+
+def children_of(thread: threading.Thread) -> list[int]:
+    path = Path(f"/proc/self/task/{thread.native_id}/children")
+    return sorted(map(int, path.read_text().split()))
+
+
+async def test_every_worker_is_started_and_answers(told: Told) -> None:
+    pool = await told.ready(Echo, num_workers=2)
+    assert sorted(told.events) == [("ready", 0), ("ready", 1)]
+    assert len(pids_of(pool)) == 2
+    for worker in (0, 1):
+        pool.senders[worker](Kind.INPUT_ATOMS, 7, codec.dumps([worker]))
+    await told.until(lambda: told.count("answer") == 2)
+    assert sorted(told.events[2:]) == [("answer", [0]), ("answer", [1])]
+
+
+async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
+    pool = await told.ready(Echo, num_workers=2)
+    first, second = pids_of(pool)
+    os.kill(first, signal.SIGKILL)
+    await told.until(lambda: told.count("lost") == 1)
+    ((worker, exit_text),) = [what for event, what in told.events if event == "lost"]
+    assert exit_text == "signal 9 (SIGKILL, possibly out of memory)"
+    assert worker not in pool.senders
+    await told.until(lambda: told.count("ready") == 3)
+    # Another process, at the same place.
+    assert told.events[-1] == ("ready", worker + 2)
+    assert second in pids_of(pool)
+    assert first not in pids_of(pool)
+
+
+async def test_a_worker_that_cannot_load_is_told_with_its_traceback_and_tried_again(
+    told: Told,
+) -> None:
+    told.open(RaisesOnLoad)
+    await told.until(lambda: told.count("failed") == 2)
+    for _, error in told.events:
+        assert str(error) == (
+            "worker 0 could not load RaisesOnLoad: FileNotFoundError: no weights at "
+            "/models/tiny.bin"
+        )
+        assert isinstance(error.__cause__, RemoteTraceback)
+
+
+async def test_a_worker_that_dies_while_it_loads_is_told_with_its_end(told: Told) -> None:
+    told.open(ExitsOnLoad, "hung up")
+    await told.until(lambda: told.count("failed") == 1)
+    ((_, error),) = told.events
+    assert "ended with signal 1 (SIGHUP) before it had loaded ExitsOnLoad" in str(error)
+
+
+async def test_a_worker_that_does_not_load_in_time_is_ended(told: Told, gate: Gate) -> None:
+    told.open(NeverLoads, gate.path, start_timeout=1.0)
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        await told.until(lambda: told.count("failed") == 1)
+        await worker.until_dead()
+    _, error = told.events[0]
+    assert "within start_timeout=1.0 seconds and was ended" in str(error)
+
+
+@pytest.mark.slow
+async def test_a_replacement_gets_as_long_to_load_as_the_first(told: Told, tmp_path: Any) -> None:
+    pool = await told.ready(LoadsAgain, str(tmp_path / "attempts"))
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    await told.until(lambda: told.count("ready") == 2)
+    assert [event for event, _ in told.events] == ["ready", "lost", "failed", "failed", "ready"]
+
+
+async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
+    told: Told, gate: Gate
+) -> None:
+    pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=LIMIT)
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
+    await gate.visit()
+    pool.replace(0)
+    await told.until(lambda: told.count("ready") == 2)
+    assert told.events == [("ready", 0), ("lost", (0, "signal 15 (SIGTERM)")), ("ready", 1)]
+
+
+async def test_a_replaced_worker_that_ignores_sigterm_is_killed(told: Told, gate: Gate) -> None:
+    # Soon, however long a worker may take to end by itself.
+    pool = await told.ready(Stuck, gate.path, "ignoring SIGTERM", stop_timeout=10 * LIMIT)
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
+    await gate.visit()
+    pool.replace(0)
+    await told.until(lambda: told.count("lost") == 1)
+    assert told.events[-1][1][1].startswith("signal 9")
+
+
+async def test_closing_lets_idle_workers_end_by_themselves(told: Told, tmp_path: Any) -> None:
+    path = tmp_path / "log"
+    pool = await told.ready(Closes, str(path), num_workers=2, stop_timeout=LIMIT)
+    with Watch(pids_of(pool)) as workers:
+        async with asyncio.timeout(LIMIT):
+            await pool.aclose()
+        assert workers.survivors(0.0) == []
+    assert path.read_text() == "closed\n" * 2
+    assert [event for event, _ in told.events].count("lost") == 2
+
+
+async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> None:
+    path = tmp_path / "log"
+    pool = await told.ready(WritesAtExit, str(path), stop_timeout=LIMIT)
+    await pool.aclose()
+    assert path.read_text() == "ended\n"
+    assert told.events[-1] == ("lost", (0, "exit code 0"))
+
+
+@pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
+async def test_closing_ends_a_stuck_worker(told: Told, gate: Gate, how: str) -> None:
+    pool = await told.ready(Stuck, gate.path, how, stop_timeout=SOON)
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        async with asyncio.timeout(LIMIT):
+            await pool.aclose()
+        assert worker.survivors(0.0) == []
+
+
+async def test_closing_does_not_wait_for_a_worker_that_loads(told: Told, gate: Gate) -> None:
+    pool = told.open(NeverLoads, gate.path, stop_timeout=10 * LIMIT)
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        async with asyncio.timeout(LIMIT):
+            await pool.aclose()
+        assert worker.survivors(0.0) == []
+    assert told.events == []
+
+
+async def test_closing_before_the_first_process_has_been_started(told: Told) -> None:
+    before = psutil.Process().children()
+    pool = told.open(Echo, num_workers=2)
+    async with asyncio.timeout(LIMIT):
+        await pool.aclose()
+    assert psutil.Process().children() == before
+    assert told.events == []
+
+
+async def test_a_pool_that_has_ended_is_closed_again_without_waiting(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when opening fails, which closes it, and the app closes it then."""
+    monkeypatch.setattr(pool_module, "KILL_GRACE", 10 * LIMIT)
+    pool = await told.ready(Echo)
+    slabs = slabs_of(pool)
+    async with asyncio.timeout(LIMIT):
+        await pool.aclose()
+        await pool.aclose()
+    assert slabs._fd == -1
+
+
+async def test_a_pool_that_is_stopped_while_its_memory_is_closed_waits_no_longer(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "KILL_GRACE", 10 * LIMIT)
+    pool = await told.ready(Echo)
+    slabs = slabs_of(pool)
+    with held(pool):
+        closing = asyncio.create_task(pool.aclose())
+        await until(lambda: pool._copier.has_more())
+    pool.stop(SOON)
+    async with asyncio.timeout(LIMIT):
+        await closing
+    assert slabs._fd == -1
+
+
+async def test_a_pool_that_is_stopped_while_it_is_closed_waits_no_longer(
+    told: Told, gate: Gate
+) -> None:
+    pool = await told.ready(Stuck, gate.path, "plainly", stop_timeout=10 * LIMIT)
+    pool.senders[0](Kind.INPUT_ATOMS, 1, codec.dumps(["stuck"]))
+    await gate.visit()
+    closing = asyncio.create_task(pool.aclose())
+    await turns()
+    pool.stop(0.0)
+    async with asyncio.timeout(LIMIT):
+        await closing
+
+
+async def test_stopping_ends_workers_in_every_stage(told: Told, gate: Gate) -> None:
+    pool = told.open(GatedOnLoad, gate.path, num_workers=2, stop_timeout=SOON)
+    first, second = await gate.visit(), await gate.visit()
+    first.let_on()
+    await told.until(lambda: told.count("ready") == 1)
+    with Watch([first.pid, second.pid]) as workers:
+        pool.stop(SOON)
+        assert workers.survivors(0.0) == []
+    pool.stop(SOON)
+    assert told.events[1:] == []
+
+
+async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
+    before = psutil.Process().children()
+    pool = await told.ready(Echo)
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    await told.until(lambda: told.count("lost") == 1)
+    pool.stop(SOON)
+    # The replacement would have been started by a timer; there is none, and no thread for it.
+    assert pool._restart_timers == {}
+    assert psutil.Process().children() == before
+    assert "fast_batcher-starter-tested" not in {one.name for one in threading.enumerate()}
+
+
+async def test_an_abandoned_pool_is_dead_without_waiting(told: Told) -> None:
+    pool = await told.ready(Echo, num_workers=2)
+    with Watch(pids_of(pool)) as workers:
+        pool.abandon()
+        await told.until(lambda: told.count("lost") == 2)
+        assert workers.survivors(0.0) == []
+    assert pool._restart_timers == {}
+
+
+async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told: Told) -> None:
+    """The kernel ends a worker when the thread that started it ends."""
+    pool = await told.ready(Echo)
+    (starter,) = [one for one in threading.enumerate() if one.name == "fast_batcher-starter-tested"]
+    assert starter.daemon
+    assert pids_of(pool) == children_of(starter)
+
+
+async def test_a_job_aside_can_see_whether_another_waits(told: Told) -> None:
+    pool = await told.ready(Echo)
+    are_both_there, has_ended = threading.Event(), asyncio.Event()
+    found: list[bool] = []
+
+    def look() -> None:
+        assert are_both_there.wait(LIMIT)
+        found.append(pool._copier.has_more())
+
+    pool.run_in_thread(look, lambda _: None)
+    pool.run_in_thread(look, lambda _: has_ended.set())
+    are_both_there.set()
+    await asyncio.wait_for(has_ended.wait(), LIMIT)
+    assert found == [True, False]
+
+
+async def test_a_large_copy_has_a_thread_to_help_until_the_pool_ends(told: Told) -> None:
+    pool = await told.ready(Echo, max_batch_size=4)
+    slabs = pool.slabs
+    assert isinstance(slabs, Slabs)
+    part = slabs.take(LEAST_HELPED)
+    assert part is not None
+    source = bytearray(os.urandom(LEAST_HELPED))
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(source))
+    has_ended = asyncio.Event()
+    pool.run_in_thread(
+        functools.partial(slabs.copy, part, address, releases_gil=True), lambda _: has_ended.set()
+    )
+    await asyncio.wait_for(has_ended.wait(), LIMIT)
+    helpers = {one for one in threading.enumerate() if one.name == "fast_batcher-helper-tested"}
+    assert len(helpers) == 1
+    pool.stop(SOON)
+    assert not helpers & set(threading.enumerate())
+
+
+async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:
+    await told.ready(Warm, ["warm"], max_batch_size=4)
+    assert [size for size, _ in told.times] == [1, 4]
+    assert all(0 <= seconds < LIMIT for _, seconds in told.times)
+
+
+async def test_a_model_without_a_warm_up_tells_none(told: Told) -> None:
+    await told.ready(Echo)
+    assert told.times == []
+
+
+@pytest.mark.parametrize("body", [b"x", pack_times([(0, 1.0)]), pack_times([(1, math.nan)])])
+async def test_a_worker_that_tells_nonsense_of_its_warm_up_is_not_used(
+    told: Told, body: bytes
+) -> None:
+    pool = told.open(NeverLoads)
+    (handle,) = pool._handles.values()
+    with pytest.raises(TransportError):
+        pool.frame_arrived(handle, Frame(Kind.READY, 0, 0.0, body))
+    assert not handle.is_ready
+    assert told.count("ready") == 0

@@ -1,0 +1,738 @@
+"""Large batches through shared memory: which way they take, in which order, and what is left.
+
+`SharedInputSender` by itself first, with a list for its worker and real slabs; then real workers.
+"""
+
+import asyncio
+import gc
+import logging
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from desk import (
+    LARGE,
+    MAX_FRAME_BYTES,
+    MEBI,
+    SIZE,
+    SMALL,
+    WORKER,
+    Desk,
+    copier_held,
+    filled,
+    free,
+    no_threads,
+    opened,
+    slabs_of,
+    sums,
+    until_copying,
+    wait_until_copied,
+)
+from memory import memory_of, refuse_memory
+from sample_models import (
+    BrokenOnArrival,
+    Digests,
+    Echo,
+    ForksAndKeeps,
+    KeepsErrors,
+    KeepsInputs,
+    RefusesPickling,
+    Whereabouts,
+    WritesInputs,
+    digest,
+)
+from waits import LIMIT, SOON, Gate, call, outcome, turns, until
+
+from fast_batcher import DynBatcher
+from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._transport.channel import Reservation
+from fast_batcher._transport.codec import ATOMS, loads
+from fast_batcher._transport.frames import Kind
+from fast_batcher.errors import (
+    BatcherClosedError,
+    DeadlineExceededError,
+    PoisonRequestError,
+    RequestTooLargeError,
+    UnsendableValueError,
+)
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    """One that has seen nothing large yet."""
+    desk = Desk()
+    yield desk
+    desk.close()
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"x" * 60_000,
+        "text" * 1000,
+        [*range(10_000)],
+        np.arange(100),
+        np.arange(2048),
+        [np.arange(2048) for _ in range(15)],
+        [b"x" * 70_000, "y" * 70_000, bytearray(70_000)],
+        np.arange(30_000),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any, is_first: bool) -> None:
+    if not is_first:
+        desk.send(np.zeros(SMALL, np.uint8))
+        desk.read()
+        desk.free()
+    for _ in range(3):
+        desk.send(value)
+        assert desk.kinds == [Kind.INPUT_ATOMS if type(value) in ATOMS else Kind.INPUTS]
+        assert pickle.dumps(desk.read()[0]) == pickle.dumps(value)
+    assert desk.slabs.count == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"x" * SMALL,
+        bytearray(SMALL),
+        "é" * SMALL,
+        np.arange(40_000),
+        [np.arange(2048) for _ in range(17)],
+        [[number] for number in range(60_000)],
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_large_is_shared(desk: Desk, value: Any) -> None:
+    desk.send("first", value)
+    assert desk.kinds == [Kind.SHARED_INPUTS]
+    first, got = desk.read()
+    assert first == "first"
+    assert np.array_equal(got, value)
+    assert desk.slabs.count == 1
+
+
+def test_many_small_ones_are_large_together(desk: Desk) -> None:
+    values = [bytes([number]) * 5000 for number in range(60)]
+    desk.send(*values)
+    assert desk.kinds == [Kind.SHARED_INPUTS]
+    assert desk.read() == values
+
+
+def test_a_large_batch_is_copied_aside_and_keeps_its_place(desk: Desk) -> None:
+    desk.send("before")
+    desk.send(np.full(LARGE, 1, np.uint8))
+    desk.send("between")
+    desk.send(np.full(LARGE, 2, np.uint8))
+    desk.send("after")
+    small = Kind.INPUT_ATOMS
+    assert desk.kinds == [small, None, small, None, small]
+    desk.run_job()
+    desk.run_job()
+    got = [desk.read()[0] for _ in range(5)]
+    assert [one if isinstance(one, str) else one.sum() for one in got] == [
+        "before",
+        LARGE,
+        "between",
+        2 * LARGE,
+        "after",
+    ]
+
+
+def test_an_input_is_locked_until_it_is_copied_and_no_longer(desk: Desk) -> None:
+    at_once, aside = bytearray(SMALL), bytearray(LARGE)
+    desk.send(at_once)
+    at_once.append(1)
+    desk.send(aside)
+    with pytest.raises(BufferError):
+        aside.append(1)
+    desk.run_job()
+    aside.append(1)
+
+
+def test_a_slab_that_is_free_is_taken_again(desk: Desk) -> None:
+    for _ in range(100):
+        desk.send(np.zeros(LARGE, np.uint8))
+        desk.run_job()
+        desk.done_jobs.clear()
+        desk.read()
+        desk.free()
+    assert desk.slabs.count == 0
+    assert desk.slabs._used_end < 2 * LARGE
+
+
+def test_what_a_lost_worker_had_is_free(desk: Desk) -> None:
+    for _ in range(2):
+        desk.send(np.zeros(SMALL, np.uint8))
+    desk.shared_inputs.forget(WORKER, None)
+    assert desk.slabs.count == 0
+    desk.shared_inputs.free(WORKER, [0])  # it can say so no more
+    desk.shared_inputs.forget(WORKER, None)
+
+
+def test_what_children_of_a_lost_worker_may_see_is_never_free(desk: Desk) -> None:
+    for _ in range(3):
+        desk.send(np.zeros(SMALL, np.uint8))
+    desk.read()
+    desk.free()
+    # Of the two that are left, the worker had the first when it forked.
+    start, *_ = loads(desk.queue[0][2])
+    desk.shared_inputs.forget(WORKER, 1)
+    assert desk.slabs.count == 1
+    assert [*desk.slabs._ranges._taken] == [start]
+
+
+def test_what_was_copied_for_a_worker_that_died_meanwhile_is_free_when_it_has_been(
+    desk: Desk,
+) -> None:
+    desk.send(np.zeros(LARGE, np.uint8))
+    queue = desk.queue
+    desk.replace_worker()
+    assert desk.slabs.count == 1
+    desk.run_job()
+    desk.done_jobs.clear()
+    assert desk.slabs.count == 0
+    # The memory that it has got is known, so that the system can have it back.
+    assert desk.slabs.take_unused() is None  # it was used just now
+    unused = desk.slabs.take_unused()
+    assert unused is not None
+    assert unused.length >= LARGE
+    assert [type(one) for one in queue] == [Reservation]
+    assert desk.queue == []
+
+
+def test_a_worker_cannot_free_what_it_does_not_have(desk: Desk) -> None:
+    desk.send(np.zeros(SMALL, np.uint8))
+    with pytest.raises(KeyError):
+        desk.shared_inputs.free(WORKER, [17])
+
+
+def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrays = [np.full(5_000_000, number, np.uint8) for number in range(5)]
+    for array in arrays:
+        desk.send(array)
+        while desk.jobs:
+            desk.run_job()
+    assert desk.kinds == [*[Kind.SHARED_INPUTS] * 3, Kind.INPUTS, Kind.INPUTS]
+    for array in arrays:
+        assert np.array_equal(desk.read()[0], array)
+    (record,) = caplog.records
+    assert "name: large inputs go through a pipe" in record.message
+    assert f"max_shared_bytes={SIZE}" in record.message
+    assert "keeps views of the inputs of at least 1 batches" in record.message
+
+
+def test_where_there_is_no_memory_the_pipe_is_left(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_memory(desk.slabs._fd)
+    desk.send(np.full(SMALL, 1, np.uint8))
+    desk.send(np.full(LARGE, 2, np.uint8))
+    desk.send("after")
+    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUT_ATOMS]
+    desk.run_job()
+    got = [desk.read()[0] for _ in range(3)]
+    assert (got[0].sum(), got[1].sum(), got[2]) == (SMALL, 2 * LARGE, "after")
+    desk.done_jobs.clear()
+    assert desk.slabs.count == 0
+    (record,) = caplog.records
+    assert "Bad file descriptor" in record.message
+
+
+def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
+    class Once:
+        def __init__(self) -> None:
+            self._is_used = False
+
+        def __reduce__(self) -> Any:
+            if self._is_used:
+                raise ValueError("twice")
+            self._is_used = True
+            return str, ("once",)
+
+    desk.sender._pickler.learn_buffers()  # for which a large batch may be pickled once more
+    refuse_memory(desk.slabs._fd)
+    batch = desk.send(Once(), np.zeros(LARGE, np.uint8))
+    desk.run_job()
+    ((request, error),) = desk.refused
+    assert request is batch.requests[0]
+    assert isinstance(error, UnsendableValueError)
+    (got,) = desk.read()
+    assert len(got) == LARGE
+
+
+def test_a_batch_larger_than_a_frame_goes_apart_and_what_is_larger_alone_is_refused(
+    desk: Desk,
+) -> None:
+    small, large = np.zeros(3 * MEBI, np.uint8), np.zeros(MAX_FRAME_BYTES + 1, np.uint8)
+    requests = [Request(value, None, deadline=1.0) for value in (small, large, small.copy())]
+    batch = Batch(0, WORKER, requests, Release.FULL, 0.0, 1.0)
+    ((request, error),) = desk.sender.send(batch)
+    assert request.value is large
+    assert isinstance(error, RequestTooLargeError)
+    assert desk.kinds == [Kind.INPUTS]
+    assert [len(one) for one in desk.read()] == [3 * MEBI, 3 * MEBI]
+    assert desk.slabs.count == 0
+    # Nothing is locked any more.
+    large.resize(1, refcheck=False)
+
+
+def test_one_that_cannot_be_pickled_harms_no_other(desk: Desk) -> None:
+    raw = bytearray(LARGE)
+    requests = [Request(value, None, 1.0) for value in (raw, RefusesPickling(ValueError("no")))]
+    ((request, _),) = desk.sender.send(Batch(0, WORKER, requests, Release.FULL, 0.0, 1.0))
+    assert request is requests[1]
+    assert desk.read() == [raw]
+    raw.append(1)
+
+
+def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(LARGE // 4)
+    desk.send(tensor)
+    desk.run_job()
+    _, _, body = desk.queue[0]
+    assert loads(body)[2][1:] == [tensor.nbytes]
+    assert torch.equal(desk.read()[0], tensor)
+
+
+# --- real workers ---------------------------------------------------------------------------------
+
+anyio = pytest.mark.anyio
+
+
+def payloads(count: int) -> list[Any]:
+    """Of all sizes and kinds."""
+    random = np.random.default_rng(1)
+    sizes = np.exp(random.uniform(0, np.log(3 * MEBI), count)).astype(int)
+    kinds: list[Callable[[bytes], Any]] = [
+        bytes,
+        bytearray,
+        lambda raw: np.frombuffer(raw, np.uint8),
+        lambda raw: np.frombuffer(raw, np.uint8).copy(),
+    ]
+    return [kinds[number % 4](random.bytes(size)) for number, size in enumerate(sizes)]
+
+
+def arrays_of_few_layouts(count: int) -> list[Any]:
+    """They share slabs."""
+    random = np.random.default_rng(1)
+    sizes = random.choice([20_000, SMALL, SMALL + 1, LARGE, 3 * MEBI], count)
+    return [random.integers(0, 255, size, np.uint8) for size in sizes]
+
+
+@pytest.mark.slow
+@anyio
+async def test_every_payload_arrives_whole() -> None:
+    values = payloads(200)
+    async with opened(Digests, max_batch_size=8, num_workers=2) as batcher:
+        digests = await asyncio.gather(*map(batcher.process_batched, values))
+        assert digests == [digest(value) for value in values]
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+@pytest.mark.parametrize(
+    ("make", "has_rows", "size"),
+    [(payloads, False, 8 * MEBI), (arrays_of_few_layouts, True, 12 * MEBI)],
+    ids=["any", "arrays"],
+)
+async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
+    make: Callable[[int], list[Any]],
+    has_rows: bool,
+    size: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Random kills and cancellations, and a memory that is too small for all."""
+    random = np.random.default_rng(2)
+    values = make(400)
+    caplog.set_level(logging.ERROR)
+    settings: dict[str, Any] = {
+        "max_batch_size": 4,
+        "num_workers": 2,
+        "max_shared_bytes": size,
+        "max_restarts": None,
+        "restart_backoff": 0.01,
+    }
+    async with opened(Digests, has_rows=has_rows, **settings) as batcher:
+        tasks = []
+        for number, value in enumerate(values):
+            tasks.append(call(batcher, value))
+            if number % 40 == 39:
+                os.kill(await batcher.process_batched(b"whereabouts"), 9)
+            if number % 7 == 3:
+                tasks[random.integers(len(tasks))].cancel()
+            await turns(int(random.integers(1, 4)))
+        for value, task in zip(values, tasks, strict=True):
+            got = await outcome(task)
+            assert got == digest(value) or isinstance(
+                got, asyncio.CancelledError | PoisonRequestError
+            )
+        tasks.clear()
+        await free(batcher)
+
+
+# Whether inputs have rows at once, or only after the first large batch.
+both_ways = pytest.mark.parametrize("has_rows", [False, True])
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(
+    size: int, has_rows: bool
+) -> None:
+    arrays = [filled(number, size) for number in range(4)]
+    async with opened(WritesInputs, max_batch_size=4, has_rows=has_rows) as batcher:
+        for _ in range(3):
+            got = await asyncio.gather(*map(batcher.process_batched, arrays))
+            assert sums(got) == [1, 2, 3, 4]
+        assert sums(arrays) == [0, 1, 2, 3]
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs(
+    has_rows: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It answers with the sums of all that it has kept so far."""
+    settings: dict[str, Any] = {"max_batch_size": 1, "max_shared_bytes": 8 * MEBI}
+    async with opened(KeepsInputs, has_rows=has_rows, **settings) as batcher:
+        for number in range(8):
+            got = await batcher.process_batched(filled(number, LARGE))
+            assert got == [LARGE * one for one in range(number + 1)]
+        assert "keeps views of the inputs of at least" in caplog.text
+        assert slabs_of(batcher).count
+        await batcher.process_batched("forget")
+        # What has died is told with the next answer.
+        await batcher.process_batched("next")
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, has_rows: bool) -> None:
+    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, has_rows=has_rows) as batcher:
+        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
+        visit = await gate.visit()
+        for number in range(2, 6):
+            await batcher.process_batched(filled(number, LARGE))
+        visit.let_on()
+        assert (await gate.visit()).note == LARGE
+        gate.close()
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended(
+    gate: Gate, has_rows: bool
+) -> None:
+    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, has_rows=has_rows) as batcher:
+        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
+        (await gate.visit()).let_on()
+        (await gate.visit()).let_on()
+        rows = batcher._rows
+        async with asyncio.timeout(LIMIT):
+            while slabs_of(batcher).count > len(rows._open):
+                # The worker tells it with an answer.
+                assert await batcher.process_batched(np.ones(1)) == 1
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
+    gate: Gate, has_rows: bool
+) -> None:
+    settings: dict[str, Any] = {"max_batch_size": 1, "restart_backoff": 0.01}
+    async with opened(ForksAndKeeps, gate.path, has_rows=has_rows, **settings) as batcher:
+        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
+        visit = await gate.visit()
+        # The model's child lives on.
+        (handle,) = batcher._pool.remaining()
+        assert handle.pid is not None
+        os.kill(handle.pid, signal.SIGKILL)
+        await until(lambda: batcher.stats.restarts == 1)
+        assert slabs_of(batcher).count == 1
+        # The new one forks too, with its first input.
+        assert await batcher.process_batched(filled(2, LARGE)) == "forked"
+        (await gate.visit()).let_on()
+        assert (await gate.visit()).note == 2 * LARGE
+        for number in range(3, 6):
+            await batcher.process_batched(filled(number, LARGE))
+        visit.let_on()
+        assert (await gate.visit()).note == LARGE
+        gate.close()
+
+
+@pytest.mark.slow
+@anyio
+async def test_inputs_of_a_dead_worker_reach_another() -> None:
+    array = np.zeros(LARGE, np.uint8)
+    async with opened(Digests, num_workers=2) as batcher:
+        values = [array + 1, ("killed", array), array + 2]
+        tasks = [call(batcher, value) for value in values]
+        one, killed, two = [await outcome(task) for task in tasks]
+        assert isinstance(killed, PoisonRequestError)
+        assert (one, two) == (digest(array + 1), digest(array + 2))
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_batch_that_raises_is_divided() -> None:
+    arrays = [np.full(SMALL, number, np.uint8) for number in range(4)]
+    async with opened(Digests) as batcher:
+        values = [*arrays[:2], ("raise", arrays[0]), *arrays[2:]]
+        got = [await outcome(task) for task in [call(batcher, value) for value in values]]
+        assert isinstance(got.pop(2), ValueError)
+        assert got == [digest(array) for array in arrays]
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
+    async with opened(KeepsErrors, max_batch_size=1) as batcher:
+        for _ in range(3):
+            got = await outcome(call(batcher, np.zeros(SMALL, np.uint8)))
+            assert isinstance(got, ValueError)
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_an_input_that_breaks_on_arrival_harms_no_other() -> None:
+    bad = BrokenOnArrival("worker", ValueError("broken"))
+    array = np.full(LARGE, 1, np.uint8)
+    async with opened(Echo) as batcher:
+        tasks = [call(batcher, value) for value in (array, bad)]
+        first, second = [await outcome(task) for task in tasks]
+        assert first.sum() == LARGE
+        assert isinstance(second, ValueError)
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+async def test_what_is_being_copied_is_answered_before_the_batcher_ends(has_rows: bool) -> None:
+    arrays = [filled(number, LARGE) for number in range(6)]
+    settings: dict[str, Any] = {"timeout": None, "drain_timeout": 10 * LIMIT}
+    async with opened(Digests, max_batch_size=2, has_rows=has_rows, **settings) as batcher:
+        with copier_held(batcher):
+            tasks = [call(batcher, array) for array in arrays]
+            await until_copying(batcher)
+            closing = asyncio.create_task(batcher.aclose())
+            await turns()
+            assert not closing.done()
+        await asyncio.wait_for(closing, LIMIT)
+        assert [await outcome(task) for task in tasks] == [digest(array) for array in arrays]
+
+
+@pytest.mark.slow
+@anyio
+async def test_memory_that_no_batch_has_used_is_closed_beside_the_loop_too() -> None:
+    async with opened(Digests) as batcher:
+        slabs = slabs_of(batcher)
+        with copier_held(batcher):
+            closing = asyncio.create_task(batcher.aclose())
+            await until_copying(batcher)
+            assert slabs._fd != -1
+        await closing
+    assert slabs._fd == -1
+
+
+@pytest.mark.slow
+@anyio
+@both_ways
+async def test_a_batcher_may_be_stopped_while_it_copies(has_rows: bool) -> None:
+    async with opened(Digests, max_batch_size=2, has_rows=has_rows) as batcher:
+        with copier_held(batcher):
+            tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
+            await until_copying(batcher)
+        # The loop does not turn before the end, and so hears of no copy.
+        batcher.stop()
+        for task in tasks:
+            assert isinstance(await outcome(task), BatcherClosedError)
+        assert slabs_of(batcher)._fd == -1
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
+    values = payloads(60)
+    async with opened(Digests, max_batch_size=2, max_batches_per_worker=3) as batcher:
+        digests = await asyncio.gather(*map(batcher.process_batched, values))
+        assert digests == [digest(value) for value in values]
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_deadline_holds_while_a_batch_is_being_copied() -> None:
+    async with opened(Digests, max_batch_size=1) as batcher:
+        with copier_held(batcher):
+            task = call(batcher, bytes(LARGE), timeout=SOON)
+            assert isinstance(await outcome(task), DeadlineExceededError)
+        assert await batcher.process_batched(b"next") == digest(b"next")
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
+    mine, other = np.zeros(LARGE, np.uint8), np.ones(LARGE, np.uint8)
+    async with opened(Digests, max_batch_size=2) as batcher:
+        with copier_held(batcher):
+            leaving, staying = call(batcher, mine), call(batcher, other)
+            await until_copying(batcher)
+            leaving.cancel()
+            assert isinstance(await outcome(leaving), asyncio.CancelledError)
+            mine[:] = 7
+        assert await outcome(staying) == digest(other)
+        await free(batcher)
+
+
+@pytest.mark.slow
+@anyio
+async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside() -> None:
+    value = bytes(LARGE)
+    async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
+        with no_threads():
+            assert await batcher.process_batched(value) == digest(value)
+            await free(batcher)
+            slabs = slabs_of(batcher)
+            assert memory_of(slabs._fd)
+            for _ in range(2):
+                batcher._pool._give_back_memory(slabs)
+            await free(batcher)
+            assert memory_of(slabs._fd) == 0
+            (handle,) = batcher._pool.remaining()
+            handle.kill()
+            assert await batcher.process_batched(value) == digest(value)
+        assert await batcher.process_batched(value) == digest(value)
+
+
+@pytest.mark.slow
+@anyio
+async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copied(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with opened(Digests, max_batch_size=1, restart_backoff=0.01) as batcher:
+        with copier_held(batcher):
+            tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
+            await until_copying(batcher)
+            (handle,) = batcher._pool.remaining()
+            handle.kill()
+            await until(lambda: batcher.stats.restarts == 1)
+            # Its memory is that of the batch which was to be copied first.
+            assert slabs_of(batcher).count
+        for task in tasks:
+            assert await outcome(task) == digest(bytes(LARGE))
+        await free(batcher)
+    assert "go through a pipe" not in caplog.text
+
+
+@pytest.mark.slow
+@both_ways
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
+    size: int, has_rows: bool
+) -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher(Digests, max_batch_size=2)
+    tasks: list[Any] = []
+
+    async def begin() -> None:
+        tasks.extend(call(batcher, filled(number, size)) for number in range(5))
+        await (until_copying(batcher) if size == LARGE else turns())
+
+    async def go_on() -> None:
+        # It waits in the pipe behind what was copied. Nothing more is, which would tell of that.
+        assert await outcome(call(batcher, b"small")) == digest(b"small")
+        array = filled(7, size)
+        assert await outcome(call(batcher, array)) == digest(array)
+        await free(batcher)
+        await batcher.aclose()
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(batcher.open())
+    if has_rows:
+        batcher._rows.enable()
+    with copier_held(batcher):
+        loop.run_until_complete(begin())
+        loop.close()
+    # Nobody tells that loop, or the next one, that they have been copied.
+    wait_until_copied(batcher)
+    for task in tasks:
+        # Nobody is going to await it, and asyncio would say so.
+        task._log_destroy_pending = False
+    tasks.clear()
+    gc.collect()
+    asyncio.run(go_on())
+
+
+@pytest.mark.slow
+@anyio
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
+    async with opened(Digests, max_shared_bytes=0) as batcher:
+        assert batcher._pool.slabs is None
+        for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
+            assert await batcher.process_batched(value) == digest(bytes(size))
+
+
+@pytest.mark.slow
+@anyio
+async def test_the_memory_ends_with_the_batcher() -> None:
+    async with opened(Whereabouts, num_workers=2) as batcher:
+        slabs = slabs_of(batcher)
+        assert slabs._fd != -1
+    assert slabs._fd == -1
+    async with batcher:
+        assert slabs_of(batcher) is not slabs
+
+
+@pytest.mark.slow
+@anyio
+async def test_memory_that_was_used_is_given_back_beside_the_loop() -> None:
+    async with opened(Digests) as batcher:
+        await batcher.process_batched(bytes(LARGE))
+        slabs = slabs_of(batcher)
+        with copier_held(batcher):
+            closing = asyncio.create_task(batcher.aclose())
+            # It is the copier that gives it back.
+            await until_copying(batcher)
+            assert slabs._fd != -1
+        await closing
+    assert slabs._fd == -1
+
+
+@pytest.mark.slow
+@anyio
+async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> None:
+    async with opened(Digests) as batcher:
+        slabs = slabs_of(batcher)
+        value = bytes(LARGE)
+        assert await batcher.process_batched(value) == digest(value)
+        await free(batcher)
+        assert memory_of(slabs._fd)
+        batcher._pool._give_back_memory(slabs)  # it has been used since the one before
+        assert slabs.count == 0
+        batcher._pool._give_back_memory(slabs)
+        assert slabs.count == 1
+        await free(batcher)
+        assert memory_of(slabs._fd) == 0
+        assert await batcher.process_batched(value) == digest(value)

@@ -1,0 +1,159 @@
+"""What can lie in rows of shared memory, and how it is seen there."""
+
+import ctypes
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fast_batcher._shared_memory.layouts import Key, Layout, address_of, find_probes, view_rows
+from fast_batcher._transport.codec import dumps
+
+torch = pytest.importorskip("torch")
+
+COUNT = 3
+
+
+def look(value: Any, least: int = 0, most: int = 2**30) -> tuple[Key, int] | None:
+    return find_probes()[type(value)](value, least, most)
+
+
+def copies(value: Any) -> tuple[list[Any], bytearray]:
+    """Rows of copies of a value, in memory that begins with something else."""
+    found = look(value)
+    assert found is not None
+    key, size = found
+    assert size == value.nbytes
+    memory = bytearray(64) + ctypes.string_at(address_of(value), size) * COUNT
+    rows, part, whole = view_rows(dumps(Layout(*key)), memoryview(memory), 64, COUNT)
+    assert part == memory[64:]
+    if key[0]:
+        assert whole is None
+    else:
+        assert whole.shape == (COUNT, *value.shape)
+        assert all(row.base is whole.base for row in rows)
+    return rows, memory
+
+
+ARRAYS = [
+    np.arange(24.0).reshape(2, 3, 4),
+    np.arange(7, dtype=">i4"),
+    np.array([True, False]),
+    np.array([1 + 2j]),
+    np.array(["2026-11-22", "NaT"], "datetime64[D]"),
+    np.array([b"ab", b"c"]),
+    np.array(["ab", "é"]),
+    np.arange(10)[2:5],
+    np.frombuffer(b"read only", np.uint8),
+]
+TENSORS = [
+    torch.arange(24.0).reshape(2, 3, 4),
+    torch.tensor([True, False]),
+    torch.tensor([1 + 2j]),
+    torch.ones(3, dtype=torch.bfloat16),
+    torch.arange(10)[2:5],
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: str(array.dtype))
+def test_an_array_is_seen_as_it_was(array: Any) -> None:
+    rows, _ = copies(array)
+    assert len(rows) == COUNT
+    for row in rows:
+        assert type(row) is np.ndarray
+        assert row.dtype == array.dtype
+        assert row.flags.writeable
+        np.testing.assert_array_equal(row, array)
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda tensor: str(tensor.dtype))
+def test_a_tensor_is_seen_as_it_was(tensor: Any) -> None:
+    rows, _ = copies(tensor)
+    assert len(rows) == COUNT
+    for row in rows:
+        assert row.dtype == tensor.dtype
+        assert torch.equal(row, tensor)
+        # Pickled, it does not bring its neighbours.
+        assert row.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.parametrize("value", [np.zeros(5), torch.zeros(5)], ids=["array", "tensor"])
+def test_what_is_written_into_a_row_is_in_the_memory_and_in_no_other(value: Any) -> None:
+    rows, memory = copies(value)
+    rows[1][:] = 7
+    assert float(rows[0].sum()) == float(rows[2].sum()) == 0
+    expected = bytes(64 + value.nbytes) + dumped(rows[1]) + bytes(value.nbytes)
+    assert bytes(memory) == expected
+
+
+def dumped(row: Any) -> bytes:
+    return bytes(np.asarray(row).tobytes())
+
+
+def test_rows_may_be_read_only() -> None:
+    layout = Layout(False, np.dtype("f4"), (2, 3), True)
+    rows, part, whole = view_rows(dumps(layout), memoryview(bytearray(48)), 0, 2)
+    assert part.readonly
+    for row in (*rows, whole):
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            row.flags.writeable = True
+
+
+def test_read_only_tensors_are_copies() -> None:
+    """PyTorch warns of tensors on memory that must not be written, and writes it."""
+    layout = Layout(True, torch.float32, (2, 3), True)
+    memory = bytearray(48)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows, part, _ = view_rows(dumps(layout), memoryview(memory), 0, 2)
+    for row in rows:
+        row += 1
+        assert float(row.sum()) == 6
+    assert part == memory == bytes(48)
+
+
+FIELDS = [("x", "u1"), ("y", "f8")]
+WITHOUT = {
+    "columns first": np.zeros((3, 4)).T,
+    "every second": np.arange(10)[::2],
+    "objects": np.array([{}, []], object),
+    "metadata": np.zeros(3, np.dtype("f8", metadata={"unit": "m"})),
+    # They are equal to others.
+    "fields": np.zeros(3, FIELDS),
+    "aligned fields": np.zeros(3, np.dtype(FIELDS, align=True)),
+    "records": np.zeros(3, np.dtype((np.record, FIELDS))),
+    "metadata of a field": np.zeros(3, [("x", np.dtype("f8", metadata={"unit": "m"}))]),
+    "no axis": np.array(1.0),
+    "a tensor that is transposed": torch.zeros(3, 4).T,
+    "a tensor with a gradient": torch.zeros(3, requires_grad=True),
+    "a sparse tensor": torch.eye(3).to_sparse(),
+    "a meta tensor": torch.zeros(3, device="meta"),
+    "a conjugated tensor": torch.tensor([1 + 2j]).conj(),
+    "a negated tensor": torch.tensor([1 + 2j]).conj().imag,
+    "a tensor without an axis": torch.tensor(1.0),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT)
+def test_what_is_not_simply_its_bytes_has_no_layout(kind: str) -> None:
+    assert look(WITHOUT[kind]) is None
+
+
+@pytest.mark.parametrize("value", [np.zeros(5), torch.zeros(5, dtype=torch.float64)])
+def test_what_is_too_small_or_too_large_has_no_layout(value: Any) -> None:
+    assert look(value, 40, 40) is not None
+    assert look(value, 41, 50) is look(value, 30, 39) is None
+
+
+def test_a_tensor_with_something_else_or_without_memory_has_no_layout() -> None:
+    named = torch.zeros(3)
+    named.mine = 1
+    assert look(named) is None
+    emptied = torch.zeros(3)
+    emptied.untyped_storage().resize_(0)
+    assert look(emptied) is None
+
+
+def test_only_the_types_themselves_are_looked_at() -> None:
+    assert set(find_probes()) == {np.ndarray, torch.Tensor}

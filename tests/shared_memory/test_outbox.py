@@ -1,0 +1,363 @@
+"""Memory in which answers are left: what is read is as it was written, and its reader's own."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from memory import memory_of, refuse_memory
+from waits import LIMIT
+
+from fast_batcher._shared_memory.outbox import (
+    RESTS_TO_KEEP_MEMORY,
+    Answer,
+    Outbox,
+    OutboxWriter,
+    _Kind,
+    _open,
+)
+from fast_batcher._shared_memory.slabs import ALIGNMENT, RELEASING_SIZE
+from fast_batcher._transport.pickler import OutOfBandBytes, Parts, PartsPickler
+from fast_batcher.errors import TransportError
+
+MEBI = 2**20
+SIZE = 8 * MEBI
+LEAST = 5000
+LARGE = 300_000
+
+
+@pytest.fixture
+def outbox() -> Iterator[Outbox]:
+    outbox = Outbox(SIZE, LEAST)
+    yield outbox
+    outbox.close()
+
+
+@pytest.fixture
+def writer(outbox: Outbox) -> Iterator[OutboxWriter]:
+    """The other side, in this process."""
+    writer = OutboxWriter(os.dup(outbox._fd), SIZE, LEAST)
+    yield writer
+    writer.close()
+
+
+def parts_of(value: Any) -> Parts:
+    """Those of an answer to one request."""
+    pickler = PartsPickler(LEAST)
+    pickler.learn_buffers()
+    pickler.dump([value])
+    return pickler.take_parts()
+
+
+def load(answer: Answer) -> Any:
+    """The output; an error stands for one that cannot be unpickled."""
+    (output,) = answer.load(lambda error: error)
+    return output
+
+
+def left(
+    writer: OutboxWriter, value: Any
+) -> tuple[int, list[int], list[int], list[tuple[int, int]]]:
+    """Where a value has been left, the sizes of its parts, which are read-only, and its items."""
+    parts = parts_of(value)
+    start = writer.put(parts)
+    assert start is not None
+    frozen = parts.find_frozen()
+    parts.release()
+    return start, parts.sizes, frozen, parts.items
+
+
+def left_answer(outbox: Outbox, writer: OutboxWriter, value: Any) -> Answer:
+    return outbox.find(*left(writer, value))
+
+
+VALUES = {
+    "array": np.arange(LARGE),
+    "rows": [np.full(LARGE, number, np.uint8) for number in range(4)],
+    "columns": np.arange(LARGE).reshape(300, -1).T,
+    "Fortran": np.asfortranarray(np.arange(LARGE).reshape(300, -1)),
+    "small beside large": ["text", 1.5, np.arange(3), np.arange(LARGE), None],
+    "just releasing": [
+        np.ones(RELEASING_SIZE - 1, np.uint8),
+        np.ones(LARGE),
+        np.ones(RELEASING_SIZE),
+    ],
+    "bytes": [b"a" * LARGE, b"b" * LARGE],
+    "text": "é" * LARGE,
+    "bytearray": bytearray(b"c" * LARGE),
+    "read-only": np.frombuffer(bytes(range(256)) * 2000, np.uint8),
+}
+
+
+@pytest.mark.parametrize("releases_gil", [None, False, True])
+@pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
+def test_a_value_comes_out_as_it_went_in(
+    outbox: Outbox, writer: OutboxWriter, value: Any, releases_gil: bool | None
+) -> None:
+    answer = left_answer(outbox, writer, value)
+    if releases_gil is not None:
+        answer.copy(releases_gil=releases_gil)
+    got = load(answer)
+    assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(value)))
+
+
+@pytest.mark.parametrize("releases_gil", [None, True])
+def test_what_was_read_is_memory_of_its_own_and_can_be_written(
+    outbox: Outbox, writer: OutboxWriter, releases_gil: bool | None
+) -> None:
+    answer = left_answer(outbox, writer, [np.full(LARGE, 1, np.uint8), np.full(LARGE, 2, np.uint8)])
+    if releases_gil:
+        answer.copy(releases_gil=True)
+    first, second = load(answer)
+    assert not np.shares_memory(first, second)
+    first += 10
+    # The same place, and another answer.
+    left(writer, [np.full(LARGE, 7, np.uint8), np.full(LARGE, 7, np.uint8)])
+    outbox._view = None
+    gc.collect()
+    assert (first.min(), first.max(), second.min(), second.max()) == (11, 11, 2, 2)
+
+
+def test_other_threads_run_while_large_buffers_are_copied(
+    outbox: Outbox, writer: OutboxWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied aside goes through a function that lets them; whether one runs is chance."""
+    beside: list[tuple[type, int]] = []
+    copy_beside = _Kind.copy_beside
+
+    def note(kind: _Kind, part: memoryview) -> Any:
+        beside.append((kind.type, part.nbytes))
+        return copy_beside(kind, part)
+
+    monkeypatch.setattr(_Kind, "copy_beside", note)
+    value = [bytearray(LARGE), bytearray(RELEASING_SIZE), bytearray(RELEASING_SIZE - 1)]
+    arrays = [np.frombuffer(one, np.uint8) for one in value]
+    answer = left_answer(outbox, writer, [*arrays, OutOfBandBytes(bytes(LARGE))])
+    answer.copy(releases_gil=True)
+    answer.copy(releases_gil=True)
+    assert load(answer)[3] == bytes(LARGE)
+    assert beside == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
+
+
+@pytest.mark.parametrize("releases_gil", [None, False, True])
+def test_bytes_that_were_lifted_are_bytes_again(
+    outbox: Outbox, writer: OutboxWriter, releases_gil: bool | None
+) -> None:
+    raws = [bytes([number]) * LARGE for number in range(3)]
+    answer = left_answer(outbox, writer, [OutOfBandBytes(raw) for raw in raws])
+    if releases_gil is not None:
+        answer.copy(releases_gil=releases_gil)
+    assert load(answer) == raws
+
+
+def test_short_bytes_that_were_lifted_are_bytes_again(outbox: Outbox, writer: OutboxWriter) -> None:
+    value = [b"short", b"", b"x" * LEAST]
+    got = load(left_answer(outbox, writer, [np.zeros(LARGE), *map(OutOfBandBytes, value)]))
+    assert got[1:] == value
+
+
+def test_an_answer_that_is_over_makes_room(outbox: Outbox, writer: OutboxWriter) -> None:
+    value = np.zeros(3 * MEBI, np.uint8)
+    first, second = left_answer(outbox, writer, value), left_answer(outbox, writer, value)
+    parts = parts_of(value)
+    assert writer.put(parts) is None
+    assert f"of max_shared_bytes={SIZE} are taken" in writer.describe_room()
+    load(first)
+    assert writer.put(parts) == 0
+    assert writer.put(parts) is None
+    second.release()
+    assert writer.put(parts) is not None
+
+
+def test_what_cannot_be_unpickled_makes_room_too(outbox: Outbox, writer: OutboxWriter) -> None:
+    answer = left_answer(outbox, writer, [_Unreadable(), np.zeros(LARGE)])
+    assert isinstance(load(answer), ValueError)
+    writer._take_back()
+    assert writer._ranges.count == 0
+
+
+class _Unreadable:
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise ValueError("not here")
+
+
+def test_results_that_are_kept_take_no_room(outbox: Outbox, writer: OutboxWriter) -> None:
+    kept = [load(left_answer(outbox, writer, [np.full(LARGE, number)])) for number in range(100)]
+    writer._take_back()
+    assert writer._ranges.count == 0
+    assert [array[0] for (array,) in kept] == [*range(100)]
+    assert memory_of(outbox._fd) < 2 * 8 * LARGE
+
+
+@pytest.mark.parametrize(
+    ("start", "sizes"),
+    [
+        (-1, [10]),
+        (0, [-10]),
+        (0, []),
+        (SIZE, [10]),
+        (SIZE - ALIGNMENT, [1]),
+        (0, [SIZE - ALIGNMENT + 1]),
+        (0, [10, 2**62]),
+        (2**70, [10]),
+        (0.0, [10]),
+        (True, [10]),
+        (0, [10.0]),
+        (0, ["10"]),
+        ("0", [10]),
+    ],
+)
+def test_an_answer_is_nowhere_but_in_the_outbox(outbox: Outbox, start: Any, sizes: Any) -> None:
+    items = [(sizes[0] if sizes else 0, len(sizes) - 1)]
+    with pytest.raises(TransportError, match="where there can be none"):
+        outbox.find(start, sizes, [], items)
+
+
+@pytest.mark.parametrize(
+    "items", [[], [(9, 1)], [(11, 1)], [(10, 0)], [(10, 2)], [(10, 1), (1, 0)], [(5, 1), (5, 1)]]
+)
+def test_an_answer_whose_items_are_not_its_parts_is_none(outbox: Outbox, items: Any) -> None:
+    with pytest.raises(TransportError, match="where there can be none"):
+        outbox.find(0, [10, 20], [], items)
+
+
+def test_the_last_byte_of_the_outbox_can_be_an_answers(outbox: Outbox) -> None:
+    answer = outbox.find(SIZE - ALIGNMENT - 10, [10], [], [(10, 0)])
+    assert isinstance(load(answer), pickle.UnpicklingError)
+
+
+def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
+    outbox = Outbox(SIZE, LEAST)
+    writer = OutboxWriter(os.dup(outbox._fd), SIZE, LEAST)
+    answer = left_answer(outbox, writer, np.full(LARGE, 5))
+    writer.close()
+    assert outbox.is_used
+    outbox.close()
+    assert not outbox.is_open
+    assert load(answer).sum() == 5 * LARGE
+    with pytest.raises(TransportError):
+        outbox.find(0, [10], [], [(10, 0)])
+
+
+def test_an_outbox_from_which_nothing_was_read_is_not_used(outbox: Outbox) -> None:
+    assert not outbox.is_used
+
+
+def test_too_little_memory_is_an_error_and_takes_no_room(
+    outbox: Outbox, writer: OutboxWriter
+) -> None:
+    load(left_answer(outbox, writer, np.zeros(LARGE)))
+    refuse_memory(writer._fd)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        writer.put(parts_of([np.zeros(LARGE), np.zeros(LARGE)]))
+    assert writer._ranges.count == 0
+    assert load(left_answer(outbox, writer, np.ones(LARGE))).sum() == LARGE
+
+
+def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
+    outbox: Outbox, writer: OutboxWriter
+) -> None:
+    load(left_answer(outbox, writer, np.zeros(LARGE)))
+    for _ in range(RESTS_TO_KEEP_MEMORY):  # it has been used since the last time
+        assert memory_of(outbox._fd)
+        writer.rest()
+    for _ in range(RESTS_TO_KEEP_MEMORY):
+        assert memory_of(outbox._fd)
+        writer.rest()
+    assert memory_of(outbox._fd) == 0
+    assert load(left_answer(outbox, writer, np.ones(LARGE))).sum() == LARGE
+
+
+def test_memory_that_the_system_does_not_take_back_is_used_on(
+    outbox: Outbox, writer: OutboxWriter
+) -> None:
+    load(left_answer(outbox, writer, np.zeros(LARGE)))
+    refuse_memory(writer._fd)
+    for _ in range(2 * RESTS_TO_KEEP_MEMORY):
+        writer.rest()
+    assert writer._ranges.count == 0
+
+
+def answer_there(writer: OutboxWriter, sender: Any) -> None:
+    """In another process, which does not come to its end."""
+    sender.send(left(writer, [np.full(LARGE, 3), "text"]))
+    inheritable = [
+        number
+        for number in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{number}")
+        and "memfd" in os.readlink(f"/proc/self/fd/{number}")
+        and os.get_inheritable(int(number))
+    ]
+    sender.send(inheritable)
+    os._exit(3)
+
+
+@pytest.mark.slow
+def test_another_process_leaves_an_answer_and_dies() -> None:
+    context = multiprocessing.get_context("spawn")
+    outbox = Outbox(SIZE, LEAST)
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=answer_there, args=(outbox, sender))
+    process.start()
+    outbox.close_fd()
+    sender.close()
+    where = receiver.recv()
+    assert receiver.recv() == []
+    process.join(LIMIT)
+    assert process.exitcode == 3
+    process.close()
+    receiver.close()
+    array, text = load(outbox.find(*where))
+    assert (array.sum(), text) == (3 * LARGE, "text")
+    outbox.close()
+
+
+def test_a_worker_without_room_for_it_is_told_why(outbox: Outbox) -> None:
+    class Duplicate:
+        """A descriptor in the other process, as `multiprocessing` passes it."""
+
+        def detach(self) -> int:
+            # One that may only be read cannot be mapped to be written.
+            return os.open(f"/proc/self/fd/{outbox._fd}", os.O_RDONLY)
+
+    error = _open(Duplicate(), SIZE, LEAST)
+    assert isinstance(error, PermissionError)
+    assert error.__traceback__ is None
+
+
+def test_a_fork_of_the_app_gives_its_copy_back(outbox: Outbox, writer: OutboxWriter) -> None:
+    left(writer, np.zeros(LARGE))
+    pid = os.fork()
+    if pid == 0:
+        os._exit(outbox.is_open)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0
+    assert outbox.is_open
+
+
+def test_elsewhere_there_is_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(OSError, match="Linux only"):
+        Outbox(SIZE, LEAST)
+
+
+def test_two_threads_may_copy_two_answers(outbox: Outbox, writer: OutboxWriter) -> None:
+    answers = [left_answer(outbox, writer, [np.full(LARGE, number)]) for number in range(3)]
+    threads = [
+        threading.Thread(target=answer.copy, kwargs={"releases_gil": True}) for answer in answers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert [load(answer)[0].sum() for answer in answers] == [0, LARGE, 2 * LARGE]

@@ -1,0 +1,124 @@
+"""Which parts of a file are taken: never two at once, and everything comes back."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from fast_batcher._shared_memory.ranges import PAGE, Ranges, round_up
+
+SIZE = 64 * PAGE
+
+
+class Model(RuleBasedStateMachine):
+    """Takes and gives back at random, and keeps a map of the pages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges = Ranges(SIZE)
+        # Who has each page.
+        self.pages: list[int | None] = [None] * (SIZE // PAGE)
+
+    def owners(self) -> list[int]:
+        return sorted({owner for owner in self.pages if owner is not None})
+
+    @rule(length=st.integers(1, SIZE // 2))
+    def take(self, length: int) -> None:
+        start = self.ranges.take(length)
+        count = round_up(length) // PAGE
+        if start is None:
+            # No run of free pages is long enough, wherever it begins.
+            runs = [self.pages[at : at + count] for at in range(len(self.pages) - count + 1)]
+            assert not [run for run in runs if run == [None] * count]
+            return
+        first = start // PAGE
+        assert start % PAGE == 0
+        assert self.pages[first : first + count] == [None] * count
+        self.pages[first : first + count] = [start] * count
+
+    @rule(choice=st.randoms(use_true_random=False))
+    def give_back(self, choice: Any) -> None:
+        if self.owners():
+            owner = choice.choice(self.owners())
+            self.ranges.give_back(owner)
+            self.pages = [None if page == owner else page for page in self.pages]
+
+    @rule(choice=st.randoms(use_true_random=False), length=st.integers(1, SIZE))
+    def shrink(self, choice: Any, length: int) -> None:
+        if self.owners():
+            owner = choice.choice(self.owners())
+            self.ranges.shrink(owner, length)
+            first = owner // PAGE
+            for at in range(first + -(-length // PAGE), len(self.pages)):
+                if self.pages[at] == owner:
+                    self.pages[at] = None
+
+    @rule()
+    def forget_peak(self) -> None:
+        assert self.ranges.forget_peak() >= self.end()
+        assert self.ranges.peak == self.end()
+
+    def end(self) -> int:
+        return (
+            max((at + 1 for at, page in enumerate(self.pages) if page is not None), default=0)
+            * PAGE
+        )
+
+    @invariant()
+    def it_knows_what_is_taken(self) -> None:
+        assert self.ranges.count == len(self.owners())
+        taken = sum(page is not None for page in self.pages)
+        assert self.ranges.taken_bytes == taken * PAGE
+        assert self.ranges.peak >= self.end()
+
+    def teardown(self) -> None:
+        for owner in self.owners():
+            self.ranges.give_back(owner)
+        assert self.ranges.take(SIZE) == 0
+
+
+TestRanges = Model.TestCase
+
+
+@given(st.integers(1, 2**40))
+def test_a_range_is_at_most_an_eighth_longer_than_asked_for(length: int) -> None:
+    rounded = round_up(length)
+    assert rounded % PAGE == 0
+    assert 0 <= rounded - length < max(PAGE, length / 8 + 1)
+    assert round_up(rounded) == rounded
+
+
+def test_there_are_few_lengths() -> None:
+    """Eight per power of two."""
+    megabyte = range(2**20, 2**21, 1000)
+    assert len({round_up(length) for length in megabyte}) == 9
+
+
+def test_what_is_used_again_stays_at_the_front() -> None:
+    ranges = Ranges(SIZE)
+    first, second = ranges.take(PAGE), ranges.take(PAGE)
+    assert (first, second) == (0, PAGE)
+    ranges.give_back(0)
+    assert ranges.take(PAGE) == 0
+    assert ranges.peak == 2 * PAGE
+
+
+def test_no_room_is_none_and_nothing_is_taken() -> None:
+    ranges = Ranges(2 * PAGE + 17)
+    assert ranges.take(2 * PAGE + 1) is None
+    assert ranges.count == 0
+    assert ranges.take(2 * PAGE) == 0
+    assert ranges.take(1) is None
+    assert Ranges(PAGE - 1).take(1) is None
+
+
+def test_what_is_not_taken_cannot_be_given_back() -> None:
+    ranges = Ranges(SIZE)
+    ranges.take(2 * PAGE)
+    with pytest.raises(KeyError):
+        ranges.give_back(PAGE)
+    ranges.give_back(0)
+    with pytest.raises(KeyError):
+        ranges.give_back(0)

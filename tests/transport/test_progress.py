@@ -1,0 +1,34 @@
+"""The memory that tells, after the death of a process, what it was doing."""
+
+import multiprocessing
+import os
+
+from fast_batcher._transport.progress import WorkerProgress
+
+
+def write_and_die(progress: WorkerProgress) -> None:
+    progress.numbers[0] = 8
+    progress.numbers[1] = 2**40 + 1
+    progress.numbers[2] = 1
+    os._exit(9 if progress.is_to_end else 8)
+
+
+def test_nothing_is_marked_at_first() -> None:
+    progress = WorkerProgress()
+    assert (progress.taken, progress.begun, progress.inherited) == (None, None, None)
+    assert not progress.is_to_end
+    progress.close()
+
+
+def test_what_was_written_reaches_the_process_and_outlives_it() -> None:
+    progress = WorkerProgress()
+    progress.let_sigterm_end()
+    process = multiprocessing.get_context("spawn").Process(target=write_and_die, args=(progress,))
+    process.start()
+    progress.close_fd()
+    process.join()
+    assert process.exitcode == 9
+    assert (progress.taken, progress.begun, progress.inherited) == (7, 2**40, 0)
+    process.close()
+    progress.close()
+    progress.close_fd()

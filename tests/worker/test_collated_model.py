@@ -1,0 +1,482 @@
+"""What a model with a collation is given and what is made of its answer.
+
+The calls of the model are looked at here; real workers with such models are at the end.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from collated_models import (
+    Compiled,
+    Doubles,
+    Fills,
+    Keeps,
+    Noted,
+    Notes,
+    OnGrad,
+    OutOfMemory,
+    Sequences,
+    SetsItself,
+    Summed,
+    Trains,
+    WarmsUpUnequal,
+    Words,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from waits import ONE_LOOP, assert_balance, call, outcome, turns
+
+from fast_batcher import (
+    Collation,
+    CollationError,
+    ConfigurationError,
+    DynBatcher,
+    InferenceError,
+    OutputMismatchError,
+    WorkerStartupError,
+)
+from fast_batcher._worker.collated_model import CollatedModel, collate
+
+
+class Recorder:
+    """Remembers the batches that it was given."""
+
+    def __init__(self, answer: Callable[[Any], Any] = lambda batch: batch) -> None:
+        self.batches: list[Any] = []
+        self._answer = answer
+
+    def infer(self, batch: Any) -> Any:
+        self.batches.append(batch)
+        return self._answer(batch)
+
+
+def compute(recorder: Recorder, collation: Collation, *inputs: Any) -> list[Any]:
+    return CollatedModel(recorder, collation).infer(list(inputs))
+
+
+def row(length: int = 3, dtype: str = "f4") -> Any:
+    return np.arange(length).astype(dtype)
+
+
+# What the model is given.
+
+
+def test_the_model_is_given_one_batch() -> None:
+    recorder = Recorder()
+    first, second = compute(recorder, Collation.stack(), row(), row() + 1)
+    (batch,) = recorder.batches
+    assert batch.shape == (2, 3)
+    assert batch.dtype == np.float32
+    assert first.tolist() == [0, 1, 2]
+    assert second.tolist() == [1, 2, 3]
+
+
+def test_a_lone_input_is_a_batch_too() -> None:
+    recorder = Recorder()
+    compute(recorder, Collation.stack(batch_dim=1), row())
+    assert recorder.batches[0].shape == (3, 1)
+
+
+def test_a_batch_is_a_copy_of_its_inputs() -> None:
+    def spoil(batch: Any) -> Any:
+        batch[:] = -1
+        return batch
+
+    value = row()
+    compute(Recorder(spoil), Collation.stack(), value)
+    assert value.tolist() == [0, 1, 2]
+
+
+def test_a_model_without_a_collation_is_left_alone() -> None:
+    recorder = Recorder()
+    assert collate(recorder) is recorder
+
+
+def test_what_is_no_collation_is_named() -> None:
+    recorder: Any = Recorder()
+    recorder.collation = "stack"
+    with pytest.raises(ConfigurationError, match="collation='stack' of Recorder: make one with"):
+        collate(recorder)
+
+
+# Unequal inputs.
+
+
+def test_one_that_cannot_be_joined_to_any_other_fails_alone() -> None:
+    recorder = Recorder()
+    outcomes = compute(recorder, Collation.stack(), row(), [1, 2], row(), np.array([{}]))
+    assert [isinstance(one, CollationError) for one in outcomes] == [False, True, False, True]
+    assert recorder.batches[0].shape == (2, 3)
+
+
+def test_a_model_is_not_called_for_nothing() -> None:
+    recorder = Recorder()
+    (outcome,) = compute(recorder, Collation.stack(), object())
+    assert isinstance(outcome, CollationError)
+    assert recorder.batches == []
+
+
+@pytest.mark.parametrize(
+    "other", [row(4), row(dtype="f8"), {"x": row()}, torch.zeros(3), row()[None], 1.0]
+)
+def test_one_unlike_the_others_fails_alone(other: Any) -> None:
+    recorder = Recorder()
+    first, fault, second = compute(recorder, Collation.stack(), row(), other, row())
+    assert isinstance(fault, CollationError)
+    assert "cannot be joined" in str(fault)
+    assert first.dtype == second.dtype == np.float32
+    assert len(recorder.batches) == 1
+
+
+def test_where_no_kind_is_most_of_them_the_batch_fails() -> None:
+    recorder = Recorder()
+    with pytest.raises(CollationError, match=r"see Collation\.pad; send .* use unequal='group'"):
+        compute(recorder, Collation.stack(), row(3), row(4))
+    with pytest.raises(CollationError):
+        compute(recorder, Collation.stack(), row(3), row(3), row(4), row(5))
+    assert recorder.batches == []
+
+
+def test_groups_are_computed_apart_and_come_back_in_order() -> None:
+    recorder = Recorder(lambda batch: batch * 2)
+    lengths = [3, 4, 3, 5, 4, 3]
+    inputs = [row(length) + number for number, length in enumerate(lengths)]
+    outcomes = compute(recorder, Collation.stack(unequal="group"), *inputs)
+    assert [batch.shape for batch in recorder.batches] == [(3, 3), (2, 4), (1, 5)]
+    for value, found in zip(inputs, outcomes, strict=True):
+        assert np.array_equal(value * 2, found)
+
+
+def test_dicts_with_different_keys_are_never_cut_to_the_same() -> None:
+    recorder = Recorder(lambda batch: next(iter(batch.values())))
+    one, two = {"a": row()}, {"a": row(), "b": row()}
+    compute(recorder, Collation.stack(unequal="group"), one, two, one)
+    assert [sorted(batch) for batch in recorder.batches] == [["a"], ["a", "b"]]
+    _, fault, _ = compute(recorder, Collation.stack(), one, two, one)
+    assert isinstance(fault, CollationError)
+
+
+def test_a_model_that_answers_in_the_same_memory_each_time_harms_nobody() -> None:
+    memory = np.empty((1, 1), "f4")
+
+    def answer(batch: Any) -> Any:
+        memory[0] = batch[0].sum()
+        return memory
+
+    collation = Collation.stack(unequal="group")
+    outcomes = compute(Recorder(answer), collation, row(2), row(3), row(4))
+    assert [float(found[0]) for found in outcomes] == [1.0, 3.0, 6.0]
+
+
+# Sizes of a compiled model.
+
+
+@given(count=st.integers(1, 20), sizes=st.sets(st.integers(1, 8), min_size=1, max_size=3))
+def test_only_allowed_sizes_reach_the_model(count: int, sizes: set[int]) -> None:
+    recorder = Recorder(lambda batch: batch + 1)
+    inputs = [np.array([number]) for number in range(count)]
+    collation = Collation.stack(allowed_batch_sizes=sorted(sizes))
+    outcomes = compute(recorder, collation, *inputs)
+    assert [int(one[0]) for one in outcomes] == list(range(1, count + 1))
+    assert {len(batch) for batch in recorder.batches} <= sizes
+    seen = [number for batch in recorder.batches for number in batch[:, 0].tolist()]
+    assert set(seen) == set(range(count))
+    # Only the last batch is filled up, with its last row.
+    assert seen == sorted(seen)
+    assert seen[count:] == [count - 1] * (len(seen) - count)
+
+
+# What the model returns.
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda batch: batch[:-1], "the output has 1 rows for 2 inputs"),
+        (lambda batch: None, "the output is a NoneType for 2 inputs"),
+        (lambda batch: (one for one in batch), "the output is a generator for 2 inputs"),
+        (lambda batch: "ab", "the output is a str for 2 inputs"),
+        (lambda batch: batch.sum(), "the output has 0 axes"),
+        (lambda batch: {"a": batch, "b": batch[0]}, "output 'b' has 3 rows for 2 inputs"),
+        (lambda batch: {"a": batch, "b": 1.0}, "output 'b' is a float for 2 inputs"),
+        (lambda batch: [batch, batch], "the output is a list of 2, which could be"),
+        (lambda batch: (batch, None), "the output is a tuple of 2, which could be"),
+        (lambda batch: (batch, ["x", "y"]), "the output is a tuple of 2, which could be"),
+        (lambda batch: np.ma.masked_array(batch), "the output is a MaskedArray"),
+        (lambda batch: torch.eye(2).to_sparse(), "the output is a Tensor"),
+        (lambda batch: {1, 2}, "the output is a set"),
+    ],
+)
+def test_what_is_no_rows_is_an_error_of_every_input(
+    answer: Callable[[Any], Any], message: str
+) -> None:
+    for fault in compute(Recorder(answer), Collation.stack(), row(), row()):
+        assert isinstance(fault, OutputMismatchError)
+        assert message in str(fault)
+
+
+@pytest.mark.parametrize(
+    ("answer", "outputs", "expected"),
+    [
+        (lambda batch: ["x", "y"], "auto", ["x", "y"]),
+        (lambda batch: [1.5, None], "auto", [1.5, None]),
+        (lambda batch: [{"score": 1}, {"score": 2}], "auto", [{"score": 1}, {"score": 2}]),
+        (lambda batch: (np.float32(1), np.float32(2)), "auto", [1.0, 2.0]),
+        (lambda batch: [batch, batch], "several", [[0.0, 0.0], [1.0, 1.0]]),
+        (lambda batch: (batch, ["x", "y"]), "several", [(0.0, "x"), (1.0, "y")]),
+        (lambda batch: [batch, (batch, batch)], "several", [[0.0, (0.0, 0.0)], [1.0, (1.0, 1.0)]]),
+        (lambda batch: {"a": batch, "b": None}, "auto", [{"a": 0, "b": None}, {"a": 1, "b": None}]),
+        (lambda batch: {"a": ["x", "y"]}, "auto", [{"a": "x"}, {"a": "y"}]),
+        (lambda batch: {"a": {"b": batch}}, "auto", [{"a": {"b": 0.0}}, {"a": {"b": 1.0}}]),
+        (lambda batch: [[1, 2], [3, 4]], "rows", [[1, 2], [3, 4]]),
+    ],
+)
+def test_what_rows_are_made_of(
+    answer: Callable[[Any], Any], outputs: Any, expected: list[Any]
+) -> None:
+    collation = Collation.stack(outputs=outputs)
+    assert compute(Recorder(answer), collation, 0.0, 1.0) == expected
+
+
+def test_a_reading_does_not_depend_on_the_size_of_the_batch() -> None:
+    """Two outputs of a batch of two are not two rows, whatever came the day before."""
+    for outputs in ("auto", "rows", "several"):
+        outcomes = []
+        for count in (1, 2, 3):
+            recorder = Recorder(lambda batch: (batch, batch))
+            found = compute(recorder, Collation.stack(outputs=outputs), *[row()] * count)
+            outcomes.append({type(one) for one in found})
+        if outputs == "rows":
+            assert outcomes[1] == {np.ndarray}
+            assert outcomes[0] == outcomes[2] == {OutputMismatchError}
+        else:
+            assert outcomes[0] == outcomes[1] == outcomes[2]
+
+
+def test_an_error_in_the_place_of_a_row_is_that_rows_own() -> None:
+    fault = ValueError("no")
+    found = compute(Recorder(lambda batch: [batch[0], fault]), Collation.stack(), row(), row())
+    assert found[0].tolist() == [0, 1, 2]
+    assert found[1] is fault
+
+
+@pytest.mark.parametrize("error", [MemoryError("cannot allocate"), ValueError("bad")])
+def test_what_the_model_raises_is_passed_on_as_it_is(error: Exception) -> None:
+    def answer(batch: Any) -> Any:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        compute(Recorder(answer), Collation.stack(), row())
+    assert caught.value is error
+
+
+# With real workers.
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: what is joined and split does not depend on it."""
+    return ONE_LOOP
+
+
+async def test_a_worker_joins_and_splits() -> None:
+    async with DynBatcher(Doubles) as batcher:
+        calls = [call(batcher, np.full(4, number, "f4")) for number in range(8)]
+        for number, task in enumerate(calls):
+            found = await outcome(task)
+            assert found.dtype == np.float32
+            assert found.tolist() == [2 * number] * 4
+        assert_balance(batcher)
+
+
+@pytest.mark.slow  # the worker loads PyTorch
+async def test_a_worker_pads_and_masks() -> None:
+    async with DynBatcher(Sequences) as batcher:
+        texts = [torch.arange(length) for length in (1, 5, 3)]
+        calls = [call(batcher, {"input_ids": text}) for text in texts]
+        assert [int(await outcome(task)) for task in calls] == [0, 10, 3]
+
+
+async def test_a_collation_may_be_set_while_loading() -> None:
+    async with DynBatcher(SetsItself, model_args=(7,)) as batcher:
+        first, second = call(batcher, row(1)), call(batcher, row(2))
+        assert (await outcome(first)).tolist() in ([0.0, 7.0], [0.0])
+        assert (await outcome(second)).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.slow  # the worker loads PyTorch
+async def test_gradients_stay_in_the_worker() -> None:
+    async with DynBatcher(Trains) as batcher:
+        found = await batcher.process_batched(torch.ones(3, requires_grad=True))
+        assert found.tolist() == [2.0, 2.0, 2.0]
+        assert not found.requires_grad
+    async with DynBatcher(OnGrad) as batcher:
+        assert await batcher.process_batched(torch.ones(3, requires_grad=True)) is False
+
+
+async def test_an_input_unlike_the_others_fails_alone_in_its_batch() -> None:
+    async with DynBatcher(Doubles, policy="fixed", max_delay=20, max_batch_size=5) as batcher:
+        values = [row(), row(), row(5), row(), object_array()]
+        calls = [call(batcher, value) for value in values]
+        found = [await outcome(task) for task in calls]
+        assert [isinstance(one, CollationError) for one in found] == [
+            *(False, False, True, False, True)
+        ]
+        assert batcher.stats.batches == 1
+
+
+def object_array() -> Any:
+    return np.array([{}])
+
+
+async def test_where_it_is_not_known_who_is_wrong_the_batch_is_divided() -> None:
+    async with DynBatcher(Doubles, policy="fixed", max_delay=20, max_batch_size=4) as batcher:
+        calls = [call(batcher, row(length)) for length in (2, 2, 3, 3)]
+        assert [len(await outcome(task)) for task in calls] == [2, 2, 3, 3]
+    async with DynBatcher(
+        Doubles, policy="fixed", max_delay=20, max_batch_size=2, isolate_errors=False
+    ) as batcher:
+        calls = [call(batcher, row(length)) for length in (2, 3)]
+        for task in calls:
+            assert isinstance(await outcome(task), CollationError)
+
+
+@pytest.mark.slow  # the worker loads PyTorch
+async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
+    async with DynBatcher(OutOfMemory, policy="fixed", max_delay=20, max_batch_size=8) as batcher:
+        calls = [call(batcher, row()) for _ in range(8)]
+        for task in calls:
+            assert (await outcome(task)).tolist() == [0, 1, 2]
+        # That it is known for what it is: the next batches are not as large.
+        calls = [call(batcher, row()) for _ in range(8)]
+        for task in calls:
+            assert (await outcome(task)).tolist() == [0, 1, 2]
+        stats = assert_balance(batcher)
+        assert stats.failed == 0
+        assert stats.batch_sizes[8] == 1
+
+
+async def test_a_warm_up_that_cannot_be_joined_fails_the_start() -> None:
+    with pytest.raises(WorkerStartupError) as caught:
+        async with DynBatcher(WarmsUpUnequal):
+            pass
+    assert "cannot be joined" in str(caught.value.__cause__)
+
+
+async def test_a_class_with_something_else_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="its collation is 'stack'; make one with"):
+        DynBatcher(Words)
+
+
+# Inputs that are batches.
+
+
+@pytest.mark.parametrize("max_batch_size", [1, 3, 32])
+async def test_a_batch_of_rows_goes_through_batches_of_any_size(max_batch_size: int) -> None:
+    async with DynBatcher(Keeps, max_batch_size=max_batch_size) as batcher:
+        whole = np.arange(20, dtype="f4").reshape(10, 2)
+        views = [whole, whole[::-1], whole[:, ::-1], whole[2:5]]
+        found = await asyncio.gather(*[batcher.process_rows(view) for view in views])
+        for view, one in zip(views, found, strict=True):
+            assert one.dtype == np.float32
+            assert np.array_equal(one, view)
+        stats = assert_balance(batcher)
+        assert stats.completed == 33
+        assert max(stats.batch_sizes) <= max_batch_size
+
+
+async def test_rows_of_several_callers_share_batches() -> None:
+    async with DynBatcher(Keeps, policy="fixed", max_delay=20, max_batch_size=6) as batcher:
+        many = asyncio.ensure_future(batcher.process_rows(np.arange(4.0)[:, None]))
+        await turns()
+        one, other = call(batcher, np.zeros(1)), call(batcher, np.ones(1))
+        assert (await many).flatten().tolist() == [0, 1, 2, 3]
+        assert [(await outcome(one)).tolist(), (await outcome(other)).tolist()] == [[0], [1]]
+        assert batcher.stats.batch_sizes == {6: 1}
+
+
+async def test_features_and_outputs_have_axes_of_their_own() -> None:
+    async with DynBatcher(Summed) as batcher:
+        features = {"x": np.arange(6.0).reshape(2, 3), "y": np.ones((2, 3))}
+        found = await batcher.process_rows(features, collation=Collation.stack(batch_dim=1))
+        assert found["sum"].shape == (2, 3)
+        assert found["sum"].tolist() == (features["x"] + features["y"]).tolist()
+        assert found["word"] == ["row"] * 3
+        across = Collation.stack(batch_dim=(1, 0))
+        found = await batcher.process_rows(features, collation=across)
+        assert found["sum"].tolist() == (features["x"] + features["y"]).T.tolist()
+        ragged = {"x": [row(), row()], "y": [row(), row()]}
+        assert (await batcher.process_rows(ragged))["sum"].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (np.zeros((0, 3)), "a batch of no rows"),
+        ([], "a batch of no rows"),
+        (np.float32(1), "has no batch axis 0"),
+        ({"x": np.zeros((2, 3)), "y": np.zeros((3, 3))}, "different numbers|numbers of rows"),
+        ({"x": 1.0}, "'x' of the input, a float, has no batch axis"),
+        ("text", "has no batch axis"),
+        ({}, "no batch"),
+    ],
+)
+async def test_what_is_no_batch_is_refused_before_anything_is_queued(
+    batch: Any, message: str
+) -> None:
+    async with DynBatcher(Keeps) as batcher:
+        with pytest.raises(CollationError, match=message):
+            await batcher.process_rows(batch)
+        with pytest.raises(ConfigurationError, match="collation=0: make one with"):
+            await batcher.process_rows(np.zeros((1, 1)), collation=0)  # type: ignore[arg-type]
+        assert batcher.stats.submitted == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_large"),
+    [((3, 10), False), ((3, 2**20), True), ((1001, 1), True)],
+    ids=["small", "bytes", "rows"],
+)
+async def test_large_batches_are_split_and_joined_beside_the_loop(
+    shape: tuple[int, int], is_large: bool
+) -> None:
+    here = threading.get_ident()
+    batch = Noted({"in": np.arange(shape[0] * shape[1], dtype="i4").reshape(shape)})
+    async with DynBatcher(Notes) as batcher:
+        found = await batcher.process_rows(batch)
+    assert {name: where != here for name, where in Noted.threads.items()} == {
+        "in": is_large,
+        "out": is_large,
+    }
+    assert np.array_equal(found["out"], batch["in"])
+
+
+async def test_outputs_of_unequal_lengths_are_padded_by_choice() -> None:
+    async with DynBatcher(Fills, max_batch_size=1) as batcher:
+        lengths = np.array([1, 3])
+        with pytest.raises(CollationError, match=r"Collation\.pad"):
+            await batcher.process_rows(lengths)
+        found = await batcher.process_rows(lengths, collation=Collation.pad(value=-1.0))
+        assert found.tolist() == [[1, -1, -1], [1, 1, 1]]
+
+
+async def test_one_bad_row_fails_the_whole_input_and_nobody_else() -> None:
+    async with DynBatcher(Compiled) as batcher:
+        other = call(batcher, np.array([5.0]))
+        with pytest.raises(InferenceError, match="negative"):
+            await batcher.process_rows(np.array([[1.0], [-1.0], [2.0]]))
+        assert (await outcome(other)).tolist() == [5.0]
+        assert_balance(batcher)
+
+
+async def test_a_compiled_model_sees_its_sizes_alone() -> None:
+    async with DynBatcher(Compiled, max_batch_size=7) as batcher:
+        found = await batcher.process_rows(np.arange(20.0)[:, None])
+        assert found.flatten().tolist() == list(range(20))

@@ -1,0 +1,28 @@
+"""What is given back when memory has not sufficed."""
+
+import weakref
+from typing import Any, NoReturn
+
+import pytest
+
+from fast_batcher._worker.out_of_memory import free_memory
+from fast_batcher.errors import is_out_of_memory
+
+
+def test_to_ask_changes_nothing_and_letting_go_frees_the_batch() -> None:
+    class Batch:
+        pass
+
+    batches: list[Any] = []
+
+    def fail() -> NoReturn:
+        batch = Batch()
+        batches.append(weakref.ref(batch))
+        raise MemoryError
+
+    with pytest.raises(MemoryError) as caught:
+        fail()
+    assert is_out_of_memory(caught.value)
+    assert batches[0]() is not None
+    free_memory(caught.value)
+    assert batches[0]() is None

@@ -1,0 +1,365 @@
+"""Which way outputs take, the pipe or the outbox; and how often they are pickled."""
+
+import copyreg
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from memory import refuse_memory
+from sample_models import RefusesPickling
+
+from fast_batcher._parent.batch_sender import Failure, SharedOutputs
+from fast_batcher._shared_memory.outbox import Outbox, OutboxWriter
+from fast_batcher._transport.codec import ATOMS, RemoteFailure, describe, loads
+from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.pickler import LEAST_SHARED
+from fast_batcher._worker.replies import ReplyEncoder
+from fast_batcher.errors import TransportError
+
+MEBI = 2**20
+SIZE = 8 * MEBI
+MAX_FRAME_BYTES = 4 * MEBI
+LARGE = 300_000
+
+
+class Post:
+    """A worker's end, and the outbox that it posts into."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox(SIZE, 5000)
+        self.writer = OutboxWriter(os.dup(self.outbox._fd), SIZE, 5000)
+        self.encoder = ReplyEncoder(self.writer, MAX_FRAME_BYTES)
+
+    def pack(self, outputs: list[Any], failures: dict[int, RemoteFailure] | None = None) -> Any:
+        """The kind of the last frame, and what all of them say."""
+        frames = self.encoder.pack(outputs, failures or {})
+        kind, body = frames[-1]
+        if kind is Kind.OUTPUT_ATOMS:
+            return kind, loads(body)
+        if kind is Kind.OUTPUTS:
+            return kind, outcomes_in(frames)
+        *where, failed = loads(body)
+        shared = SharedOutputs(self.outbox.find(*where), failed)
+        return kind, shared.read(len(outputs))
+
+    def where(self, outputs: list[Any]) -> list[Any]:
+        """Where large outputs have been left, the sizes of their parts, and so on."""
+        ((kind, body),) = self.encoder.pack(outputs, {})
+        assert kind is Kind.SHARED_OUTPUTS
+        where: list[Any] = [*loads(body)]
+        assert where.pop() == {}
+        return where
+
+    def load(self, where: list[Any]) -> list[Any]:
+        return self.outbox.find(*where).load(lambda error: error)
+
+    def close(self) -> None:
+        self.outbox.close()
+        self.writer.close()
+
+
+def outcomes_in(frames: list[tuple[Kind, bytes]]) -> list[Any]:
+    """Outputs, and errors where there are none."""
+    assert all(len(body) <= MAX_FRAME_BYTES for _, body in frames)
+    return [
+        loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        for _, body in frames
+        for item in loads(body)
+    ]
+
+
+@pytest.fixture
+def post() -> Iterator[Post]:
+    post = Post()
+    yield post
+    post.close()
+
+
+class Counted:
+    """Knows how often it was pickled."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.count = 0
+
+    def __reduce__(self) -> Any:
+        self.count += 1
+        return Counted, (self.value,)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        ["text"],
+        [1.5] * 100,
+        [b"x" * 60_000] * 2,
+        [np.arange(8000)] * 4,
+        [b"x" * (LEAST_SHARED - 100)],
+    ],
+    ids=range(5),
+)
+def test_what_is_not_large_goes_through_the_pipe(
+    post: Post, outputs: list[Any], is_first: bool
+) -> None:
+    if not is_first:
+        post.pack([np.zeros(LARGE)])
+    for _ in range(3):
+        kind, got = post.pack(outputs)
+        assert kind is (Kind.OUTPUT_ATOMS if type(outputs[0]) in ATOMS else Kind.OUTPUTS)
+        assert repr(got) == repr(outputs)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [b"x" * LARGE, "small"],
+        [np.arange(LARGE), "small"],
+        [np.arange(LARGE // 10) for _ in range(10)],
+        [[number] for number in range(100_000)],
+        [b"x" * LEAST_SHARED],
+    ],
+    ids=range(5),
+)
+def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> None:
+    for _ in range(3):
+        kind, got = post.pack(outputs)
+        assert kind is Kind.SHARED_OUTPUTS
+        for one, sent in zip(got, outputs, strict=True):
+            assert pickle.dumps(one) == pickle.dumps(pickle.loads(pickle.dumps(sent)))
+
+
+def test_what_is_large_is_pickled_once_but_for_the_first_time(post: Post) -> None:
+    counts = []
+    for _ in range(3):
+        counted = Counted(np.arange(LARGE))
+        assert post.pack([counted])[0] is Kind.SHARED_OUTPUTS
+        counts.append(counted.count)
+    assert counts == [2, 1, 1]
+
+
+def test_tensors_are_copied_from_where_they_are(post: Post) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = [torch.arange(LARGE), torch.ones(LARGE).bfloat16()]
+    where = post.where(tensors)
+    assert where[1][1:] == [8 * LARGE, 2 * LARGE]
+    got = post.load(where)
+    assert [one.dtype for one in got] == [torch.int64, torch.bfloat16]
+    assert all(map(torch.equal, got, tensors))
+    got[0] += 1  # it can be written
+
+
+ROW = np.arange(LARGE // 6)
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [ROW, ROW + 1],
+        list(np.arange(LARGE, dtype=">f4").reshape(2, 3, -1)),
+        [np.full((), number) for number in range(3)],
+        [np.empty((0, 3)), np.empty((0, 3))],
+        [np.zeros(3, "V0"), np.zeros(3, "V0")],
+        list(np.array([[b"a", b"bc"], [b"d", b""]])),
+        list(np.zeros((2, 9000), [("a", "f8"), ("b", "i4")])),
+        [np.arange(number, number + 10) for number in range(3)],
+        [np.broadcast_to(ROW[:1000], (9, 1000)), np.ones((9, 1000), ROW.dtype)],
+        [ROW.astype("M8[s]"), ROW.astype("M8[s]")],
+        [np.array([None] * 9), np.array([1] * 9, object)],
+        [np.zeros((300, 400), order="F"), np.ones((300, 400), order="F")],
+        [ROW.astype("f4"), ROW.astype("f8")],
+        [ROW, ROW[1:]],
+        [np.zeros(9000, [("a", "f8"), ("b", "i4")]) for _ in range(2)],
+    ],
+    ids=range(15),
+)
+def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
+    post.pack([ROW])
+    _, got = post.pack(outputs)
+    for one, sent in zip(got, outputs, strict=True):
+        assert one.dtype == sent.dtype
+        assert one.shape == sent.shape
+        assert (one == sent).all()
+        assert one.flags.writeable
+        assert one.flags.f_contiguous is sent.flags.f_contiguous
+    assert not np.shares_memory(got[0], got[1])
+
+
+def test_a_way_of_the_models_own_to_pickle_arrays_is_taken(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post.pack([ROW])
+    monkeypatch.setitem(copyreg.dispatch_table, np.ndarray, lambda array: (int, (len(array),)))
+    assert post.pack([ROW, ROW + 1])[1] == [len(ROW)] * 2
+
+
+def test_arrays_that_nobody_may_write_come_so(post: Post) -> None:
+    locked = ROW.copy()
+    locked.flags.writeable = False
+    for outputs in ([ROW, locked], [locked[:10], locked[10:20]]):
+        post.pack([ROW])
+        _, got = post.pack(outputs)
+        assert [one.flags.writeable for one in got] == [one.flags.writeable for one in outputs]
+
+
+@pytest.mark.parametrize(
+    "shared", [ROW, bytearray(LARGE), {"row": ROW}, [0]], ids=["array", "raw", "dict", "list"]
+)
+def test_one_output_for_several_requests_is_an_object_for_each(post: Post, shared: Any) -> None:
+    _, got = post.pack([shared, np.zeros(LARGE), shared, shared])
+    objects = [got[0], got[2], got[3]]
+    assert repr(objects) == repr([shared] * 3)
+    assert len({id(one) for one in objects}) == 3
+    arrays = [one["row"] if isinstance(one, dict) else one for one in objects]
+    arrays[0][0] = 7
+    assert [one[0] for one in arrays] == [7, 0, 0]
+
+
+def test_bytes_are_copied_from_where_they_are(post: Post) -> None:
+    outputs = [b"a" * LARGE, b"short", b"b" * 5000, b"c" * 4999, bytearray(b"d" * LARGE)]
+    where = post.where(outputs)
+    # Those that came before it was much are in the pickle, as with other buffers.
+    assert where[1][1:] == [LARGE, 5000]
+    assert where[2] == [0, 1]
+    assert post.load(where) == outputs
+
+
+def test_errors_are_told_beside_large_outputs(post: Post) -> None:
+    failures = {1: describe(ValueError("this one")), 2: describe(KeyError("and that"))}
+    kind, got = post.pack([np.arange(LARGE), None, None, "small"], failures)
+    assert kind is Kind.SHARED_OUTPUTS
+    assert (got[0].sum(), got[3]) == (np.arange(LARGE).sum(), "small")
+    errors = [one.to_error() for one in got[1:3] if isinstance(one, Failure)]
+    assert isinstance(errors[0], ValueError)
+    assert isinstance(errors[1], KeyError)
+
+
+def test_errors_are_told_beside_small_outputs(post: Post) -> None:
+    kind, (one, two) = post.pack(["small", None], {1: describe(ValueError("this one"))})
+    assert (kind, one) == (Kind.OUTPUTS, "small")
+    assert isinstance(two, ValueError)
+
+
+def test_errors_that_fill_a_frame_go_through_the_pipe(post: Post) -> None:
+    failures = {number: RemoteFailure("text", "t" * 500_000, None) for number in range(1, 6)}
+    kind, got = post.pack([np.arange(LARGE), *[None] * 5], failures)
+    assert kind is Kind.OUTPUTS
+    assert got[0].sum() == np.arange(LARGE).sum()
+    assert [str(one) for one in got[1:]] == ["text"] * 5
+    assert post.writer._ranges.count == 0
+
+
+def test_an_output_that_is_an_exception_fails_its_position(post: Post) -> None:
+    _, (one, bad, three) = post.pack(["a", ValueError("bad"), "c"])
+    assert (one, three) == ("a", "c")
+    assert isinstance(bad, ValueError)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> None:
+    if not is_first:
+        post.pack([np.zeros(LARGE)])
+    raw = bytearray(LARGE)
+    outputs = [np.frombuffer(raw, np.uint8), RefusesPickling(ValueError("no")), "last"]
+    kind, (one, bad, last) = post.pack(outputs)
+    assert kind is Kind.OUTPUTS
+    assert (len(one), last) == (LARGE, "last")
+    assert "cannot be pickled" in str(bad)
+    outputs.clear()
+    raw.append(1)  # nothing is locked
+    assert post.pack(["after"]) == (Kind.OUTPUT_ATOMS, ["after"])
+
+
+@pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
+def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
+    _, (large, small) = post.pack([make(MAX_FRAME_BYTES), "small"])
+    assert small == "small"
+    assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(large)
+    assert post.writer._ranges.count == 0
+    assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
+
+
+def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None:
+    for raw in (bytearray(LARGE), bytearray(LARGE)):
+        assert post.pack([np.frombuffer(raw, np.uint8), raw])[0] is Kind.SHARED_OUTPUTS
+        raw.append(1)
+
+
+def fill(post: Post) -> None:
+    """Leave no room, in answers that nobody copies."""
+    while post.encoder.pack([np.zeros(MEBI, np.uint8)], {})[0][0] is Kind.SHARED_OUTPUTS:
+        pass
+
+
+@pytest.mark.parametrize("output", [b"x" * (2 * MEBI), np.zeros(2 * MEBI, np.uint8)], ids=type)
+def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
+    post: Post, caplog: pytest.LogCaptureFixture, output: Any
+) -> None:
+    fill(post)
+    caplog.clear()
+    post.encoder._has_warned = False
+    for _ in range(2):
+        kind, (got,) = post.pack([output])
+        assert kind is Kind.OUTPUTS
+        assert bytes(got) == bytes(output)
+        _, (got, error) = post.pack([output, None], {1: describe(ValueError("this one"))})
+        assert bytes(got) == bytes(output)
+        assert isinstance(error, ValueError)
+    (record,) = caplog.records
+    assert "large outputs go through a pipe" in record.message
+    assert f"of max_shared_bytes={SIZE} are taken" in record.message
+
+
+def test_where_there_is_no_memory_the_pipe_is_left(
+    post: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse_memory(post.writer._fd)
+    for _ in range(2):
+        kind, (got,) = post.pack([np.full(LARGE, 1)])
+        assert (kind, got.sum()) == (Kind.OUTPUTS, LARGE)
+    (record,) = caplog.records
+    assert "Bad file descriptor" in record.message
+    assert post.writer._ranges.count == 0
+
+
+def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    encoder = ReplyEncoder(OSError("no such memory"), MAX_FRAME_BYTES)
+    encoder.rest()
+    encoder.pack(["small"], {})
+    assert not caplog.records
+    counted = Counted(b"x" * LARGE)
+    for _ in range(2):
+        ((kind, _),) = encoder.pack([counted], {})
+        assert kind is Kind.OUTPUTS
+    (record,) = caplog.records
+    assert "no such memory" in record.message
+    assert counted.count == 2
+
+
+def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = ReplyEncoder(None, MAX_FRAME_BYTES)
+    encoder.rest()
+    one, error = outcomes_in(
+        encoder.pack([np.zeros(LARGE), None], {1: describe(ValueError("one"))})
+    )
+    assert one.shape == (LARGE,)
+    assert isinstance(error, ValueError)
+    assert not caplog.records
+
+
+def test_an_answer_for_other_requests_is_none(post: Post) -> None:
+    where = post.where([np.zeros(LARGE)])
+    with pytest.raises(TransportError, match="1 outcomes came back for 2 requests"):
+        SharedOutputs(post.outbox.find(*where), {}).read(2)
+
+
+@pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
+def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
+    where = post.where([np.zeros(LARGE)])
+    with pytest.raises(TransportError):
+        SharedOutputs(post.outbox.find(*where), failures).read(1)

@@ -1,0 +1,89 @@
+"""What is computed before the worker is ready, and what is told of it; in this process."""
+
+import io
+from typing import Any
+
+import pytest
+from sample_models import Echo, RaisesOnWarmUp, Warm, WarmsUpBadly
+
+from fast_batcher._worker.warm_up import warm_up
+from fast_batcher.errors import OutputMismatchError
+
+
+class Sizes(Echo):
+    """Knows what it was given."""
+
+    def __init__(self, *inputs: Any, most: int = 1000) -> None:
+        self.inputs = inputs
+        self.most = most
+        self.seen: list[list[Any]] = []
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        if len(inputs) > self.most:
+            raise MemoryError("too large")
+        self.seen.append(inputs)
+        return inputs
+
+    def warmup_inputs(self) -> tuple[Any, ...]:
+        return self.inputs
+
+
+def test_one_input_and_a_full_batch_are_computed_twice() -> None:
+    model = Sizes("a", "b")
+    times = warm_up(model, 3)
+    assert model.seen == [["a"], ["a"], ["a", "b", "a"], ["a", "b", "a"]]
+    assert [size for size, _ in times] == [1, 3]
+    assert all(seconds >= 0 for _, seconds in times)
+
+
+def test_every_input_is_computed_and_no_batch_is_too_large() -> None:
+    model = Sizes("a", "b", "c")
+    assert [size for size, _ in warm_up(model, 2)] == [1, 2]
+    assert model.seen == [["a"], ["a"], ["a", "b"], ["c", "a"], ["a", "b"]]
+
+
+def test_without_batching_every_input_is_computed_too() -> None:
+    model = Sizes("a", "b")
+    assert [size for size, _ in warm_up(model, 1)] == [1]
+    assert model.seen == [["a"], ["a"], ["b"]]
+
+
+def test_without_inputs_there_is_nothing_to_tell() -> None:
+    class Plain:
+        def infer(self, inputs: list[Any]) -> list[Any]:
+            raise AssertionError("it has no inputs")
+
+    assert warm_up(Plain(), 4) == []
+    assert warm_up(Warm([]), 4) == []
+
+
+def test_a_full_batch_that_is_too_large_is_no_reason_not_to_start() -> None:
+    """Requests may never fill one, and batches become smaller if they do."""
+    assert [size for size, _ in warm_up(Sizes("a", most=2), 8)] == [1]
+    with pytest.raises(MemoryError):
+        warm_up(Sizes("a", most=0), 8)
+
+
+def test_a_warm_up_that_fails_raises() -> None:
+    with pytest.raises(OutputMismatchError, match="during warm-up: infer returned 0 outputs for 1"):
+        warm_up(WarmsUpBadly(), 4)
+    with pytest.raises(ValueError, match="too cold"):
+        warm_up(RaisesOnWarmUp(), 4)
+
+
+def test_a_model_may_use_its_inputs_up() -> None:
+    class Consuming(Sizes):
+        def infer(self, inputs: list[Any]) -> list[Any]:
+            self.seen.append([(one.pop("text"), one["file"].read()) for one in inputs])
+            return inputs
+
+    model = Consuming(*[{"text": text, "file": io.BytesIO(b"file")} for text in "ab"])
+    assert [size for size, _ in warm_up(model, 3)] == [1, 3]
+    a, b = ("a", b"file"), ("b", b"file")
+    assert model.seen == [[a], [a], [a, b, a], [a, b, a]]
+
+
+def test_inputs_that_cannot_be_sent_are_computed_as_they_are() -> None:
+    model = Sizes(lambda: None)
+    warm_up(model, 2)
+    assert model.seen == [[*model.inputs]] * 2 + [[*model.inputs] * 2] * 2
