@@ -6,7 +6,7 @@ from fast_batcher import DynBatcher, InferenceModel
 
 
 class Shouter(InferenceModel[str, str]):
-    """Your model. It lives in a worker process of its own: load the weights in `__init__`."""
+    """Your model. It lives in a worker process: load the weights in `__init__`."""
 
     def infer(self, inputs: list[str]) -> list[str]:
         """Compute a whole batch: one output per input, in the same order."""
@@ -19,5 +19,5 @@ app = FastAPI(lifespan=batcher.lifespan)
 
 @app.get("/shout/{text}")
 async def shout(text: str) -> str:
-    """Answer one request; those that are in flight at the same time share a batch."""
+    """Answer one request; requests that are in flight at the same time share a batch."""
     return await batcher.process_batched(text)

@@ -156,7 +156,8 @@ async def test_a_service_with_a_target_refuses_what_it_cannot_answer_in_time() -
 # --- calls ----------------------------------------------------------------------------------------
 
 
-async def test_f70_falsy_inputs_come_back_as_they_went() -> None:
+async def test_falsy_inputs_come_back_as_they_went() -> None:
+    """Fault F70."""
     values: list[Any] = [None, 0, 0.0, "", b"", [], {}, (), False, math.inf, "text", {"a": [None]}]
     async with DynBatcher(Echo) as batcher:
         for value in values:
@@ -214,7 +215,8 @@ async def test_warm_up_comes_before_the_first_batch() -> None:
         assert batcher.stats.batches == 1
 
 
-async def test_f28_an_exception_at_a_position_fails_that_request_alone() -> None:
+async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
+    """Fault F28."""
     async with DynBatcher(FailsPositions) as batcher:
         calls = [call(batcher, text) for text in ("one", "bad", "two")]
         one, bad, two = [await outcome(task) for task in calls]
@@ -461,9 +463,10 @@ async def test_a_waiting_request_expires_while_the_worker_is_busy(gate: Gate) ->
         assert batcher.stats.batches == 1
 
 
-async def test_f36_a_running_request_expires_its_result_is_dropped_and_the_next_call_is_right(
+async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call_is_right(
     gate: Gate,
 ) -> None:
+    """Fault F36."""
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         patient = call(batcher, "patient")
         hasty = call(batcher, "hasty", timeout=SOON)
@@ -623,9 +626,10 @@ INFER_TIMEOUT = 0.5
 
 
 @pytest.mark.slow
-async def test_f20_infer_timeout_replaces_the_worker_and_keeps_the_queue(
+async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Fault F20."""
     async with DynBatcher(Holds, model_args=(gate.path,), infer_timeout=INFER_TIMEOUT) as batcher:
         stuck = [call(batcher, "hold") for _ in range(2)]
         visit = await gate.visit()
@@ -644,7 +648,8 @@ async def test_f20_infer_timeout_replaces_the_worker_and_keeps_the_queue(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
-async def test_f21_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None:
+async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None:
+    """Fault F21."""
     async with DynBatcher(
         Stuck, model_args=(gate.path, how), infer_timeout=INFER_TIMEOUT, stop_timeout=0.2
     ) as batcher:
@@ -662,7 +667,8 @@ async def test_f21_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> 
 # --- the queue's limit ----------------------------------------------------------------------------
 
 
-async def test_f62_a_full_queue_refuses_at_once_and_has_room_again_later(gate: Gate) -> None:
+async def test_a_full_queue_refuses_at_once_and_has_room_again_later(gate: Gate) -> None:
+    """Fault F62."""
     async with DynBatcher(Holds, model_args=(gate.path,), max_queue_size=3) as batcher:
         first = call(batcher, "hold")
         visit = await gate.visit()
@@ -693,7 +699,8 @@ class Weighed:
         return str, ("an input",)
 
 
-async def test_f62_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None:
+async def test_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None:
+    """Fault F62."""
     settings: dict[str, Any] = {"max_queue_bytes": 1000, "max_queue_size": 2}
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
         running = [call(batcher, "x" * 900)]
@@ -750,7 +757,8 @@ async def test_many_come_back_in_order() -> None:
         assert assert_balance(batcher).completed == 104
 
 
-async def test_f70_none_of_many_is_an_empty_list_and_asks_nobody() -> None:
+async def test_process_many_of_nothing_is_an_empty_list_and_sends_nothing() -> None:
+    """Fault F70."""
     async with DynBatcher(Echo) as batcher:
         assert await batcher.process_many([]) == []
         assert batcher.stats.submitted == 0
@@ -903,7 +911,8 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 Threads = concurrent.futures.ThreadPoolExecutor
 
 
-async def test_f48_submit_serves_many_threads_at_once(threads: Threads) -> None:
+async def test_submit_serves_many_threads_at_once(threads: Threads) -> None:
+    """Fault F48."""
     async with DynBatcher(Echo, 8) as batcher:
 
         def work(start: int) -> list[int]:
@@ -1339,7 +1348,8 @@ async def test_aclose_waits_for_deadlines_as_well(gate: Gate) -> None:
     assert isinstance(await outcome(running), DeadlineExceededError)
 
 
-async def test_f50_closing_twice_and_together_is_closing_once() -> None:
+async def test_closing_twice_and_together_is_closing_once() -> None:
+    """Fault F50."""
     batcher = DynBatcher(Echo)
     await batcher.open()
     await asyncio.gather(batcher.aclose(), batcher.aclose(), batcher.aclose())
@@ -1350,7 +1360,8 @@ async def test_f50_closing_twice_and_together_is_closing_once() -> None:
     assert batcher.state == "closed"
 
 
-async def test_f50_closing_before_opening_is_the_end_too() -> None:
+async def test_closing_before_opening_is_the_end_too() -> None:
+    """Fault F50."""
     before = psutil.Process().children()
     batcher = DynBatcher(Echo)
     await batcher.aclose()
@@ -1361,7 +1372,8 @@ async def test_f50_closing_before_opening_is_the_end_too() -> None:
     assert psutil.Process().children() == before
 
 
-async def test_f50_a_call_after_the_end_is_refused_at_once() -> None:
+async def test_a_call_after_the_end_is_refused_at_once() -> None:
+    """Fault F50."""
     async with DynBatcher(Echo, name="closed one") as batcher:
         pass
     with within(0.01, "a call after the end is refused") as limit:
@@ -1376,7 +1388,8 @@ async def test_f50_a_call_after_the_end_is_refused_at_once() -> None:
     assert (stats.rejected, stats.submitted) == (2, 0)
 
 
-async def test_f50_an_exception_in_the_body_closes_and_goes_on() -> None:
+async def test_an_exception_in_the_body_closes_and_goes_on() -> None:
+    """Fault F50."""
     with pytest.raises(ZeroDivisionError):
         async with DynBatcher(Echo) as batcher:
             raise ZeroDivisionError

@@ -99,7 +99,8 @@ async def until_not_ready(batcher: DynBatcher[Any, Any]) -> None:
 # --- workers that die -----------------------------------------------------------------------------
 
 
-async def test_f02_a_worker_killed_in_a_batch_fails_that_batch_and_is_replaced(gate: Gate) -> None:
+async def test_a_worker_killed_in_a_batch_fails_that_batch_and_is_replaced(gate: Gate) -> None:
+    """Fault F02."""
     async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
         calls = [call(batcher, value) for value in ("hold", 1, 2)]
         visit = await gate.visit()
@@ -119,8 +120,8 @@ async def test_f02_a_worker_killed_in_a_batch_fails_that_batch_and_is_replaced(g
         assert (stats.failed, stats.completed, stats.restarts) == (3, 2, 1)
 
 
-async def test_f02_a_killed_worker_is_noticed_although_its_child_lives_on(gate: Gate) -> None:
-    """The child has inherited the pipe and the sentinel, so neither tells of the death."""
+async def test_a_killed_worker_is_noticed_although_its_child_lives_on(gate: Gate) -> None:
+    """Fault F02: its child has inherited pipe and sentinel, so neither tells of the death."""
     async with DynBatcher(Forks, model_args=(gate.path,), idempotent=False) as batcher:
         running = call(batcher, None)
         visit = await gate.visit()
@@ -152,7 +153,8 @@ async def test_a_worker_with_a_living_child_is_closed_in_time(gate: Gate) -> Non
         assert processes.survivors(0.0) == []
 
 
-async def test_f01_an_idle_worker_is_killed_and_no_request_fails() -> None:
+async def test_an_idle_worker_is_killed_and_no_request_fails() -> None:
+    """Fault F01."""
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
         with within(0.1, "the death of an idle worker is noticed") as limit:
@@ -166,7 +168,8 @@ async def test_f01_an_idle_worker_is_killed_and_no_request_fails() -> None:
         assert assert_balance(batcher).failed == 0
 
 
-async def test_f10_all_workers_are_killed_at_once_and_all_are_replaced() -> None:
+async def test_all_workers_are_killed_at_once_and_all_are_replaced() -> None:
+    """Fault F10."""
     async with DynBatcher(Whereabouts, num_workers=2) as batcher:
         pids: set[int] = set()
         while len(pids) < 2:
@@ -201,8 +204,8 @@ async def test_a_worker_dies_again_and_again_and_is_replaced_each_time() -> None
         assert assert_balance(batcher).restarts == 3
 
 
-async def test_f03_a_worker_is_killed_behind_an_unread_batch(gate: Gate) -> None:
-    """50 MB are on their way to a stopped worker: its pipe is full, and nobody will read it."""
+async def test_a_worker_killed_before_it_has_read_its_batch_loses_no_request(gate: Gate) -> None:
+    """Fault F03: 50 MB are on their way to a stopped worker, so its full pipe is not read."""
     async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
         held = call(batcher, "hold")
         visit = await gate.visit()
@@ -244,9 +247,10 @@ async def test_somebody_else_has_waited_for_the_worker(gate: Gate, somebody: str
     [b"nonsense" * 10, b"fbt1" + b"\x12\0\0\0" + b"\0\0\0\0\0\0\0\x80" + bytes(16)],
     ids=["not a frame", "a frame of 2**63 bytes"],
 )
-async def test_f38_a_worker_that_talks_nonsense_is_replaced(
+async def test_a_worker_that_breaks_the_protocol_is_replaced(
     nonsense: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Fault F38."""
     async with DynBatcher(TalksNonsense, idempotent=False) as batcher:
         assert isinstance(await outcome(call(batcher, nonsense)), WorkerLostError)
         assert await batcher.process_batched(b"") == b""
@@ -254,9 +258,10 @@ async def test_f38_a_worker_that_talks_nonsense_is_replaced(
     assert "is replaced" in caplog.text
 
 
-async def test_f37_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
+async def test_a_worker_that_answers_a_batch_it_does_not_have_is_replaced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Fault F37."""
     from packing import pack
 
     from fast_batcher._transport import codec
@@ -317,9 +322,10 @@ def text_of(error: BaseException) -> str:
 
 @one_loop
 @pytest.mark.parametrize("name", RAISED)
-async def test_f26_what_the_model_raises_reaches_the_callers_of_the_batch(
+async def test_what_the_model_raises_reaches_the_callers_of_the_batch(
     raising: DynBatcher[Any, Any], name: str
 ) -> None:
+    """Fault F26."""
     kinds, text = RAISED[name]
     restarts = raising.stats.restarts
     errors = [await outcome(task) for task in [call(raising, "fine"), call(raising, name)]]
@@ -357,9 +363,10 @@ async def returning() -> Any:
 
 @one_loop
 @pytest.mark.parametrize("name", OUTPUTS)
-async def test_f23_f24_the_model_must_return_one_output_per_input(
+async def test_the_model_must_return_one_output_per_input(
     returning: DynBatcher[Any, Any], name: str
 ) -> None:
+    """Faults F23 and F24."""
     results = [await outcome(task) for task in [call(returning, name) for _ in range(3)]]
     if name in GOOD_OUTPUTS:
         assert not any(isinstance(result, BaseException) for result in results)
@@ -377,7 +384,8 @@ async def test_f23_f24_the_model_must_return_one_output_per_input(
 
 @one_loop
 @pytest.mark.parametrize("name", UNPICKLABLE)
-async def test_f27_an_output_that_cannot_be_pickled_fails_alone(name: str) -> None:
+async def test_an_output_that_cannot_be_pickled_fails_alone(name: str) -> None:
+    """Fault F27."""
     async with DynBatcher(UnpicklableOutputs) as batcher:
         calls = [call(batcher, text) for text in ("one", name, "two")]
         one, bad, two = [await outcome(task) for task in calls]
@@ -475,7 +483,8 @@ async def test_a_model_may_empty_the_list_it_is_given() -> None:
 
 @one_loop
 @pytest.mark.parametrize("way", ["exit 0", "exit 3"])
-async def test_f07_a_model_that_exits_is_a_dead_worker(way: str) -> None:
+async def test_a_model_that_exits_is_a_dead_worker(way: str) -> None:
+    """Fault F07."""
     async with DynBatcher(Crashes, idempotent=False) as batcher:
         error = await outcome(call(batcher, way))
         assert isinstance(error, WorkerLostError)
@@ -563,7 +572,8 @@ async def test_large_outputs_come_back_whole() -> None:
 
 
 @pytest.mark.slow
-async def test_f30_a_model_that_prints_a_lot_is_not_held_up() -> None:
+async def test_a_model_that_prints_a_lot_is_not_held_up() -> None:
+    """Fault F30."""
     async with DynBatcher(Noisy) as batcher:
         assert await batcher.process_batched(2000) == 2000
 
@@ -582,7 +592,8 @@ async def start_error_of(batcher: DynBatcher[Any, Any]) -> WorkerStartupError:
 
 
 @one_loop
-async def test_f12_an_init_that_raises() -> None:
+async def test_an_init_that_raises_is_a_start_error_with_its_traceback() -> None:
+    """Fault F12."""
     error = await start_error_of(DynBatcher(RaisesOnLoad))
     assert str(error) == (
         "worker 0 could not load RaisesOnLoad: FileNotFoundError: no weights at /models/tiny.bin"
@@ -606,14 +617,18 @@ async def test_an_init_that_calls_sys_exit() -> None:
         ("segfault", "signal 11 (SIGSEGV)"),
     ],
 )
-async def test_f12_a_worker_that_dies_while_it_loads(way: str, text: str) -> None:
+async def test_a_worker_that_dies_while_it_loads_is_a_start_error_with_its_exit_code(
+    way: str, text: str
+) -> None:
+    """Fault F12."""
     error = await start_error_of(DynBatcher(ExitsOnLoad, model_args=(way,)))
     assert text in str(error)
     assert "before it had loaded ExitsOnLoad" in str(error)
 
 
 @pytest.mark.slow
-async def test_f13_an_init_that_never_returns(gate: Gate) -> None:
+async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gate) -> None:
+    """Fault F13."""
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
     early = call(batcher, "early")
     with within(1.1, "a start that never ends (start_timeout=1)") as limit:
@@ -789,7 +804,8 @@ def new_loop(request: pytest.FixtureRequest) -> Iterator[NewLoop]:
         loop.close()
 
 
-def test_f47_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(new_loop: NewLoop) -> None:
+def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(new_loop: NewLoop) -> None:
+    """Fault F47."""
     batcher = DynBatcher(Whereabouts)
     pids = set()
     for _ in range(3):
@@ -874,7 +890,8 @@ def abandon(tasks: "list[asyncio.Task[Any]]") -> None:
         task.get_coro().close()
 
 
-def test_f48_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> None:
+def test_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> None:
+    """Fault F48."""
     batcher = DynBatcher(Echo)
     first, second = new_loop(), new_loop()
     assert first.run_until_complete(batcher.process_batched(1)) == 1
@@ -890,7 +907,8 @@ def test_f48_a_loop_that_lives_is_not_left_for_another(new_loop: NewLoop) -> Non
     first.run_until_complete(batcher.aclose())
 
 
-def test_f48_a_loop_in_another_thread_is_told_to_use_submit(new_loop: NewLoop) -> None:
+def test_a_loop_in_another_thread_is_told_to_use_submit(new_loop: NewLoop) -> None:
+    """Fault F48."""
     batcher = DynBatcher(Echo)
     first = new_loop()
 
@@ -1218,7 +1236,8 @@ Start = Callable[..., Program]
 
 
 @pytest.mark.slow
-def test_f40_an_idle_worker_does_not_outlive_its_parent(program: Start) -> None:
+def test_an_idle_worker_does_not_outlive_its_parent(program: Start) -> None:
+    """Fault F40."""
     running = program(
         """
         async def main():
@@ -1238,9 +1257,8 @@ def test_f40_an_idle_worker_does_not_outlive_its_parent(program: Start) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
-def test_f40_a_busy_worker_does_not_outlive_its_parent(
-    program: Start, gate: Gate, how: str
-) -> None:
+def test_a_busy_worker_does_not_outlive_its_parent(program: Start, gate: Gate, how: str) -> None:
+    """Fault F40."""
     running = program(
         f"""
         async def main():
@@ -1254,7 +1272,8 @@ def test_f40_a_busy_worker_does_not_outlive_its_parent(
 
 
 @pytest.mark.slow
-def test_f40_a_loading_worker_does_not_outlive_its_parent(program: Start, gate: Gate) -> None:
+def test_a_loading_worker_does_not_outlive_its_parent(program: Start, gate: Gate) -> None:
+    """Fault F40."""
     running = program(
         f"""
         async def main():
@@ -1478,8 +1497,8 @@ def test_a_model_class_of_the_program_itself_works(program: Start) -> None:
 
 
 @pytest.mark.slow
-def test_f42_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
-    """The terminal sends SIGINT to the whole group; the program decides what follows from it."""
+def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
+    """Fault F42: the terminal sends SIGINT to the whole group; the program decides what follows."""
     running = program(
         f"""
         async def main():
@@ -1528,7 +1547,8 @@ def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("use", ["process_batched", "process_many", "submit", "open"])
-def test_f49_a_forked_copy_is_refused_and_harms_nobody(program: Start, use: str) -> None:
+def test_a_forked_copy_is_refused_and_harms_no_call_of_its_parent(program: Start, use: str) -> None:
+    """Fault F49."""
     running = program(
         f"""
         batcher = DynBatcher(sample_models.Whereabouts)
@@ -1648,8 +1668,8 @@ def test_a_batcher_made_before_the_fork_is_opened_after_it(program: Start) -> No
 
 
 @pytest.mark.slow
-def test_f52_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
-    """With one more file descriptor each time, the start fails at the next step."""
+def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
+    """Fault F52: with one more file descriptor each time, the start fails at the next step."""
     running = program(
         """
         import resource
@@ -1706,8 +1726,8 @@ def test_importing_the_library_and_making_a_batcher_starts_no_process(program: S
 
 
 @pytest.mark.slow
-def test_f55_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) -> None:
-    """Its requests have expired meanwhile, and nobody takes its silence for death."""
+def test_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) -> None:
+    """Fault F55: its requests have expired, and its silence does not count as death."""
     running = program(
         """
         from fast_batcher._core import heartbeat

@@ -345,7 +345,8 @@ def test_the_header_may_have_another_name() -> None:
         *("", " ", "1_000", "0x10", "1,5", "+1", "9" * 20, "1" * 5000, "5s", "true", "soon"),
     ],
 )
-def test_f64_an_absurd_deadline_is_a_400(value: str) -> None:
+def test_an_absurd_deadline_is_a_400(value: str) -> None:
+    """Fault F64."""
     response = make_timeout_app().get("/", headers={"X-Request-Timeout": value})
     assert response.status_code == 400
     assert response.json()["detail"].startswith("X-Request-Timeout: ")
@@ -626,7 +627,8 @@ def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
     assert (first.state, second.state) == ("closed", "closed")
 
 
-def test_f56_a_batcher_is_closed_when_a_later_lifespan_fails() -> None:
+def test_a_batcher_is_closed_when_a_later_lifespan_fails() -> None:
+    """Fault F56."""
     batcher = DynBatcher(Echo)
     failing = Diary().lifespan("disk", failure=OSError("no such disk"))
     app = FastAPI(lifespan=combine_lifespans(batcher.lifespan, failing))
@@ -995,9 +997,10 @@ def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
 
 
 @pytest.mark.slow
-def test_f41_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
+def test_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
+    """Fault F41."""
     server = serve("apps.whole:app")
     url = server.wait_for(r"running on (http://[\d.:]+)")[1]
     assert httpx2.get(f"{url}/readyz").status_code == 200
@@ -1017,9 +1020,10 @@ def test_f41_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
 
 
 @pytest.mark.slow
-def test_f57_each_of_two_uvicorn_workers_has_processes_of_its_own(
+def test_each_of_two_uvicorn_workers_has_processes_of_its_own(
     serve: Callable[..., Server],
 ) -> None:
+    """Fault F57."""
     server = serve("apps.whole:app", "--workers", "2")
     url = server.wait_for(r"running on (http://[\d.:]+)")[1]
     said = [server.wait_for(r"server (\d+) has worker (\d+) of (\d+)") for _ in range(2)]
@@ -1058,10 +1062,10 @@ def ask_until(url: str, **wanted: int) -> dict[str, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("app", ["app", "wrapped"])
-def test_f43_f44_clients_that_go_away_are_forgotten_queued_or_running(
+def test_clients_that_go_away_are_forgotten_queued_or_running(
     serve: Callable[..., Server], gate: Gate, app: str
 ) -> None:
-    """Rows F43 and F44 of the fault catalogue."""
+    """Faults F43 and F44."""
     server = serve(f"apps.disconnect:{app}")
     url = server.wait_for(r"running on (http://[\d.:]+)")[1]
     running = post_and_stay(url, "/pass", gate.port)

@@ -1,4 +1,4 @@
-"""Rows F67 and F68: bodies that are too large, too slow or nonsense, on raw sockets to a server."""
+"""Faults F67 and F68: bodies that are too large, too slow or malformed, on raw sockets."""
 
 import socket
 from collections.abc import Iterator
@@ -39,14 +39,16 @@ def status_of(client: socket.socket) -> int:
 
 
 @pytest.mark.slow
-def test_f67_a_body_that_announces_2_gb_is_refused_before_any_of_it_is_sent(url: str) -> None:
+def test_a_body_that_announces_2_gb_is_refused_before_any_of_it_is_sent(url: str) -> None:
+    """Fault F67."""
     with connect(url) as client:
         begin(client, f"Content-Length: {2**31}")
         assert status_of(client) == 413
 
 
 @pytest.mark.slow
-def test_f67_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(url: str) -> None:
+def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(url: str) -> None:
+    """Fault F67."""
     with connect(url) as client:
         begin(client, "Transfer-Encoding: chunked")
         for _ in range(11):
@@ -55,7 +57,8 @@ def test_f67_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(url: 
 
 
 @pytest.mark.slow
-def test_f67_a_body_that_comes_byte_by_byte_is_refused(url: str) -> None:
+def test_a_body_that_comes_byte_by_byte_is_refused(url: str) -> None:
+    """Fault F67."""
     with connect(url) as client:
         begin(client, "Content-Length: 1000")
         client.sendall(b"{")
@@ -80,7 +83,8 @@ BODIES: dict[str, tuple[bytes, dict[str, str], set[int]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BODIES)
-def test_f67_nonsense_is_the_clients_error_and_never_the_servers(url: str, name: str) -> None:
+def test_a_malformed_body_is_a_client_error_and_never_a_server_error(url: str, name: str) -> None:
+    """Fault F67."""
     body, headers, statuses = BODIES[name]
     sent = {"Content-Type": "application/json", **headers}
     response = httpx2.post(f"{url}/length", content=body, headers=sent, timeout=LIMIT)
@@ -89,7 +93,8 @@ def test_f67_nonsense_is_the_clients_error_and_never_the_servers(url: str, name:
 
 
 @pytest.mark.slow
-def test_f68_a_thousand_slow_clients_do_not_keep_others_waiting(url: str) -> None:
+def test_a_thousand_slow_clients_do_not_keep_others_waiting(url: str) -> None:
+    """Fault F68."""
     clients = [connect(url) for _ in range(1000)]
     try:
         for client in clients:

@@ -1,4 +1,4 @@
-"""What the README shows is Python, is formatted as our own, and runs with an installed package."""
+"""What README and documents show is formatted as our own, and runs with an installed package."""
 
 import ast
 import re
@@ -16,6 +16,7 @@ from test_examples import serve
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
 # No process of these tests takes longer, in seconds, unless it hangs.
 LIMIT = 60.0
 
@@ -32,7 +33,7 @@ def blocks(text: str, language: str) -> list[str]:
     return found
 
 
-PROGRAMS = blocks(README, "python")
+PROGRAMS = [one for page in (README, *PAGES.values()) for one in blocks(page, "python")]
 # Modules of ours that a block imports from must have what it imports.
 OURS = "fast_batcher"
 
@@ -43,13 +44,16 @@ def test_blocks_are_found() -> None:
     assert blocks(text, "sh") == ["ls\n"]
 
 
-def test_the_readme_shows_programs() -> None:
-    assert PROGRAMS
+def test_the_readme_and_the_pages_show_programs() -> None:
+    assert len(blocks(README, "python")) > 3
+    assert len(PROGRAMS) > 10
 
 
-def test_no_fence_is_left_open() -> None:
-    assert sum(line.lstrip().startswith("```") for line in README.splitlines()) == 2 * len(
-        BLOCK.findall(README)
+@pytest.mark.parametrize("page", ["README.md", *PAGES])
+def test_no_fence_is_left_open(page: str) -> None:
+    text = PAGES.get(page, README)
+    assert sum(line.lstrip().startswith("```") for line in text.splitlines()) == 2 * len(
+        BLOCK.findall(text)
     )
 
 
@@ -58,7 +62,7 @@ def test_every_program_compiles(number: int) -> None:
     # A line of a handler may stand alone: `await` at the top level is allowed.
     compile(
         PROGRAMS[number],
-        f"README.md, program {number + 1}",
+        f"program {number + 1}",
         "exec",
         flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
     )
@@ -216,9 +220,22 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_an_installed_package_runs_a_decorated_function(installed: str, tmp_path: Path) -> None:
-    (program,) = [one for one in PROGRAMS if "dynamically" in one]
+    (program, _) = blocks(PAGES["decorators.md"], "python")
     done = run(installed, program, tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("3 [2, 7]\n", "", 0)
+
+
+@pytest.mark.slow
+def test_an_installed_package_passes_the_test_of_an_app(installed: str, saved: Path) -> None:
+    done = subprocess.run(
+        [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"],
+        cwd=saved,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_every_test_that_is_named_is_there() -> None:
@@ -226,9 +243,3 @@ def test_every_test_that_is_named_is_there() -> None:
     assert len(named) > 5
     for path, test in named:
         assert f"def {test}(" in (ROOT / path).read_text(), (path, test)
-
-
-def test_every_file_that_is_linked_is_there() -> None:
-    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", README)
-    inside = [link for link in links if "://" not in link and not link.startswith("mailto:")]
-    assert [link for link in inside if not (ROOT / link).exists()] == []

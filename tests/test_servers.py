@@ -38,9 +38,10 @@ def workers_below(pid: int) -> list[psutil.Process]:
     return found
 
 
-def test_f41_readiness_ends_with_the_signal_and_what_runs_is_answered(
+def test_readiness_ends_with_the_signal_and_what_runs_is_answered(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
+    """Fault F41."""
     server = serve("apps.draining:app")
     url = server.wait_for(URL)[1]
     with httpx2.Client(base_url=url, timeout=LIMIT) as client:
@@ -60,9 +61,10 @@ def test_f41_readiness_ends_with_the_signal_and_what_runs_is_answered(
     assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
 
 
-def test_f42_the_first_ctrl_c_drains_and_the_second_ends(
+def test_the_first_ctrl_c_drains_and_the_second_ends(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
+    """Fault F42."""
     server = serve("apps.whole:app")
     url = server.wait_for(URL)[1]
     running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
@@ -115,9 +117,8 @@ def reloaded(tmp_path: Path) -> Iterator[Server]:
     server.close()
 
 
-def test_f57_reloading_leaves_as_many_workers_as_there_were(
-    reloaded: Server, tmp_path: Path
-) -> None:
+def test_reloading_leaves_the_number_of_workers_unchanged(reloaded: Server, tmp_path: Path) -> None:
+    """Fault F57."""
     url = reloaded.wait_for(URL)[1]
     seen: set[str] = set()
     for number in range(6):
@@ -136,9 +137,10 @@ def test_f57_reloading_leaves_as_many_workers_as_there_were(
     assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
 
 
-def test_f57_four_uvicorn_workers_have_four_times_the_processes(
+def test_four_uvicorn_workers_have_four_times_the_processes(
     serve: Callable[..., Server],
 ) -> None:
+    """Fault F57."""
     server = serve("apps.whole:app", "--workers", "4")
     url = server.wait_for(URL)[1]
     said = [server.wait_for(SAID).groups() for _ in range(4)]
@@ -150,8 +152,8 @@ def test_f57_four_uvicorn_workers_have_four_times_the_processes(
     assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
 
 
-def test_f49_gunicorn_with_preload_has_a_batcher_per_process() -> None:
-    """The app is imported, and the batcher made, before the fork; it is opened after it."""
+def test_gunicorn_with_preload_has_a_batcher_per_process() -> None:
+    """Fault F49: the batcher is constructed before the fork and opened after it."""
     command = ["gunicorn", "--preload", "--workers", "2", "--bind", "127.0.0.1:0"]
     worker_class = ["--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", str(TESTS)]
     server = Server("", command=[*command, *worker_class, "apps.whole:app"])

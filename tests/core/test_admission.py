@@ -374,7 +374,8 @@ def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
     assert len(refused_at(scheduler, now, 3)) == 3
 
 
-def test_f63_a_deadline_shorter_than_any_batch_gets_a_late_answer_or_a_quick_refusal() -> None:
+def test_a_deadline_shorter_than_any_batch_gets_a_late_answer_or_a_quick_refusal() -> None:
+    """Fault F63."""
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
     (first,) = [Request("impossible", None, now + 0.001)]
@@ -702,10 +703,10 @@ def cpu(requests: list[Request], _: int) -> float:
 @pytest.mark.parametrize(
     ("work", "size", "target"), [(gpu, 64, 0.05), (mid, 32, 0.05), (cpu, 16, 0.1)]
 )
-def test_f60_under_five_times_the_capacity_who_is_let_in_is_answered_in_time(
+def test_under_five_times_the_capacity_accepted_requests_are_answered_in_time(
     work: Work, size: int, target: float, scatter: float
 ) -> None:
-    """With a millisecond to spare, for the event loop takes its time before and after."""
+    """Fault F60, with a millisecond to spare for the event loop before and after."""
     chance = random.Random(7)
 
     def scattered(requests: list[Request], number: int) -> float:
@@ -723,7 +724,8 @@ def test_f60_under_five_times_the_capacity_who_is_let_in_is_answered_in_time(
 
 
 @pytest.mark.parametrize("load", [1.2, 2.0, 5.0])
-def test_f60_far_too_many_requests_cost_no_goodput(load: float) -> None:
+def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
+    """Fault F60."""
     outcomes = overloaded(load, 4.0, seed=1)
     assert outcomes.count_within(TARGET, since=0.5) >= 0.97 * 3.5 * GPU_CAPACITY
     waits = sorted(took for _, took in outcomes.rejected)
@@ -761,7 +763,8 @@ def test_slow_batches_behind_a_warm_up_do_not_stop_the_service_either() -> None:
     assert outcomes.count_within(TARGET, since) > 0.9 * offered
 
 
-def test_f61_after_a_pulse_the_service_is_as_before() -> None:
+def test_after_a_pulse_latency_is_normal_again() -> None:
+    """Fault F61."""
     scheduler = make(max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=TARGET)
     before = poisson(0.5 * GPU_CAPACITY, 1.0, 3)
     pulse = poisson(10 * GPU_CAPACITY, 2.0, 4, since=1.0)
@@ -773,7 +776,9 @@ def test_f61_after_a_pulse_the_service_is_as_before() -> None:
     assert not [arrival for arrival, _ in outcomes.rejected if arrival > 2.0 + 2 * TARGET]
 
 
-def test_f35_stragglers_do_not_make_it_refuse_what_could_be_served() -> None:
+def test_stragglers_cause_no_false_rejections() -> None:
+    """Fault F35."""
+
     def with_stragglers(requests: list[Request], number: int) -> float:
         return gpu(requests, number) * (20 if number % 100 == 99 else 1)
 

@@ -130,7 +130,7 @@ def test_priorities_hold_under_a_backlog_however_old_it_is() -> None:
     most=st.integers(1, 4),
     are_priorities_used=st.booleans(),
 )
-def test_nobody_waits_longer_than_the_bound(
+def test_no_request_waits_longer_than_the_bound(
     ranks: list[tuple[int, int]],
     late: list[tuple[int, int]],
     most: int,
@@ -203,7 +203,8 @@ def test_a_summed_batch_takes_the_oldest_that_fit() -> None:
     assert costs_of(arrivals.send(8)) == [15, 1]
 
 
-def test_f65_one_that_costs_more_than_a_batch_may_goes_alone() -> None:
+def test_an_input_above_the_batch_budget_goes_alone() -> None:
+    """Fault F65."""
     for is_padded in (True, False):
         arrivals = Arrivals(BatchPacker(100, is_padded=is_padded))
         arrivals.add_costs(8192, *[10] * 3)

@@ -60,9 +60,10 @@ def test_every_crash_of_the_sample_has_its_row() -> None:
 
 
 @pytest.mark.parametrize("way", ENDS)
-async def test_f06_f07_f08_the_callers_are_told_how_their_worker_ended_and_the_others_are_served(
+async def test_the_callers_are_told_how_their_worker_ended_and_the_others_are_served(
     way: str,
 ) -> None:
+    """Faults F06, F07 and F08."""
     async with DynBatcher(Crashes, 4, idempotent=False) as batcher:
         # One turn, so they share a batch; those behind do not fill one, so they wait.
         lost = [call(batcher, text) for text in ("a", way, "b", "c")]
@@ -119,7 +120,8 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
         assert assert_balance(batcher).failed == 0
 
 
-async def test_f04_a_worker_is_killed_in_the_middle_of_a_large_answer() -> None:
+async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_alone() -> None:
+    """Fault F04."""
     async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
         (handle,) = session_of(batcher).pool.remaining()
@@ -134,7 +136,8 @@ async def test_f04_a_worker_is_killed_in_the_middle_of_a_large_answer() -> None:
         assert_balance(batcher)
 
 
-async def test_f09_a_worker_that_memory_may_have_killed_is_followed_by_smaller_batches() -> None:
+async def test_a_death_that_may_be_out_of_memory_is_followed_by_smaller_batches() -> None:
+    """Fault F09."""
     async with DynBatcher(CrashesAbove, 8, model_args=(4,)) as batcher:
         calls = [call(batcher, number) for number in range(8)]
         # One by one after the death, and then in halves.
@@ -147,9 +150,10 @@ async def test_f09_a_worker_that_memory_may_have_killed_is_followed_by_smaller_b
 
 
 @pytest.mark.parametrize("way", ["killed", "abort"])
-async def test_f15_a_poisonous_request_fails_after_two_deaths_and_its_mates_are_answered(
+async def test_a_poisonous_request_fails_after_two_deaths_and_its_mates_are_answered(
     way: str,
 ) -> None:
+    """Fault F15."""
     async with DynBatcher(Crashes, 8) as batcher:
         calls = [call(batcher, text) for text in ("a", "b", "c", way, "d", "e", "f", "g")]
         outcomes = [await outcome(task) for task in calls]
@@ -164,7 +168,8 @@ async def test_f15_a_poisonous_request_fails_after_two_deaths_and_its_mates_are_
         assert (batcher.stats.restarts, assert_balance(batcher).failed) == (2, 1)
 
 
-async def test_f15_a_request_that_kills_whoever_unpickles_it_fails_alone() -> None:
+async def test_a_request_that_kills_the_worker_that_unpickles_it_fails_alone() -> None:
+    """Fault F15."""
     async with DynBatcher(Echo, 3) as batcher:
         calls = [call(batcher, value) for value in (1, CrashesOnArrival(), 3)]
         first, poison, third = [await outcome(task) for task in calls]
@@ -173,10 +178,10 @@ async def test_f15_a_request_that_kills_whoever_unpickles_it_fails_alone() -> No
         assert batcher.stats.restarts == 3
 
 
-async def test_f02_the_requests_of_a_killed_worker_are_answered_by_another_at_once(
+async def test_the_requests_of_a_killed_worker_are_answered_by_another_at_once(
     gate: Gate,
 ) -> None:
-    """The other worker need not wait for the replacement, which never loads."""
+    """Fault F02: the other worker need not wait for the replacement, which never loads."""
     settings: dict[str, Any] = {"num_workers": 2, "restart_backoff": 1000.0}
     async with DynBatcher(Holds, 4, model_args=(gate.path,), **settings) as batcher:
         calls = [call(batcher, value) for value in ("hold", 1, 2)]
@@ -189,7 +194,8 @@ async def test_f02_the_requests_of_a_killed_worker_are_answered_by_another_at_on
         assert batcher.stats.releases["retry"] == 3
 
 
-async def test_f02_a_request_waits_for_the_replacement_until_its_deadline(gate: Gate) -> None:
+async def test_a_request_waits_for_the_replacement_until_its_deadline(gate: Gate) -> None:
+    """Fault F02."""
     settings: dict[str, Any] = {"restart_backoff": 1000.0}
     async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
         held = call(batcher, "hold", timeout=1.0)
@@ -213,7 +219,8 @@ async def test_nothing_is_answered_twice_when_a_retry_is_cancelled(gate: Gate) -
 
 
 @pytest.mark.slow
-async def test_f15_many_poisonous_requests_lose_nobody_else() -> None:
+async def test_many_poisonous_requests_fail_no_other_request() -> None:
+    """Fault F15."""
     settings: dict[str, Any] = {
         "num_workers": 2,
         "max_queue_size": 2000,
@@ -239,7 +246,8 @@ async def test_f15_many_poisonous_requests_lose_nobody_else() -> None:
 # --- the budget of restarts -----------------------------------------------------------------------
 
 
-async def test_f11_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
+async def test_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
+    """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 2, "restart_backoff": 0.01, "idempotent": False}
     async with DynBatcher(Crashes, **settings) as batcher:
         for _ in range(2):
@@ -257,7 +265,8 @@ async def test_f11_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
         assert_balance(batcher)
 
 
-async def test_f11_what_waits_when_the_budget_is_spent_fails(gate: Gate) -> None:
+async def test_waiting_requests_fail_when_the_restart_budget_is_spent(gate: Gate) -> None:
+    """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 0, "idempotent": False}
     async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
         held, waiting = call(batcher, "hold"), None
@@ -270,7 +279,8 @@ async def test_f11_what_waits_when_the_budget_is_spent_fails(gate: Gate) -> None
         assert assert_balance(batcher).failed == 2
 
 
-async def test_f11_a_broken_batcher_comes_back_by_itself_after_the_window() -> None:
+async def test_a_broken_batcher_comes_back_by_itself_after_the_window() -> None:
+    """Fault F11."""
     settings: dict[str, Any] = {"max_restarts": 0, "restart_window": 0.2, "idempotent": False}
     async with DynBatcher(Crashes, **settings) as batcher:
         assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
@@ -280,7 +290,8 @@ async def test_f11_a_broken_batcher_comes_back_by_itself_after_the_window() -> N
         assert batcher.state == "open"
 
 
-async def test_f11_a_broken_batcher_can_be_opened_again_at_once() -> None:
+async def test_a_broken_batcher_can_be_opened_again_at_once() -> None:
+    """Fault F11."""
     async with DynBatcher(Crashes, max_restarts=0, idempotent=False) as batcher:
         assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
         await until(lambda: batcher.state == "broken")
@@ -288,10 +299,10 @@ async def test_f11_a_broken_batcher_can_be_opened_again_at_once() -> None:
         assert await batcher.process_batched("fine") == "fine"
 
 
-async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
+async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They come in the moment between the news and the next turn of the loop."""
+    """Fault F11: they come in the moment between the news and the next turn of the loop."""
     needed = tmp_path / "weights"
     needed.touch()
     settings: dict[str, Any] = {"max_restarts": 0}
@@ -318,7 +329,8 @@ async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
         assert batcher.stats.waiting == 0
 
 
-async def test_f11_a_broken_batcher_tells_why_until_it_is_closed() -> None:
+async def test_a_broken_batcher_tells_why_until_it_is_closed() -> None:
+    """Fault F11."""
     async with DynBatcher(Crashes, max_restarts=0, idempotent=False) as batcher:
         assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
         await until(lambda: batcher.state == "broken")
@@ -328,7 +340,8 @@ async def test_f11_a_broken_batcher_tells_why_until_it_is_closed() -> None:
         await batcher.process_batched("fine")
 
 
-async def test_f14_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) -> None:
+async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) -> None:
+    """Fault F14."""
     needed = tmp_path / "weights"
     needed.touch()
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 1, "restart_backoff": 0.01}
@@ -346,8 +359,8 @@ async def test_f14_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path
         assert isinstance(await outcome(call(batcher, "fine")), NotReadyError)
 
 
-async def test_f14_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
-    """Given up, back after the window: when its neighbour is given up next, it serves on."""
+async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
+    """Fault F14: it is back after the window, and serves on when its neighbour is given up."""
     needed = tmp_path / "weights"
     needed.touch()
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 0, "restart_window": 0.2}

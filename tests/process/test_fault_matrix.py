@@ -1,4 +1,4 @@
-"""Every place where the user's code runs, and every way in which it can go wrong there (S8).
+"""Every place where the user's code runs, and every way in which it can go wrong there.
 
 Each call ends within ten seconds with the error that is meant for it, the others of its batch are
 answered, and the next call works.
@@ -54,7 +54,7 @@ def expected(where: str, how: str) -> type[BatcherError]:
 
 
 @pytest.mark.parametrize(("where", "how"), CASES)
-async def test_s8_a_call_ends_with_its_error_and_harms_nobody(where: str, how: str) -> None:
+async def test_a_call_ends_with_its_error_and_harms_no_other_call(where: str, how: str) -> None:
     settings: dict[str, Any] = {"infer_timeout": INFER_TIMEOUT, "stop_timeout": 0.2}
     async with DynBatcher(Minefield, 4, **settings) as batcher:
         with within(10.0, f"{where} x {how}") as limit:
@@ -73,7 +73,7 @@ async def test_s8_a_call_ends_with_its_error_and_harms_nobody(where: str, how: s
 
 
 @pytest.mark.parametrize("how", HERE)
-async def test_s8_submitting(how: str) -> None:
+async def test_an_iterable_that_fails_in_process_many_harms_no_later_call(how: str) -> None:
     """The caller's own iterable goes wrong while `process_many` takes from it."""
     async with DynBatcher(Minefield, 4) as batcher:
 
@@ -89,7 +89,7 @@ async def test_s8_submitting(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", HERE)
-async def test_s8_delivering(how: str) -> None:
+async def test_a_caller_that_fails_with_its_answer_harms_no_other_call(how: str) -> None:
     """What the caller does with its answer goes wrong."""
     caught: list[str] = []
     loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ async def test_s8_delivering(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", IN_WORKER)
-async def test_s8_loading(how: str) -> None:
+async def test_a_model_that_fails_to_load_is_a_start_error(how: str) -> None:
     batcher = DynBatcher(Minefield, model_args=("load", how), start_timeout=1.0)
     with within(10.0, f"load x {how}") as limit:
         async with asyncio.timeout(limit):
@@ -117,7 +117,7 @@ async def test_s8_loading(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", IN_WORKER)
-async def test_s8_closing(how: str) -> None:
+async def test_a_model_that_fails_in_close_leaves_no_process(how: str) -> None:
     with within(10.0, f"close x {how}") as limit:
         async with asyncio.timeout(limit):
             settings: dict[str, Any] = {"stop_timeout": 0.2}

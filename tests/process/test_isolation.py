@@ -46,7 +46,8 @@ MEBI = 2**20
 
 
 @pytest.mark.parametrize("position", [0, 5, 31])
-async def test_f25_only_the_guilty_request_of_a_failing_batch_fails(position: int) -> None:
+async def test_only_the_guilty_request_of_a_failing_batch_fails(position: int) -> None:
+    """Fault F25."""
     async with DynBatcher(FailsTogether, 32) as batcher:
         values = ["good"] * 32
         values[position] = "bad"
@@ -61,7 +62,8 @@ async def test_f25_only_the_guilty_request_of_a_failing_batch_fails(position: in
 
 
 @pytest.mark.parametrize("setting", ["isolate_errors", "idempotent"])
-async def test_f25_a_failing_batch_fails_whole_where_the_settings_say_so(setting: str) -> None:
+async def test_a_failing_batch_fails_whole_where_the_settings_say_so(setting: str) -> None:
+    """Fault F25."""
     off: dict[str, Any] = {setting: False}
     async with DynBatcher(FailsTogether, 4, **off) as batcher:
         calls = [call(batcher, value) for value in ("good", "bad", "good")]
@@ -69,14 +71,16 @@ async def test_f25_a_failing_batch_fails_whole_where_the_settings_say_so(setting
         assert await batcher.process_batched("good") == 2
 
 
-async def test_f25_a_model_that_always_fails_is_asked_a_bounded_number_of_times() -> None:
+async def test_a_model_that_always_fails_is_asked_a_bounded_number_of_times() -> None:
+    """Fault F25."""
     async with DynBatcher(BrokenAndRaises, 16) as batcher:
         calls = [call(batcher, number) for number in range(16)]
         assert all([isinstance(await outcome(task), ValueError) for task in calls])
         assert assert_balance(batcher).batches == 2 * 16 - 1
 
 
-async def test_f33_out_of_memory_halves_the_batch_and_learns_a_cap() -> None:
+async def test_out_of_memory_halves_the_batch_and_learns_a_cap() -> None:
+    """Fault F33."""
     async with DynBatcher(OutOfMemory, 32, model_args=(5,)) as batcher:
         calls = [call(batcher, number) for number in range(96)]
         sizes = [await outcome(task) for task in calls]
@@ -88,7 +92,8 @@ async def test_f33_out_of_memory_halves_the_batch_and_learns_a_cap() -> None:
         assert await batcher.process_many(range(40)) == [4] * 40
 
 
-async def test_f33_an_input_that_is_too_large_alone_fails() -> None:
+async def test_an_input_that_runs_out_of_memory_alone_fails() -> None:
+    """Fault F33."""
     async with DynBatcher(OutOfMemory, 4, model_args=(0,)) as batcher:
         error = await outcome(call(batcher, "large"))
         assert isinstance(error, MemoryError)
@@ -96,9 +101,10 @@ async def test_f33_an_input_that_is_too_large_alone_fails() -> None:
         assert batcher.stats.restarts == 0
 
 
-async def test_f32_a_fatal_device_error_replaces_the_worker_at_once(
+async def test_a_fatal_device_error_replaces_the_worker_at_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """Fault F32."""
     async with DynBatcher(Says, 4) as batcher:
         text = "CUDA error: device-side assert triggered"
         with within(1.0, "a request after a fatal device error is answered by a new worker"):
@@ -113,7 +119,8 @@ async def test_f32_a_fatal_device_error_replaces_the_worker_at_once(
     assert "its device cannot be used any more" in caplog.text
 
 
-async def test_f29_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> None:
+async def test_answers_are_snapshots_of_a_buffer_that_the_model_uses_again() -> None:
+    """Fault F29."""
     async with DynBatcher(Reuses, 1) as batcher:
         answers = [await batcher.process_batched(number) for number in (1, 2, 3)]
         assert answers == [bytes([number]) * 8 for number in (1, 2, 3)]
@@ -135,7 +142,8 @@ async def test_a_worker_is_recycled_after_its_batches_and_nobody_waits_for_it() 
         assert (stats.failed, stats.releases.get("retry", 0)) == (0, 0)
 
 
-async def test_f34_a_worker_that_leaks_is_recycled_and_no_request_fails() -> None:
+async def test_a_worker_that_leaks_is_recycled_and_no_request_fails() -> None:
+    """Fault F34."""
     settings: dict[str, Any] = {"max_rss_bytes": 200 * MEBI}
     async with DynBatcher(Leaks, 4, model_args=(10 * MEBI,), **settings) as batcher:
         pids: set[int] = set()
@@ -264,9 +272,10 @@ def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> float:
     return interval
 
 
-async def test_f22_an_idle_worker_that_is_stopped_is_replaced(
+async def test_an_idle_worker_that_is_stopped_is_replaced(
     fast_heartbeat: float, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Fault F22."""
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
         os.kill(first, signal.SIGSTOP)
@@ -276,9 +285,10 @@ async def test_f22_an_idle_worker_that_is_stopped_is_replaced(
     assert "it was idle and has not answered for 0.5 seconds" in caplog.text
 
 
-async def test_f22_what_a_stopped_worker_was_given_is_answered_by_its_replacement(
+async def test_requests_sent_to_a_stopped_worker_are_answered_by_its_replacement(
     fast_heartbeat: float,
 ) -> None:
+    """Fault F22."""
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
         os.kill(first, signal.SIGSTOP)
@@ -286,9 +296,10 @@ async def test_f22_what_a_stopped_worker_was_given_is_answered_by_its_replacemen
         assert await batcher.process_batched(None) != first
 
 
-async def test_f22_a_worker_that_answers_pings_lives_on(
+async def test_a_worker_that_answers_pings_lives_on(
     fast_heartbeat: float, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Fault F22."""
     caplog.set_level(logging.WARNING)
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)

@@ -20,8 +20,8 @@ def anyio_backend() -> Any:
     return ONE_LOOP
 
 
-async def test_f60_far_too_many_requests_are_refused_and_the_others_answered() -> None:
-    """Bursts of five times what can be answered by the target, one after the other."""
+async def test_far_too_many_requests_are_refused_and_the_others_answered() -> None:
+    """Fault F60: bursts of five times what can be answered by the target, one after the other."""
     target, seconds = 0.2, 0.02
     refused = answered = 0
     async with DynBatcher(Slow, 1, model_args=(seconds,), max_latency=target) as batcher:
@@ -43,7 +43,8 @@ async def test_f60_far_too_many_requests_are_refused_and_the_others_answered() -
         assert_balance(batcher)
 
 
-async def test_f61_after_a_pulse_everybody_is_answered() -> None:
+async def test_after_a_pulse_every_request_is_answered() -> None:
+    """Fault F61."""
     async with DynBatcher(Slow, 4, model_args=(0.005,), max_latency=0.5) as batcher:
         await batcher.process_many(range(8))
         pulse = [call(batcher, number) for number in range(2000)]
@@ -55,7 +56,8 @@ async def test_f61_after_a_pulse_everybody_is_answered() -> None:
         assert_balance(batcher)
 
 
-async def test_f63_a_deadline_that_nobody_can_meet_never_stops_the_service() -> None:
+async def test_a_deadline_that_cannot_be_met_never_stops_the_service() -> None:
+    """Fault F63."""
     async with DynBatcher(Slow, 4, model_args=(0.02,)) as batcher:
         for number in range(20):
             impossible = [call(batcher, number, timeout=0.001) for _ in range(3)]
@@ -66,7 +68,8 @@ async def test_f63_a_deadline_that_nobody_can_meet_never_stops_the_service() -> 
         assert_balance(batcher)
 
 
-async def test_f65_one_giant_input_goes_alone() -> None:
+async def test_one_giant_input_goes_alone() -> None:
+    """Fault F65."""
     async with DynBatcher(BatchSize, 32, cost=len, max_batch_cost=640) as batcher:
         costs = [*[10] * 50, 8192, *[10] * 50]
         sizes = await asyncio.gather(*[call(batcher, "x" * cost) for cost in costs])
@@ -74,7 +77,8 @@ async def test_f65_one_giant_input_goes_alone() -> None:
     assert max(sizes) <= 32
 
 
-async def test_f66_ten_thousand_inputs_of_one_call_leave_room_for_others() -> None:
+async def test_ten_thousand_inputs_of_one_call_leave_room_for_others() -> None:
+    """Fault F66."""
     async with DynBatcher(Echo, 8, max_queue_size=64) as batcher:
         many = asyncio.create_task(batcher.process_many(range(10_000)))
         await turns()

@@ -1,4 +1,4 @@
-"""Row F53: large inputs and outputs where /dev/shm has 64 MB, as in a container, or is full.
+"""Fault F53: large inputs and outputs where /dev/shm has 64 MB, as in a container, or is full.
 
 In a mount namespace of its own, so that nothing else on the machine notices. And where files may
 not be large.
@@ -81,9 +81,10 @@ def in_small_shm(*command: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["small", "full", "no memfd in Python", "no memfd at all"])
-def test_f53_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
+def test_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
     what: str, tmp_path: Path
 ) -> None:
+    """Fault F53."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     done = subprocess.run(
