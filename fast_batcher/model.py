@@ -30,7 +30,7 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
             inputs: 1 to `max_batch_size` inputs, in order of arrival; with a `collation`, the batch
                 that they were joined to. Large arrays and tensors may be views of memory that is
                 used again when there are none: change them in place if you like (those that
-                `DynBatcher.empty` made are read-only), and copy what is to be kept.
+                `DynBatcher.allocate_input` made are read-only), and copy what is to be kept.
                 `fast_batcher.stack` makes one of them, mostly without a copy.
 
         Returns:

@@ -160,7 +160,7 @@ class PayloadRun(Run):
         value = self.source.make_common(rng)
         self.sent_bytes += value.nbytes
         if rng.random() < GIVEN:
-            given = self.batcher.empty(value.shape, value.dtype)
+            given = self.batcher.allocate_input(value.shape, value.dtype)
             await _perhaps_aside(value.nbytes, np.copyto, given, value)
             value = given
         if rng.random() < 0.5:

@@ -789,11 +789,11 @@ async def test_another_batch_size_is_that_of_the_next_slab() -> None:
 @anyio
 async def test_what_was_filled_in_place_is_stacked_without_a_copy() -> None:
     async with opened(Stacks, max_batch_size=4) as batcher:
-        assert batcher.empty(10).shape == (10,)  # in ordinary memory
+        assert batcher.allocate_input(10).shape == (10,)  # in ordinary memory
         arrays: list[Any] = []
         expected = []
         for image in images(4, 3 * SMALL):
-            arrays.append(batcher.empty((3, SMALL), "u1"))
+            arrays.append(batcher.allocate_input((3, SMALL), "u1"))
             arrays[-1][:] = image.reshape(3, SMALL)
             expected.append((True, digest(arrays[-1])))
             await turns(1)  # in one turn no more memory is found than takes a few milliseconds
@@ -801,7 +801,7 @@ async def test_what_was_filled_in_place_is_stacked_without_a_copy() -> None:
             assert await asyncio.gather(*map(batcher.process_batched, arrays)) == expected
         arrays.clear()
         await free(batcher)
-    array = batcher.empty((3, SMALL), "u1")  # it is closed
+    array = batcher.allocate_input((3, SMALL), "u1")  # it is closed
     assert array.flags.owndata
 
 
@@ -809,7 +809,7 @@ async def test_what_was_filled_in_place_is_stacked_without_a_copy() -> None:
 @anyio
 async def test_what_cannot_be_written_fails_and_is_tried_again_as_a_copy() -> None:
     async with opened(WritesAndRaises, max_batch_size=2) as batcher:
-        arrays = [batcher.empty(SMALL) for _ in range(2)]
+        arrays = [batcher.allocate_input(SMALL) for _ in range(2)]
         for array in arrays:
             array[:] = 1
         got = await asyncio.gather(*map(batcher.process_batched, arrays))

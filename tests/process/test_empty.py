@@ -26,7 +26,7 @@ BYTES = np.dtype(np.uint8)
 async def test_a_shape_is_what_numpy_takes_for_one() -> None:
     async with opened(Digests) as batcher:
         memory = slabs_of(batcher)
-        kept = batcher.empty((300, 300, 3))
+        kept = batcher.allocate_input((300, 300, 3))
         shapes: list[tuple[Any, tuple[int, ...]]] = [
             ((np.int64(300), 300, np.uint8(3)), (300, 300, 3)),
             (np.array([300, 300, 3]), (300, 300, 3)),
@@ -35,19 +35,19 @@ async def test_a_shape_is_what_numpy_takes_for_one() -> None:
         ]
         for shape, expected in shapes:
             await turns(1)  # in one turn memory is found for few
-            array = batcher.empty(shape)
+            array = batcher.allocate_input(shape)
             assert array.shape == expected
             assert 0 <= memory.offset_of(array.ctypes.data) < memory.size
         wrong: Any
         for wrong in (300.0, (300.0, 300, 3), "300", None):
             await turns(1)
             with pytest.raises(TypeError):
-                batcher.empty(wrong)
+                batcher.allocate_input(wrong)
         with pytest.raises(ValueError, match="negative"):
-            batcher.empty((300, -300, 3))
+            batcher.allocate_input((300, -300, 3))
         # What goes wrong with one is nobody else's business.
         await turns(1)
-        array = batcher.empty((300, 300, 3))
+        array = batcher.allocate_input((300, 300, 3))
         assert 0 <= memory.offset_of(array.ctypes.data) < memory.size
         array[:] = kept[:] = 7
         assert await asyncio.gather(*map(batcher.process_batched, (array, kept))) == [
@@ -59,7 +59,7 @@ async def test_a_shape_is_what_numpy_takes_for_one() -> None:
 @pytest.mark.anyio
 async def test_a_dtype_that_changes_the_shape_is_one_of_numpys_own_arrays() -> None:
     async with opened(Digests) as batcher:
-        array = batcher.empty((20_000,), np.dtype(("f4", (3,))))
+        array = batcher.allocate_input((20_000,), np.dtype(("f4", (3,))))
         assert array.shape == (20_000, 3)
         assert array.base is None
 
