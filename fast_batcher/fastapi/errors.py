@@ -44,7 +44,7 @@ CLOSE_CODES = {413: 1009, 429: 1013, 503: 1013, 504: 1013}
 CLOSE_CODE = 1011
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """What a client is told of an error; `detail` replaces a text that must stay on the server."""
 
     status: int
@@ -53,24 +53,24 @@ class Answer(NamedTuple):
 
 
 # The one table; the most derived class with a row counts.
-ANSWERS: dict[type[errors.BatcherError], Answer] = {
-    errors.BatcherError: Answer(500, "internal_error", "internal error"),
-    errors.ConfigurationError: Answer(500, "configuration_error", "internal error"),
-    errors.BatcherClosedError: Answer(503, "closed"),
-    errors.NotReadyError: Answer(503, "not_ready"),
-    errors.QueueFullError: Answer(503, "queue_full"),
-    errors.DeadlineExceededError: Answer(504, "deadline_exceeded"),
-    errors.RequestTooLargeError: Answer(413, "request_too_large"),
-    errors.UnsendableValueError: Answer(500, "unsendable_value", "internal error"),
-    errors.InferenceError: Answer(500, "inference_failed", "the model failed"),
-    errors.OutputMismatchError: Answer(500, "output_mismatch", "the model failed"),
-    errors.CollationError: Answer(500, "collation_failed", "the input does not fit the model"),
-    errors.WorkerError: Answer(503, "worker_failed"),
+ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
+    errors.BatcherError: HttpAnswer(500, "internal_error", "internal error"),
+    errors.ConfigurationError: HttpAnswer(500, "configuration_error", "internal error"),
+    errors.BatcherClosedError: HttpAnswer(503, "closed"),
+    errors.NotReadyError: HttpAnswer(503, "not_ready"),
+    errors.QueueFullError: HttpAnswer(503, "queue_full"),
+    errors.DeadlineExceededError: HttpAnswer(504, "deadline_exceeded"),
+    errors.RequestTooLargeError: HttpAnswer(413, "request_too_large"),
+    errors.UnsendableValueError: HttpAnswer(500, "unsendable_value", "internal error"),
+    errors.InferenceError: HttpAnswer(500, "inference_failed", "the model failed"),
+    errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
+    errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),
+    errors.WorkerError: HttpAnswer(503, "worker_failed"),
     # Its message carries the traceback of the model's constructor.
-    errors.WorkerStartupError: Answer(503, "worker_startup_failed", "the model did not load"),
-    errors.WorkerLostError: Answer(503, "worker_lost"),
-    errors.PoisonRequestError: Answer(500, "poison_request", "the model failed"),
-    errors.TransportError: Answer(503, "transport_failed"),
+    errors.WorkerStartupError: HttpAnswer(503, "worker_startup_failed", "the model did not load"),
+    errors.WorkerLostError: HttpAnswer(503, "worker_lost"),
+    errors.PoisonRequestError: HttpAnswer(500, "poison_request", "the model failed"),
+    errors.TransportError: HttpAnswer(503, "transport_failed"),
 }
 
 # The statuses that `error_responses` can document.
@@ -97,7 +97,7 @@ class ErrorBody(BaseModel):
 def install_exception_handlers(
     app: FastAPI, *, queue_full_status: Literal[503, 429] = 503, debug: bool = False
 ) -> None:
-    """Answer every `BatcherError` of the app's endpoints with a status and an `ErrorBody`.
+    """HttpAnswer every `BatcherError` of the app's endpoints with a status and an `ErrorBody`.
 
     An `HTTPException` that the model raised keeps its status, detail and headers. The app's own
     handler is used where it has one for what the model raised or for an error of the library.
@@ -184,7 +184,7 @@ def _find_own_handler(app: FastAPI, error: errors.BatcherError) -> Any:
     return None
 
 
-def find_answer(error: errors.BatcherError, queue_full_status: int) -> Answer:
+def find_answer(error: errors.BatcherError, queue_full_status: int) -> HttpAnswer:
     """Return the answer to an error from the table, by the most derived class with a row."""
     kind = next(kind for kind in type(error).__mro__ if kind in ANSWERS)
     answer = ANSWERS[kind]
