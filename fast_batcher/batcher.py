@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, Unpack, overload
+from typing import Any, Generic, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
@@ -38,109 +38,65 @@ from fast_batcher.errors import (
     NotReadyError,
 )
 from fast_batcher.model import InferenceModel, InputT, OutputT
+from fast_batcher.model_spec import check_model, find_cost
 from fast_batcher.settings import (
-    MAX_FRAME_BYTES,
-    MAX_SHARED_BYTES,
-    RECONFIGURABLE,
-    SHARED_MEMORY_THRESHOLD,
+    BatcherOptions,
     PolicyName,
-    change_settings,
-    check_costs,
-    check_model,
-    check_name,
-    check_settings,
+    Reconfiguration,
+    Settings,
+    reject_unknown_options,
+    warn_about_workers,
 )
 from fast_batcher.stats import BatcherStats, Counters
 
 logger = logging.getLogger("fast_batcher")
 
 
-class Reconfiguration(TypedDict, total=False):
-    """What `DynBatcher.reconfigure` can change."""
-
-    max_batch_size: int
-    max_delay: float | None
-    max_queue_size: int | None
-    max_latency: float | None
-
-
 class DynBatcher(Generic[InputT, OutputT]):
-    """Answers single requests with a model that computes batches, in worker processes of its own.
+    """Answers single requests with a model that computes batches in worker processes.
 
     Args:
         model: A subclass of `InferenceModel`, importable under its name, or "module:Class", which
             only the workers import.
-        max_batch_size: Most requests in a batch, 1 or more.
-        max_delay: Longest deliberate wait of a batch while a worker is free, seconds. A bound, not
-            a wait, but for `policy="fixed"`; None bounds "adaptive" by a lone request's time alone.
+        max_batch_size: Most requests in a batch, 1 to 2**20.
+        max_delay: Longest deliberate wait of a batch while a worker is free, in seconds, 0 or more.
+            It is a bound: only `policy="fixed"` waits for it in full. With None, "adaptive" waits
+            at most as long as a lone request takes.
         model_args: Positional arguments of the model's constructor; picklable.
         model_kwargs: Keyword arguments of the model's constructor; picklable.
-        num_workers: Processes, each with a copy of the model.
-        policy: "greedy": a free worker takes what waits at once; "adaptive": the same, but for
-            holds where callers have been seen to come back soon and a larger batch is worth it;
-            "fixed": wait for a full batch or `max_delay` seconds after the first request.
-        max_queue_size: Most requests waiting; default the larger of 1024 and 8 batches per worker.
-        timeout: Seconds until a call gives up where it names none; None for no limit. A worker also
-            counts as not ready when it has run one batch for as long and no caller waits for it.
+        num_workers: Worker processes, each with its copy of the model. More than there are cores
+            are a warning.
+        policy: When a batch leaves. "greedy": a free worker takes what waits at once. "adaptive":
+            like "greedy", but a batch is held for a moment if callers are known to come back soon
+            and a larger batch is worth the wait. "fixed": a batch waits until it is full, or for
+            `max_delay` seconds after its first request.
+        max_latency: Seconds from its arrival by which a request should be answered, or None. A
+            request that cannot be answered in that time, judged by the batches so far, is rejected
+            at once; one that turns out to be late while it waits is dropped if others can run in
+            its place. Both fail with `DeadlineExceededError`, whose `retry_after` says when to try
+            again. A request that is running past it is still answered, until its `timeout`.
+        max_queue_size: Most requests waiting, 1 or more; beyond it calls fail with
+            `QueueFullError`. Default the larger of 1024 and 8 batches per worker.
+        timeout: Seconds until a call that names no timeout of its own fails; None for no limit. A
+            worker also counts as not ready when it has run one batch for that long and no caller
+            waits for that batch any more.
         infer_timeout: Seconds that one batch may take before its worker is replaced, or None. No
             other limit replaces a worker that computes.
-        start_timeout: Seconds that a worker may take to load the model.
-        stop_timeout: Seconds that a worker may take to end before it is made to.
-        drain_timeout: Seconds that `aclose` lets accepted requests finish; the default stays below
-            the 30 s that Kubernetes gives a pod.
-        max_frame_bytes: Largest message to or from a worker; larger batches are sent in parts.
-        auto_open: Whether the first call opens a batcher that nobody has opened.
-        name: For logs and health checks; default the model's name.
-        max_queue_bytes: Most bytes of inputs waiting, or None. Every input is then measured: a
-            buffer, array or tensor by its length, anything else by pickling it.
-        idempotent: Whether an input may be computed twice. With False nothing is tried again that a
-            worker has begun with, and a batch that fails is not divided.
-        isolate_errors: Whether a batch for which `infer` raised is divided until the guilty inputs
-            are alone, so that the others are answered. Out of memory divides it too.
-        max_restarts: Most restarts of one worker within `restart_window`, None for no limit. When
-            all workers have spent them, calls fail at once until a later try succeeds.
-        restart_window: Seconds that a restart counts, and from the last one to the next try.
-        restart_backoff: Seconds from the first death to the restart; doubles up to 10 s.
-        max_batches_per_worker: Batches after which a worker is replaced, or None. The replacement
-            is ready first, so that for a while there is one copy more of the model.
-        max_rss_bytes: Resident memory of a worker from which on it is replaced so, or None. What it
-            shares for large inputs counts, once they have been there, and all with `pin_memory`.
-            Linux.
-        max_latency: Seconds from its arrival by which a request should be answered, or None. One
-            that cannot be is refused at once, by the time that batches have taken so far; one that
-            turns out late while it waits is dropped if others can run in its place. Both fail with
-            `DeadlineExceededError`, which tells in `retry_after` when to come again. One that runs
-            past it is answered all the same, until its `timeout`.
-        cost: What an input costs, for example its number of tokens: above 0, at most 1e15. Called
-            once per input on the event loop's thread, so it must be quick. Default: the model's
-            `cost`, if its class has a static or class method of that name. Batches are then formed
-            of near costs.
-        max_batch_cost: Most that a batch may cost, or None. An input that costs more goes alone.
-        max_request_cost: Most that an input may cost, or None.
-        cost_is_padded: Whether a batch costs its size times its highest cost, as inputs do that are
-            padded to the longest; False for the sum of the costs.
-        group_by: From an input to a hashable key: only inputs with equal keys share a batch. Called
-            as `cost` is.
-        max_shared_bytes: Most bytes of memory that the workers share with this process for large
-            inputs and batches of 256 KiB or more, taken as they are needed; 0 for none. What finds
-            no room goes through a pipe, as everything does on other systems than Linux. As much
-            again is there for the outputs of each worker, which are copied out of it, each into
-            memory of its own.
-        shared_memory_threshold: Bytes from which on an array, a CPU tensor or another buffer may
-            reach the model as a view of that memory, which it may change, and which is occupied as
-            long as there is a view. 4 to 64 KiB for those inside of other things and for outputs,
-            whatever is set; 56 KiB or more for those that are copied there when they arrive. Text
-            and `bytes` are always copied out: Python has no views of them.
-        pin_memory: Whether a worker whose PyTorch has a GPU registers the memory of large inputs
-            with CUDA when it has loaded the model. Then `tensor.is_pinned()`, and
-            `stack(inputs).to("cuda", non_blocking=True)` copies at full speed while the model goes
-            on; a batch ends when the device has done all that it was told. That is the current
-            device: a model for another calls `torch.cuda.set_device` in its constructor. All of
-            `max_shared_bytes` is resident from then on, and none is given back to the system.
-            Without a GPU a warning says that nothing is registered. Not tried on a GPU yet.
+        auto_open: Whether the batcher opens by itself: at construction under a running event loop,
+            else at the first call.
+        name: For logs and health checks, printable. Default the model's name.
+        cost: Returns the cost of an input, for example its number of tokens: above 0, at most 1e15.
+            It is called once per input on the event loop's thread, so it must be quick. Batches are
+            then formed of inputs with similar costs. Default the model's `cost`, if its class has
+            a static or class method of that name.
+        group_by: Returns a hashable key of an input: only inputs with equal keys share a batch. It
+            is called once per input on the event loop's thread.
+        options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`, which
+            describes each.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
+        TypeError: There is no such option.
 
     Constructing starts nothing, except under a running event loop, where opening begins at the
     loop's next turn. All methods but `submit` belong to the thread of that loop.
@@ -156,69 +112,35 @@ class DynBatcher(Generic[InputT, OutputT]):
         model_kwargs: Mapping[str, Any] | None = None,
         num_workers: int = 1,
         policy: PolicyName = "adaptive",
+        max_latency: float | None = None,
         max_queue_size: int | None = None,
         timeout: float | None = 30.0,
         infer_timeout: float | None = None,
-        start_timeout: float = 300.0,
-        stop_timeout: float = 2.0,
-        drain_timeout: float = 20.0,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
         auto_open: bool = True,
         name: str | None = None,
-        max_queue_bytes: int | None = None,
-        idempotent: bool = True,
-        isolate_errors: bool = True,
-        max_restarts: int | None = 5,
-        restart_window: float = 60.0,
-        restart_backoff: float = 0.1,
-        max_batches_per_worker: int | None = None,
-        max_rss_bytes: int | None = None,
-        max_latency: float | None = None,
         cost: Callable[[InputT], float] | None = None,
-        max_batch_cost: float | None = None,
-        max_request_cost: float | None = None,
-        cost_is_padded: bool = True,
         group_by: Callable[[InputT], Hashable] | None = None,
-        max_shared_bytes: int = MAX_SHARED_BYTES,
-        shared_memory_threshold: int = SHARED_MEMORY_THRESHOLD,
-        pin_memory: bool = False,
+        **options: Unpack[BatcherOptions],
     ) -> None:
-        self._settings = check_settings(
+        reject_unknown_options(options)
+        settings = self._settings = Settings(
             max_batch_size=max_batch_size,
             max_delay=max_delay,
             num_workers=num_workers,
             policy=policy,
+            max_latency=max_latency,
             max_queue_size=max_queue_size,
             timeout=timeout,
             infer_timeout=infer_timeout,
-            start_timeout=start_timeout,
-            stop_timeout=stop_timeout,
-            drain_timeout=drain_timeout,
-            max_frame_bytes=max_frame_bytes,
             auto_open=auto_open,
-            max_queue_bytes=max_queue_bytes,
-            idempotent=idempotent,
-            isolate_errors=isolate_errors,
-            max_restarts=max_restarts,
-            restart_window=restart_window,
-            restart_backoff=restart_backoff,
-            max_batches_per_worker=max_batches_per_worker,
-            max_rss_bytes=max_rss_bytes,
-            max_latency=max_latency,
-            max_shared_bytes=max_shared_bytes,
-            shared_memory_threshold=shared_memory_threshold,
-            pin_memory=pin_memory,
-        )
-        self._model = check_model(model, model_args, model_kwargs, max_frame_bytes)
-        self.name = check_name(name, self._model.name)
-        self._costs = check_costs(
-            model,
-            cost=cost,
-            max_batch_cost=max_batch_cost,
-            max_request_cost=max_request_cost,
-            cost_is_padded=cost_is_padded,
+            name=name,
+            cost=find_cost(model) if cost is None else cost,
             group_by=group_by,
+            **options,
         )
+        self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
+        self.name = self._model.name if name is None else name
+        warn_about_workers(num_workers)
         self._counters = Counters()
         self._status = Status(self.name, self._counters)
         # What lives from one opening to the next end; the last one that there was, if it has ended.
@@ -616,19 +538,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             ConfigurationError: A setting is wrong; nothing has been changed.
             RuntimeError: It was called from another thread than that of the event loop.
         """
-        unknown = sorted(set(changes) - set(RECONFIGURABLE))
-        if unknown:
-            raise ConfigurationError(
-                f"{unknown[0]}: it cannot be changed while the batcher runs; what can is "
-                f"{', '.join(RECONFIGURABLE)}"
-            )
+        settings = self._settings.changed(changes)
         session = self._session
         if session is not None and session.loop.is_running() and get_ident() != session.thread:
             raise RuntimeError(
                 f"{self.name}: reconfigure() belongs to the thread of the event loop; from another "
                 "one use loop.call_soon_threadsafe"
             )
-        settings = change_settings(self._settings, changes)
         if session is not None:
             session.reconfigure(settings)
         self._settings = settings
@@ -705,7 +621,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._status.refuse("it was not opened")  # it drains, and never was opened
         _check_platform()
         self._session = session = Session(
-            self._model, self._settings, self._costs, self._counters, self._status, self.name
+            self._model, self._settings, self._counters, self._status, self.name
         )
         session.begin()
         return session

@@ -4,9 +4,9 @@
         ConfigurationError (ValueError)        a wrong setting, found at construction
         BatcherClosedError                     called after the end, or while draining
         NotReadyError                          no worker became ready before the deadline
-        QueueFullError                         refused at the door
+        QueueFullError                         rejected: the queue is full
         DeadlineExceededError (TimeoutError)   the deadline cannot be met, or has passed
-        RequestTooLargeError                   the request does not fit into a message
+        RequestTooLargeError                   the request is too large, or costs too much
         UnsendableValueError (TypeError)       the input cannot be pickled
         InferenceError                         the model raised
             OutputMismatchError (IndexError)   the model returned the wrong number of outputs
@@ -17,7 +17,7 @@
             PoisonRequestError                 this request was on two dying workers
             TransportError                     a channel broke or carried garbage
 
-All of them survive pickling. HTTP statuses are the business of `fast_batcher.fastapi` alone.
+All of them survive pickling. Only `fast_batcher.fastapi` knows HTTP statuses.
 """
 
 import builtins
@@ -29,10 +29,10 @@ from typing import Any
 # A model may raise with a whole tensor printed in its message; a log line or a response needs less.
 # Source: the reference limit for error texts in the fault catalogue, 64 KiB.
 MAX_ERROR_TEXT = 64 * 1024
-# Code whose frames may be suspended.
+# Flags of code whose frames may be suspended.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-# What a message of CUDA's begins with, as PyTorch, Triton and CuPy pass it on. Only what it begins
-# with: behind that, and in errors of other types, stand inputs, which may say anything.
+# How a message from CUDA begins, as PyTorch, Triton and CuPy pass it on. Only the beginning counts:
+# the rest of it, and errors of other types, may quote inputs, which may hold any text.
 _FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
 
 
@@ -49,11 +49,11 @@ class BatcherClosedError(BatcherError):
 
 
 class _RetryableError(BatcherError):
-    """An error that can tell after how many seconds another try makes sense."""
+    """An error that can say after how many seconds a retry makes sense."""
 
     def __init__(self, message: str = "", *, retry_after: float | None = None) -> None:
         super().__init__(message)
-        # Seconds, or None when nothing is known.
+        # Seconds, or None if that is unknown.
         self.retry_after = retry_after
 
 
@@ -66,11 +66,11 @@ class QueueFullError(_RetryableError):
 
 
 class DeadlineExceededError(_RetryableError, TimeoutError):
-    """The request's deadline passed, or (`retry_after` is set) it was refused as unreachable."""
+    """The request's deadline passed, or (`retry_after` is set) it was rejected as unreachable."""
 
 
 class RequestTooLargeError(BatcherError):
-    """The request is larger than `max_frame_bytes` allows."""
+    """The request is larger than `max_frame_bytes`, or costs more than `max_request_cost`."""
 
 
 class UnsendableValueError(BatcherError, TypeError):
@@ -80,8 +80,9 @@ class UnsendableValueError(BatcherError, TypeError):
 class InferenceError(BatcherError):
     """The model raised while it computed this request; see `__cause__` for its traceback.
 
-    A model's own exception arrives as an instance of a class that is made of `InferenceError` and
-    the type that the model raised, so `except ValueError` and `except InferenceError` both work.
+    A model's own exception arrives as an instance of a class that derives from `InferenceError` and
+    from the type that the model raised, so `except ValueError` and `except InferenceError` both
+    catch it.
     """
 
 
@@ -90,14 +91,14 @@ class OutputMismatchError(InferenceError, IndexError):
 
 
 class CollationError(InferenceError, ValueError):
-    """Rows cannot be joined to one batch, or a batch cannot be taken apart into rows.
+    """Rows cannot be joined to one batch, or a batch cannot be split into rows.
 
     The message names the feature and the remedy. See `Collation`.
     """
 
 
 class WorkerError(BatcherError):
-    """Something is wrong with a worker process, not with a request."""
+    """A worker process failed, not a request."""
 
 
 class WorkerStartupError(WorkerError):
@@ -105,18 +106,18 @@ class WorkerStartupError(WorkerError):
 
 
 class WorkerLostError(WorkerError):
-    """The worker process died while it had this request; the message tells how it died."""
+    """The worker process died while it had this request; the message says how."""
 
 
 class PoisonRequestError(WorkerError):
-    """Two workers died while they computed this request, or three before they could.
+    """Two workers died while they computed this request, or three before they began it.
 
-    It is not tried again.
+    The request is not retried.
     """
 
 
 class TransportError(WorkerError):
-    """The channel to a worker broke, or carried something that is not a message of ours."""
+    """The channel to a worker broke, or carried bytes that break the protocol."""
 
 
 # The name that fast_dynamic_batcher uses for a wrong number of outputs.
@@ -131,15 +132,15 @@ class RemoteTraceback(Exception):
 
 
 def from_model(original: Exception | None, text: str, remote_traceback: str) -> InferenceError:
-    """Make the error that a caller sees out of what the model raised.
+    """Make the error that a caller sees from the exception that the model raised.
 
     Args:
         original: The model's exception, or None if it could not be sent to this process.
-        text: The message to use where the original cannot be.
+        text: The message if the original cannot be used.
         remote_traceback: The traceback in the worker; becomes the cause.
 
     Returns:
-        A new error, for one caller: tracebacks grow on shared ones.
+        A new error for one caller: every `raise` adds to the traceback of a shared one.
     """
     error = _as_inference_error(original) if original is not None else None
     if error is None:
@@ -149,8 +150,8 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a model raised it because memory did not suffice: a smaller batch may do."""
-    # By name, so that torch need not be here: torch.OutOfMemoryError.
+    """Whether a model raised an error for lack of memory, so that a smaller batch may succeed."""
+    # By name, so that torch need not be installed: torch.OutOfMemoryError.
     names = {kind.__name__ for kind in type(error).__mro__}
     return (
         isinstance(error, MemoryError)
@@ -160,7 +161,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def cuda_message(error: BaseException) -> str:
-    """What CUDA said, empty if it was not CUDA."""
+    """Return the message of an error that CUDA raised, "" for any other error."""
     if not isinstance(error, RuntimeError):
         return ""
     try:
@@ -171,10 +172,10 @@ def cuda_message(error: BaseException) -> str:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Drop what the functions through which it came still hold.
+    """Clear the local variables of the functions that an error passed through.
 
-    Generators and coroutines keep what they hold. One that caught the error may be suspended, and
-    to clear its frame would end it; whether it is, its frame does not tell.
+    Frames of generators and coroutines are left alone. One that caught the error may be suspended,
+    which its frame does not say, and clearing the frame would end it.
     """
     for frame, _ in walk_tb(error.__traceback__):
         if not frame.f_code.co_flags & _SUSPENDABLE:
@@ -183,9 +184,9 @@ def clear_frames(error: BaseException) -> None:
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Cut an error, and those in it and behind it, from their frames, which hold what they used.
+    """Remove the tracebacks of an error, its causes and its members; their frames hold inputs.
 
-    A frame may belong to a coroutine that goes on, so it must not be cleared.
+    A frame may belong to a coroutine that goes on, so the frame itself is not cleared.
     """
     seen = set()
     errors = [error]
@@ -201,22 +202,22 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def assign(error: BaseException, name: str, value: object) -> None:
-    """Set an attribute of an exception whose class may refuse that, as a frozen dataclass does."""
+    """Set an attribute of an exception even if its class refuses, as a frozen dataclass does."""
     BaseException.__setattr__(error, name, value)
 
 
 def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:
-    """The parts of an exception from which `rebuild` makes an equal one: type, args and state."""
-    # A built-in type knows what it keeps outside `args`: an OSError its file name, for one.
+    """Return type, args and state of an exception, from which `rebuild` makes an equal one."""
+    # A built-in type knows what it keeps outside `args`, as OSError keeps its file name.
     _, args, *state = _builtin_base(type(error)).__reduce__(error)
     return type(error), args, state[0] if state else {}
 
 
 def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
-    """Make an exception from its parts, without calling an `__init__` of the user's.
+    """Make an exception from its parts, without calling an `__init__` of the user.
 
-    A user's `__init__` may want other arguments than `args`, or none of them: that is why many
-    exceptions do not survive pickling.
+    A user's `__init__` may take other arguments than `args`, which is why many exceptions do not
+    survive pickling.
     """
     # MemoryError keeps freed instances for reuse, so its __new__ refuses a class that is combined.
     is_refused = issubclass(kind, MemoryError) and issubclass(kind, InferenceError)
@@ -234,7 +235,7 @@ def _builtin_base(kind: type[BaseException]) -> Any:
 
 
 def _as_inference_error(original: Exception) -> InferenceError | None:
-    """The same exception as an `InferenceError` too, or None where no such class can be built."""
+    """Copy an exception as one that is also an `InferenceError`, None if its class forbids it."""
     if isinstance(original, StopIteration):  # asyncio refuses to carry one: it ends generators
         return None
     try:
@@ -245,7 +246,7 @@ def _as_inference_error(original: Exception) -> InferenceError | None:
     return error if isinstance(error, InferenceError) else None
 
 
-# One class per type that models raise; as many as there are such classes in the user's code.
+# One class for each type that models raise; bounded by the exception classes of the user's code.
 _combined_classes: dict[type[Exception], type[InferenceError]] = {}
 
 
@@ -267,7 +268,7 @@ def _combined_class(kind: type[Exception]) -> type[InferenceError]:
 
 
 def _reduce_combined(error: Any) -> tuple[Any, ...]:
-    """How a combined error is pickled: its class exists only here, its parts exist everywhere."""
+    """Pickle a combined error by its parts: its class exists in this process only."""
     cause = error.__cause__
     traceback = cause.args[0] if isinstance(cause, RemoteTraceback) else ""
     _, args, state = take_apart(error)

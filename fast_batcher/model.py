@@ -1,4 +1,4 @@
-"""What the user writes: a model that answers a list of inputs. Runs in the worker process."""
+"""`InferenceModel`, the base of the models that users write. Runs in the worker process."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,13 +13,12 @@ OutputT = TypeVar("OutputT")
 class InferenceModel(ABC, Generic[InputT, OutputT]):
     """A model that computes many inputs at once.
 
-    Subclass it, load the weights in `__init__`, and hand the *class* to a `DynBatcher`: an instance
-    is made in every worker process, and no method of it ever runs anywhere else. All calls come
-    from one thread, one after the other.
+    Subclass it, load the weights in `__init__`, and pass the *class* to a `DynBatcher`. Every
+    worker process makes one instance and calls its methods from one thread, one after the other.
     """
 
-    # How inputs become one batch: `infer` then takes one array, tensor or structure of them and
-    # returns one, in place of lists. None: it takes lists. May be set in `__init__`.
+    # How inputs become one batch. `infer` then takes and returns one array, tensor or structure of
+    # them instead of lists; with None it takes and returns lists. May be set in `__init__`.
     collation: Collation | None = None
 
     @abstractmethod
@@ -29,9 +28,9 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         Args:
             inputs: 1 to `max_batch_size` inputs, in order of arrival; with a `collation`, the batch
                 that they were joined to. Large arrays and tensors may be views of memory that is
-                used again when there are none: change them in place if you like (those that
-                `DynBatcher.empty` made are read-only), and copy what is to be kept.
-                `fast_batcher.stack` makes one of them, mostly without a copy.
+                reused when the last view is gone: they may be changed in place (unless
+                `DynBatcher.allocate_input` made them, which are read-only), and must be copied to
+                be kept. `fast_batcher.stack` joins them, mostly without a copy.
 
         Returns:
             One output per input, in the same order: a list, tuple, or an array or tensor whose
@@ -39,23 +38,22 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
             With a `collation` also a dict or other structure of arrays with a batch axis.
 
         Raises:
-            Exception: Whatever it raises reaches the callers of this batch as an `InferenceError`
-                that is also an instance of the raised type. The worker goes on serving.
+            Exception: Any exception reaches the callers of this batch as an `InferenceError` that
+                is also an instance of the raised type. The worker goes on serving.
         """
 
     def warmup_inputs(self) -> Sequence[InputT]:
-        """Inputs to compute before the worker is called ready; none by default.
+        """Return inputs to compute before the worker counts as ready; none by default.
 
-        `infer` gets the first of them alone, and all of them, repeated as needed, in batches of
-        `max_batch_size`; then one batch of either size again, to see how long it takes. Each time
-        it gets copies, as far as they can be pickled. They share batches, whatever `group_by` and
-        `max_batch_cost` say.
+        `infer` gets the first input alone, then all of them, repeated as needed, in batches of
+        `max_batch_size`; then one batch of either size again, to measure its time. Each batch is of
+        copies, if the inputs can be pickled. `group_by` and `max_batch_cost` do not apply.
         """
         return ()
 
     def close(self) -> None:
-        """Release what the model holds; called when the worker ends in order, not when it dies.
+        """Release what the model holds; called when the worker stops, not when it is killed.
 
-        After that, processes that the model has started and not ended get SIGTERM, and SIGKILL half
-        a second later; one with a session of its own (`start_new_session=True`) is left alone.
+        After that, processes that the model started and did not end get SIGTERM, and SIGKILL half a
+        second later, except for a process in another session (`start_new_session=True`).
         """

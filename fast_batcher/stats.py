@@ -1,4 +1,4 @@
-"""Counts and the snapshot made of them. Runs in the API process, on the thread of its caller."""
+"""Counters and their snapshot, `BatcherStats`. Runs in the API process, on its caller's thread."""
 
 from bisect import bisect_left
 from collections import Counter, deque
@@ -26,19 +26,19 @@ class BatcherStats:
     # Requests in the queue, and requests that a worker has and whose caller still waits.
     waiting: int
     running: int
-    # Requests taken into the queue since construction, and what became of them.
+    # Requests accepted into the queue since construction, and how they ended.
     submitted: int
     completed: int
     failed: int
     expired: int
     cancelled: int
-    # Requests refused at the door; they are not among `submitted`.
+    # Requests rejected before they were queued; `submitted` does not include them.
     rejected: int
-    # Batches sent, how many of each size, and why they left when they did.
+    # Batches sent, how many of each size, and how many for each reason to send.
     batches: int
     batch_sizes: dict[int, int]
     releases: dict[str, int]
-    # Workers that were replaced, after their death or because they were due.
+    # Workers that were replaced, after their death or because they were due to be recycled.
     restarts: int
     # Seconds from arrival to dispatch per request, and in `infer` per batch; None before the first.
     queue_wait_p50: float | None
@@ -66,7 +66,7 @@ class Counters:
     restarts: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
-    # (seconds waited, weight): one request of each batch, standing for all of them.
+    # (seconds waited, weight): one request of each batch, weighted by the size of the batch.
     queue_waits: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
     )
@@ -77,7 +77,7 @@ class Counters:
     def snapshot(
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
     ) -> BatcherStats:
-        """The counts as they are now, with what their owner knows besides."""
+        """Copy the counts as they are now, with what only the batcher knows."""
         queue_wait_p50, queue_wait_p95 = weighted_quantiles(self.queue_waits, (0.50, 0.95))
         infer_p50, infer_p95 = weighted_quantiles(self.infer_times, (0.50, 0.95))
         return BatcherStats(
@@ -106,7 +106,7 @@ class Counters:
 def weighted_quantiles(
     samples: Collection[tuple[float, int]], shares: Sequence[float]
 ) -> list[float | None]:
-    """For each share the smallest value at which it is reached, None without samples.
+    """Return for each share the smallest value that reaches it, None without samples.
 
     Args:
         samples: Pairs of value and positive weight, in any order.

@@ -1,6 +1,6 @@
-"""What the decorators take and give besides functions. Pure; imports nothing of ours.
+"""Types of the decorators: priorities, statistics, caches. Pure; imports nothing of ours.
 
-The names and fields are those of `batched.types`, so that programs written for it find them here.
+Names and fields equal those of `batched.types`, so that programs written for it work here.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ ValueT = TypeVar("ValueT")
 
 
 class PriorityStrategy(IntEnum):
-    """Who goes first when more items wait than a batch holds; equals go in order of arrival.
+    """Which items go first when more wait than a batch holds; equals go in order of arrival.
 
-    Whatever is chosen, every eighth batch goes by age alone.
+    Under each strategy, every eighth batch goes by age alone.
     """
 
     NONE = auto()  # first come, first served
@@ -24,7 +24,7 @@ class PriorityStrategy(IntEnum):
 
 @dataclass
 class CacheStats:
-    """What a cache has done; the fields that `batched` shows. Times are seconds."""
+    """Counts and times of a cache, in the fields that `batched` shows. Times are seconds."""
 
     gets: int = 0
     hits: int = 0
@@ -49,7 +49,7 @@ class CacheStats:
         return self.total_set_time / self.sets if self.sets else 0.0
 
     def update_get(self, *, hit: bool, time_taken: float) -> None:
-        """Count one get that took so many seconds."""
+        """Count one get that took `time_taken` seconds."""
         self.gets += 1
         self.total_get_time += time_taken
         if hit:
@@ -57,18 +57,18 @@ class CacheStats:
             self.total_hit_time += time_taken
 
     def update_set(self, *, time_taken: float) -> None:
-        """Count one set that took so many seconds."""
+        """Count one set that took `time_taken` seconds."""
         self.sets += 1
         self.total_set_time += time_taken
 
 
 @dataclass
 class BatchProcessorStats:
-    """What a decorated function has done since its first call or `clear_stats()`."""
+    """Counts of a decorated function since its first call or `clear_stats()`."""
 
     # Items waiting for a batch now.
     queue_size: int = 0
-    # Items that the function was given; one that it was given again after a failure counts again.
+    # Items passed to the function; one that is retried after a failure counts again.
     total_processed: int = 0
     # Calls of the function.
     total_batches: int = 0
@@ -84,18 +84,18 @@ class BatchProcessorStats:
 class AsyncCache(Protocol[KeyT, ValueT]):
     """Where `aio` decorators look for an output before they compute it.
 
-    `get` returns None for what it does not have. An output that is None is stored as
-    `CachedNone.NONE`, which pickles, so that it can be told from that.
+    `get` returns None for an item that is not cached. An output that is None is therefore stored as
+    `CachedNone.NONE`, which can be pickled.
     """
 
     async def get(self, key: KeyT) -> ValueT | None:
-        """The output for this item, None if there is none."""
+        """Return the output for an item, None if it is not cached."""
 
     async def set(self, key: KeyT, value: ValueT) -> None:
-        """Keep the output for this item."""
+        """Store the output for an item."""
 
     async def clear(self) -> None:
-        """Forget all outputs."""
+        """Remove all outputs."""
 
     def stats(self) -> Any:
-        """What it has done, for example a `CacheStats`."""
+        """Return counts of the cache, for example a `CacheStats`."""

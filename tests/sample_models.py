@@ -1043,31 +1043,6 @@ class Stacks(InferenceModel[Any, tuple[bool, Any]]):
         return [(is_view, digest(_numpy().asarray(row))) for row in whole]
 
 
-class OnDevice(InferenceModel[Any, tuple[bool, float]]):
-    """Copies arrays to the GPU, and answers with the sums of those of the batch before.
-
-    And whether these lie in memory that CUDA knows. It forgets them, and returns, while they are
-    still on their way to the GPU.
-    """
-
-    def __init__(self) -> None:
-        self._before: Any = None
-
-    def infer(self, inputs: list[Any]) -> list[tuple[bool, float]]:
-        import torch
-
-        totals = [0.0] * len(inputs)
-        if self._before is not None:
-            totals = self._before.double().sum(1).tolist()
-        batch = torch.from_numpy(stack(inputs))
-        is_pinned = batch.is_pinned()
-        # Cycles, about 50 ms, in which the copy has to wait.
-        torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
-        self._before = batch.to("cuda", non_blocking=True)
-        inputs.clear()
-        return [(is_pinned, total) for total in totals]
-
-
 class WritesAndRaises(WritesInputs):
     """Adds one to every array, in place, and raises unless there is one only."""
 

@@ -1,21 +1,17 @@
 """`fast_batcher.fastapi` in real apps: real workers, real servers, and every row of its table."""
 
-import json
 import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import httpx2
 import psutil
@@ -24,6 +20,17 @@ from apps.models import BreaksOnLoad, Echo, Gated, Raises, TooDarkError
 from fastapi import Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
+from servers import (
+    LIMIT,
+    Gate,
+    Server,
+    ask_until,
+    gate,
+    post_and_stay,
+    serve,
+    thread,
+    uvicorn_command,
+)
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
 
@@ -39,112 +46,9 @@ from fast_batcher.fastapi import (
     request_timeout,
 )
 
-TESTS = Path(__file__).parent
-# No wait of these tests may be longer, in seconds; hundreds of times what an idle machine needs.
-LIMIT = 60.0
+__all__ = ["gate", "serve", "thread"]
+
 ERROR_ID = re.compile(r"[0-9a-f]{16}")
-
-
-class Gate:
-    """Where a model waits until the test lets it on; the input or argument is the gate's port."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(LIMIT)
-        self._visitors: list[socket.socket] = []
-        self.port: int = self._listener.getsockname()[1]
-
-    def wait_for_visitor(self) -> None:
-        visitor, _ = self._listener.accept()
-        self._visitors.append(visitor)
-
-    def let_on(self) -> None:
-        self._visitors[-1].sendall(b".")
-
-    def close(self) -> None:
-        for end in (self._listener, *self._visitors):
-            end.close()
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.close()
-
-
-class Server:
-    """A uvicorn in a process of its own; both its streams can be read line by line.
-
-    Args:
-        app: What it serves, as "module:name" below these tests.
-        options: More of its command line.
-        folder: Where the module is, if not here.
-        command: Another server, with its whole command line.
-    """
-
-    def __init__(
-        self, app: str, *options: str, folder: Path | None = None, command: Sequence[str] = ()
-    ) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(TESTS)}
-        if folder is not None:
-            options = (*options, "--app-dir", str(folder))
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *command] if command else uvicorn_command(app, *options),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            # A group of its own, that a signal can be sent to.
-            start_new_session=True,
-        )
-        # Ends the wait for a line that never comes.
-        self._watchdog = threading.Timer(LIMIT, self.process.kill)
-        self._watchdog.start()
-        self.output = ""
-
-    def wait_for(self, pattern: str) -> re.Match[str]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if match := re.search(pattern, line):
-                return match
-        raise AssertionError(f"the server ended without a line like {pattern!r}:\n{self.output}")
-
-    def wait_for_exit(self) -> int:
-        assert self.process.stdout is not None
-        self.output += self.process.stdout.read()
-        return self.process.wait()
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self._watchdog.cancel()
-        self._watchdog.join()
-
-
-def uvicorn_command(app: str, *options: str) -> list[str]:
-    where = ["--app-dir", str(TESTS), "--host", "127.0.0.1", "--port", "0", "--no-use-colors"]
-    return [sys.executable, "-m", "uvicorn", app, *where, *options]
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def start(app: str, *options: str) -> Server:
-        servers.append(Server(app, *options))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-@pytest.fixture
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as executor:
-        yield executor
 
 
 def make_raising_app(error: Exception, **options: Any) -> FastAPI:
@@ -180,39 +84,28 @@ def answer_to(error: Exception, **options: Any) -> httpx2.Response:
 
 # --- the table -----------------------------------------------------------------------------------
 
-# error, status, code, Retry-After, detail
+# What is raised; status, code, Retry-After and detail of its answer.
+_OURS, _MODELS = "internal error", "the model failed"
 TABLE: list[tuple[errors.BatcherError, int, str, str | None, str]] = [
-    (errors.BatcherError("canary"), 500, "internal_error", None, "internal error"),
-    (errors.ConfigurationError("canary"), 500, "configuration_error", None, "internal error"),
+    (errors.BatcherError("canary"), 500, "internal_error", None, _OURS),
+    (errors.ConfigurationError("canary"), 500, "configuration_error", None, _OURS),
     (errors.BatcherClosedError("it is over"), 503, "closed", "1", "it is over"),
     (errors.NotReadyError("starting"), 503, "not_ready", "1", "starting"),
     (errors.NotReadyError("s", retry_after=0.2), 503, "not_ready", "1", "s"),
     (errors.QueueFullError("full"), 503, "queue_full", "1", "full"),
     (errors.QueueFullError("full", retry_after=2.001), 503, "queue_full", "3", "full"),
     (errors.DeadlineExceededError("late"), 504, "deadline_exceeded", None, "late"),
-    (
-        errors.DeadlineExceededError("no", retry_after=4.0),
-        *(503, "deadline_unreachable", "4", "no"),
-    ),
-    (
-        errors.DeadlineExceededError("no", retry_after=0.0),
-        *(503, "deadline_unreachable", "1", "no"),
-    ),
+    (errors.DeadlineExceededError("no", retry_after=4.0), 503, "deadline_unreachable", "4", "no"),
+    (errors.DeadlineExceededError("no", retry_after=0.0), 503, "deadline_unreachable", "1", "no"),
     (errors.RequestTooLargeError("9 MiB"), 413, "request_too_large", None, "9 MiB"),
-    (errors.UnsendableValueError("canary"), 500, "unsendable_value", None, "internal error"),
-    (errors.InferenceError("canary"), 500, "inference_failed", None, "the model failed"),
-    (errors.OutputMismatchError("canary"), 500, "output_mismatch", None, "the model failed"),
-    (
-        errors.CollationError("canary"),
-        *(500, "collation_failed", None, "the input does not fit the model"),
-    ),
+    (errors.UnsendableValueError("canary"), 500, "unsendable_value", None, _OURS),
+    (errors.InferenceError("canary"), 500, "inference_failed", None, _MODELS),
+    (errors.OutputMismatchError("canary"), 500, "output_mismatch", None, _MODELS),
+    (errors.CollationError("c"), 500, "collation_failed", None, "the input does not fit the model"),
     (errors.WorkerError("hm"), 503, "worker_failed", "1", "hm"),
-    (
-        errors.WorkerStartupError("canary"),
-        *(503, "worker_startup_failed", "1", "the model did not load"),
-    ),
+    (errors.WorkerStartupError("c"), 503, "worker_startup_failed", "1", "the model did not load"),
     (errors.WorkerLostError("signal 9"), 503, "worker_lost", "1", "signal 9"),
-    (errors.PoisonRequestError("canary"), 500, "poison_request", None, "the model failed"),
+    (errors.PoisonRequestError("canary"), 500, "poison_request", None, _MODELS),
     (errors.TransportError("garbage"), 503, "transport_failed", "1", "garbage"),
 ]
 
@@ -256,10 +149,12 @@ def test_the_most_derived_class_with_a_row_counts() -> None:
     assert answer_to(RowsMissingError("")).json()["code"] == "output_mismatch"
 
 
-def test_a_full_queue_is_429_by_choice_and_nothing_else_is() -> None:
+def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None:
     response = answer_to(errors.QueueFullError("full", retry_after=7), queue_full_status=429)
     assert (response.status_code, response.headers["Retry-After"]) == (429, "7")
     assert answer_to(errors.NotReadyError("starting"), queue_full_status=429).status_code == 503
+    with pytest.raises(errors.ConfigurationError, match="queue_full_status=418: 503 or 429"):
+        install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
 
 
 def test_what_the_model_calls_retry_after_is_not_in_the_answer() -> None:
@@ -275,11 +170,6 @@ def test_what_the_model_calls_retry_after_is_not_in_the_answer() -> None:
     assert "canary" not in response.text
     assert "retry_after" not in response.json()
     assert "Retry-After" not in response.headers
-
-
-def test_a_wrong_status_for_a_full_queue_is_refused() -> None:
-    with pytest.raises(errors.ConfigurationError, match="queue_full_status=418: 503 or 429"):
-        install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
 
 
 def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> None:
@@ -321,11 +211,8 @@ def test_a_header_shortens_a_deadline_and_never_lengthens_it(
     assert (response.status_code, response.json()) == (200, timeout)
 
 
-def test_without_the_header_the_default_holds() -> None:
+def test_without_the_header_the_default_holds_and_where_there_is_none_the_header_sets_one() -> None:
     assert make_timeout_app().get("/").json() is None
-
-
-def test_where_there_is_no_limit_the_header_sets_one() -> None:
     headers = {"X-Request-Timeout": "3600"}
     assert make_timeout_app(timeout=None).get("/", headers=headers).json() == 3600.0
 
@@ -360,7 +247,7 @@ def failed_inference() -> errors.InferenceError:
     return errors.from_model(ValueError("canary"), "ValueError: canary", "in infer: canary")
 
 
-def test_a_500_is_logged_once_with_its_id_and_the_remote_traceback(
+def test_a_500_is_logged_once_with_its_id_and_traceback_and_its_body_shows_neither(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -369,10 +256,6 @@ def test_a_500_is_logged_once_with_its_id_and_the_remote_traceback(
     assert (record.name, record.levelname) == ("fast_batcher.fastapi", "ERROR")
     assert response.json()["error_id"] in record.getMessage()
     assert "in infer: canary" in caplog.text
-
-
-def test_the_body_of_a_500_does_not_show_what_failed() -> None:
-    response = answer_to(failed_inference())
     assert response.status_code == 500
     assert "canary" not in response.text
     assert "canary" not in str(response.headers)
@@ -428,24 +311,17 @@ def raising_client() -> Iterator[TestClient]:
         yield client
 
 
-def test_what_the_model_raises_is_a_500(raising_client: TestClient) -> None:
-    response = raising_client.get("/infer/value")
-    assert response.status_code == 500
-    assert response.json()["code"] == "inference_failed"
-    assert "canary" not in response.text
-
-
-def test_an_http_exception_of_the_model_keeps_status_detail_and_headers(
+def test_what_the_model_raises_is_a_500_but_for_an_http_exception(
     raising_client: TestClient,
 ) -> None:
+    response = raising_client.get("/infer/value")
+    assert (response.status_code, response.json()["code"]) == (500, "inference_failed")
+    assert "canary" not in response.text
     response = raising_client.get("/infer/http")
-    assert response.status_code == 422
-    assert response.headers["X-Model"] == "tiny"
+    assert (response.status_code, response.headers["X-Model"]) == (422, "tiny")
     assert response.json()["detail"] == {"field": "text"}
     assert response.json()["code"] == "inference_failed"
-
-
-def test_a_503_of_the_model_says_when_to_come_back(raising_client: TestClient) -> None:
+    # A 503 of the model says when to come back.
     response = raising_client.get("/infer/http positional")
     assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
     assert response.json()["detail"] == "the cache is cold"
@@ -457,13 +333,11 @@ def test_a_header_that_the_model_has_set_is_not_replaced() -> None:
     assert response.headers.get_list("Retry-After") == ["60"]
 
 
-def test_the_apps_handler_for_what_the_model_raised_is_used(raising_client: TestClient) -> None:
+def test_the_apps_own_handlers_are_used(raising_client: TestClient) -> None:
     response = raising_client.get("/infer/dark")
     assert (response.status_code, response.json()["lux"]) == (418, "lux below 3")
     assert response.json()["thread"] != raising_client.get("/thread").json()
-
-
-def test_the_apps_handler_for_one_of_our_errors_is_used(raising_client: TestClient) -> None:
+    # For an error of ours too.
     response = raising_client.get("/closed")
     assert (response.status_code, response.json()) == (410, "bye")
 
@@ -572,13 +446,6 @@ class Diary:
         return lifespan
 
 
-def test_lifespans_are_entered_in_order_and_left_in_reverse() -> None:
-    diary = Diary()
-    with TestClient(FastAPI(lifespan=combine_lifespans(diary.lifespan("a"), diary.lifespan("b")))):
-        assert diary.entries == ["enter a", "enter b"]
-    assert diary.entries == ["enter a", "enter b", "leave b", "leave a"]
-
-
 def test_a_lifespan_that_fails_has_the_others_left_again() -> None:
     diary = Diary()
     combined = combine_lifespans(
@@ -592,7 +459,7 @@ def test_a_lifespan_that_fails_has_the_others_left_again() -> None:
     assert diary.entries == ["enter a", "enter b", "enter c", "leave b", "leave a"]
 
 
-def test_the_states_of_lifespans_are_merged_and_a_later_one_wins() -> None:
+def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
     diary = Diary()
     combined = combine_lifespans(
         diary.lifespan("a", {"db": 1, "who": "a"}),
@@ -606,7 +473,9 @@ def test_the_states_of_lifespans_are_merged_and_a_later_one_wins() -> None:
         return {"db": request.state.db, "who": request.state.who}
 
     with TestClient(app) as client:
+        assert diary.entries == ["enter a", "enter b", "enter c"]
         assert client.get("/").json() == {"db": 1, "who": "c"}
+    assert diary.entries[3:] == ["leave c", "leave b", "leave a"]
 
 
 @pytest.mark.anyio
@@ -676,17 +545,7 @@ class Shouting:
         return text.upper()
 
 
-def test_the_dependency_serves_routes_and_websockets() -> None:
-    batcher = DynBatcher(Echo)
-    app, _ = make_echo_app(batcher, lifespan=batcher.lifespan)
-    with TestClient(app) as client:
-        assert client.get("/echo/hello").json() == "hello"
-        with client.websocket_connect("/ws") as session:
-            session.send_text("over a socket")
-            assert session.receive_text() == "over a socket"
-
-
-def test_a_websocket_is_served_where_requests_of_the_app_end_with_their_clients() -> None:
+def test_the_dependency_serves_routes_and_websockets_whose_clients_may_leave() -> None:
     batcher = DynBatcher(Echo)
     app, _ = make_echo_app(batcher, lifespan=batcher.lifespan, dependencies=[cancel_on_disconnect])
     left = threading.Event()
@@ -785,14 +644,8 @@ def test_openapi_shows_exactly_the_statuses_that_were_named() -> None:
     responses = documented(error_responses(429, 413, 500))["paths"]["/"]["get"]["responses"]
     assert set(responses) == {"200", "429", "413", "500"}
     assert [status for status in responses if "headers" in responses[status]] == ["429"]
-
-
-def test_every_status_of_the_table_can_be_documented() -> None:
     statuses = {row[1] for row in TABLE} | {429}
     assert set(error_responses(*statuses)) == statuses
-
-
-def test_a_status_that_no_error_has_is_refused() -> None:
     with pytest.raises(errors.ConfigurationError, match="502"):
         error_responses(503, 502)
 
@@ -926,21 +779,18 @@ def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batche
         assert ask_until_status(client, "/livez", 200) == {"status": "alive"}
 
 
-@pytest.mark.parametrize("seconds", [-1, float("nan")])
-def test_a_wrong_time_for_livez_is_refused(seconds: float) -> None:
-    with pytest.raises(errors.ConfigurationError, match=f"broken_timeout={seconds}"):
-        health_router(DynBatcher(Echo), broken_timeout=seconds)
+def test_a_health_router_that_could_never_fail_or_recover_is_refused() -> None:
+    with pytest.raises(errors.ConfigurationError, match="health_router"):
+        health_router()
+    for seconds in (-1, float("nan")):
+        with pytest.raises(errors.ConfigurationError, match=f"broken_timeout={seconds}"):
+            health_router(DynBatcher(Echo), broken_timeout=seconds)
 
 
-def test_health_routes_are_in_openapi_by_choice() -> None:
+def test_health_routes_are_in_openapi_where_the_app_says_so() -> None:
     app = FastAPI()
     app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
     assert set(app.openapi()["paths"]) == {"/livez", "/readyz"}
-
-
-def test_a_health_router_without_batchers_would_always_be_ready_and_is_refused() -> None:
-    with pytest.raises(errors.ConfigurationError, match="health_router"):
-        health_router()
 
 
 # --- uvicorn --------------------------------------------------------------------------------------
@@ -970,7 +820,7 @@ def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
     serve: Callable[..., Server],
 ) -> None:
     server = serve("apps.failing:app")
-    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    url = server.url()
     with httpx2.Client(base_url=url, timeout=LIMIT) as client:
         assert client.get("/failing/nothing").json() == "nothing"
         raised = client.get("/failing/raise")
@@ -1002,7 +852,7 @@ def test_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
 ) -> None:
     """Fault F41."""
     server = serve("apps.whole:app")
-    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    url = server.url()
     assert httpx2.get(f"{url}/readyz").status_code == 200
     running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
     gate.wait_for_visitor()
@@ -1025,7 +875,7 @@ def test_each_of_two_uvicorn_workers_has_processes_of_its_own(
 ) -> None:
     """Fault F57."""
     server = serve("apps.whole:app", "--workers", "2")
-    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    url = server.url()
     said = [server.wait_for(r"server (\d+) has worker (\d+) of (\d+)") for _ in range(2)]
     (one, its_worker, its_parent), (two, other_worker, other_parent) = [m.groups() for m in said]
     assert (its_parent, other_parent) == (one, two)
@@ -1039,27 +889,6 @@ def test_each_of_two_uvicorn_workers_has_processes_of_its_own(
     assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
 
 
-def post_and_stay(url: str, path: str, gate: int) -> socket.socket:
-    """A client that has asked and does not read the answer."""
-    address = urlsplit(url)
-    assert address.port is not None
-    client = socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT)
-    body = json.dumps({"gate": gate}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
-    client.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-    return client
-
-
-def ask_until(url: str, **wanted: int) -> dict[str, int]:
-    """Ask for the app's counts until they are as wanted; nothing tells when they are."""
-    deadline = monotonic() + LIMIT
-    while True:
-        stats: dict[str, int] = httpx2.get(f"{url}/stats", timeout=LIMIT).json()
-        if {name: stats[name] for name in wanted} == wanted:
-            return stats
-        assert monotonic() < deadline, stats
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("app", ["app", "wrapped"])
 def test_clients_that_go_away_are_forgotten_queued_or_running(
@@ -1067,7 +896,7 @@ def test_clients_that_go_away_are_forgotten_queued_or_running(
 ) -> None:
     """Faults F43 and F44."""
     server = serve(f"apps.disconnect:{app}")
-    url = server.wait_for(r"running on (http://[\d.:]+)")[1]
+    url = server.url()
     running = post_and_stay(url, "/pass", gate.port)
     gate.wait_for_visitor()
     queued = post_and_stay(url, "/pass", 0)

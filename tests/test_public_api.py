@@ -27,6 +27,7 @@ from fast_batcher import (
     types,
 )
 from fast_batcher.errors import BatcherError
+from fast_batcher.settings import BatcherOptions, Settings
 
 ROOT = Path(__file__).parent.parent
 # Of a type checker that has nothing cached, in seconds: several times what it takes on two busy
@@ -177,36 +178,43 @@ def test_the_constructor() -> None:
         ("model_kwargs", None),
         ("num_workers", 1),
         ("policy", "adaptive"),
+        ("max_latency", None),
         ("max_queue_size", None),
         ("timeout", 30.0),
         ("infer_timeout", None),
-        ("start_timeout", 300.0),
-        ("stop_timeout", 2.0),
-        ("drain_timeout", 20.0),
-        ("max_frame_bytes", 256 * 2**20),
         ("auto_open", True),
         ("name", None),
-        ("max_queue_bytes", None),
-        ("idempotent", True),
-        ("isolate_errors", True),
-        ("max_restarts", 5),
-        ("restart_window", 60.0),
-        ("restart_backoff", 0.1),
-        ("max_batches_per_worker", None),
-        ("max_rss_bytes", None),
-        ("max_latency", None),
         ("cost", None),
-        ("max_batch_cost", None),
-        ("max_request_cost", None),
-        ("cost_is_padded", True),
         ("group_by", None),
-        ("max_shared_bytes", 512 * 2**20),
-        ("shared_memory_threshold", 16 * 2**10),
-        ("pin_memory", False),
+        ("options", inspect.Parameter.empty),
     ]
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert by_position == ["model", "max_batch_size", "max_delay"]
-    assert all(one.kind is one.KEYWORD_ONLY for one in parameters[3:])
+    assert parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    assert all(one.kind is one.KEYWORD_ONLY for one in parameters[3:-1])
+
+
+def test_the_options() -> None:
+    settings = Settings()
+    assert {name: getattr(settings, name) for name in BatcherOptions.__annotations__} == {
+        "start_timeout": 300.0,
+        "stop_timeout": 2.0,
+        "drain_timeout": 20.0,
+        "idempotent": True,
+        "isolate_errors": True,
+        "max_restarts": 5,
+        "restart_window": 60.0,
+        "restart_backoff": 0.1,
+        "max_batches_per_worker": None,
+        "max_rss_bytes": None,
+        "max_queue_bytes": None,
+        "max_frame_bytes": 256 * 2**20,
+        "max_batch_cost": None,
+        "max_request_cost": None,
+        "cost_is_padded": True,
+        "max_shared_bytes": 512 * 2**20,
+        "shared_memory_threshold": 16 * 2**10,
+    }
 
 
 @pytest.mark.parametrize(
@@ -233,8 +241,8 @@ def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder")
     assert [name for name in dir(batcher) if name[0] != "_"] == [
         "aclose",
+        "allocate_input",
         "begin_drain",
-        "empty",
         "is_ready",
         "lifespan",
         "name",
@@ -366,15 +374,17 @@ def test_every_public_name_is_explained(name: str) -> None:
     assert not first.startswith(f"{name}(")
 
 
-def test_the_constructors_explanation_names_every_parameter() -> None:
-    explanation = inspect.getdoc(DynBatcher) or ""
-    for name in inspect.signature(DynBatcher).parameters:
-        assert f"    {name}: " in explanation, name
-
-
-@pytest.mark.parametrize("method", ["process_batched", "process_many", "submit", "open"])
-def test_a_methods_explanation_names_every_parameter(method: str) -> None:
-    function = getattr(DynBatcher, method)
+@pytest.mark.parametrize(
+    "function",
+    [
+        DynBatcher,
+        DynBatcher.process_batched,
+        DynBatcher.process_many,
+        DynBatcher.submit,
+        DynBatcher.open,
+    ],
+)
+def test_an_explanation_names_every_parameter(function: Any) -> None:
     explanation = inspect.getdoc(function) or ""
     for name in inspect.signature(function).parameters:
         assert name == "self" or f"    {name}: " in explanation, name

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from test_fastapi import LIMIT, Gate, Server, gate, serve, thread
+from servers import LIMIT, Gate, Server, gate, serve, thread
 from waits import within
 
 __all__ = ["gate", "serve", "thread"]

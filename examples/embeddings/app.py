@@ -69,10 +69,12 @@ class Embedding(BaseModel):
 
 
 app = FastAPI(
-    title="Sentence embeddings", lifespan=combine_lifespans(*(b.lifespan for b in batchers))
+    title="Sentence embeddings",
+    lifespan=combine_lifespans(*(b.lifespan for b in batchers)),
+    max_body_size=MAX_BODY_BYTES,
 )
 install_exception_handlers(app)
-app.add_middleware(LimitBody, max_bytes=MAX_BODY_BYTES)
+app.add_middleware(LimitBody)
 app.include_router(health_router(*batchers))
 
 

@@ -1,5 +1,5 @@
-"""Rows to batches and batches to rows: NumPy arrays, tensors, and what holds them. Pure.
+"""Join rows to batches and split batches into rows: arrays, tensors, structures of them. Pure.
 
-Runs in worker processes, and wherever a batch is made without one. NumPy and PyTorch are never
-imported by loading these files: who has an array has loaded its library.
+Runs in worker processes, and in any process that makes batches without one. Loading these files
+imports neither NumPy nor PyTorch: a program that has an array has loaded its library.
 """

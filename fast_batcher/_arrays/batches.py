@@ -1,8 +1,8 @@
-"""Rows to batches, and batches to rows, whatever structure holds the arrays. Pure.
+"""Join rows to one batch, and split batches into rows, whatever structure holds them. Pure.
 
-join(rows)  -> one structure of arrays with a batch axis
-split(batch) -> rows, as many as were joined
-is_much(...) -> whether that takes so long that an event loop should not do it
+join(rows)   -> one structure of arrays with a batch axis
+split(batch) -> its rows
+is_much(...) -> whether that takes milliseconds, so that an event loop should not do it
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,12 +11,12 @@ from typing import Any, Final
 from fast_batcher._arrays import leaves as arrays
 from fast_batcher._arrays.collation import Collation, Outputs
 from fast_batcher._arrays.leaves import Spec
-from fast_batcher._arrays.rows import Row, describe_difference, take_apart
+from fast_batcher._arrays.rows import Row, describe_difference, make_row
 from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths
 from fast_batcher.errors import CollationError, OutputMismatchError
 
-# Up to here joining and splitting takes no more than a millisecond or two: a MiB is copied in a
-# tenth of one, and a row or a part of its structure is looked at in a microsecond or two.
+# Up to here joining and splitting takes at most two milliseconds: a MiB is copied in a tenth of a
+# millisecond, and a row or a part of its structure is read in one to two microseconds.
 MOST_BYTES: Final = 2**20
 MOST_PARTS: Final = 1000
 
@@ -30,23 +30,23 @@ def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -
         dim: Where the batch axis is; None for `batch_dim[0]`.
 
     Returns:
-        A structure like that of a row. Its arrays and tensors have one axis more, and are new but
-        where rows that a worker was sent lie in one already. Numbers become arrays (tensors if the
-        row has tensors and no arrays), texts lists; None, which has to be None in all rows, stays
-        None. A mapping becomes a dict.
+        A structure like that of a row. Its arrays and tensors have one axis more. They are new,
+        unless the rows lie one behind the other in memory that a worker received. Numbers become
+        arrays (tensors if the row has tensors and no arrays), texts lists; None, which has to be
+        None in all rows, stays None. A mapping becomes a dict.
 
     Raises:
         CollationError: There is no row, they are not of one kind, or one cannot be joined at all.
-        MemoryError: As it comes, and that of a GPU likewise.
+        MemoryError: There is no memory for the batch; a GPU's own error passes through too.
     """
     if not rows:
         raise CollationError("there are no rows to join: what is joined needs one or more")
-    first = take_apart(rows[0], collation, dim=dim)
-    # Of the others the leaves alone are kept: the garbage collector stops all threads for as long
-    # as it looks through a hundred thousand rows with all that describes them.
+    first = make_row(rows[0], collation, dim=dim)
+    # Of the other rows only the leaves are kept: the garbage collector stops all threads while it
+    # visits a hundred thousand rows with everything that describes them.
     leaves = [first.leaves]
     for value in rows[1:]:
-        row = take_apart(value, collation, dim=dim)
+        row = make_row(value, collation, dim=dim)
         if row.signature != first.signature:
             raise CollationError(describe_difference(first, row))
         leaves.append(row.leaves)
@@ -54,7 +54,7 @@ def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -
 
 
 def join_apart(rows: Sequence[Row], collation: Collation) -> Any:
-    """The same of rows that are known to be of one kind."""
+    """Join rows that are known to be of one kind; see `join`."""
     return _join_leaves(rows[0], [row.leaves for row in rows], collation, None)
 
 
@@ -66,14 +66,14 @@ def _join_leaves(
     columns = zip(*leaves, strict=True)
     features = zip(columns, first.specs, paths(first.tree), strict=True)
     stacked = [
-        arrays.stack(column, spec, path, axis, collation.padding, like)
+        arrays.stack_leaves(column, spec, path, axis, collation.padding, like)
         for column, spec, path in features
     ]
     return build(first.tree, iter(stacked))
 
 
 def _find_like(specs: Iterable[Spec]) -> Spec:
-    """In which library numbers are joined: tensors where there are no arrays."""
+    """Return what numbers become: tensors if the row has tensors and no arrays, else arrays."""
     of_tensors = None
     for spec in specs:
         if spec.kind == "array":
@@ -93,10 +93,10 @@ def split(
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
-    """Split a batch into its rows: the way back from `join`.
+    """Split a batch into its rows, the inverse of `join`.
 
     Args:
-        batch: An array or tensor, a list or tuple of rows, or a structure of such things.
+        batch: An array or tensor, a list or tuple of rows, or a structure of these.
         count: How many rows it has to have.
         collation: Where the batch axis is and how lists are read.
         dim: Where the batch axis is; None for `batch_dim[1]`.
@@ -105,9 +105,9 @@ def split(
         copy: Whether rows of arrays have to stay as they are when the array is changed.
 
     Returns:
-        `count` rows. Those of arrays are views of it, unless `copy` is set. Those of tensors are
-        detached and have memory of their own, so that one that is kept or sent does not carry the
-        whole batch. Entries of a list are handed on as they are, but for such tensors.
+        `count` rows. Rows of arrays are views of the batch, unless `copy` is set. Rows of tensors
+        are detached copies, so that a row that is kept or sent does not carry the whole batch.
+        Entries of a list are returned as they are, except for tensors that share memory.
 
     Raises:
         OutputMismatchError: It has another number of rows, or holds something that has no rows, or
@@ -129,7 +129,7 @@ def _split(
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
-    # What is a list of rows is not looked into.
+    # A list of rows is a leaf.
     leaves, tree = flatten(batch, is_rows)
     columns = [
         _split_leaf(leaf, path, count, dim, to_cpu=to_cpu, copy=copy)
@@ -141,7 +141,7 @@ def _split(
 
 
 def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
-    """Whether this is a list with an entry for each row, and not several outputs."""
+    """Whether a value is a list with an entry for each row, and not several outputs."""
     if type(value) is not list and type(value) is not tuple:
         return False
     if reading == "rows":
@@ -160,7 +160,7 @@ def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
 
 
 def _may_be_batch(value: Any, dim: int) -> bool:
-    """Whether this could hold something for each row of a batch, for a batch of some size."""
+    """Whether a value could hold one part for each row of a batch, for some size of batch."""
     if arrays.is_array_like(value):
         return arrays.row_count(value, dim) is not None
     if value is None or type(value) in (list, tuple):
@@ -211,7 +211,7 @@ def _own_row(row: Any, *, to_cpu: bool) -> Any:
 
 
 def split_rows(batch: Any, collation: Collation, *, dim: int | None = None) -> list[Any]:
-    """The rows of an input that is a batch itself, of as many rows as it has.
+    """Split an input that is itself a batch into its rows, however many there are.
 
     Args:
         batch: An array or tensor, or a structure of them. A list in it has one entry per row, as in
@@ -220,10 +220,10 @@ def split_rows(batch: Any, collation: Collation, *, dim: int | None = None) -> l
         dim: Where the batch axis is; None for `batch_dim[0]`.
 
     Returns:
-        Rows as `split` makes them; none if the batch has none.
+        Rows as `split` makes them; an empty list if the batch has none.
 
     Raises:
-        CollationError: Its features have different numbers of rows, or something has no rows.
+        CollationError: Its features have different numbers of rows, or a part of it has no rows.
     """
     axis = collation.batch_dim[0] if dim is None else dim
     leaves, tree = flatten(batch, _is_list)
@@ -259,7 +259,7 @@ def _count_rows(leaf: Any, path: str, dim: int) -> int:
 
 
 def is_much(value: Any, *, dim: int | None = None) -> bool:
-    """Whether splitting a batch, or joining rows, takes milliseconds. This itself does not.
+    """Whether splitting a batch, or joining rows, takes milliseconds; found in microseconds.
 
     Args:
         value: The batch, or the list of rows.
@@ -271,12 +271,12 @@ def is_much(value: Any, *, dim: int | None = None) -> bool:
         one, axis = todo.pop()
         if type(one) is list:
             axis = None  # its entries are rows
-        # Of a list that may be long no copy is made.
+        # A list may be long, so it is not copied.
         inside = one if type(one) in (list, tuple) else children(one)
         if inside is not None:
             parts += len(inside)
         elif arrays.is_array(one) or arrays.is_tensor(one):
-            size += arrays.size_of(one)
+            size += arrays.byte_count(one)
             parts += 0 if axis is None else arrays.row_count(one, axis) or 0
         if parts > MOST_PARTS or size > MOST_BYTES:
             return True

@@ -17,7 +17,7 @@ MOST_DIMS: Final = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """How features of unequal lengths become equal; made by `Collation.pad`, which explains it."""
+    """How features of unequal lengths become equal; see `Collation.pad`, which makes it."""
 
     value: PadValue | None
     # By feature, as pairs, so that it can be hashed.
@@ -29,19 +29,19 @@ class Padding:
     mask_of: str | None = None
 
     def value_of(self, feature: str) -> PadValue | None:
-        """What fills up this feature, None if it is not padded."""
+        """Return the number that fills up a feature, None if it is not padded."""
         if feature == self.mask:
             return 0
         return dict(self.values).get(feature, self.value)
 
     def side_of(self, feature: str) -> Side:
-        """On which side of its data the filling goes."""
+        """Return the side of a feature's data on which the filling goes."""
         if feature == self.mask and self.mask_of is not None:
             return self.side_of(self.mask_of)
         return dict(self.sides).get(feature, self.side)
 
     def axes_of(self, feature: str, ndim: int) -> frozenset[int]:
-        """The padded axes of a row of `ndim` axes, counted from 0; none if it is not padded."""
+        """Return the padded axes of a row of `ndim` axes, counted from 0; empty if not padded."""
         if feature == self.mask:  # it has the padded axes and no others
             return frozenset(range(ndim))
         if self.value_of(feature) is None:
@@ -55,8 +55,8 @@ class Collation:
 
     Made by `Collation.stack` or `Collation.pad`. A *row* is one input or one output, without a
     batch axis: an array, a tensor, or a structure of them (mappings, lists, tuples, named tuples,
-    dataclasses, pydantic models). A *feature* is one array of such a structure; its name is the way
-    to it, with dots: "image", "vision.pixels", "0". That of a row that is itself an array is "".
+    dataclasses, pydantic models). A *feature* is one array of a structure, and its name is its path
+    with dots: "image", "vision.pixels", "0". A row that is itself an array has the feature "".
     """
 
     batch_dim: tuple[int, int] = (0, 0)
@@ -79,14 +79,14 @@ class Collation:
         Args:
             batch_dim: Where the batch axis is, in what the model gets and in what it returns; one
                 number for both. Negative numbers count from the last axis of the batch.
-            unequal: What becomes of rows that differ in structure, dtype, device or shape. "error":
-                those that differ from more than half of their batch fail with `CollationError`;
-                where there is no such half, the batch does. "group": the model is called once for
-                each kind. Nothing is ever cast or cut to make it fit.
+            unequal: What happens to rows that differ in structure, dtype, device or shape. "error":
+                rows that differ from more than half of their batch fail with `CollationError`; if
+                no half agrees, the whole batch fails. "group": the model is called once for each
+                kind. Nothing is ever cast or cut to make it fit.
             outputs: How a list or tuple from the model is read. "rows": one entry for each row.
-                "several": several outputs, each of which has a batch axis. "auto": as rows where
-                its entries cannot have a batch axis, else an error: which of the two it is must not
-                depend on the size of the batch. Anything else has one reading only.
+                "several": several outputs, each of which has a batch axis. "auto": rows if its
+                entries cannot have a batch axis, else an error, because the reading must not
+                depend on the size of the batch. Any other output has one reading only.
             allowed_batch_sizes: The sizes that a compiled model takes. A batch of another size is
                 filled up to the next one with copies of its last row, whose outputs are dropped;
                 one that is larger than all of them is computed in parts. Empty: any size.
@@ -125,19 +125,19 @@ class Collation:
             value: What fills up every feature that `values` does not name. It has to fit the dtype:
                 300 in a uint8 or 0.5 in an int64 is an error. None: only features that `values`
                 names are padded.
-            values: The same by name of the feature.
+            values: What fills up a feature, by the feature's name.
             side: The end of the axis at which the filling goes.
-            sides: The same by name of the feature.
-            dims: The axes of a row, without the batch axis, that are padded; those that a feature
-                does not have are left out.
+            sides: The end at which the filling goes, by the feature's name.
+            dims: The axes of a row, without the batch axis, that are padded; an axis that a feature
+                does not have is left out.
             mask: Under this name every row, which has to be a mapping, is given an int64 mask: 1
                 where the data is, 0 where the filling is. Its axes are the padded ones.
             mask_of: The feature that the mask describes. Not needed where all padded features of a
                 row have the same lengths.
-            batch_dim: As for `stack`, as are the others.
-            unequal: See there.
-            outputs: See there.
-            allowed_batch_sizes: See there.
+            batch_dim: See `stack`.
+            unequal: See `stack`.
+            outputs: See `stack`.
+            allowed_batch_sizes: See `stack`.
 
         Raises:
             ConfigurationError: An argument is wrong.

@@ -1,7 +1,7 @@
-"""One feature at a time: what a leaf is, many of them as one array, and one array as many. Pure.
+"""One feature at a time: what a leaf is, how leaves become one array, and back. Pure.
 
-NumPy and PyTorch are used where they are loaded. A dtype is kept as it is: nothing is promoted,
-and what would need it is refused.
+NumPy and PyTorch are used where they are loaded. A dtype is kept as it is: leaves that would have
+to be promoted are refused.
 """
 
 import functools
@@ -21,13 +21,13 @@ _INT64: Final = range(-(2**63), 2**63)
 
 
 class Spec(NamedTuple):
-    """What has to be equal in two leaves, so that they can stand in one array."""
+    """What two leaves must have in common to be joined in one array."""
 
     # "array", "tensor", "number", "text" or "none".
     kind: str
     # The type of a number or a text.
     dtype: Any = None
-    # Lengths of the axes, None for those that are padded.
+    # Lengths of the axes, None for a padded one.
     shape: tuple[int | None, ...] = ()
     device: Any = None
 
@@ -61,21 +61,21 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_array_like(value: Any) -> bool:
-    """Whether it is any array or tensor at all, also one that cannot be joined."""
+    """Whether it is an array or tensor of any kind, also one that cannot be joined."""
     return is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape"))
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a text or None: nothing that has axes, and nothing that holds any."""
+    """Whether it is a number, a text or None, which have no axes."""
     return value is None or type(value) in _NUMBERS or isinstance(value, _TEXTS)
 
 
 def spec_of(leaf: Any) -> Spec | None:
-    """What the leaves of other rows have to be equal to; None if it can be joined to nothing."""
+    """Return what the leaves of other rows must match; None if the leaf cannot be joined."""
     if is_array(leaf):
         return None if leaf.dtype.hasobject else Spec("array", leaf.dtype, leaf.shape)
     if is_tensor(leaf):
-        if find_tensor_fault(leaf):  # first: nested tensors raise where they are asked for a shape
+        if find_tensor_fault(leaf):  # checked first: the shape of a nested tensor raises
             return None
         return Spec("tensor", leaf.dtype, tuple(leaf.shape), leaf.device)
     kind = type(leaf)
@@ -89,7 +89,7 @@ def spec_of(leaf: Any) -> Spec | None:
 
 
 def describe_fault(leaf: Any, feature: str) -> str:
-    """Why a leaf without a spec can be joined to nothing, and what could be sent instead."""
+    """Say why a leaf without a spec cannot be joined, and what can be sent instead."""
     name, kind = named(feature), type(leaf).__qualname__
     if is_array(leaf):
         fault = f"dtype {leaf.dtype}"
@@ -111,7 +111,7 @@ def describe_fault(leaf: Any, feature: str) -> str:
 
 
 def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
-    """The same without the lengths of the axes that are padded.
+    """Return a spec without the lengths of its padded axes.
 
     Raises:
         CollationError: The dtype cannot keep the pad value.
@@ -123,7 +123,7 @@ def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
     return Spec(spec.kind, spec.dtype, shape, spec.device)
 
 
-# As many features as the inputs of a few models have.
+# Room for the features of a few models.
 @functools.lru_cache(maxsize=256)
 def _find_axes(kind: str, dtype: Any, ndim: int, feature: str, padding: Padding) -> frozenset[int]:
     axes = padding.axes_of(feature, ndim) if kind in ("array", "tensor") else frozenset()
@@ -137,7 +137,7 @@ def _find_axes(kind: str, dtype: Any, ndim: int, feature: str, padding: Padding)
 
 
 def find_tensor_fault(tensor: Any) -> str | None:
-    """Why a tensor has no rows in memory, None if it has."""
+    """Say why a tensor has no rows in memory, None if it has."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}"
@@ -149,7 +149,7 @@ def find_tensor_fault(tensor: Any) -> str | None:
 
 
 def named(feature: str) -> str:
-    """A feature in an error."""
+    """Return a feature's name as an error shows it."""
     return repr(feature) if feature else "the row"
 
 
@@ -175,7 +175,7 @@ def _is_in(value: float, least: float, most: float) -> bool:
 
 
 def _limits(library: str, dtype: Any) -> tuple[str, tuple[float, float] | None]:
-    """The kind of a dtype in one letter, as NumPy has it, and its numbers; None if it has none."""
+    """Return NumPy's letter for the kind of a dtype, and its least and greatest number or None."""
     info: Any
     if library == "array":
         numpy = sys.modules["numpy"]
@@ -190,18 +190,18 @@ def _limits(library: str, dtype: Any) -> tuple[str, tuple[float, float] | None]:
         return kind, (0, 1)
     if kind not in "iufc":
         return kind, None
-    # As Python's own: beside one of NumPy's the value would first become one of its dtype.
+    # Python's numbers: compared to a NumPy number, the value would first be cast to its dtype.
     number = int if kind in "iu" else float
     return kind, (number(info(dtype).min), number(info(dtype).max))
 
 
 def may_have_axis(spec: Spec, dim: int) -> bool:
-    """Whether a batch of such leaves can have its axis there."""
+    """Whether a batch of leaves with this spec can have its axis at `dim`."""
     ndim = len(spec.shape)
     return -ndim - 1 <= dim <= ndim or spec.kind in ("none", "text")
 
 
-def stack(
+def stack_leaves(
     leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding | None, like: Spec
 ) -> Any:
     """Join the leaves of many rows along a new axis.
@@ -212,11 +212,11 @@ def stack(
         feature: Their name.
         dim: Where the new axis is; `may_have_axis` has been asked.
         padding: What is padded, None for nothing.
-        like: An array or tensor of the same rows: numbers come into one of its library and device.
+        like: The spec of an array or tensor of these rows: numbers get its library and device.
 
     Returns:
-        An array or tensor, new but where the leaves lie in one already (`stacking`); numbers become
-        one of bool, int64, float64 or complex128, texts a list, None stays None.
+        An array or tensor, new unless the leaves lie in one already (see `stacking`); numbers
+        become one of bool, int64, float64 or complex128, texts a list, None stays None.
 
     Raises:
         CollationError: There are numbers, and no library for them.
@@ -258,7 +258,7 @@ def _stack_tensors(
     side: Side,
 ) -> Any:
     torch = sys.modules["torch"]
-    # Nobody computes a gradient through a batch.
+    # No gradient is computed through a batch.
     leaves = [leaf.detach() for leaf in leaves]
     if value is None:
         return torch.stack(leaves, dim)
@@ -270,7 +270,7 @@ def _stack_tensors(
 
 
 def _place(lengths: Sequence[int], most: Sequence[int], side: Side) -> tuple[slice, ...]:
-    """Where a row of these lengths is in one that has the most."""
+    """Return the slices that a row of these lengths fills in the longest row."""
     pairs = zip(lengths, most, strict=True)
     if side == "right":
         return tuple([slice(0, length) for length, _ in pairs])
@@ -292,7 +292,7 @@ def _stack_numbers(leaves: Sequence[Any], spec: Spec, like: Spec) -> Any:
 
 
 def ones(lengths: Sequence[int], like: Spec) -> Any:
-    """An int64 mask of what is there, in the library and on the device of a feature."""
+    """Make an int64 mask of ones, in the library and on the device of a feature."""
     if like.kind == "tensor":
         torch = sys.modules["torch"]
         return torch.ones(tuple(lengths), dtype=torch.int64, device=like.device)
@@ -301,29 +301,29 @@ def ones(lengths: Sequence[int], like: Spec) -> Any:
 
 
 def row_count(batch: Any, dim: int) -> int | None:
-    """How many rows an array or tensor has, None if it has no such axis."""
-    if is_tensor(batch) and batch.is_nested:  # raises where it is asked for its shape
+    """Return the length of axis `dim` of an array or tensor, None if it has no axis `dim`."""
+    if is_tensor(batch) and batch.is_nested:  # its shape raises
         return None
     ndim = len(batch.shape)
     return batch.shape[dim] if -ndim <= dim < ndim else None
 
 
-def size_of(leaf: Any) -> int:
-    """How many bytes are copied with an array or tensor."""
+def byte_count(leaf: Any) -> int:
+    """Return how many bytes a copy of an array or tensor takes."""
     if is_tensor(leaf):
         return 0 if find_tensor_fault(leaf) else leaf.numel() * leaf.element_size()
     return int(leaf.nbytes)
 
 
 def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[Any]:
-    """The rows of an array or tensor that has this axis.
+    """Split an array or tensor along its axis `dim` into rows.
 
-    Those of an array are views, which are pickled without the rest. A view of a tensor would be
-    pickled with all of its batch, so those are copies, without their gradients.
+    Rows of an array are views, which are pickled without the rest. A view of a tensor would be
+    pickled with its whole batch, so rows of a tensor are copies, without their gradients.
 
     Args:
         batch: With the batch axis.
-        dim: Where that is.
+        dim: Where the batch axis is.
         to_cpu: Whether rows of tensors have to leave their device.
         copy: Whether rows of arrays have to be copies too.
     """
@@ -331,18 +331,18 @@ def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[A
         return [own_tensor(row) for row in _plain(batch, to_cpu=to_cpu).unbind(dim)]
     numpy = sys.modules["numpy"]
     rows = numpy.moveaxis(numpy.asarray(batch), dim, 0)
-    return own_rows(rows) if copy else list(rows)
+    return copy_rows(rows) if copy else list(rows)
 
 
-def own_rows(batch: Any) -> list[Any]:
-    """The rows of an array along its first axis, in memory of their own; of whatever subclass."""
+def copy_rows(batch: Any) -> list[Any]:
+    """Copy the rows of an array, of whatever subclass, along its first axis."""
     if batch.ndim == 1 and batch.dtype.kind != "V":
         return list(batch)  # scalars, but for structured ones, which are views
     return [row.copy() for row in batch]
 
 
 def own(leaf: Any, *, to_cpu: bool) -> Any:
-    """The same; a tensor without its gradient and without what else is in its memory."""
+    """Return a leaf as it is, but a tensor without its gradient and without shared memory."""
     if not is_tensor(leaf) or find_tensor_fault(leaf) is not None:
         return leaf
     plain = _plain(leaf, to_cpu=to_cpu)
@@ -355,5 +355,5 @@ def _plain(tensor: Any, *, to_cpu: bool) -> Any:
 
 
 def own_tensor(tensor: Any) -> Any:
-    """A copy in memory of its own."""
+    """Copy a tensor."""
     return tensor.clone(memory_format=sys.modules["torch"].contiguous_format)

@@ -1,4 +1,4 @@
-"""One input, taken apart: what it has to have in common with those it is joined to. Pure."""
+"""One input as leaves and specs: what it must have in common with the inputs it joins. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from fast_batcher.errors import CollationError
 
 
 class Row(NamedTuple):
-    """One input, taken apart."""
+    """One input as its leaves, the tree that held them, and the spec of each."""
 
     leaves: list[Any]
     tree: Tree
@@ -19,23 +19,23 @@ class Row(NamedTuple):
 
     @property
     def signature(self) -> tuple[Tree, tuple[Spec, ...]]:
-        """What has to be equal in rows that are joined; hashable."""
+        """What must be equal in rows that are joined; hashable."""
         return self.tree, self.specs
 
 
-def take_apart(value: Any, collation: Collation, *, dim: int | None = None) -> Row:
-    """Look at one row by itself.
+def make_row(value: Any, collation: Collation, *, dim: int | None = None) -> Row:
+    """Flatten one input and describe its leaves.
 
     Args:
-        value: The row.
-        collation: How it is to be joined to others.
+        value: The input.
+        collation: How it is joined to others.
         dim: Where the batch axis will be; None for `batch_dim[0]`.
 
     Raises:
-        CollationError: It cannot be joined to any other: it is or holds something that is no array,
-            its dtype cannot keep its pad value, or it has too few axes.
+        CollationError: It cannot be joined to any other input: it is or holds a value that is no
+            array, its dtype cannot keep its pad value, or it has too few axes.
     """
-    row = _take_apart(value)
+    row = _flatten_row(value)
     padding = collation.padding
     if padding is not None:
         names = paths(row.tree)
@@ -54,7 +54,7 @@ def take_apart(value: Any, collation: Collation, *, dim: int | None = None) -> R
     return row
 
 
-def _take_apart(value: Any) -> Row:
+def _flatten_row(value: Any) -> Row:
     leaves, tree = flatten(value, _refuse_plain_list)
     specs: list[Spec] = []
     for leaf in leaves:
@@ -112,7 +112,7 @@ def _make_mask(row: Row, name: str, padding: Padding) -> Any:
 
 
 def describe_difference(one: Row, other: Row) -> str:
-    """Why two rows cannot be in one batch."""
+    """Say why two rows cannot be in one batch."""
     if one.tree != other.tree:
         return (
             f"rows of different structures cannot be joined: {_list_features(one)} and "

@@ -1,7 +1,7 @@
-"""`stack`: many arrays or tensors as one, without a copy where they already lie in one. Pure.
+"""`stack`: join arrays or tensors, without a copy if they lie one behind the other. Pure.
 
-Only memory that somebody has lent is looked at: what a worker was sent lies there while its model
-computes. That two arrays are neighbours elsewhere is chance, and who keeps them is not known.
+Only memory that `lend` names counts: the worker lends the memory of a batch while its model
+computes. Elsewhere two arrays are neighbours by chance, and their owners are unknown.
 """
 
 import sys
@@ -13,12 +13,12 @@ from fast_batcher.errors import CollationError
 
 
 class Piece(NamedTuple):
-    """Memory that is lent."""
+    """Lent memory."""
 
     start: int
     end: int
     memory: memoryview
-    # All of it as one array, if that has been made, and its rows that the model gets.
+    # The whole memory as one array, if that has been made, and the rows that the model gets.
     whole: Any
     rows: Sequence[Any]
 
@@ -31,26 +31,26 @@ def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any
 
     Args:
         address: Of the memory.
-        memory: A view of it.
-        whole: All of it as one array, if there is one: `stack` takes less time then.
-        rows: Its rows that the model gets.
+        memory: A view of the memory.
+        whole: The whole memory as one array, if there is one: `stack` takes less time then.
+        rows: The rows of `whole` that the model gets.
     """
     lent.append(Piece(address, address + len(memory), memory, whole, rows))
 
 
 def stack(inputs: Sequence[Any]) -> Any:
-    """Arrays or tensors of one shape as one, with a new first axis.
+    """Join arrays or tensors of one shape along a new first axis.
 
-    Large inputs of a batch usually lie one behind the other in the memory in which they have come;
-    then this is a view of them, made in microseconds, and to write into one is to write into the
-    other. Anything else is copied, as by `numpy.stack` and `torch.stack`.
+    Large inputs of a batch usually lie one behind the other in shared memory; then the result is a
+    view of them, made in microseconds, and a write to one shows in the other. Other inputs are
+    copied, as by `numpy.stack` and `torch.stack`.
 
     Args:
         inputs: One or more NumPy arrays, or tensors.
 
     Raises:
         CollationError: They are neither, and NumPy, which takes numbers too, is not loaded.
-        ValueError: There are none, or NumPy arrays have different shapes.
+        ValueError: `inputs` is empty, or NumPy arrays have different shapes.
         RuntimeError: Tensors have different shapes, dtypes or devices.
     """
     whole = find_whole(inputs)
@@ -66,7 +66,7 @@ def stack(inputs: Sequence[Any]) -> Any:
 
 
 def find_whole(values: Sequence[Any]) -> Any:
-    """The array or tensor of which these are the rows, None if there is none."""
+    """Return the array or tensor of which the values are the rows, None without one."""
     if not lent or not values:
         return None
     for piece in lent:
@@ -80,12 +80,12 @@ def _find_by_address(values: Sequence[Any]) -> Any:
     library = _library_of(kind)
     if library is None:
         return None
-    look, address_of, rebuild = library
-    found = look(values[0])
+    describe, address_of, rebuild = library
+    found = describe(values[0])
     if found is None or not found[2]:
         return None
     dtype, shape, size = found
-    if any(type(value) is not kind or look(value) != found for value in values):
+    if any(type(value) is not kind or describe(value) != found for value in values):
         return None
     start = address_of(values[0])
     end = start + len(values) * size
@@ -99,15 +99,15 @@ def _find_by_address(values: Sequence[Any]) -> Any:
 
 
 def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
-    """Whether these are the rows of the piece, and as they were made.
+    """Whether the values are the rows of a piece, unchanged since they were made.
 
-    Nothing is asked for its address: NumPy takes longer to tell one than all of this does.
+    It does not compare addresses: NumPy takes longer to tell one address than all of this takes.
     """
     if len(piece.rows) != len(values) or not all(map(is_, piece.rows, values)):
         return False
     whole = piece.whole
     shape, strides, dtype, base = whole.shape[1:], whole.strides[1:], whole.dtype, whole.base
-    # An array that was given other memory has another base.
+    # An array whose memory was replaced has another base.
     return all(
         value.base is base
         and value.shape == shape
@@ -117,23 +117,23 @@ def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
     )
 
 
-# Dtype, shape and bytes of what is in memory as in a new array or tensor; None of another.
-_Look = Callable[[Any], tuple[Any, Any, int] | None]
+# Returns dtype, shape and bytes of a contiguous array or tensor, None for any other.
+_Describe = Callable[[Any], tuple[Any, Any, int] | None]
 _AddressOf = Callable[[Any], int]
 
 
-def _library_of(kind: type) -> tuple[_Look, _AddressOf, Callable[..., Any]] | None:
-    """How to look at values of this type, and how to make one of a buffer."""
+def _library_of(kind: type) -> tuple[_Describe, _AddressOf, Callable[..., Any]] | None:
+    """Return how to describe values of a type, find their address, and make one of a buffer."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and kind is numpy.ndarray:
-        return _probe_array, _address_of_array, numpy.frombuffer
+        return _describe_array, _address_of_array, numpy.frombuffer
     torch: Any = sys.modules.get("torch")
     if torch is not None and kind is torch.Tensor:
-        return _probe_tensor, kind.data_ptr, torch.frombuffer
+        return _describe_tensor, kind.data_ptr, torch.frombuffer
     return None
 
 
-def _probe_array(array: Any) -> tuple[Any, Any, int] | None:
+def _describe_array(array: Any) -> tuple[Any, Any, int] | None:
     if not array.flags.c_contiguous or array.dtype.hasobject:
         return None
     return array.dtype, array.shape, array.nbytes
@@ -143,7 +143,7 @@ def _address_of_array(array: Any) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def _probe_tensor(tensor: Any) -> tuple[Any, Any, int] | None:
+def _describe_tensor(tensor: Any) -> tuple[Any, Any, int] | None:
     if (
         tensor.device.type != "cpu"
         or tensor.layout is not sys.modules["torch"].strided

@@ -1,8 +1,8 @@
 """Nested structures as a list of leaves and the tree that held them. Pure.
 
-A leaf is whatever is not a structure: an array, a tensor, a number, a text. Structures are built
-from their parts, never by a constructor or a validator of the user's: a batch of a checked value
-need not pass the check of one.
+A leaf is any value that is not a structure: an array, a tensor, a number, a text. Structures are
+built from their parts without calling a constructor or validator of the user: a batch of a checked
+value need not pass the check of one value.
 """
 
 import dataclasses
@@ -20,13 +20,13 @@ from fast_batcher.errors import CollationError
 class Tree:
     """The form of a structure. Equal trees hold their leaves in the same order."""
 
-    # What it is made of: None for a leaf, else the type of what it builds.
+    # The type of the structure that it builds, None for a leaf.
     kind: type | None
-    # Names of its children, in an order of their own, and the children.
+    # Names of its children, sorted, and the children.
     keys: tuple[Any, ...] = ()
     children: tuple["Tree", ...] = ()
-    # What one of several equal trees may have in its own way: the order in which a mapping lists
-    # its keys, the fields of a pydantic model that were set.
+    # What may differ between equal trees: the order in which a mapping lists its keys, the fields
+    # of a pydantic model that were set.
     own: Any = dataclasses.field(default=None, compare=False)
 
 
@@ -58,10 +58,10 @@ def _never(_: object) -> bool:
 
 
 def flatten(value: Any, is_leaf: Callable[[Any], bool] = _never) -> tuple[list[Any], Tree]:
-    """Take a structure apart.
+    """Flatten a structure into its leaves.
 
     Args:
-        value: Anything; what is no structure is a leaf.
+        value: Any value; one that is no structure is a leaf.
         is_leaf: Structures for which it is true are leaves too.
 
     Returns:
@@ -80,7 +80,7 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] = _never) -> tuple[list[A
 
 
 def _grow(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> Tree:
-    state = None if is_leaf(value) else _open(value)
+    state = None if is_leaf(value) else _state_of(value)
     if state is None:
         leaves.append(value)
         return LEAF
@@ -89,7 +89,7 @@ def _grow(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> Tree
 
 
 def build(tree: Tree, leaves: Iterator[Any]) -> Any:
-    """Make a structure of this form; it takes as many leaves as it needs."""
+    """Build the structure that a tree describes from the next leaves of an iterator."""
     kind = tree.kind
     if kind is None:
         return next(leaves)
@@ -104,8 +104,8 @@ def build(tree: Tree, leaves: Iterator[Any]) -> Any:
     return _build_object(kind, tree, values)
 
 
-def _build_object(kind: type, tree: Tree, values: list[Any]) -> Any:
-    built: Any = object.__new__(kind)
+def _build_object(kind: Any, tree: Tree, values: list[Any]) -> Any:
+    built: Any = kind.__new__(kind)
     if tree.own is None:
         for name, value in zip(tree.keys, values, strict=True):
             object.__setattr__(built, name, value)
@@ -123,21 +123,21 @@ def _build_object(kind: type, tree: Tree, values: list[Any]) -> Any:
 
 
 def with_entry(tree: Tree, key: str) -> Tree:
-    """The tree of a mapping with one more leaf, which is its last."""
+    """Return the tree of a mapping with one more leaf at its end."""
     keys, leaves = (*tree.keys, key), (*tree.children, LEAF)
     return Tree(tree.kind, keys, leaves, (*tree.own, key))
 
 
 def children(value: Any) -> list[Any] | None:
-    """What a structure holds, None for a leaf."""
-    state = _open(value)
+    """Return the children of a structure, None for a leaf."""
+    state = _state_of(value)
     return None if state is None else state.values
 
 
-# As many structures as the inputs and outputs of a few models have.
+# Room for the structures of the inputs and outputs of a few models.
 @functools.lru_cache(maxsize=64)
 def paths(tree: Tree) -> tuple[str, ...]:
-    """The names of the leaves, in their order: keys with dots between them, "" for a lone leaf."""
+    """Return the names of the leaves in order: keys joined by dots, "" for a lone leaf."""
     return tuple([".".join(names) for names in _walk(tree)])
 
 
@@ -150,22 +150,22 @@ def _walk(tree: Tree) -> Iterator[tuple[str, ...]]:
             yield (name, *rest)
 
 
-def _open(value: Any) -> _State | None:
-    """What a structure holds; None for a leaf."""
+def _state_of(value: Any) -> _State | None:
+    """Return the type and the children of a structure, None for a leaf."""
     kind: Any = type(value)
     opener = _find_opener(kind)
     return None if opener is None else opener(value)
 
 
-# Many more types than rows are made of; it holds on to classes, which a program may make anew.
+# Bounded because it keeps classes alive, and a program may define classes again and again.
 @functools.lru_cache(maxsize=256)
 def _find_opener(kind: type) -> Callable[[Any], _State] | None:
-    """How values of this type are taken apart, None if they are leaves."""
+    """Return the function that opens values of a type, None if they are leaves."""
     new: Any = kind.__new__
     base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
     if kind is list or kind is tuple:
         return _open_sequence
-    # A tuple of any other kind may mean anything: a shape, for one.
+    # A tuple of any other kind may mean anything, for example a shape.
     if issubclass(kind, tuple):
         return _open_named_tuple if isinstance(getattr(kind, "_fields", None), tuple) else None
     if issubclass(kind, Mapping):
@@ -186,7 +186,7 @@ def _open_named_tuple(value: Any) -> _State:
 
 
 def _open_mapping(value: Mapping[Any, Any]) -> _State:
-    # Of other kinds of mappings (a tokenizer's, a model's) it is the contents that are wanted.
+    # Other kinds of mappings (a tokenizer's, a model's) become a dict of their contents.
     made = OrderedDict if type(value) is OrderedDict else dict
     order = tuple(value)
     keys = tuple(sorted(order, key=_by_name))
@@ -199,14 +199,14 @@ def _by_name(key: Any) -> tuple[str, str]:
 
 def _open_dataclass(value: Any) -> _State:
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-    # What is no field, and was set in spite of that, is as much a part of it.
+    # An attribute that was set without being a field belongs to the value too.
     kept = vars(value) if hasattr(value, "__dict__") else {}
     names += sorted(name for name in kept if name not in names and not _is_cached(value, name))
     return _State(type(value), tuple(names), [getattr(value, name) for name in names])
 
 
 def _is_cached(value: Any, name: str) -> bool:
-    """Whether this was computed from the rest; that of a batch is computed from the batch."""
+    """Whether an attribute is a cached property, which a batch computes from the batch."""
     return isinstance(inspect.getattr_static(type(value), name, None), functools.cached_property)
 
 
@@ -217,10 +217,10 @@ def _open_pydantic(value: Any) -> _State:
         held = getattr(value, place)
         if held is None:
             continue
-        # Says that this place is a dict, even where it is empty.
+        # Records that this place is a dict, even an empty one.
         keys.append(_Part(place, None))
         values.append(())
-        # Beside the fields lie properties that were computed from them.
+        # `__dict__` also holds cached properties, which are left out.
         fields = type(value).model_fields if place == "__dict__" else held
         for name in held:
             if name in fields:

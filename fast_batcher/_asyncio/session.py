@@ -41,7 +41,8 @@ from fast_batcher.errors import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher.settings import Costs, ModelSpec, Settings
+from fast_batcher.model_spec import ModelSpec
+from fast_batcher.settings import Settings
 from fast_batcher.stats import Counters
 
 logger = logging.getLogger("fast_batcher")
@@ -53,7 +54,6 @@ class Session:
     Args:
         model_spec: What the workers load.
         settings: The batcher's settings.
-        costs: What requests cost, and which of them share a batch.
         counters: The batcher's counts, which go on from session to session.
         status: The batcher's state, which this moves.
         name: The batcher's name.
@@ -63,7 +63,6 @@ class Session:
         self,
         model_spec: ModelSpec,
         settings: Settings,
-        costs: Costs,
         counters: Counters,
         status: Status,
         name: str,
@@ -90,15 +89,17 @@ class Session:
         reports = Reports(name, settings)
         self._reports = reports
         packer = evaluator = None
-        if costs.cost is not None:
-            packer = BatchPacker(costs.max_batch_cost, is_padded=costs.cost_is_padded)
-        if costs.cost is not None or costs.group_by is not None:
-            evaluator = CostEvaluator(costs.cost, costs.group_by, costs.max_request_cost, name)
+        if settings.cost is not None:
+            packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
+        if settings.cost is not None or settings.group_by is not None:
+            evaluator = CostEvaluator(
+                settings.cost, settings.group_by, settings.max_request_cost, name
+            )
         self.scheduler = Scheduler(
             make_policy(settings.policy, settings.max_delay),
             counters,
             max_batch_size=settings.max_batch_size,
-            max_queue_size=settings.max_queue_size,
+            max_queue_size=settings.queue_limit,
             max_queue_bytes=settings.max_queue_bytes,
             weigh=_measure_size,
             timeout=settings.timeout,
@@ -107,7 +108,7 @@ class Session:
             idempotent=settings.idempotent,
             isolate_errors=settings.isolate_errors,
             packer=packer,
-            is_grouped=costs.group_by is not None,
+            is_grouped=settings.group_by is not None,
         )
         self.pool = Pool(model_spec, settings, self, name)
         pool = self.pool
@@ -173,7 +174,7 @@ class Session:
         self.sender.arena.set_batch_size(settings.max_batch_size)
         self.scheduler.reconfigure(
             max_batch_size=settings.max_batch_size,
-            max_queue_size=settings.max_queue_size,
+            max_queue_size=settings.queue_limit,
             max_latency=settings.max_latency,
             policy=policy,
         )

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fast_batcher._arrays.leaves import own_rows as own_array_rows
+from fast_batcher._arrays.leaves import copy_rows
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherError,
@@ -109,7 +109,7 @@ def own_rows(outputs: Any, count: int) -> list[Any]:
     found = rows(outputs, count)
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None and isinstance(outputs, numpy.ndarray):
-        return own_array_rows(outputs)
+        return copy_rows(outputs)
     if torch is not None and isinstance(outputs, torch.Tensor):
         return [row.clone() for row in found]
     return found

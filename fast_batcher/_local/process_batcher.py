@@ -17,7 +17,7 @@ from fast_batcher._local.function_model import FunctionModel
 from fast_batcher._local.settings import LocalSettings, cost_of
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import BatcherClosedError, ConfigurationError
-from fast_batcher.settings import NOT_IN_WORKER, is_main_importable
+from fast_batcher.model_spec import NOT_IN_WORKER, is_main_importable
 from fast_batcher.types import BatchProcessorStats
 
 if TYPE_CHECKING:

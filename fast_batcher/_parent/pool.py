@@ -31,7 +31,8 @@ from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind, read_times
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
-from fast_batcher.settings import ModelSpec, Settings
+from fast_batcher.model_spec import ModelSpec
+from fast_batcher.settings import Settings
 
 if TYPE_CHECKING:
     from fast_batcher._parent.shared_inputs import ReservedSend
@@ -592,9 +593,6 @@ class Pool:
 
     def _give_back_memory(self, slabs: Slabs) -> None:
         """Begin to give back what has not been used since the last call of this."""
-        if self._settings.pin_memory:
-            # A device would go on to read what was there, and not what comes there later.
-            return
         unused = slabs.take_unused()
         if unused is not None:
             self.run_in_thread(

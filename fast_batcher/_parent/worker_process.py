@@ -23,7 +23,8 @@ from fast_batcher._transport.channel import LoopChannel, drop, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.main import worker_main
-from fast_batcher.settings import ModelSpec, Settings
+from fast_batcher.model_spec import ModelSpec
+from fast_batcher.settings import Settings
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop, TimerHandle
@@ -142,7 +143,6 @@ class WorkerProcess:
                     os.getpid(),
                     self._slabs,
                     self.outbox,
-                    self._settings.pin_memory,
                 ),
                 name=f"fast_batcher-{self._model.name}-{self.index}",
                 # Not daemonic: a model may have children of its own (data loaders).

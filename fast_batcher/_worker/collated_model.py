@@ -6,7 +6,7 @@ from typing import Any
 
 from fast_batcher._arrays.batches import join_apart, split
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._arrays.rows import Row, describe_difference, take_apart
+from fast_batcher._arrays.rows import Row, describe_difference, make_row
 from fast_batcher.errors import CollationError, ConfigurationError, OutputMismatchError
 
 
@@ -59,7 +59,7 @@ class CollatedModel:
         rows: dict[int, Row] = {}
         for position, value in enumerate(inputs):
             try:
-                rows[position] = take_apart(value, self._collation)
+                rows[position] = make_row(value, self._collation)
             except CollationError as error:
                 outcomes[position] = error
         parts = list(self._divide(rows, outcomes))

@@ -27,7 +27,6 @@ from fast_batcher._transport.pickler import load_items, view_parts
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.collated_model import collate
 from fast_batcher._worker.out_of_memory import free_memory
-from fast_batcher._worker.pinning import pin
 from fast_batcher._worker.replies import ReplyEncoder
 from fast_batcher._worker.warm_up import warm_up
 from fast_batcher.errors import (
@@ -37,7 +36,7 @@ from fast_batcher.errors import (
     forget_frames,
     is_out_of_memory,
 )
-from fast_batcher.settings import describe_arguments, find_model_fault
+from fast_batcher.model_spec import describe_arguments, find_model_fault
 
 if TYPE_CHECKING:
     from fast_batcher._shared_memory.outbox import OutboxWriter
@@ -61,7 +60,6 @@ def worker_main(
     parent_pid: int,
     slabs: "SlabViews | OSError | None",
     outbox: "OutboxWriter | OSError | None",
-    pin_memory: bool,
 ) -> None:
     """The target of the worker process; which model to load is the first frame.
 
@@ -75,7 +73,6 @@ def worker_main(
             may not have so much.
         outbox: Memory in which large answers leave, an error if there is none, None if there is to
             be none.
-        pin_memory: Whether `slabs` are registered with CUDA.
     """
     _set_signals(progress, parent_pid)
     _end_with_parent(parent_pid)
@@ -91,9 +88,7 @@ def worker_main(
     multiprocessing.util.Finalize(None, end_descendants, exitpriority=0)
     try:
         encoder = ReplyEncoder(outbox, max_frame_bytes)
-        exit_code = _load_and_serve(
-            channel, progress.numbers, max_batch_size, slabs, encoder, pin_memory=pin_memory
-        )
+        exit_code = _load_and_serve(channel, progress.numbers, max_batch_size, slabs, encoder)
     except BrokenPipeError:  # the parent has closed its end of the pipe: it wants no answer
         exit_code = 0
     sys.exit(exit_code)
@@ -105,8 +100,6 @@ def _load_and_serve(
     max_batch_size: int,
     slabs: "SlabViews | OSError | None",
     encoder: ReplyEncoder,
-    *,
-    pin_memory: bool,
 ) -> int:
     """The life of a worker; returns its exit code."""
     first = channel.receive()
@@ -116,8 +109,6 @@ def _load_and_serve(
         views = _check_views(slabs)
         model = load_model(first.body)
         computing = collate(model)
-        if pin_memory and views is not None:
-            computing = pin(computing, views.address, views.size)
         times = warm_up(computing, max_batch_size)
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))

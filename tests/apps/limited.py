@@ -1,4 +1,4 @@
-"""An app that limits the bodies it reads."""
+"""An app that limits the bodies it reads, in bytes and in time."""
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -8,8 +8,8 @@ from fast_batcher import DynBatcher
 from fast_batcher.fastapi import LimitBody, install_exception_handlers
 
 batcher = DynBatcher(Echo)
-app = FastAPI(lifespan=batcher.lifespan)
-app.add_middleware(LimitBody, max_bytes=100_000, timeout=1.0)
+app = FastAPI(lifespan=batcher.lifespan, max_body_size=100_000)
+app.add_middleware(LimitBody, timeout=1.0)
 install_exception_handlers(app)
 
 

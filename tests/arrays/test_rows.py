@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fast_batcher import Collation, CollationError
-from fast_batcher._arrays.rows import describe_difference, take_apart
+from fast_batcher._arrays.rows import describe_difference, make_row
 
 STACK = Collation.stack()
 PAD = Collation.pad(value=0)
@@ -23,7 +23,7 @@ def zeros(*shape: int, dtype: str = "f4") -> Any:
 
 
 def are_alike(one: Any, other: Any, collation: Collation = STACK) -> bool:
-    rows = take_apart(one, collation), take_apart(other, collation)
+    rows = make_row(one, collation), make_row(other, collation)
     is_alike = rows[0].signature == rows[1].signature
     assert not is_alike or hash(rows[0].signature) == hash(rows[1].signature)
     return is_alike
@@ -67,7 +67,7 @@ def test_rows_of_one_kind(one: Any, other: Any) -> None:
 )
 def test_rows_that_differ(one: Any, other: Any, text: str) -> None:
     assert not are_alike(one, other)
-    difference = describe_difference(take_apart(one, STACK), take_apart(other, STACK))
+    difference = describe_difference(make_row(one, STACK), make_row(other, STACK))
     assert text in difference
     assert ("see Collation.pad" in difference) == ("of shape (3)" in text)
 
@@ -98,21 +98,21 @@ def test_padded_axes_may_differ_and_no_others() -> None:
 )
 def test_what_cannot_be_a_row(value: Any, text: str) -> None:
     with pytest.raises(CollationError) as caught:
-        take_apart(value, STACK)
+        make_row(value, STACK)
     assert text in str(caught.value)
 
 
 def test_a_pad_value_is_checked_even_where_nothing_is_filled_up() -> None:
     """An error that waits for the first short input would be found by a caller."""
     with pytest.raises(CollationError, match="'image': the pad value 300 does not fit dtype uint8"):
-        take_apart({"image": zeros(2, dtype="u1")}, Collation.pad(value=300))
+        make_row({"image": zeros(2, dtype="u1")}, Collation.pad(value=300))
 
 
 def test_every_feature_has_the_batch_axis_or_the_row_is_refused() -> None:
     message = "batch_dim=1: 'size' has 0 axes, so that its batch has 1; choose one from -1 to 0"
     with pytest.raises(CollationError, match=message):
-        take_apart({"image": zeros(2), "size": 3}, Collation.stack(batch_dim=1))
-    take_apart({"image": zeros(2), "word": "a", "nothing": None}, Collation.stack(batch_dim=1))
+        make_row({"image": zeros(2), "size": 3}, Collation.stack(batch_dim=1))
+    make_row({"image": zeros(2), "word": "a", "nothing": None}, Collation.stack(batch_dim=1))
 
 
 @pytest.mark.parametrize(
@@ -128,5 +128,5 @@ def test_every_feature_has_the_batch_axis_or_the_row_is_refused() -> None:
 )
 def test_a_mask_describes_one_feature(value: Any, mask_of: str | None, text: str) -> None:
     with pytest.raises(CollationError) as caught:
-        take_apart(value, Collation.pad(value=0, mask="mask", mask_of=mask_of))
+        make_row(value, Collation.pad(value=0, mask="mask", mask_of=mask_of))
     assert text in str(caught.value)

@@ -35,7 +35,8 @@ from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind, pack_times
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
-from fast_batcher.settings import Settings, check_model
+from fast_batcher.model_spec import check_model
+from fast_batcher.settings import Settings
 
 pytestmark = pytest.mark.anyio
 

@@ -14,7 +14,8 @@ from waits import LIMIT, Gate, Watch
 from fast_batcher._parent.worker_process import WorkerProcess, describe_exit
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher.settings import Settings, check_model
+from fast_batcher.model_spec import check_model
+from fast_batcher.settings import Settings
 
 pytestmark = pytest.mark.anyio
 

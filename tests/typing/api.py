@@ -24,6 +24,7 @@ from fast_batcher.errors import (
     QueueFullError,
 )
 from fast_batcher.inference_template import InferenceModel as InferenceModelByOtherPath
+from fast_batcher.settings import BatcherOptions
 
 
 def use(*values: object) -> None:
@@ -159,6 +160,11 @@ DynBatcher(Lengths, timeout_ms=5)  # type: ignore[call-arg]
 DynBatcher(Lengths, model_args=7)  # type: ignore[arg-type]
 DynBatcher(Lengths, model_kwargs=["scale"])  # type: ignore[arg-type]
 DynBatcher(Lengths, start_timeout=None)  # type: ignore[arg-type]
+DynBatcher(Lengths, drain_timout=1.0)  # type: ignore[call-arg]
+
+options: BatcherOptions = {"max_restarts": 3, "max_shared_bytes": 0}
+assert_type(DynBatcher(Lengths, **options), DynBatcher[str, int])
+assert_type(DynBatcher(Lengths, cost=len, **options), DynBatcher[str, int])
 wrong_types: DynBatcher[int, str] = DynBatcher(Lengths)  # type: ignore[arg-type]
 
 # Calls.

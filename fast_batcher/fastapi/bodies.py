@@ -1,0 +1,233 @@
+"""Bodies that are read within limits of bytes and time. Runs in the API process, on its event loop.
+
+FastAPI's `max_body_size` bounds the bytes of every body of an app. Here are what it lacks: a limit
+of time for every body (`LimitBody`), and readers for endpoints that take bytes or an array.
+"""
+
+import asyncio
+import math
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fast_batcher._shared_memory.layouts import to_shape
+from fast_batcher.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import DTypeLike, NDArray
+
+# A body larger than this is refused: room for a dozen photographs. Source: the limits of the fault
+# catalogue.
+MAX_BODY_BYTES = 16 * 2**20
+# A body that takes longer to arrive than this is refused: 16 MiB over a line of 5 Mbit/s.
+BODY_TIMEOUT = 30.0
+# The status of a request whose client has gone, for logs and metrics; no client reads it.
+# Source: nginx, which logs the same.
+CLIENT_CLOSED_REQUEST = 499
+# A number of more digits than this is above every limit, and Python refuses to read 5000 of them.
+MOST_LENGTH_DIGITS = 18
+
+
+class LimitBody:
+    """Refuses bodies that arrive too slowly: `app.add_middleware(LimitBody)`.
+
+    A body that does not arrive in time is answered with 408. Nothing is buffered here. How large a
+    body may be is for FastAPI to say: `FastAPI(max_body_size=...)`.
+
+    Args:
+        app: What Starlette passes.
+        timeout: Seconds from the first read of a body to its end, above 0; else 408.
+    """
+
+    def __init__(self, app: ASGIApp, *, timeout: float = BODY_TIMEOUT) -> None:
+        if not timeout > 0:
+            raise ConfigurationError(f"LimitBody: timeout={timeout!r}: more than 0 seconds")
+        self._app = app
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        deadline: float | None = None
+        is_whole = False
+
+        async def receive_in_time() -> Message:
+            nonlocal deadline, is_whole
+            if is_whole:  # what follows is the disconnect, for which there is no limit
+                return await receive()
+            if deadline is None:
+                deadline = asyncio.get_running_loop().time() + self._timeout
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                text = f"the body did not arrive within {self._timeout:g} seconds"
+                raise HTTPException(408, text, {"Connection": "close"}) from None
+            is_whole = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, receive_in_time, send)
+
+
+class BodyError(HTTPException):
+    """A body that `read_body` or `read_array` refuses.
+
+    `install_exception_handlers` answers it with an `ErrorBody`; without that, FastAPI answers with
+    its status and detail alone.
+    """
+
+    def __init__(self, status: int, code: str, detail: str, *, is_read: bool = False) -> None:
+        # The server would read the rest of the body to find the next request.
+        super().__init__(status, detail, None if is_read else {"Connection": "close"})
+        # `request_too_large`, or `wrong_length`.
+        self.code = code
+
+
+async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """Read a body of at most `max_bytes` bytes, and never more of it than that.
+
+    For a dependency of an endpoint that takes bytes as they are: an encoded image, a sound. How
+    long the body may take is for `LimitBody` to say, which bounds every body of an app.
+
+    Args:
+        request: The request; nothing of its body has been read.
+        max_bytes: Bytes of the longest body.
+
+    Raises:
+        BodyError: 413 if it is longer. One that announces its length is refused before any of it is
+            read, another one as soon as it is too long.
+        HTTPException: 499 if the client went away before the end.
+    """
+    pieces: list[bytes] = []
+    await _receive(request, max_bytes, pieces.append)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+async def read_array(
+    request: Request,
+    shape: Sequence[int],
+    dtype: "DTypeLike",
+    *,
+    max_bytes: int = MAX_BODY_BYTES,
+    empty: "Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]] | None" = None,
+) -> "NDArray[Any]":
+    """Read a body that is the bytes of one array, each piece to its place as it arrives.
+
+    Any bytes of the right number are an array; the model has to cope with NaN and infinity.
+
+    Args:
+        request: The request; nothing of its body has been read.
+        shape: Of the array, which is in C order.
+        dtype: Of its numbers; `"<f4"` says their byte order too, `"float32"` means the server's.
+        max_bytes: Bytes of the longest body, for where the client chooses the shape.
+        empty: Makes the array to be filled, from shape and dtype; by default `numpy.empty`. With
+            `batcher.allocate_input` the array reaches the worker without another copy.
+
+    Raises:
+        BodyError: 413 if the array or the body has more than `max_bytes`; 422 if the body has
+            another number of bytes than the array. A body that announces its length is refused
+            before any of it is read and before the array is made.
+        HTTPException: 499 if the client went away before the end.
+        ConfigurationError: Shape and dtype are not those of an array of numbers, or `empty` has
+            made another array, or one that is not contiguous and writable.
+    """
+    import numpy as np  # an extra, and endpoints without arrays do not load it
+
+    kind, sizes = np.dtype(dtype), to_shape(shape)
+    if kind.hasobject or not kind.itemsize or min(sizes, default=0) < 0:
+        raise ConfigurationError(
+            f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, and numbers "
+            "of a fixed size"
+        )
+    expected = math.prod(sizes) * kind.itemsize
+    what = f"an array of shape {sizes} and dtype {kind}"
+    if expected > max_bytes:
+        text = f"{what} has {expected} bytes, and a body may have {max_bytes}"
+        raise BodyError(413, "request_too_large", text)
+    announced = _check_announced_length(request, max_bytes)
+    if announced is not None and announced != expected:
+        raise BodyError(422, "wrong_length", f"{what} has {expected} bytes, the body {announced}")
+    array = _make_array(empty or np.empty, sizes, kind)
+    left = array.reshape(-1).view(np.uint8).data
+
+    def put(piece: bytes) -> None:
+        nonlocal left
+        if len(piece) > len(left):
+            text = f"{what} has {expected} bytes, the body more"
+            raise BodyError(422, "wrong_length", text)
+        left[: len(piece)] = piece
+        left = left[len(piece) :]
+
+    await _receive(request, max_bytes, put)
+    if left:
+        text = f"{what} has {expected} bytes, the body {expected - len(left)}"
+        raise BodyError(422, "wrong_length", text, is_read=True)
+    return array
+
+
+def client_has_gone() -> HTTPException:
+    """Make the error that ends a request whose client has disconnected."""
+    return HTTPException(CLIENT_CLOSED_REQUEST, "the client has disconnected")
+
+
+def _make_array(
+    empty: "Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]",
+    shape: tuple[int, ...],
+    dtype: "np.dtype[Any]",
+) -> "NDArray[Any]":
+    try:
+        array = empty(shape, dtype)
+    except ValueError as error:
+        text = f"read_array: shape={shape!r:.100}: {error}"
+        raise ConfigurationError(text) from error
+    if array.shape != shape or array.dtype != dtype or not array.flags.carray:
+        raise ConfigurationError(
+            f"read_array: empty={empty!r:.100} has not made a contiguous, writable array of shape "
+            f"{shape} and dtype {dtype}"
+        )
+    return array
+
+
+def _check_announced_length(request: Request, max_bytes: int) -> int | None:
+    """Return the announced length in bytes, None if the client announces none that can be read.
+
+    Raises:
+        BodyError: It is above `max_bytes`.
+    """
+    digits = request.headers.get("content-length", "")
+    if not (
+        digits.isascii() and digits.isdigit()
+    ):  # the bytes that arrive are counted all the same
+        return None
+    announced = int(digits) if len(digits) <= MOST_LENGTH_DIGITS else sys.maxsize
+    if announced > max_bytes:
+        raise _too_large(max_bytes)
+    return announced
+
+
+def _too_large(max_bytes: int) -> BodyError:
+    return BodyError(413, "request_too_large", f"the body is larger than {max_bytes} bytes")
+
+
+async def _receive(request: Request, max_bytes: int, put: Callable[[bytes], object]) -> None:
+    """Receive a body and call `put` with each piece of it."""
+    _check_announced_length(request, max_bytes)
+    size = 0
+    try:
+        async with aclosing(request.stream()) as pieces:
+            async for piece in pieces:
+                size += len(piece)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                if piece:  # the last one is empty
+                    put(piece)
+    except ClientDisconnect:
+        raise client_has_gone() from None

@@ -1,0 +1,131 @@
+"""What endpoints depend on. Runs in the API process, in the task of each request."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Header
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
+
+from fast_batcher.batcher import DynBatcher
+from fast_batcher.errors import ConfigurationError
+from fast_batcher.fastapi.bodies import client_has_gone
+from fast_batcher.settings import MAX_SECONDS
+
+InputT = TypeVar("InputT")
+OutputT = TypeVar("OutputT")
+
+# By this header a client says how many seconds it will wait. No standard names one.
+TIMEOUT_HEADER = "X-Request-Timeout"
+# A number as a client writes it: no sign, no space, nothing that only Python reads as a number.
+_SECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?(e-?[0-9]{1,3})?", re.ASCII | re.IGNORECASE)
+
+
+def dependency(
+    batcher: DynBatcher[InputT, OutputT],
+) -> Callable[[], Awaitable[DynBatcher[InputT, OutputT]]]:
+    """Make the callable for `Depends`; keep it in a name, for `app.dependency_overrides`.
+
+    It takes no parameters, so OpenAPI shows none, and it serves WebSocket endpoints as well.
+    """
+
+    # A coroutine function: FastAPI sends a plain function to a thread at every request.
+    async def get_batcher() -> DynBatcher[InputT, OutputT]:
+        return batcher
+
+    return get_batcher
+
+
+def request_timeout(
+    batcher: DynBatcher[Any, Any], *, header: str = TIMEOUT_HEADER
+) -> Callable[..., Awaitable[float | None]]:
+    """Make a dependency that lets a client shorten its deadline by a header.
+
+    `timeout: Annotated[float | None, Depends(request_timeout(batcher))]`, to be passed to
+    `process_batched`. A call that cannot be answered in that time is rejected at once.
+
+    Args:
+        batcher: The batcher whose `timeout` the header can only shorten. Without the header, or
+            with a longer time, the dependency's value is None, which stands for that default.
+        header: Name of the header. Its value is a decimal number of seconds, above 0 and at most a
+            year; anything else is answered with 400.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9-]+", header):
+        raise ConfigurationError(
+            f"header={header!r}: letters, digits and hyphens, for example {TIMEOUT_HEADER!r}"
+        )
+    description = "Seconds that the client will wait; it can shorten the server's own limit."
+
+    async def get_timeout(
+        value: Annotated[str | None, Header(alias=header, description=description)] = None,
+    ) -> float | None:
+        if value is None:
+            return None
+        seconds = float(value) if _SECONDS.fullmatch(value) else 0.0
+        if not 0 < seconds <= MAX_SECONDS:
+            text = f"{header}: {value!r:.100}: give seconds as a decimal number above 0"
+            raise HTTPException(400, text)
+        limit = batcher.timeout
+        return None if limit is not None and seconds >= limit else seconds
+
+    return get_timeout
+
+
+async def _cancel_on_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
+    if isinstance(connection, Request):
+        async with _cancelling_on_disconnect(connection):
+            yield
+    else:  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
+        yield
+
+
+@asynccontextmanager
+async def _cancelling_on_disconnect(request: Request) -> AsyncIterator[None]:
+    endpoint = asyncio.current_task()
+    assert endpoint is not None, "FastAPI runs it in the task of the request"
+    has_gone = False
+    refusal: HTTPException | None = None
+
+    async def watch() -> None:
+        nonlocal has_gone, refusal
+        try:
+            # `request.is_disconnected()` would never say so behind a BaseHTTPMiddleware.
+            while (await request.receive())["type"] != "http.disconnect":
+                pass  # the rest of a body that the endpoint has not read
+        except HTTPException as error:  # from a limit on the body, of FastAPI or of a middleware
+            refusal = error
+        has_gone = True
+        endpoint.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            if has_gone:
+                # If the endpoint has not raised the cancellation yet, it is raised here, and not
+                # in the middle of the response.
+                await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        if not has_gone:
+            raise
+        endpoint.uncancel()
+        if refusal is not None:
+            raise refusal from None
+        raise client_has_gone() from None
+
+
+cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")
+"""For `@app.post(..., dependencies=[cancel_on_disconnect])`, or those of an app or router: an
+`async def` endpoint is cancelled when its client goes away, which FastAPI does not do by itself.
+
+The endpoint's request to a batcher is then forgotten if it is queued, and its output is dropped if
+it runs; other requests of the batch are not affected. Logs and metrics see status 499. Not for
+endpoints that read `request.stream()` themselves; where a dependency reads the body, it comes
+first: `dependencies=[Depends(read), cancel_on_disconnect]`. A WebSocket is left alone: its endpoint
+learns of the disconnect by `WebSocketDisconnect`, where it receives.
+"""

@@ -1,0 +1,243 @@
+"""One table from errors to HTTP answers, for exception handlers and for OpenAPI. API process.
+
+`find_answer` reads the table. The handlers log each failure under an id that its answer carries.
+"""
+
+import inspect
+import json
+import logging
+import math
+import secrets
+import traceback
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from fastapi import FastAPI
+from fastapi.exception_handlers import (
+    http_exception_handler,
+    request_validation_exception_handler,
+)
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, Response
+from starlette.websockets import WebSocket, WebSocketState
+
+from fast_batcher import errors
+from fast_batcher.fastapi.bodies import BodyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# Users know the package by this name, whatever its modules are called.
+logger = logging.getLogger("fast_batcher.fastapi")
+
+# Seconds a client is asked to wait where the error knows nothing better: the header holds whole
+# seconds, and a second is longer than most batches take. Source: RFC 9110, section 10.2.3.
+RETRY_AFTER = 1
+# Random bytes of an error id. 64 bits: no two alike among the billions a log may hold.
+ERROR_ID_BYTES = 8
+# What a WebSocket is closed with. Source: the IANA registry of close codes; 1011 (internal error)
+# stands for every other status, 1013 asks the client to come back, 1009 is "message too big".
+CLOSE_CODES = {413: 1009, 429: 1013, 503: 1013, 504: 1013}
+CLOSE_CODE = 1011
+
+
+class HttpAnswer(NamedTuple):
+    """What a client is told of an error; `detail` replaces a text that must stay on the server."""
+
+    status: int
+    code: str
+    detail: str | None = None
+
+
+# The one table; the most derived class with a row counts.
+ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
+    errors.BatcherError: HttpAnswer(500, "internal_error", "internal error"),
+    errors.ConfigurationError: HttpAnswer(500, "configuration_error", "internal error"),
+    errors.BatcherClosedError: HttpAnswer(503, "closed"),
+    errors.NotReadyError: HttpAnswer(503, "not_ready"),
+    errors.QueueFullError: HttpAnswer(503, "queue_full"),
+    errors.DeadlineExceededError: HttpAnswer(504, "deadline_exceeded"),
+    errors.RequestTooLargeError: HttpAnswer(413, "request_too_large"),
+    errors.UnsendableValueError: HttpAnswer(500, "unsendable_value", "internal error"),
+    errors.InferenceError: HttpAnswer(500, "inference_failed", "the model failed"),
+    errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
+    errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),
+    errors.WorkerError: HttpAnswer(503, "worker_failed"),
+    # Its message carries the traceback of the model's constructor.
+    errors.WorkerStartupError: HttpAnswer(503, "worker_startup_failed", "the model did not load"),
+    errors.WorkerLostError: HttpAnswer(503, "worker_lost"),
+    errors.PoisonRequestError: HttpAnswer(500, "poison_request", "the model failed"),
+    errors.TransportError: HttpAnswer(503, "transport_failed"),
+}
+
+# The statuses that `error_responses` can document.
+DESCRIPTIONS = {
+    413: "The request is too large for the model's queue.",
+    429: "The queue is full; try again after `Retry-After` seconds.",
+    500: "The model failed on this request; the error id leads to the server's log.",
+    503: "The model cannot take the request now; try again after `Retry-After` seconds.",
+    504: "The model did not answer before the request's deadline.",
+}
+
+
+class ErrorBody(BaseModel):
+    """The JSON body of every error answer."""
+
+    detail: str = Field(description="What went wrong, for a person.")
+    code: str = Field(description="What went wrong, for a program.", examples=["queue_full"])
+    error_id: str = Field(description="Names this very failure in the server's log.")
+    retry_after: float | None = Field(
+        None, description="Seconds until another try makes sense, where that is known."
+    )
+
+
+def install_exception_handlers(
+    app: FastAPI, *, queue_full_status: Literal[503, 429] = 503, debug: bool = False
+) -> None:
+    """HttpAnswer every `BatcherError` of the app's endpoints with a status and an `ErrorBody`.
+
+    An `HTTPException` that the model raised keeps its status, detail and headers. The app's own
+    handler is used where it has one for what the model raised or for an error of the library.
+    A WebSocket that is not accepted yet gets the same answer; an open one is closed with 1013 (try
+    again), 1009 (too big) or 1011, and the error's code and id as the reason. Inputs that JSON
+    cannot carry back (NaN, half a surrogate pair) are a 422 like others, and not FastAPI's 500.
+
+    Args:
+        app: The app, before it has started.
+        queue_full_status: 503, or 429 as some clients expect it.
+        debug: Put the traceback of a 500 into the body; never in production.
+    """
+    if queue_full_status not in (503, 429):
+        raise errors.ConfigurationError(f"queue_full_status={queue_full_status!r}: 503 or 429")
+    if app.middleware_stack is not None:
+        raise errors.ConfigurationError(
+            "install_exception_handlers(app) must be called before the app starts, where the app "
+            "is made, not in its lifespan or an endpoint"
+        )
+
+    async def answer(connection: HTTPConnection, error: Exception) -> Any:
+        assert isinstance(error, errors.BatcherError)  # it is installed for this class alone
+        own = _find_own_handler(app, error)
+        if own is not None:
+            if inspect.iscoroutinefunction(own):
+                return await own(connection, error)
+            return await run_in_threadpool(own, connection, error)
+        response, reason = _make_response(error, queue_full_status, debug=debug)
+        if isinstance(connection, WebSocket):
+            return await _end_websocket(connection, response, reason)
+        return response
+
+    app.add_exception_handler(errors.BatcherError, answer)
+    app.add_exception_handler(BodyError, _answer_body_error)
+    if app.exception_handlers.get(RequestValidationError) is request_validation_exception_handler:
+        app.add_exception_handler(RequestValidationError, _answer_invalid)
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Describe the error answers to OpenAPI: `responses=error_responses()` on a route or app.
+
+    Args:
+        statuses: Exactly those to show, out of 413, 429, 500, 503, 504; without any, 503 and 504.
+    """
+    unknown = [status for status in statuses if status not in DESCRIPTIONS]
+    if unknown:
+        known = ", ".join(map(str, DESCRIPTIONS))
+        raise errors.ConfigurationError(
+            f"error_responses: no error has status {unknown[0]!r}: choose from {known}"
+        )
+    return {status: _describe(status) for status in statuses or (503, 504)}
+
+
+async def _answer_body_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, BodyError)  # it is installed for this class alone
+    error_id = secrets.token_hex(ERROR_ID_BYTES)
+    logger.debug("%s, error id %s: %s", error.code, error_id, error.detail)
+    body = {"detail": error.detail, "code": error.code, "error_id": error_id}
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _answer_invalid(request: Request, error: Exception) -> Response:
+    """Give FastAPI's own answer to invalid input, without the input where JSON cannot hold it."""
+    assert isinstance(error, RequestValidationError)  # it is installed for this class alone
+    try:
+        return await request_validation_exception_handler(request, error)
+    except (ValueError, RecursionError):
+        shown = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
+        body = json.dumps({"detail": shown})  # escapes what UTF-8 has no bytes for
+        return Response(body, 422, media_type="application/json")
+
+
+def _find_own_handler(app: FastAPI, error: errors.BatcherError) -> Any:
+    """Return the app's handler for the class that the model raised, None if it has none.
+
+    FastAPI's default handler of HTTPException does not count: it leaves out code and id.
+    """
+    if type(error) in ANSWERS or not isinstance(error, errors.InferenceError):
+        return None
+    for kind in type(error).__mro__:
+        own = app.exception_handlers.get(kind)
+        if own and not issubclass(kind, errors.BatcherError) and kind is not Exception:
+            return None if own is http_exception_handler else own
+    return None
+
+
+def find_answer(error: errors.BatcherError, queue_full_status: int) -> HttpAnswer:
+    """Return the answer to an error from the table, by the most derived class with a row."""
+    kind = next(kind for kind in type(error).__mro__ if kind in ANSWERS)
+    answer = ANSWERS[kind]
+    if kind is errors.QueueFullError:
+        return answer._replace(status=queue_full_status)
+    if isinstance(error, errors.DeadlineExceededError) and error.retry_after is not None:
+        return answer._replace(status=503, code="deadline_unreachable")  # rejected, not passed
+    return answer
+
+
+def _make_response(
+    error: errors.BatcherError, queue_full_status: int, *, debug: bool
+) -> tuple[Response, str]:
+    """Log an error; return its answer and, for a WebSocket, its code and id in one line."""
+    status, code, detail = find_answer(error, queue_full_status)
+    headers: Mapping[str, str] | None = None
+    if isinstance(error, HTTPException):
+        status, detail, headers = error.status_code, error.detail, error.headers
+    elif status == 500 and debug:
+        detail = "".join(traceback.format_exception(error))
+    error_id = secrets.token_hex(ERROR_ID_BYTES)
+    if status == 500:
+        logger.error("%s, error id %s", code, error_id, exc_info=error)
+    else:  # normal under load, one for each rejected request
+        logger.debug("%s, error id %s: %s", code, error_id, error)
+    text = str(error) if detail is None else detail
+    body: dict[str, Any] = {"detail": text, "code": code, "error_id": error_id}
+    # What the model raised may have an attribute of this name with any other meaning.
+    is_ours = not isinstance(error, errors.InferenceError)
+    retry_after = getattr(error, "retry_after", None) if is_ours else None
+    if retry_after is not None:
+        body["retry_after"] = retry_after
+    response = JSONResponse(body, status, headers)
+    if status in (503, 429):
+        seconds = math.ceil(retry_after or 0)
+        response.headers.setdefault("Retry-After", str(max(RETRY_AFTER, seconds)))
+    return response, f"{code} {error_id}"
+
+
+async def _end_websocket(websocket: WebSocket, response: Response, reason: str) -> None:
+    if WebSocketState.DISCONNECTED in (websocket.client_state, websocket.application_state):
+        return
+    accepted = websocket.application_state is WebSocketState.CONNECTED
+    if not accepted and "websocket.http.response" in websocket.scope.get("extensions", {}):
+        await websocket.send_denial_response(response)
+    else:  # before accept, a server without the extension answers 403 to a close
+        await websocket.close(CLOSE_CODES.get(response.status_code, CLOSE_CODE), reason)
+
+
+def _describe(status: int) -> dict[str, Any]:
+    answer: dict[str, Any] = {"model": ErrorBody, "description": DESCRIPTIONS[status]}
+    if status in (503, 429):
+        schema = {"type": "integer", "minimum": RETRY_AFTER}
+        text = "Seconds until another try makes sense."
+        answer["headers"] = {"Retry-After": {"description": text, "schema": schema}}
+    return answer

@@ -1,0 +1,202 @@
+"""What a model argument may be, and how the model reaches the workers. Runs in every process.
+
+`check_model` runs in the API process when the batcher is constructed. The worker uses
+`find_model_fault` for a model that was given as text.
+"""
+
+import inspect
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fast_batcher._arrays.collation import Collation
+from fast_batcher.errors import ConfigurationError
+
+# The error for a class or function of a `__main__` that no worker can import.
+NOT_IN_WORKER = (
+    "what is defined in a notebook, at a prompt, in `python -c`, in a program read from standard "
+    "input or in the __main__.py of a package does not exist in the worker process; put it into "
+    "another .py file and import it from there"
+)
+
+_MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Which model a worker loads, in a form that crosses the process boundary.
+
+    `pickled` holds (class or "module:Class", args, kwargs). It is pickled once, in the parent, and
+    read in the worker inside a `try`, so that a module that does not import is a clear error.
+    """
+
+    name: str
+    pickled: bytes
+
+
+def check_model(
+    model: object,
+    model_args: object,
+    model_kwargs: object,
+    max_frame_bytes: int,
+) -> ModelSpec:
+    """Check a model and its arguments without running its code, and pickle them for the workers.
+
+    Raises:
+        ConfigurationError: A worker could not load this model, or could not receive it.
+    """
+    if isinstance(model, str):
+        if not _MODEL_STRING.fullmatch(model):
+            raise ConfigurationError(
+                f"model={model!r}: write 'package.module:Class', as in 'app.models:Embedder'"
+            )
+        name = model.rpartition(":")[2]
+    elif isinstance(model, type):
+        _check_class(model)
+        name = model.__name__
+    elif hasattr(type(model), "infer"):
+        raise ConfigurationError(
+            f"model is an instance of {type(model).__qualname__}: give the class; each worker "
+            "makes its own. Arguments of the constructor go into model_args and model_kwargs"
+        )
+    else:
+        raise ConfigurationError(
+            f"model is of type {type(model).__qualname__}: give a subclass of InferenceModel or a "
+            "'module:Class' string"
+        )
+    args, kwargs = _check_arguments(model_args, model_kwargs)
+    try:
+        pickled = pickle.dumps((model, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{describe_arguments(args, kwargs)}: they cannot be pickled ({error}), so they cannot "
+            "reach the worker; pass a path or a name instead and load the thing in the model's "
+            "__init__"
+        ) from error
+    if len(pickled) > max_frame_bytes:
+        raise ConfigurationError(
+            f"model_args and model_kwargs take {len(pickled)} bytes, more than max_frame_bytes="
+            f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
+        )
+    return ModelSpec(name=name, pickled=pickled)
+
+
+def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
+    """Describe the arguments of a model's constructor by types and names; values may be secrets.
+
+    Returns:
+        For example "model_args of types (str, int) and model_kwargs of types {token: str}".
+    """
+    types = ", ".join(type(value).__qualname__ for value in args)
+    named = ", ".join(f"{name}: {type(value).__qualname__}" for name, value in kwargs.items())
+    return f"model_args of types ({types}) and model_kwargs of types {{{named}}}"
+
+
+def find_model_fault(model: type) -> str | None:
+    """Say why a class cannot be a model, None if it can; for the parent and for the worker."""
+    infer = getattr(model, "infer", None)
+    if not callable(infer):
+        return "it has no method infer(self, inputs)"
+    abstract = sorted(getattr(model, "__abstractmethods__", ()))
+    if abstract:
+        return f"it does not implement {', '.join(abstract)}"
+    if inspect.iscoroutinefunction(infer) or inspect.isasyncgenfunction(infer):
+        return "infer is async; the worker has no event loop, write a plain def"
+    if inspect.isgeneratorfunction(infer):
+        return "infer is a generator; return a list with one output per input"
+    collation = getattr(model, "collation", None)
+    # A property has its value only on an instance, which the worker makes.
+    if collation is not None and not isinstance(collation, Collation | property):
+        return (
+            f"its collation is {collation!r:.100}; make one with Collation.stack() or "
+            "Collation.pad()"
+        )
+    return _find_arity_fault(model, infer)
+
+
+def is_main_importable() -> bool:
+    """Whether a worker process can import this process's `__main__`, under another name."""
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
+        return spec.name != "__main__" and not spec.name.endswith(".__main__")
+    # A prompt has no file; a program from standard input has the file name "<stdin>".
+    return os.path.isfile(getattr(main, "__file__", None) or "")
+
+
+def _find_arity_fault(model: type, infer: Any) -> str | None:
+    try:
+        signature = inspect.signature(infer)
+    except (TypeError, ValueError):  # written in C: the first batch shows whether it fits
+        return None
+    is_static = isinstance(inspect.getattr_static(model, "infer"), staticmethod | classmethod)
+    try:
+        signature.bind(*([()] if is_static else [None, ()]))
+    except TypeError:
+        return f"infer{signature} must take exactly one argument besides self, the list of inputs"
+    return None
+
+
+def _check_class(model: type) -> None:
+    fault = find_model_fault(model)
+    if fault is not None:
+        raise ConfigurationError(f"model={model!r}: {fault}")
+    name = f"{model.__module__}.{model.__qualname__}"
+    if "<locals>" in model.__qualname__:
+        raise ConfigurationError(
+            f"model={model!r}: {name} is defined inside a function, so the worker process cannot "
+            "import it; move the class to the top level of a module"
+        )
+    if model.__module__ == "__main__" and not is_main_importable():
+        raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
+    try:
+        pickle.dumps(model)
+    except Exception as error:
+        raise ConfigurationError(
+            f"model={model!r}: the worker process cannot import it ({error}); it must be reachable "
+            "under its own name at the top level of its module"
+        ) from error
+
+
+def _check_arguments(
+    model_args: object, model_kwargs: object
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
+        raise ConfigurationError(
+            f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
+            "('weights.pt',)"
+        )
+    kwargs = {} if model_kwargs is None else model_kwargs
+    if not isinstance(kwargs, Mapping):
+        raise ConfigurationError(
+            f"model_kwargs is of type {type(kwargs).__qualname__}: give a dict with names as keys"
+        )
+    for key in kwargs:
+        if not isinstance(key, str):
+            raise ConfigurationError(
+                f"model_kwargs has a key of type {type(key).__qualname__}: give a dict with names "
+                "as keys"
+            )
+    return tuple(model_args), dict(kwargs)
+
+
+def find_cost(model: object) -> Callable[[Any], float] | None:
+    """Return the static or class method `cost` of a model class, None if it has no `cost`.
+
+    Raises:
+        ConfigurationError: Its `cost` needs an instance, and this process has none.
+    """
+    own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
+    if own is None:
+        return None
+    if not isinstance(own, staticmethod | classmethod):
+        raise ConfigurationError(
+            f"model={model!r}: its cost is called without an instance, so it must be a "
+            "staticmethod or classmethod; or give another function as cost="
+        )
+    found: Callable[[Any], float] = getattr(model, "cost")  # noqa: B009  of any class
+    return found

@@ -1,0 +1,409 @@
+"""Which models and arguments a batcher takes, and what it says about the others."""
+
+import functools
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sample_models import (
+    AsyncInfer,
+    DuckModel,
+    Echo,
+    GeneratorInfer,
+    Namespace,
+    NoArgumentInfer,
+    NoInfer,
+    TwoArgumentInfer,
+)
+from test_batcher_settings import construct, refusal
+from waits import shown
+
+from fast_batcher import ConfigurationError, InferenceModel
+from fast_batcher.model_spec import check_model
+from fast_batcher.settings import MAX_FRAME_BYTES
+
+ROOT = Path(__file__).parent.parent
+# No process of these tests takes longer, in seconds, unless it hangs.
+LIMIT = 60.0
+
+# Models by name.
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "module",
+        "module:",
+        ":Class",
+        ":",
+        "",
+        "a/b:C",
+        "../x:C",
+        "https://x:C",
+        "a b:C",
+        "a:C()",
+        "a..b:C",
+        ".a:C",
+        "a.:C",
+        "a:C.",
+        "a:.C",
+        "1a:C",
+        "a:1C",
+        "a:B:C",
+        "a:C\n",
+        " a:C",
+        "a-b:C",
+    ],
+)
+def test_a_model_string_is_module_colon_class(text: str) -> None:
+    assert refusal(text) == (
+        f"model={text!r}: write 'package.module:Class', as in 'app.models:Embedder'"
+    )
+
+
+@pytest.mark.parametrize("text", ["a:B", "_a1._b.c:_D", "app.models:Outer.Inner", "os:system"])
+def test_a_model_string_is_not_looked_up_here(text: str) -> None:
+    """That is the point of it: only the worker imports the model's module."""
+    before = set(sys.modules)
+    construct(text)
+    assert set(sys.modules) == before
+
+
+# Models by class.
+
+
+class Abstract(InferenceModel[Any, Any]):
+    """Does not implement `infer`."""
+
+
+class HalfAbstract(Abstract):
+    def warmup_inputs(self) -> Sequence[Any]:
+        return [1]
+
+
+class InferIsData:
+    infer = 7
+
+
+class InferIsNone(Echo):
+    infer = None  # type: ignore[assignment]
+
+
+class AsyncGeneratorInfer:
+    async def infer(self, inputs: list[Any]) -> Any:
+        yield inputs
+
+
+class KeywordInfer:
+    def infer(self, *, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+class StaticWithoutArgument:
+    @staticmethod
+    def infer() -> list[Any]:
+        return []
+
+
+class StaticWithSelf:
+    @staticmethod
+    def infer(self: Any, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        (NoInfer, "it has no method infer(self, inputs)"),
+        (int, "it has no method infer(self, inputs)"),
+        (InferIsData, "it has no method infer(self, inputs)"),
+        (InferIsNone, "it has no method infer(self, inputs)"),
+        (InferenceModel, "it does not implement infer"),
+        (Abstract, "it does not implement infer"),
+        (HalfAbstract, "it does not implement infer"),
+        (AsyncInfer, "infer is async; the worker has no event loop, write a plain def"),
+        (AsyncGeneratorInfer, "infer is async; the worker has no event loop, write a plain def"),
+        (GeneratorInfer, "infer is a generator; return a list with one output per input"),
+    ],
+)
+def test_a_class_is_a_model(model: type, fault: str) -> None:
+    assert refusal(model) == f"model={model!r}: {fault}"
+
+
+@pytest.mark.parametrize(
+    "model",
+    [NoArgumentInfer, TwoArgumentInfer, KeywordInfer, StaticWithoutArgument, StaticWithSelf],
+)
+def test_infer_takes_the_list_of_inputs(model: type) -> None:
+    message = refusal(model)
+    assert message.startswith(f"model={model!r}: infer(")
+    assert "exactly one argument besides self, the list of inputs" in message
+
+
+class OptionalArgumentInfer:
+    def infer(self, inputs: list[Any], temperature: float = 1.0) -> list[Any]:
+        return inputs
+
+
+class AnyArgumentsInfer:
+    def infer(self, *args: Any, **kwargs: Any) -> list[Any]:
+        return list(args[0])
+
+
+class PositionalInfer:
+    def infer(self, inputs: list[Any], /) -> list[Any]:
+        return inputs
+
+
+class StaticInfer:
+    @staticmethod
+    def infer(inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+class ClassMethodInfer:
+    @classmethod
+    def infer(cls, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+def logged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator as frameworks have them."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class DecoratedInfer:
+    @logged
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+class SignatureUnknown:
+    """Written in C, and so that its arguments cannot be asked for: the first call will tell."""
+
+    infer = max
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        Echo,
+        DuckModel,
+        Namespace.Inner,
+        OptionalArgumentInfer,
+        AnyArgumentsInfer,
+        PositionalInfer,
+        StaticInfer,
+        ClassMethodInfer,
+        DecoratedInfer,
+        SignatureUnknown,
+    ],
+)
+def test_whatever_can_be_called_with_the_list_is_a_model(model: type) -> None:
+    construct(model)
+
+
+def test_an_instance_is_not_a_class() -> None:
+    message = refusal(Echo())
+    assert message.startswith("model is an instance of Echo: give the class; ")
+    assert "model_args" in message
+
+
+@pytest.mark.parametrize("model", [lambda inputs: inputs, len, None, 7, b"a:B", ["a:B"]], ids=shown)
+def test_what_is_neither_class_nor_string_is_no_model(model: object) -> None:
+    assert refusal(model) == (
+        f"model is of type {type(model).__name__}: give a subclass of InferenceModel or a "
+        "'module:Class' string"
+    )
+
+
+def test_a_class_inside_a_function_cannot_be_imported_by_the_worker() -> None:
+    class Local(Echo):
+        pass
+
+    message = refusal(Local)
+    assert message.startswith(f"model={Local!r}: ")
+    assert "inside a function" in message
+    assert "top level of a module" in message
+
+
+class Replaced(Echo):
+    """Another object will have its name."""
+
+
+Hidden = Replaced
+
+
+def test_a_class_that_is_not_under_its_name_cannot_be_imported_by_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Replaced", None)
+    message = refusal(Hidden)
+    assert message.startswith(f"model={Hidden!r}: the worker process cannot import it (")
+    assert "under its own name" in message
+
+
+@pytest.mark.parametrize("where", ["-c", "-", "-m"])
+def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
+    tmp_path: Path, where: str
+) -> None:
+    """A notebook's `__main__` has no file either; the one of a package is not run in a worker."""
+    program = (
+        "from fast_batcher import DynBatcher, InferenceModel\n"
+        "class Cell(InferenceModel):\n"
+        "    def infer(self, inputs): return inputs\n"
+        "DynBatcher(Cell)\n"
+    )
+    if where == "-m":
+        (tmp_path / "__main__.py").write_text(program)
+        (tmp_path / "__init__.py").touch()
+        done = run_python("-m", tmp_path.name, folder=tmp_path.parent)
+    else:
+        arguments = ("-c", program) if where == "-c" else ("-",)
+        done = run_python(*arguments, program=program)
+    assert done.returncode == 1
+    last_line = done.stderr.splitlines()[-1]
+    assert last_line.startswith("fast_batcher.errors.ConfigurationError: model=<class ")
+    assert "notebook" in last_line
+    assert "put it into another .py file and import it from there" in last_line
+
+
+def test_a_class_that_is_imported_at_a_prompt_does() -> None:
+    program = (
+        "import sys; sys.path.append('tests')\n"
+        "from fast_batcher import DynBatcher\n"
+        "from sample_models import Echo\n"
+        "print(DynBatcher(Echo).state)\n"
+    )
+    done = run_python("-c", program)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "new\n", "")
+
+
+def test_a_class_of_the_script_that_is_run_does(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from fast_batcher import DynBatcher, InferenceModel\n"
+        "class Mine(InferenceModel):\n"
+        "    def infer(self, inputs): return inputs\n"
+        "if __name__ == '__main__':\n"
+        "    print(DynBatcher(Mine).state)\n"
+    )
+    done = run_python(str(script))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "new\n", "")
+
+
+def run_python(
+    *arguments: str, program: str = "", folder: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """Run it; `program` is what it reads from standard input."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input=program,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+
+
+# Arguments of the model.
+
+
+@pytest.mark.parametrize("value", ["weights.pt", b"weights", 7, None, {"a"}, {"a": 1}, iter(())])
+def test_model_args_are_a_sequence(value: object) -> None:
+    message = refusal(model_args=value)
+    assert message.startswith(f"model_args is of type {type(value).__name__}: give a tuple, ")
+
+
+@pytest.mark.parametrize("value", [["a"], ("a", 1), "a", 7])
+def test_model_kwargs_are_a_mapping(value: object) -> None:
+    assert refusal(model_kwargs=value) == (
+        f"model_kwargs is of type {type(value).__name__}: give a dict with names as keys"
+    )
+
+
+@pytest.mark.parametrize(("value", "kind"), [({1: 2}, "int"), ({"a": 1, None: 2}, "NoneType")])
+def test_model_kwargs_have_names_as_keys(value: object, kind: str) -> None:
+    assert refusal(model_kwargs=value) == (
+        f"model_kwargs has a key of type {kind}: give a dict with names as keys"
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"model_args": "canary"},
+        {"model_args": {"canary"}},
+        {"model_kwargs": ["canary"]},
+        {"model_kwargs": {b"canary": 1}},
+        {"model_args": ("canary", threading.Lock())},
+        {"model_kwargs": {"token": "canary", "lock": threading.Lock()}},
+    ],
+    ids=shown,
+)
+def test_an_error_shows_no_value_of_an_argument_of_the_model(arguments: dict[str, Any]) -> None:
+    assert "canary" not in refusal(**arguments)
+
+
+class RefusesPickling:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("I stay here")
+
+
+@pytest.mark.parametrize("thing", [lambda: None, threading.Lock(), RefusesPickling()], ids=shown)
+def test_arguments_that_cannot_be_pickled_are_named(thing: object) -> None:
+    message = refusal(model_args=(thing, "weights.pt"))
+    assert message.startswith(f"model_args of types ({type(thing).__name__}, str) and ")
+    assert "cannot be pickled (" in message
+    assert "load the thing in the model's __init__" in message
+    message = refusal(model_kwargs={"thing": thing})
+    assert f"model_kwargs of types {{thing: {type(thing).__name__}}}: they cannot" in message
+
+
+def test_what_pickling_said_is_the_cause() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        construct(model_args=(RefusesPickling(),))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_arguments_that_are_larger_than_a_frame_are_refused() -> None:
+    weights = bytes(2**20)
+    message = refusal(model_args=(weights,), max_frame_bytes=2**20)
+    assert message.startswith("model_args and model_kwargs take ")
+    assert f"more than max_frame_bytes={2**20}" in message
+    construct(model_args=(weights,), max_frame_bytes=2**20 + 4096)
+
+
+def test_the_value_in_a_message_is_not_longer_than_a_line_or_two() -> None:
+    message = refusal(model_args=set(range(10_000)))
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("model", [Echo, "sample_models:Echo"])
+def test_the_worker_gets_model_and_arguments(model: Any) -> None:
+    spec = check_model(model, ["weights.pt", 7], {"device": "cpu"}, MAX_FRAME_BYTES)
+    assert spec.name == "Echo"
+    assert pickle.loads(spec.pickled) == (model, ("weights.pt", 7), {"device": "cpu"})
+    with pytest.raises(FrozenInstanceError):
+        spec.name = "another"  # type: ignore[misc]
+
+
+def test_arguments_are_kept_as_they_were_at_construction() -> None:
+    paths = ["first.pt"]
+    spec = check_model(Echo, (paths,), None, MAX_FRAME_BYTES)
+    paths.append("second.pt")
+    assert pickle.loads(spec.pickled) == (Echo, (["first.pt"],), {})
