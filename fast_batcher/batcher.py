@@ -56,11 +56,10 @@ from fast_batcher._parent.batch_sender import (
     Failure,
     SharedOutputs,
 )
-from fast_batcher._parent.input_arena import LEAST, MOST_AT_ONCE
+from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._parent.pool import Exit, Pool
-from fast_batcher._parent.shared_inputs import SharedInputSender
 from fast_batcher._shared_memory.layouts import to_shape
-from fast_batcher._transport.codec import one_line, size_of
+from fast_batcher._transport.codec import measure_size, one_line
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -360,26 +359,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
         self._pool = Pool(self._model, settings, events, self.name)
         pool = self._pool
-        shared_inputs = SharedInputSender(
-            lambda: pool.slabs,
-            pool.lanes,
-            pool.run_in_thread,
-            self.name,
-            max(settings.shared_memory_threshold, LEAST),
-            settings.max_frame_bytes,
-            settings.max_batch_size,
-        )
-        self._sender = BatchSender(
-            pool.senders,
-            settings.max_frame_bytes,
-            settings.shared_memory_threshold,
-            shared_inputs,
-            self._refused_late,
-            pool.outboxes,
-        )
-        self._rows = shared_inputs.rows
-        # Types of inputs that may have rows; empty before something large has come.
-        self._staged_types = shared_inputs.rows.probes
+        self._sender = BatchSender(settings, pool, self._refused_late, self.name)
+        self._arena = self._sender.arena
         # Why it is broken.
         self._start_error: WorkerStartupError | None = None
         # SIGTERM has come: calls are answered, and no new clients are wanted.
@@ -466,7 +447,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if priority != 0:
             request.priority = _checked_priority(priority)
             self._scheduler.rank_requests()
-        if type(value) in self._staged_types:
+        if type(value) in self._arena.probes:
             self._stage(request)
         self._arrivals.append(request)
         try:
@@ -669,8 +650,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         loop = get_running_loop()
         if loop is self._serving_loop and min(sizes, default=0) > 0:
             self._pump_soon(loop)  # which sees the turn end
-            self._rows.enable()
-            array = self._rows.give(numpy.dtype(dtype), sizes)
+            self._arena.enable()
+            array = self._arena.allocate(numpy.dtype(dtype), sizes)
         return numpy.empty(sizes, dtype) if array is None else array
 
     # Life.
@@ -866,7 +847,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if settings.max_delay != self._settings.max_delay:
             policy = make_policy(settings.policy, settings.max_delay)
         self._settings = settings
-        self._rows.rows_per_slab = settings.max_batch_size
+        self._arena.set_batch_size(settings.max_batch_size)
         self._scheduler.reconfigure(
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.max_queue_size,
@@ -929,6 +910,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        self._sender.add_worker(self._pool.link(worker))
         self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
         if place in self._seen_ready:
@@ -949,7 +931,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
-        self._sender.forget(worker, exit.inherited)
+        self._sender.remove_worker(worker, exit.inherited)
         lost = self._scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
@@ -1296,7 +1278,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._serve_on(loop)
         if request.priority:
             self._scheduler.rank_requests()
-        if type(request.value) in self._staged_types:
+        if type(request.value) in self._arena.probes:
             self._stage(request)
         self._arrivals.append(request)
         self._pump_soon(loop)
@@ -1306,9 +1288,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         # The others may have come from any thread: see `process_batched`.
         is_here = get_running_loop() is self._serving_loop
         if is_here and self._scheduler.room > len(self._arrivals):
-            row = self._rows.take(request.value)
-            if row is not None:
-                request.staged = row
+            staged = self._arena.stage(request.value)
+            if staged is not None:
+                request.staged = staged
 
     def _pump_soon(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._pump_is_due:
@@ -1322,7 +1304,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         may have been there for long.
         """
         self._pump_is_due = False
-        self._rows.copied = 0
+        self._arena.end_turn()
         now = monotonic()
         if self._scheduler.next_expiry > now:
             self._advance(now)
@@ -1556,7 +1538,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._scheduler.cancel(request)
         # The queue may keep the request for some time.
         if request.staged is not None:
-            request.staged.give_up()
+            request.staged.release()
 
     def _take_submitted(self) -> None:
         """Queue what other threads have submitted."""
@@ -1639,7 +1621,7 @@ def _call_in_loop(
 
 def _weigh(request: Request) -> None:
     if request.size < 0:
-        request.size = size_of(request.value)
+        request.size = measure_size(request.value)
 
 
 def _checked(timeout: Any) -> float:

@@ -28,7 +28,7 @@ from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
-from fast_batcher._shared_memory.outbox import Outbox
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
@@ -52,8 +52,9 @@ SIZES = sorted(
 )
 
 
-def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[Outbox]:
-    return [*batcher._pool.outboxes.values()]
+def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[OutboxReader]:
+    outboxes = [link.outbox for link in batcher._sender._links.values()]
+    return [one for one in outboxes if isinstance(one, OutboxReader)]
 
 
 def is_used(batcher: DynBatcher[Any, Any]) -> bool:

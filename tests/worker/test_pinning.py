@@ -212,7 +212,7 @@ async def test_inputs_are_copied_to_the_device_from_where_they_lie() -> None:
     size = 64 * MEBI
     before = 0
     async with opened(
-        OnDevice, has_rows=True, max_batch_size=1, pin_memory=True, max_shared_bytes=size
+        OnDevice, stages=True, max_batch_size=1, pin_memory=True, max_shared_bytes=size
     ) as batcher:
         # All of it has been there since the model was loaded.
         assert memory_of(slabs_of(batcher)._fd) == size
@@ -230,7 +230,7 @@ async def test_every_worker_registers_the_memory() -> None:
     array = np.ones(MEBI, np.float32)
     async with opened(
         OnDevice,
-        has_rows=True,
+        stages=True,
         num_workers=2,
         max_batch_size=1,
         max_batches_per_worker=2,
