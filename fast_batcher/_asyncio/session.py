@@ -32,7 +32,7 @@ from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.pool import Exit, Pool
-from fast_batcher._transport.codec import size_of
+from fast_batcher._transport.codec import measure_size
 from fast_batcher._transport.frames import Frame
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -101,7 +101,7 @@ class Session:
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.queue_limit,
             max_queue_bytes=settings.max_queue_bytes,
-            weigh=_measure_size,
+            weigh=_measure,
             timeout=settings.timeout,
             max_latency=settings.max_latency,
             infer_timeout=settings.infer_timeout,
@@ -113,26 +113,7 @@ class Session:
         self.pool = Pool(model_spec, settings, self, name)
         pool = self.pool
         memory = pool
-        from fast_batcher._parent.input_arena import LEAST
-        from fast_batcher._parent.shared_inputs import SharedInputSender
-
-        shared = SharedInputSender(
-            lambda: pool.slabs,
-            pool.lanes,
-            pool.run_in_thread,
-            name,
-            max(settings.shared_memory_threshold, LEAST),
-            settings.max_frame_bytes,
-            settings.max_batch_size,
-        )
-        self.sender = BatchSender(
-            pool.senders,
-            settings.max_frame_bytes,
-            settings.shared_memory_threshold,
-            shared,
-            self._unsendable_found,
-            pool.outboxes,
-        )
+        self.sender = BatchSender(settings, memory, self._unsendable_found, name)
         self.pump = Pump(
             self.scheduler,
             self.sender,
@@ -259,7 +240,9 @@ class Session:
 
     def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
-        self._answers.reader.add_worker(worker, self.pool.outboxes.get(worker))
+        link = self.pool._serving[worker]  # noqa: SLF001
+        self.sender.add_worker(link)
+        self._answers.reader.add_worker(link)
         self.scheduler.worker_ready(monotonic(), worker, times)
         index = self._reports.index(worker)
         if index in self._seen_ready:
@@ -280,7 +263,7 @@ class Session:
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
-        self.sender.forget(worker, exit.inherited)
+        self.sender.remove_worker(worker, exit.inherited)
         self._answers.reader.remove_worker(worker)
         lost = self.scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
@@ -378,6 +361,6 @@ class Session:
         self.pump.unsendable_found(batch, unsendable)
 
 
-def _measure_size(request: Request) -> None:
+def _measure(request: Request) -> None:
     if request.size < 0:
-        request.size = size_of(request.value)
+        request.size = measure_size(request.value)

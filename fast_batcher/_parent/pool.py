@@ -17,15 +17,14 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY, Restarts
-from fast_batcher._parent.parallel_copier import ParallelCopier
 from fast_batcher._parent.worker_process import WorkerProcess
-from fast_batcher._shared_memory.outbox import Outbox
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
@@ -33,9 +32,6 @@ from fast_batcher._transport.frames import Frame, Kind, read_times
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
-
-if TYPE_CHECKING:
-    from fast_batcher._parent.shared_inputs import ReservedSend
 
 logger = logging.getLogger("fast_batcher")
 
@@ -133,19 +129,12 @@ class Pool:
         # waiting.
         self._serving: dict[int, WorkerProcess] = {}
         self.senders: dict[int, Callable[[Kind, int, bytes], None]] = {}
-        # How frames that are not ready yet reach each of them.
-        self.lanes: dict[int, ReservedSend] = {}
         # Memory in which large inputs reach all of them, or why there is none; None before `open`,
         # and if there is to be none.
         self.slabs: Slabs | OSError | None = None
-        # Where they leave large answers, if they do.
-        self.outboxes: dict[int, Outbox] = {}
         # Copies both; what has been copied, or done otherwise there, waits for the loop here.
         self._copier = _JobThread(f"fast_batcher-copier-{name}")
         self._done_jobs: deque[tuple[_Done, BaseException | None]] = deque()
-        # Helps the copier with one large input.
-        self._helper = _JobThread(f"fast_batcher-helper-{name}")
-        self._mover = ParallelCopier(self._helper.run, self._copier.has_more)
         self._beats = 0
         # Processes started at each place.
         self._generations = [0] * settings.num_workers
@@ -178,7 +167,7 @@ class Pool:
         _open_pools.add(self)
         if self._settings.max_shared_bytes:
             try:
-                self.slabs = Slabs(self._settings.max_shared_bytes, self._mover.move)
+                self.slabs = Slabs(self._settings.max_shared_bytes)
             except OSError as error:
                 # Not its frames, which hold this pool.
                 self.slabs = error.with_traceback(None)
@@ -205,6 +194,10 @@ class Pool:
             if self._is_wanted(handle) and not handle.is_ready:
                 self._limit_start(handle)
         self._heartbeat_timer = loop.call_later(INTERVAL, self._beat)
+
+    def link(self, worker: int) -> WorkerProcess:
+        """A ready worker, to which batches may be sent."""
+        return self._serving[worker]
 
     def replace(self, worker: int) -> None:
         """End a worker whose batch takes too long: SIGTERM, then SIGKILL, then another worker."""
@@ -345,7 +338,7 @@ class Pool:
         """A process is dead: tell what that means, and see to its replacement."""
         self._leaving.discard(handle)
         handle.set_timer(None)
-        if isinstance(handle.outbox, Outbox) and handle.outbox.is_open:
+        if isinstance(handle.outbox, OutboxReader) and handle.outbox.is_open:
             # 80 ms per 200 MiB that were used.
             self.run_in_thread(handle.outbox.close, lambda _: None)
         if handle is self._successor or self._handles.get(handle.index) is handle:
@@ -431,10 +424,6 @@ class Pool:
         handle.set_timer(None)
         self._serving[handle.id] = handle
         self.senders[handle.id] = handle.send
-        assert handle.lane is not None, "it has been spawned"
-        self.lanes[handle.id] = handle.lane
-        if isinstance(handle.outbox, Outbox):
-            self.outboxes[handle.id] = handle.outbox
         handle.deliver_to(functools.partial(self._events.frame_arrived, handle.id))
         self._restarts[index].ready(monotonic())
         self._given_up.discard(index)
@@ -516,8 +505,6 @@ class Pool:
     def _lose(self, handle: WorkerProcess) -> None:
         del self._serving[handle.id]
         del self.senders[handle.id]
-        del self.lanes[handle.id]
-        self.outboxes.pop(handle.id, None)
         self._heartbeat.answered(handle.id)
         is_expected = self._is_closing or (handle.exit_code == 0 and handle.was_asked_to_end)
         is_ours = handle.is_ending and not handle.has_hung_up
@@ -596,7 +583,7 @@ class Pool:
         unused = slabs.take_unused()
         if unused is not None:
             self.run_in_thread(
-                functools.partial(slabs.punch, unused), lambda _: slabs.discard(unused)
+                functools.partial(slabs.punch, unused), lambda _: slabs.mark_uncommitted(unused)
             )
 
     # Ending.
@@ -671,11 +658,8 @@ class Pool:
         self._starting.clear()
         self._serving.clear()
         self.senders.clear()
-        self.lanes.clear()
-        self.outboxes.clear()
         self._starter.stop()
         self._copier.stop()
-        self._helper.stop()
         self._done_jobs.clear()
         if isinstance(self.slabs, Slabs):
             self.slabs.close()
@@ -714,10 +698,6 @@ class _JobThread:
             thread.start()  # may raise: there is no thread then
             self._thread = thread
         self._jobs.put((job, done))
-
-    def has_more(self) -> bool:
-        """Whether another job waits for the one that is being done. Any thread."""
-        return not self._jobs.empty()
 
     def hold(self) -> None:
         """From the return of this call on nothing is done any more."""

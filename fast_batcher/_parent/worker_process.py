@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from fast_batcher._descendants import opened_descendants, send
 from fast_batcher._parent.child_process import ChildProcess
-from fast_batcher._parent.shared_inputs import ReservedSend
 from fast_batcher._parent.thread_limits import worker_environment
-from fast_batcher._shared_memory.outbox import Outbox
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.slabs import Slabs
-from fast_batcher._transport.channel import LoopChannel, drop, open_pipes
+from fast_batcher._transport.channel import LoopChannel, Reservation, drop, open_pipes
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.main import worker_main
@@ -82,10 +81,8 @@ class WorkerProcess:
         self._channel: LoopChannel | None = None
         # What the worker is doing; read once it is dead.
         self._progress: WorkerProgress | None = None
-        # How frames that are not ready yet reach it; None before `spawn`.
-        self.lane: ReservedSend | None = None
         # Where it leaves large answers; None before `spawn`, and if there is to be no such place.
-        self.outbox: Outbox | OSError | None = None
+        self.outbox: OutboxReader | OSError | None = None
         # Ids of the batches that it had read and begun last, None before its death or without any.
         self.taken: int | None = None
         self.begun: int | None = None
@@ -131,7 +128,6 @@ class WorkerProcess:
             self._channel = LoopChannel(
                 ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
             )
-            self.lane = ReservedSend(self._channel.reserve, self._channel.fill)
             self.outbox = self._make_outbox()
             process = _context.Process(
                 target=worker_main,
@@ -162,24 +158,26 @@ class WorkerProcess:
             for end in theirs:
                 end.close()
         self._progress.close_fd()
-        if isinstance(self.outbox, Outbox):
+        if isinstance(self.outbox, OutboxReader):
             self.outbox.close_fd()
         self.pid = child.pid
         # Last: from now on it is alive for the loop's thread.
         self._child = child
 
-    def _make_outbox(self) -> Outbox | OSError | None:
+    def _make_outbox(self) -> OutboxReader | OSError | None:
         if not self._settings.max_shared_bytes:
             return None
         try:
-            return Outbox(self._settings.max_shared_bytes, self._settings.shared_memory_threshold)
+            return OutboxReader(
+                self._settings.max_shared_bytes, self._settings.shared_memory_threshold
+            )
         except OSError as error:
             # Not its frames, which hold this handle.
             return error.with_traceback(None)
 
     def close_outbox(self) -> None:
         """Give its memory back, which takes long if much was in it."""
-        if isinstance(self.outbox, Outbox):
+        if isinstance(self.outbox, OutboxReader):
             self.outbox.close()
 
     def attach(self, loop: "AbstractEventLoop") -> None:
@@ -197,6 +195,16 @@ class WorkerProcess:
         """Sends a frame (kind, batch id, body) without waiting; one to a dead worker is dropped."""
         assert self._channel is not None, "sent after spawn"
         return self._channel.send
+
+    def reserve(self) -> Reservation:
+        """Keep a place for frames that are not ready yet; `fill` has to be called."""
+        assert self._channel is not None, "reserved after spawn"
+        return self._channel.reserve()
+
+    def fill(self, reservation: Reservation, frames: list[tuple[Kind, int, bytes]]) -> None:
+        """Send frames in a place that was reserved."""
+        assert self._channel is not None, "reserved after spawn"
+        self._channel.fill(reservation, frames)
 
     def set_timer(self, timer: "TimerHandle | None") -> None:
         """What is to be done about it later; what was to be done before is not."""
@@ -292,7 +300,7 @@ class WorkerProcess:
             self.taken, self.begun = self._progress.taken, self._progress.begun
             self.inherited = self._progress.inherited
             self._progress.close()
-        if isinstance(self.outbox, Outbox) and not self.outbox.is_used:
+        if isinstance(self.outbox, OutboxReader) and not self.outbox.is_used:
             self.outbox.close()
 
     @property

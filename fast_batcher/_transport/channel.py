@@ -11,11 +11,12 @@ import contextlib
 import io
 import os
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
+from fast_batcher._fork import at_fork
 from fast_batcher._transport.descriptors import occupy_stdio
 from fast_batcher._transport.frames import MAX_JOINED, Frame, FrameReader, Kind, pack_header
 from fast_batcher.errors import TransportError
@@ -49,22 +50,11 @@ def open_pipes(context: "BaseContext") -> "tuple[Ends, Ends]":
             # Every user has 64 MiB for all pipes together; beyond, they stay as small as they are.
             with contextlib.suppress(OSError):
                 fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_SIZE)
-    _all.update((first, into_first, second, into_second))
+    for end in (first, into_first, second, into_second):
+        # While a child that the app forks has a copy, a worker never reads an end of file. Only the
+        # descriptor is closed: the child shares the loop's selector with the parent, which goes on.
+        at_fork(end, in_child=methodcaller("close"))
     return (first, into_second), (second, into_first)
-
-
-# The ends of this process. While a child that the app forks had copies of them, a worker would
-# never read an end of file.
-_all: "weakref.WeakSet[Connection[object, object]]" = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    # The descriptors alone: the loop's selector is shared with the parent, and goes on watching.
-    for end in list(_all):
-        end.close()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 class Reservation:

@@ -39,8 +39,8 @@ from fast_batcher.errors import (
 from fast_batcher.model_spec import describe_arguments, find_model_fault
 
 if TYPE_CHECKING:
-    from fast_batcher._shared_memory.outbox import OutboxWriter
-    from fast_batcher._shared_memory.slabs import SlabViews
+    from fast_batcher._shared_memory.outbox_writer import OutboxWriter
+    from fast_batcher._shared_memory.views import SlabViews
 
 logger = logging.getLogger("fast_batcher.worker")
 

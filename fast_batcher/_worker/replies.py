@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps
 from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandBytes, Parts, PartsPickler
+from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
 from fast_batcher.errors import InferenceError, forget_frames
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fast_batcher._shared_memory.outbox import OutboxWriter
+    from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
 _OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
@@ -40,8 +40,6 @@ class ReplyEncoder:
         if outbox is not None and not isinstance(outbox, OSError):
             least = outbox.least
         self._pickler = PartsPickler(least)
-        # Whether an answer was large: from then on large buffers stay out of the pickles.
-        self._expects_large = False
         self._has_warned = False
 
     def pack(
@@ -81,17 +79,8 @@ class ReplyEncoder:
             BaseException: One cannot be pickled.
         """
         pickler = self._pickler
-        # Long `bytes` are not copied into the pickle, nor by who reads it.
-        pickler.dump(
-            [
-                OutOfBandBytes(one) if one.__class__ is bytes and len(one) >= pickler.least else one
-                for one in outputs
-            ]
-            if self._expects_large
-            else outputs
-        )
+        pickler.dump(outputs)
         if pickler.has_enough() and self._has_outbox():
-            self._expects_large = True
             if pickler.learn_buffers():
                 return self._pack_apart(outputs, failures)
             packed = self._pack_parts(failures, pickler.take_parts())

@@ -1,8 +1,6 @@
 """The workers of a batcher, with real processes: started, replaced, ended, and what is told."""
 
 import asyncio
-import ctypes
-import functools
 import math
 import os
 import signal
@@ -29,7 +27,6 @@ from sample_models import (
 from waits import LIMIT, SOON, Gate, Watch, turns, until
 
 from fast_batcher._parent import pool as pool_module
-from fast_batcher._parent.parallel_copier import LEAST_HELPED
 from fast_batcher._parent.pool import Exit, Pool
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport import codec
@@ -304,7 +301,7 @@ async def test_a_pool_that_is_stopped_while_its_memory_is_closed_waits_no_longer
     slabs = slabs_of(pool)
     with held(pool):
         closing = asyncio.create_task(pool.aclose())
-        await until(lambda: pool._copier.has_more())
+        await until(lambda: not pool._copier._jobs.empty())
     pool.stop(SOON)
     async with asyncio.timeout(LIMIT):
         await closing
@@ -363,41 +360,6 @@ async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told:
     (starter,) = [one for one in threading.enumerate() if one.name == "fast_batcher-starter-tested"]
     assert starter.daemon
     assert pids_of(pool) == children_of(starter)
-
-
-async def test_a_job_aside_can_see_whether_another_waits(told: Told) -> None:
-    pool = await told.ready(Echo)
-    are_both_there, has_ended = threading.Event(), asyncio.Event()
-    found: list[bool] = []
-
-    def look() -> None:
-        assert are_both_there.wait(LIMIT)
-        found.append(pool._copier.has_more())
-
-    pool.run_in_thread(look, lambda _: None)
-    pool.run_in_thread(look, lambda _: has_ended.set())
-    are_both_there.set()
-    await asyncio.wait_for(has_ended.wait(), LIMIT)
-    assert found == [True, False]
-
-
-async def test_a_large_copy_has_a_thread_to_help_until_the_pool_ends(told: Told) -> None:
-    pool = await told.ready(Echo, max_batch_size=4)
-    slabs = pool.slabs
-    assert isinstance(slabs, Slabs)
-    part = slabs.take(LEAST_HELPED)
-    assert part is not None
-    source = bytearray(os.urandom(LEAST_HELPED))
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(source))
-    has_ended = asyncio.Event()
-    pool.run_in_thread(
-        functools.partial(slabs.copy, part, address, releases_gil=True), lambda _: has_ended.set()
-    )
-    await asyncio.wait_for(has_ended.wait(), LIMIT)
-    helpers = {one for one in threading.enumerate() if one.name == "fast_batcher-helper-tested"}
-    assert len(helpers) == 1
-    pool.stop(SOON)
-    assert not helpers & set(threading.enumerate())
 
 
 async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:

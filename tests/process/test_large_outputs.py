@@ -29,7 +29,7 @@ from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
-from fast_batcher._shared_memory.outbox import Outbox
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
@@ -53,8 +53,9 @@ SIZES = sorted(
 )
 
 
-def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[Outbox]:
-    return [*session_of(batcher).pool.outboxes.values()]
+def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[OutboxReader]:
+    outboxes = [link.outbox for link in session_of(batcher).sender._links.values()]
+    return [one for one in outboxes if isinstance(one, OutboxReader)]
 
 
 def is_used(batcher: DynBatcher[Any, Any]) -> bool:

@@ -38,8 +38,10 @@ from waits import LIMIT, Gate
 from fast_batcher import stack
 from fast_batcher._arrays import stacking
 from fast_batcher._shared_memory.layouts import Layout
-from fast_batcher._shared_memory.outbox import Outbox, OutboxWriter
-from fast_batcher._shared_memory.slabs import Slabs, SlabViews
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
+from fast_batcher._shared_memory.outbox_writer import OutboxWriter
+from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.channel import BlockingChannel, open_pipes
 from fast_batcher._transport.codec import RemoteFailure
@@ -428,7 +430,7 @@ class _Counted:
 
 
 def test_outputs_are_pickled_once_whatever_their_size() -> None:
-    outbox = Outbox(8 * MEBI, 5000)
+    outbox = OutboxReader(8 * MEBI, 5000)
     writer = OutboxWriter(os.dup(outbox._fd), 8 * MEBI, 5000)
     model = PicklingCounted()
     served = Served(model, encoder=ReplyEncoder(writer, MEBI))
