@@ -69,7 +69,7 @@ def test_samples_are_left_as_they_are() -> None:
 
 
 def test_before_anything_has_happened() -> None:
-    empty = {"batch_sizes": {}, "releases": {}}
+    empty: dict[str, dict[str, int]] = {"batch_sizes": {}, "releases": {}}
     known = {"state": "open", "workers_ready": 1, "num_workers": 2, "waiting": 3, "running": 4}
     for name, value in dataclasses.asdict(snapshot(Counters())).items():
         nothing = None if name.endswith(("_p50", "_p95")) else empty.get(name, 0)
