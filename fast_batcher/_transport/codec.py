@@ -17,9 +17,9 @@ from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebu
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 dumps = functools.partial(pickle.dumps, protocol=PROTOCOL)
 loads = pickle.loads
-# Types whose values cannot be changed, so that requests may share them: a batch of only these is one
-# pickle, in 0.03 us per short string and not 0.3, each way. Without it a request would cost the API
-# process 3.2 times the floor of the event loop on uvloop, and not 2.1 (`benchmarks/overhead.py`).
+# Types whose values cannot be changed, so that requests may share them: a batch of only these is
+# one pickle, in 0.03 us per short string and not 0.3, each way. Without it a request would cost the
+# API process 3.2 times the floor of the event loop on uvloop, not 2.1 (`benchmarks/overhead.py`).
 ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
 # The atoms that may be long.
 TEXTS = frozenset({str, bytes})
