@@ -225,10 +225,10 @@ def test_the_last_byte_of_the_outbox_can_be_an_answers(outbox: OutboxReader) -> 
 def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
     outbox = OutboxReader(SIZE, LEAST)
     writer = OutboxWriter(os.dup(outbox._fd), SIZE, LEAST)
-    assert not outbox.is_used
+    was_used = outbox.is_used
     answer = left_answer(outbox, writer, np.full(LARGE, 5))
     writer.close()
-    assert outbox.is_used
+    assert (was_used, outbox.is_used) == (False, True)
     outbox.close()
     assert not outbox.is_open
     assert load(answer).sum() == 5 * LARGE

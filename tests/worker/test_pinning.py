@@ -80,7 +80,7 @@ def test_the_warm_up_is_the_models(model: Any, inputs: Sequence[int]) -> None:
 
 
 def test_a_batch_has_its_memory_until_the_device_has_been_waited_for(desk: Desk) -> None:
-    desk.send_requests([desk.arrive(filled(number)) for number in range(2)])
+    desk.dispatch(desk.arrive(filled(0), filled(1)))
     ((kind, batch_id, body),) = desk.queue
     assert kind is Kind.ROWS
     freed: list[list[int]] = []
@@ -93,14 +93,14 @@ def test_a_batch_has_its_memory_until_the_device_has_been_waited_for(desk: Desk)
             inputs.clear()
             return sizes
 
-    model = Finishing(Forgets(), lambda: freed.append(desk.views.freed[:]))
+    model = Finishing(Forgets(), lambda: freed.append(desk.worker.views.freed[:]))
     ours, theirs = (
         BlockingChannel(ends, MEBI) for ends in open_pipes(multiprocessing.get_context())
     )
     progress = WorkerProgress()
     ours.send(kind, batch_id, body)
     ours.send(Kind.STOP)
-    serve(theirs, model, progress.numbers, desk.views, ReplyEncoder(None, MEBI))
+    serve(theirs, model, progress.numbers, desk.worker.views, ReplyEncoder(None, MEBI))
     answers = []
     for _ in range(2):
         frame = ours.receive()
