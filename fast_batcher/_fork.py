@@ -43,7 +43,7 @@ def at_fork(
     _hooks[owner] = _Hooks(before, in_parent, in_child)
 
 
-def _call(index: int) -> None:
+def _run_hooks(index: int) -> None:
     # Another thread may register an owner meanwhile: a list of references is taken at once.
     for reference in _hooks.keyrefs():
         owner = reference()
@@ -54,7 +54,7 @@ def _call(index: int) -> None:
 
 
 os.register_at_fork(
-    before=functools.partial(_call, 0),
-    after_in_parent=functools.partial(_call, 1),
-    after_in_child=functools.partial(_call, 2),
+    before=functools.partial(_run_hooks, 0),
+    after_in_parent=functools.partial(_run_hooks, 1),
+    after_in_child=functools.partial(_run_hooks, 2),
 )

@@ -19,7 +19,7 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
@@ -36,27 +36,24 @@ class Slab:
 
     Args:
         start: Where the range begins, in bytes.
-        on_end: Called with `start` when the last reference is dropped, on any thread.
+        ended: Gets `start` when the last reference is dropped, on any thread.
     """
 
-    __slots__ = ("_on_end", "start")
+    __slots__ = ("_ended", "start")
 
-    def __init__(self, start: int, on_end: Callable[[int], object]) -> None:
+    def __init__(self, start: int, ended: deque[int]) -> None:
         self.start = start
-        self._on_end = on_end
+        self._ended: deque[int] | None = ended
 
     def leak(self) -> None:
         """Never free the range: a process that this one does not know of may read it."""
-        self._on_end = _ignore
+        self._ended = None
 
     # The garbage collector may call this in the middle of any statement. It calls it for objects
     # of a cycle while others of the cycle still refer to them; none of those has a slab in use.
     def __del__(self) -> None:
-        self._on_end(self.start)
-
-
-def _ignore(_: int) -> None:
-    pass
+        if self._ended is not None:
+            self._ended.append(self.start)
 
 
 class Part(NamedTuple):
@@ -133,7 +130,7 @@ class Slabs:
         if start is None:
             return None
         self._used_end = max(self._used_end, start + round_up(length))
-        return Slab(start, self._ended.append)
+        return Slab(start, self._ended)
 
     def part(self, slab: Slab, start: int, length: int) -> Part:
         """A part of a slab, which the caller has to write, or to `mark_uncommitted`."""
@@ -207,7 +204,7 @@ class Slabs:
         if self.is_closed or begin >= end:
             return None
         self._ranges.take_part(begin, end)
-        return Part(Slab(begin, self._ended.append), begin, end - begin, begin)
+        return Part(Slab(begin, self._ended), begin, end - begin, begin)
 
     def punch(self, part: Part) -> None:
         """Give the memory of a part of a slab back to the system. Any thread.

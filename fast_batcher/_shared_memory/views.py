@@ -51,7 +51,7 @@ class SlabViews:
         # Ids of batches without a view of which `take_freed` has not told the writer yet.
         self.freed: list[int] = []
         # Called with the last batch of which a child may have views, -1 if no child has any.
-        self.on_fork: Callable[[int], object] = _ignore
+        self.on_fork: Callable[[int], object] | None = None
         # Held during that call: the last call counts. A child has a copy, and calls nothing.
         self._telling = threading.Lock()
 
@@ -141,8 +141,9 @@ class SlabViews:
         self._tell_last_viewed()
 
     def _tell_last_viewed(self) -> None:
-        with self._telling:
-            self.on_fork(max((max(fork.batch_ids) for fork in self.forks[:]), default=-1))
+        if self.on_fork is not None:
+            with self._telling:
+                self.on_fork(max((max(fork.batch_ids) for fork in self.forks[:]), default=-1))
 
     def _free_unviewed(self, batch_id: int) -> None:
         """Free a batch if neither this process nor a child has a view of it."""
@@ -160,10 +161,6 @@ class _Fork(NamedTuple):
     read_end: int
     # The batches of which the child may have views.
     batch_ids: list[int]
-
-
-def _ignore(_: int) -> None:
-    pass
 
 
 def open_views(duplicate: Any, size: int) -> SlabViews | OSError:

@@ -533,8 +533,11 @@ async def test_what_is_being_copied_is_answered_before_the_batcher_ends(stages: 
 
 @pytest.mark.slow
 @anyio
-async def test_memory_that_no_batch_has_used_is_closed_beside_the_loop_too() -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
     async with opened(Digests) as batcher:
+        if is_used:
+            await batcher.process_batched(bytes(LARGE))
         slabs = slabs_of(batcher)
         with copier_held(batcher):
             closing = asyncio.create_task(batcher.aclose())
@@ -691,21 +694,6 @@ async def test_the_memory_ends_with_the_batcher() -> None:
     assert slabs._fd == -1
     async with batcher:
         assert slabs_of(batcher) is not slabs
-
-
-@pytest.mark.slow
-@anyio
-async def test_memory_that_was_used_is_given_back_beside_the_loop() -> None:
-    async with opened(Digests) as batcher:
-        await batcher.process_batched(bytes(LARGE))
-        slabs = slabs_of(batcher)
-        with copier_held(batcher):
-            closing = asyncio.create_task(batcher.aclose())
-            # It is the copier that gives it back.
-            await until_copying(batcher)
-            assert slabs._fd != -1
-        await closing
-    assert slabs._fd == -1
 
 
 @pytest.mark.slow

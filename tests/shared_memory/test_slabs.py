@@ -509,12 +509,6 @@ except OSError as error:
     assert int(done.stdout) == errno.EFBIG
 
 
-def test_there_is_no_such_memory_but_on_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(OSError, match="Linux only"):
-        Slabs(SIZE)
-
-
 def test_a_process_that_may_not_map_that_much_gets_an_error(slabs: Slabs) -> None:
     pid = os.fork()
     if pid == 0:
