@@ -85,7 +85,7 @@ bench-all: bench-setup
 
 soak: install
 	$(PYTEST) tests/process/test_fault_matrix.py
-	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m tests.soak
 
 publish: install
 	$(BIN)/python -m benchmarks.publish
