@@ -12,21 +12,21 @@ from benchmarks.report import table
 
 @dataclass
 class Findings:
-    """Rows of the table of one scenario."""
+    """The table rows of one scenario: what, measured, wanted, and whether it holds."""
 
     scenario: str
     rows: list[tuple[str, str, str, bool | None]] = field(default_factory=list)
 
     def check(self, what: str, measured: object, wanted: str, *, holds: bool) -> None:
-        """Note a figure that has a bar."""
+        """Add a figure that has a bar."""
         self.rows.append((what, _text(measured), wanted, holds))
 
     def none(self, what: str, count: int) -> None:
-        """Note a count that has to be zero."""
+        """Add a count that must be zero."""
         self.check(what, count, "0", holds=count == 0)
 
     def tell(self, what: str, measured: object) -> None:
-        """Note a figure without a bar."""
+        """Add a figure without a bar."""
         self.rows.append((what, _text(measured), "", None))
 
     @property
@@ -47,16 +47,14 @@ def make_table(all_findings: Sequence[Findings]) -> str:
 
 
 def as_data(findings: Findings) -> dict[str, Any]:
-    """For the stored file."""
+    """Convert to what the JSON file stores."""
     keys = ("what", "measured", "wanted", "holds")
-    return {
-        "scenario": findings.scenario,
-        "rows": [dict(zip(keys, row, strict=True)) for row in findings.rows],
-    }
+    rows = [dict(zip(keys, row, strict=True)) for row in findings.rows]
+    return {"scenario": findings.scenario, "rows": rows}
 
 
 class Histogram:
-    """Durations in bins of 0.1 ms up to 2 s: a list of them would be the growth that is found."""
+    """Durations in bins of 0.1 ms up to 2 s; a list of them would itself be memory growth."""
 
     def __init__(self) -> None:
         self._counts = [0] * 20_000
@@ -65,7 +63,7 @@ class Histogram:
         self.longest = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one."""
+        """Count one duration."""
         self._counts[min(int(seconds * 10_000), len(self._counts) - 1)] += 1
         self.count += 1
         self.longest = max(self.longest, seconds)
@@ -79,16 +77,14 @@ class Histogram:
 def slope(times: Sequence[float], values: Sequence[float]) -> tuple[float, float]:
     """Least-squares slope per second, and half the width of its 95 % confidence interval.
 
-    Source: the usual formula for simple regression; 1.96 for the t quantile, as there are hundreds
-    of samples.
+    Source: simple linear regression; 1.96 for the t quantile, as there are hundreds of samples.
     """
-    mean_time, mean_value = statistics.fmean(times), statistics.fmean(values)
-    spread = sum((time - mean_time) ** 2 for time in times)
-    pairs = list(zip(times, values, strict=True))
-    rise = sum((time - mean_time) * (value - mean_value) for time, value in pairs) / spread
-    start = mean_value - rise * mean_time
+    rise, start = statistics.linear_regression(times, values)
+    mean = statistics.fmean(times)
+    spread = sum((time - mean) ** 2 for time in times)
+    pairs = zip(times, values, strict=True)
     errors = sum((value - start - rise * time) ** 2 for time, value in pairs)
-    return rise, 1.96 * (errors / max(1, len(pairs) - 2) / spread) ** 0.5
+    return rise, 1.96 * (errors / max(1, len(times) - 2) / spread) ** 0.5
 
 
 def _text(value: object) -> str:

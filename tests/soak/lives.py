@@ -1,4 +1,4 @@
-"""S3, S5 and S7: the ends of whole programs, and opening and closing again and again."""
+"""S3, S5 and S7: programs are killed or ended under load, and a batcher is opened many times."""
 
 import asyncio
 import json
@@ -6,34 +6,32 @@ import os
 import random
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import httpx2
 
-from benchmarks.soak.models import Works
-from benchmarks.soak.report import Findings
-from benchmarks.soak.watch import descriptors, probing, shared_names, worker_pids
-from fast_batcher import BatcherError, DynBatcher
+from fast_batcher import DynBatcher
+from soak.models import Works
+from soak.report import Findings
+from soak.watch import descriptors, probing, shared_names, worker_pids
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-# A worker whose parent is gone is gone so soon, seconds.
+# The programs import what this process imports.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+# A worker whose parent has died ends within this time, seconds.
 ORPHAN_TIME = 1.0
-# A program that has not started, or has not ended, by then hangs, seconds.
+# A program that has not started, or has not ended, by then hangs; seconds.
 LIMIT = 60.0
-# Enough that a batch runs and another waits at any moment.
+# Enough that at any moment one batch runs and another waits.
 CLIENTS = 20
 
 
 async def s3(short: bool, seed: int) -> Findings:
-    """A program under load is killed: its workers go with it."""
+    """Kill a program under load; its workers must end too."""
     findings = Findings("S3 parent killed")
     rng = random.Random(seed)
     times = 5 if short else 200
@@ -43,7 +41,7 @@ async def s3(short: bool, seed: int) -> Findings:
         if number % 20 == 0:
             print(f"S3 parent killed: {number} of {times}", flush=True)
         program = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "benchmarks.soak.victim", cwd=ROOT, stdout=subprocess.PIPE
+            *(sys.executable, "-m", "soak.victim"), env=ENVIRONMENT, stdout=asyncio.subprocess.PIPE
         )
         assert program.stdout is not None
         async with asyncio.timeout(LIMIT):
@@ -53,35 +51,32 @@ async def s3(short: bool, seed: int) -> Findings:
         program.kill()
         started = monotonic()
         for watch in watches:
-            survivors += not await _is_dead(watch, ORPHAN_TIME)
+            survivors += not await _is_dead(watch)
             os.close(watch)
         longest = max(longest, monotonic() - started)
         await program.wait()
     findings.tell("programs killed under load", times)
-    findings.none("workers alive after 1 s", survivors)
+    findings.none(f"workers alive after {ORPHAN_TIME:g} s", survivors)
     findings.tell("longest life of a worker after its parent, ms", 1000 * longest)
     findings.none("new entries in /dev/shm and /tmp", len(shared_names() - before))
     return findings
 
 
-async def _is_dead(pidfd: int, seconds: float) -> bool:
+async def _is_dead(pidfd: int) -> bool:
     loop = asyncio.get_running_loop()
-    dead = loop.create_future()
-
-    def notice() -> None:
-        loop.remove_reader(pidfd)
-        dead.set_result(None)
-
-    loop.add_reader(pidfd, notice)
+    dead = asyncio.Event()
+    loop.add_reader(pidfd, dead.set)
     try:
-        await asyncio.wait([dead], timeout=seconds)
+        await asyncio.wait_for(dead.wait(), ORPHAN_TIME)
+    except TimeoutError:
+        return False
     finally:
         loop.remove_reader(pidfd)
-    return dead.done()
+    return True
 
 
 async def s5(short: bool, seed: int) -> Findings:
-    """Open, call and close in one process, so often."""
+    """Open, call and close many times in one process."""
     findings = Findings("S5 open and close")
     times = 10 if short else 500
     held: list[tuple[int, int, int]] = []
@@ -92,7 +87,7 @@ async def s5(short: bool, seed: int) -> Findings:
             async with DynBatcher(Works, num_workers=1 + number % 2) as batcher:
                 assert await batcher.process_batched(number) == number
             held.append((descriptors(), threading.active_count(), len(worker_pids())))
-    # The first has started what lives as long as the interpreter.
+    # The first time starts what lives as long as the interpreter.
     findings.tell("times", times)
     for index, what in enumerate(("descriptors", "threads", "worker processes")):
         more = max(entry[index] for entry in held[1:]) - held[0][index]
@@ -103,14 +98,14 @@ async def s5(short: bool, seed: int) -> Findings:
 
 @dataclass
 class Clients:
-    """HTTP clients that ask one after the other until the server is gone."""
+    """HTTP clients that send one request after the other until the server has ended."""
 
     url: str
     received: set[str] = field(default_factory=set)
     statuses: Counter[int] = field(default_factory=Counter)
 
     async def ask(self, number: int, run: int) -> None:
-        """One client."""
+        """Be one client."""
         sequence = 0
         async with httpx2.AsyncClient(base_url=self.url, trust_env=False, timeout=LIMIT) as client:
             while True:
@@ -118,15 +113,15 @@ class Clients:
                 sequence += 1
                 try:
                     response = await client.post("/", json={"name": name})
-                except Exception:  # noqa: BLE001  the server is gone, or going
-                    # However the client puts it: whether the app had begun is in its journal.
+                except Exception:  # noqa: BLE001  the server has ended, or is ending
+                    # Whatever the client raises, the journal says whether the app had begun.
                     return
                 self.statuses[response.status_code] += 1
                 self.received.add(name)
 
 
 async def s7(short: bool, seed: int) -> Findings:
-    """SIGTERM to uvicorn under load: whatever the app had begun with is answered."""
+    """Send SIGTERM to uvicorn under load; what the app has begun with must be answered."""
     findings = Findings("S7 SIGTERM")
     rng = random.Random(seed)
     times = 3 if short else 50
@@ -137,10 +132,10 @@ async def s7(short: bool, seed: int) -> Findings:
             print(f"S7 SIGTERM: {run} of {times}", flush=True)
         with tempfile.NamedTemporaryFile() as journal:
             port = _free_port()
-            environment = {**os.environ, "SOAK_JOURNAL": journal.name}
-            command = ["-m", "uvicorn", "benchmarks.soak.app:app", "--port", str(port)]
+            environment = {**ENVIRONMENT, "SOAK_JOURNAL": journal.name}
+            command = ["-m", "uvicorn", "soak.app:app", "--port", str(port)]
             server = await asyncio.create_subprocess_exec(
-                sys.executable, *command, "--log-level", "error", cwd=ROOT, env=environment
+                sys.executable, *command, "--log-level", "error", env=environment
             )
             clients = Clients(f"http://127.0.0.1:{port}")
             await _until_ready(clients.url)
@@ -183,20 +178,3 @@ async def _until_ready(url: str) -> None:
             except (httpx2.TransportError, AttributeError):  # of a socket closed while it opened
                 pass
             await asyncio.sleep(0.02)
-
-
-async def be_victim() -> None:
-    """A program with a batcher under load, until it is killed."""
-    async with DynBatcher(Works, num_workers=2) as batcher:
-
-        async def ask() -> None:
-            while True:
-                try:
-                    await batcher.process_batched(b"x" * 1000)
-                except BatcherError:
-                    return
-
-        tasks: list[asyncio.Task[Any]] = [asyncio.create_task(ask()) for _ in range(64)]
-        await asyncio.sleep(0)
-        print(json.dumps(worker_pids()), flush=True)
-        await asyncio.wait(tasks)

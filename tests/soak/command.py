@@ -1,20 +1,19 @@
-"""Runs soaks one after the other, each in a fresh process, prints one table and stores it."""
+"""Runs scenarios one after the other, each in a fresh process, prints one table and stores it."""
 
 import argparse
 import json
-import sys
 import traceback
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 
 from benchmarks.harness import RESULTS, hardware
-from benchmarks.soak.report import Findings, as_data, make_table
-from benchmarks.soak.scenarios import SCENARIOS, run_afresh
+from soak.report import Findings, as_data, make_table
+from soak.scenarios import SCENARIOS, run_afresh
 
 
 def store(arguments: argparse.Namespace, all_findings: list[Findings], seconds: float) -> None:
-    """Write what has been found so far: JSON, and the table beside it."""
+    """Write the findings so far as JSON, and the table beside it as text."""
     path = arguments.json or RESULTS / f"soak{'-short' * arguments.short}.json"
     date, machine = datetime.now(UTC).isoformat(timespec="seconds"), hardware()
     data = {
@@ -33,11 +32,10 @@ def store(arguments: argparse.Namespace, all_findings: list[Findings], seconds: 
 
 
 def main() -> int:
-    """0 if every bar is met."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__)
+    """Run what the command line names; return 0 if every bar is met."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, []], default=[])
     parser.add_argument("--short", action="store_true", help="a short form of each")
-    parser.add_argument("--seconds", type=float, help="how long S4 takes, in place of 20 minutes")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="uvloop")
     parser.add_argument("--json", type=Path, help="where the results go, with a .txt beside it")
@@ -47,10 +45,8 @@ def main() -> int:
     print(f"seed {arguments.seed}, {arguments.loop}", flush=True)
     for name in arguments.scenarios or SCENARIOS:
         try:
-            findings = run_afresh(
-                name, arguments.short, arguments.seed, arguments.loop, arguments.seconds
-            )
-        except Exception as error:  # noqa: BLE001  what the others have found is not lost for it
+            findings = run_afresh(name, arguments.short, arguments.seed, arguments.loop)
+        except Exception as error:  # noqa: BLE001  the other scenarios' findings must not be lost
             traceback.print_exc()
             findings = Findings(name)
             findings.check("ended", repr(error), "without an error", holds=False)
@@ -58,7 +54,3 @@ def main() -> int:
         store(arguments, all_findings, monotonic() - started)
     print(make_table(all_findings))
     return 0 if all(findings.holds for findings in all_findings) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

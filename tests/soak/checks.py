@@ -1,4 +1,4 @@
-"""What the workers of S6 run, apart from the others, which load no NumPy. Worker process."""
+"""The model of S6, apart from the others, which do not load NumPy. Worker process."""
 
 import collections
 import zlib
@@ -8,12 +8,12 @@ import numpy as np
 
 from fast_batcher import InferenceModel
 
-# Inputs that are kept: as many batches as a worker ever has, and one more.
+# Inputs that the model keeps: one of each batch that a worker can hold at once, and one more.
 KEPT = 3
 
 
 def checksum(value: Any, start: int = 0) -> int:
-    """Of all bytes, and of what tells how they are to be read."""
+    """Compute the CRC of all bytes, and of the type, dtype and shape of each array."""
     if isinstance(value, dict):
         for key, one in value.items():
             start = checksum(one, zlib.crc32(key.encode(), start))
@@ -27,24 +27,25 @@ def checksum(value: Any, start: int = 0) -> int:
 
 
 def is_echoed(found: int) -> bool:
-    """Whether the input with this checksum is wanted back: one in ten."""
+    """Whether the model returns the input with this checksum: one in ten."""
     return found % 10 == 0
 
 
 class Checks(InferenceModel[Any, tuple[int, Any]]):
-    """Answers with the checksum of the input, and for some with the input itself.
+    """Answers with the input's checksum, and for some inputs with the input itself.
 
-    Keeps an input of each of the last batches, and looks at it again: nobody may write there.
+    It keeps one input of each of the last batches and checks it again later: nothing may write
+    into memory that a model still views.
     """
 
     def __init__(self) -> None:
-        # Before the worker is ready, so that kills hit work more often than this.
+        # Loaded before the worker is ready, so that kills hit work more often than this import.
         import torch  # noqa: F401
 
         self._kept: collections.deque[tuple[Any, int]] = collections.deque(maxlen=KEPT)
 
     def infer(self, inputs: list[Any]) -> list[tuple[int, Any]]:
-        """One answer for each.
+        """Answer each input.
 
         Raises:
             RuntimeError: An input has changed after its batch.

@@ -1,4 +1,4 @@
-"""What the workers of a soak run. Worker process."""
+"""The models of the soaks, and the file in which a worker notes what it computes."""
 
 import os
 import random
@@ -17,19 +17,19 @@ class Item(NamedTuple):
 
     client: int
     sequence: int
-    # Unique among all that were ever sent.
+    # Unique among all inputs of the run.
     nonce: int
     payload: bytes
 
 
 def right_answer(item: Item) -> tuple[int, int]:
-    """What the model has to answer: it depends on all that is in the item."""
+    """Compute the model's answer; it depends on everything in the item."""
     text = f"{item.client} {item.sequence} {item.nonce}".encode()
     return zlib.crc32(item.payload, zlib.crc32(text)), item.nonce
 
 
 class Journal(InferenceModel[Item, Any]):
-    """Notes whom it computes, in a file of its process, and then answers.
+    """Writes the batch's nonces into a file of its process, then answers.
 
     Args:
         folder: Where the files are.
@@ -43,17 +43,17 @@ class Journal(InferenceModel[Item, Any]):
         self._random = random.Random(os.getpid())
 
     def infer(self, inputs: list[Item]) -> list[Any]:
-        """The answers; what a killed process has written is there all the same."""
+        """Answer each input; what a killed process has written remains in its file."""
         os.write(self._file, b"".join([_NONCE.pack(item.nonce) for item in inputs]))
         outputs = [right_answer(item) for item in inputs]
         chance = self._random.random()
         if chance < self._fault_rate:
-            raise ValueError("a fault on purpose")
+            raise ValueError("a deliberate fault")
         return outputs[1:] if chance < 2 * self._fault_rate else outputs
 
 
 def read_journal(folder: str, pid: int) -> list[int]:
-    """The nonces that this process has noted."""
+    """Read the nonces that this process has written."""
     try:
         with open(f"{folder}/{pid}", "rb") as file:
             data = file.read()
@@ -67,6 +67,6 @@ class Works(InferenceModel[Any, Any]):
     """Echoes after 2 ms and 0.1 ms per input."""
 
     def infer(self, inputs: list[Any]) -> list[Any]:
-        """The inputs."""
+        """Return the inputs after the model's time."""
         time.sleep(0.002 + 0.0001 * len(inputs))
         return inputs

@@ -1,4 +1,4 @@
-"""S1 and S2: callers that check every answer, while workers are killed, stopped or made to fail."""
+"""S1 and S2: callers check every answer while workers are killed, stopped or made to fail."""
 
 import asyncio
 import os
@@ -11,9 +11,6 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from benchmarks.soak.models import Item, Journal, read_journal, right_answer
-from benchmarks.soak.report import Findings
-from benchmarks.soak.watch import probing, worker_pids
 from fast_batcher import (
     BatcherError,
     DynBatcher,
@@ -22,21 +19,24 @@ from fast_batcher import (
     PoisonRequestError,
 )
 from fast_batcher._core import restarts
+from soak.models import Item, Journal, read_journal, right_answer
+from soak.report import Findings
+from soak.watch import probing, worker_pids
 
-# Source: the fault catalogue, S1; with two workers one may be killed while the other serves.
-CALLERS = 64
+# With two workers one may be killed while the other serves.
 WORKERS = 2
-# Every call's, in seconds: many times what a restart takes.
+# Each call's, in seconds: many times what a restart takes.
 DEADLINE = 20.0
-# A call that has not ended so long after its deadline is late.
+# A call that has not ended this long after its deadline is late, seconds.
 LATE = 1.0
 # Between two kills, seconds.
 KILL_PAUSES = (0.05, 0.5)
-# Longest pause before a restart, seconds. Source: the fault catalogue, S1.
+# Longest back-off before a restart, seconds: workers that die while they start would otherwise
+# keep the run waiting for ten seconds each.
 MOST_BACKOFF = 0.1
-# Of a caller that goes away, seconds: about what an answer takes, so that some are too late.
+# Until a caller cancels, seconds: about what an answer takes, so that some cancel too late.
 MOST_PATIENCE = 0.01
-# One item in so many has a payload, of up to a megabyte.
+# One item in this many has a payload, of up to a megabyte.
 PAYLOAD_EVERY = 500
 MOST_PAYLOAD = 1_000_000
 
@@ -47,7 +47,7 @@ class Plan:
 
     requests: int
     max_batch_size: int = 16
-    callers: int = CALLERS
+    callers: int = 64
     # Shares of batches that raise, and of calls that are cancelled.
     fault_rate: float = 0.0
     cancel_rate: float = 0.0
@@ -57,7 +57,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """One soak while it runs."""
+    """One run in progress, and what has come of its calls."""
 
     plan: Plan
     seed: int
@@ -66,16 +66,17 @@ class Run:
     ended: int = 0
     answered: int = 0
     wrong: int = 0
+    # Seconds by which a call ended after its deadline, at most.
     latest: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
     poisoned: list[int] = field(default_factory=list)
     cancelled: set[int] = field(default_factory=set)
-    # Of the cancelled, how many a worker may have had.
+    # How many of the cancelled calls a worker may have had.
     in_flight: float = 0.0
     killed: list[int] = field(default_factory=list)
 
     async def call(self, rng: random.Random, item: Any) -> None:
-        """Call once, and look at what comes of it."""
+        """Call once and check the outcome."""
         started = monotonic()
         value = self.value_of(item)
         task = asyncio.ensure_future(self.batcher.process_batched(value, timeout=DEADLINE))
@@ -95,7 +96,7 @@ class Run:
         self.latest = max(self.latest, monotonic() - started - DEADLINE)
 
     def value_of(self, item: Any) -> Any:
-        """What the model is given of this item."""
+        """Return the model's input for this item."""
         return item
 
     async def is_right(self, item: Any, answer: Any) -> bool:
@@ -103,26 +104,27 @@ class Run:
         return bool(answer == right_answer(item))
 
     def leave(self, task: asyncio.Future[Any]) -> None:
-        """Cancel a call, and note how likely it is that a worker has it by now."""
+        """Cancel a call, and add the chance that a worker has it by now."""
         if not task.done():
-            session: Any = self.batcher._session  # noqa: SLF001  `stats` would cost too much
-            scheduler = session.scheduler
+            session = self.batcher._session
+            assert session is not None
+            scheduler = session.scheduler  # `stats` would cost too much
             running = scheduler.running
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()
 
     def note_error(self, item: Any, error: BatcherError) -> None:
-        """Count it; those that a fault on purpose explains apart."""
+        """Count an error; those that a deliberate fault explains are counted apart."""
         if isinstance(error, PoisonRequestError):
             self.poisoned.append(item.nonce)
         elif self.plan.fault_rate and isinstance(error, InferenceError):
             name = "mismatch" if isinstance(error, OutputMismatchError) else "raised"
-            self.errors[f"on purpose: {name}"] += 1
+            self.errors[f"deliberate: {name}"] += 1
         else:
             self.errors[type(error).__name__] += 1
 
     async def be_caller(self, number: int) -> None:
-        """One call after the other."""
+        """Make one call after the other."""
         rng = random.Random(f"{self.seed} {number}")
         for sequence in range(self.plan.requests // self.plan.callers):
             payload = b""
@@ -154,13 +156,13 @@ class Run:
             _signal(pid, signal.SIGKILL)
 
     async def show_progress(self, name: str) -> None:
-        """A line every ten seconds."""
+        """Print a line every ten seconds."""
         while True:
             print(f"{name}: {self.ended} of {self.plan.requests} calls", flush=True)
             await asyncio.sleep(10.0)
 
     async def work(self, name: str) -> int:
-        """Run; how many callers never came to an end."""
+        """Run all callers; return how many of them never ended."""
         callers = [asyncio.create_task(self.be_caller(one)) for one in range(self.plan.callers)]
         others = [
             asyncio.create_task(self.kill()),
@@ -170,7 +172,7 @@ class Run:
         ended = -1
         while waiting and ended != self.ended:
             ended = self.ended
-            # No single call may take longer; if none has ended since, none will.
+            # No single call may take longer; if no call has ended since, none will.
             _, waiting = await asyncio.wait(waiting, timeout=DEADLINE + LATE + 5.0)
         for task in (*others, *waiting):
             task.cancel()
@@ -180,8 +182,27 @@ class Run:
                 task.result()
         return len(waiting)
 
+    def tell(self, findings: Findings, unended: int, prefix: str = "") -> None:
+        """Add the figures that every run of calls has."""
+        stats = self.batcher.stats
+        findings.tell(f"{prefix}calls", self.ended)
+        findings.tell(f"{prefix}kills", len(self.killed))
+        findings.tell(f"{prefix}restarts", stats.restarts)
+        findings.tell(f"{prefix}cancelled", len(self.cancelled))
+        findings.tell(f"{prefix}given up after two deaths", len(self.poisoned))
+        findings.none(f"{prefix}lost: calls without an end", unended)
+        findings.none(f"{prefix}misrouted, corrupted or wrong answers", self.wrong)
+        deliberate = {key: count for key, count in self.errors.items() if "deliberate" in key}
+        for key, count in deliberate.items():
+            findings.tell(key, count)
+        others = {key: count for key, count in self.errors.items() if key not in deliberate}
+        findings.none(f"{prefix}other failures {others or ''}", sum(others.values()))
+        findings.none(f"{prefix}requests left inside", stats.waiting + stats.running)
+        what = f"{prefix}longest beyond the deadline, s"
+        findings.check(what, self.latest, f"below {LATE:g}", holds=self.latest < LATE)
+
     def count_unexcused(self) -> int:
-        """Requests that were given up although not two killed workers had begun with them."""
+        """Count the requests that were given up without two killed workers having begun them."""
         poisoned = set(self.poisoned)
         seen: Counter[int] = Counter()
         for pid in self.killed:
@@ -189,7 +210,7 @@ class Run:
         return sum(seen[nonce] < 2 for nonce in poisoned)
 
     def count_computed(self) -> int:
-        """Of the calls that were cancelled, how many were computed nevertheless."""
+        """Count the cancelled calls that a worker computed nevertheless."""
         computed: set[int] = set()
         for name in os.listdir(self.folder):
             computed |= self.cancelled & set(read_journal(self.folder, int(name)))
@@ -201,9 +222,15 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
+def shorten_backoff() -> None:
+    """Bound the back-off before restarts in this process; no setting of the batcher does."""
+    vars(restarts)["MAX_DELAY"] = MOST_BACKOFF
+
+
 async def soak(name: str, plan: Plan, seed: int) -> Findings:
     """Run this plan."""
     findings = Findings(name)
+    shorten_backoff()
     with tempfile.TemporaryDirectory() as folder:
         batcher = DynBatcher(
             Journal,
@@ -212,42 +239,27 @@ async def soak(name: str, plan: Plan, seed: int) -> Findings:
             num_workers=WORKERS,
             max_restarts=None,
         )
-        # Or kills among starts put the next start off for ten seconds. Of this process alone.
-        vars(restarts)["MAX_DELAY"] = MOST_BACKOFF
         run = Run(plan, seed, folder, batcher)
         started = monotonic()
         async with batcher, probing() as probe:
             unended = await run.work(name)
             seconds = monotonic() - started
-            stats = batcher.stats
-        findings.tell("calls", run.ended)
+            run.tell(findings, unended)
+            completed = batcher.stats.completed
         findings.tell("calls/s", run.ended / seconds)
-        findings.tell("kills", len(run.killed))
-        findings.tell("restarts", stats.restarts)
-        findings.none("lost: calls without an end", unended)
-        findings.none("misrouted or wrong answers", run.wrong)
-        if not plan.cancel_rate:  # a caller may go away in the moment in which it is answered
-            difference = abs(stats.completed - run.answered)
-            findings.none("answers counted and not received, or received twice", difference)
-        findings.check(
-            "longest beyond the deadline, s", run.latest, "below 1", holds=run.latest < LATE
-        )
-        findings.tell("given up after two deaths", len(run.poisoned))
         findings.none("given up without two deaths", run.count_unexcused())
-        on_purpose = {key: count for key, count in run.errors.items() if "purpose" in key}
-        findings.none("other failures", run.errors.total() - sum(on_purpose.values()))
-        findings.none("requests left inside", stats.waiting + stats.running)
-        for key, count in on_purpose.items():
-            findings.tell(key, count)
         if plan.cancel_rate:
-            # Those that a worker had, and those that left while they were being answered.
-            expected = run.in_flight + stats.completed - run.answered
+            # What a worker had, and what was cancelled while its answer was on its way.
+            expected = run.in_flight + completed - run.answered
             # Three standard deviations of a count.
             most = expected + 3 * expected**0.5
             computed = run.count_computed()
-            findings.tell("cancelled", len(run.cancelled))
             wanted = f"at most {most:.0f}, those in flight"
-            findings.check("of those, computed", computed, wanted, holds=computed <= most)
+            what = "of the cancelled, computed"
+            findings.check(what, computed, wanted, holds=computed <= most)
+        else:  # a cancelled caller may miss an answer that was counted
+            what = "answers counted and not received, or received twice"
+            findings.none(what, abs(completed - run.answered))
         probe.tell(findings)
     return findings
 
@@ -258,11 +270,11 @@ async def s1(short: bool, seed: int) -> Findings:
 
 
 async def s2(short: bool, seed: int) -> Findings:
-    """The same, and workers are stopped, batches fail and callers go away."""
+    """Workers are also stopped, batches fail and callers cancel."""
     plan = Plan(
         50_000 if short else 1_000_000,
         max_batch_size=8,
-        # Many more than are in flight: most of those that go away were waiting.
+        # Many more than a worker can have: most callers that cancel were waiting.
         callers=256,
         fault_rate=0.002,
         cancel_rate=0.3,
