@@ -27,7 +27,17 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, NoReturn, Self, TypedDict, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NamedTuple,
+    NoReturn,
+    Self,
+    TypedDict,
+    Unpack,
+    overload,
+)
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
@@ -57,8 +67,10 @@ from fast_batcher._parent.batch_sender import (
     SharedOutputs,
 )
 from fast_batcher._parent.input_arena import LEAST, MOST_AT_ONCE
-from fast_batcher._parent.pool import Exit, Pool
-from fast_batcher._parent.shared_inputs import SharedInputSender
+from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.shared_inputs import ReservedSend, Send, SharedInputSender
+from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._shared_memory.layouts import to_shape
 from fast_batcher._transport.codec import one_line, size_of
 from fast_batcher._transport.frames import Frame, Kind
@@ -90,6 +102,9 @@ from fast_batcher.settings import (
     check_settings,
 )
 from fast_batcher.stats import BatcherStats, Counters
+
+if TYPE_CHECKING:
+    from fast_batcher._shared_memory.outbox import Outbox
 
 logger = logging.getLogger("fast_batcher")
 
@@ -135,7 +150,7 @@ class _Owner(NamedTuple):
 class _PoolEvents(NamedTuple):
     """What the pool calls: methods of the batcher that are not for its users."""
 
-    worker_ready: Callable[[int, list[tuple[int, float]]], None]
+    worker_ready: Callable[[WorkerLink, list[tuple[int, float]]], None]
     worker_retired: Callable[[int], None]
     worker_lost: Callable[[int, Exit], None]
     worker_failed_to_start: Callable[[int, WorkerStartupError], None]
@@ -349,33 +364,27 @@ class DynBatcher(Generic[InputT, OutputT]):
             packer=packer,
             is_grouped=costs.group_by is not None,
         )
-        events = _PoolEvents(
-            worker_ready=self._worker_ready,
-            worker_retired=self._worker_retired,
-            worker_lost=self._worker_lost,
-            worker_failed_to_start=self._worker_failed_to_start,
-            workers_given_up=self._workers_given_up,
-            frame_arrived=self._frame_arrived,
-            idle_workers=self._idle_workers,
-        )
-        self._pool = Pool(self._model, settings, events, self.name)
-        pool = self._pool
+        # Made when the batcher is opened.
+        self._open_pool: Pool | None = None
+        self._senders: dict[int, Send] = {}
+        self._lanes: dict[int, ReservedSend] = {}
+        self._outboxes: dict[int, Outbox] = {}
         shared_inputs = SharedInputSender(
-            lambda: pool.slabs,
-            pool.lanes,
-            pool.run_in_thread,
+            lambda: None if self._open_pool is None else self._memory.slabs,
+            self._lanes,
+            lambda *job: self._memory.run_in_thread(*job),
             self.name,
             max(settings.shared_memory_threshold, LEAST),
             settings.max_frame_bytes,
             settings.max_batch_size,
         )
         self._sender = BatchSender(
-            pool.senders,
+            self._senders,
             settings.max_frame_bytes,
             settings.shared_memory_threshold,
             shared_inputs,
             self._refused_late,
-            pool.outboxes,
+            self._outboxes,
         )
         self._rows = shared_inputs.rows
         # Types of inputs that may have rows; empty before something large has come.
@@ -754,7 +763,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             # While this waited, somebody may have stopped the batcher and opened it again.
             if self._closing is closing:
                 self._fail_open_requests()
-                await self._pool.aclose()
+                if self._open_pool is not None:
+                    await self._open_pool.aclose()
         finally:
             # After a cancelled wait nothing is waited for any more.
             if self._closing is closing:
@@ -927,8 +937,18 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     # What the pool tells.
 
-    def _worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+    @property
+    def _pool(self) -> Pool:
+        assert self._open_pool is not None, "used only after opening"
+        return self._open_pool
+
+    def _worker_ready(self, link: WorkerLink, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        worker = link.id
+        self._senders[worker] = link.send
+        self._lanes[worker] = ReservedSend(link.reserve, link.fill)
+        if link.outbox is not None:
+            self._outboxes[worker] = link.outbox
         self._scheduler.worker_ready(monotonic(), worker, times)
         place = self._place(worker)
         if place in self._seen_ready:
@@ -949,6 +969,8 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
+        del self._senders[worker], self._lanes[worker]
+        self._outboxes.pop(worker, None)
         self._sender.forget(worker, exit.inherited)
         lost = self._scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
@@ -1063,7 +1085,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._settle(worker, frame, batch.requests, outputs)
         else:
             self._scheduler.begin_copy_out(batch)
-            self._pool.run_in_thread(
+            self._memory.run_in_thread(
                 functools.partial(outputs.answer.copy, releases_gil=True),
                 functools.partial(self._finish_collecting, worker, frame, batch, outputs),
             )
@@ -1154,7 +1176,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._pid = os.getpid()
         self._bind(loop)
         self._move(Event.OPEN)
-        self._pool.open(loop)
+        events = _PoolEvents(
+            worker_ready=self._worker_ready,
+            worker_retired=self._worker_retired,
+            worker_lost=self._worker_lost,
+            worker_failed_to_start=self._worker_failed_to_start,
+            workers_given_up=self._workers_given_up,
+            frame_arrived=self._frame_arrived,
+            idle_workers=self._idle_workers,
+        )
+        self._memory = MemoryService(loop, self._settings.max_shared_bytes, self.name)
+        self._open_pool = Pool(self._model, self._settings, events, self._memory, self.name)
+        self._open_pool.open()
 
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = self._serving_loop = loop
@@ -1620,7 +1653,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._pool.stop(grace)
+        if self._open_pool is not None:
+            self._open_pool.stop(grace)
         if self._loop is not None and not self._loop.is_closed():
             self._wake_ready_waiters()
             self._notice_drained()

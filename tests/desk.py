@@ -18,9 +18,9 @@ from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._parent.shared_inputs import ReservedSend, SharedInputSender
 from fast_batcher._shared_memory.layouts import view_rows
 from fast_batcher._shared_memory.slabs import Slabs, SlabViews
-from fast_batcher._transport.channel import Reservation
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher._transport.pickler import load_items, view_parts
 
 MEBI = 2**20
@@ -194,7 +194,7 @@ async def opened(
 
 
 def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
-    slabs = batcher._pool.slabs
+    slabs = batcher._memory.slabs
     assert isinstance(slabs, Slabs)
     return slabs
 
@@ -214,7 +214,7 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
         is_held.set()
         is_over.wait(LIMIT)
 
-    batcher._pool.run_in_thread(hold, lambda _: None)
+    batcher._memory.run_in_thread(hold, lambda _: None)
     assert is_held.wait(LIMIT)
     try:
         yield
@@ -224,13 +224,13 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
 
 async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
     """Something is to be done aside; the copier is held, so it has not been done yet."""
-    await until(lambda: not batcher._pool._copier._jobs.empty())
+    await until(lambda: not batcher._memory._copier._jobs.empty())
 
 
 def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
     """All that was to be done aside has been done, whether or not a loop has heard of it."""
     is_over = threading.Event()
-    batcher._pool._copier.run(lambda: None, lambda _: is_over.set())
+    batcher._memory.run_in_thread(is_over.set, lambda _: None)
     assert is_over.wait(LIMIT)
 
 

@@ -956,28 +956,11 @@ def test_the_loop_is_closed_while_the_worker_loads(new_loop: NewLoop, gate: Gate
     batcher.stop()
 
 
-@pytest.mark.parametrize("is_closed_before_the_start", [True, False])
-def test_the_loop_is_closed_while_the_worker_is_started(
-    new_loop: NewLoop, is_closed_before_the_start: bool
-) -> None:
-    """The starter thread tells a loop that is closed, or one that will never turn again."""
+def test_the_loop_is_closed_while_the_worker_is_started(new_loop: NewLoop) -> None:
+    """The starter thread tells a loop that never turns again, or is closed."""
     batcher = DynBatcher(Echo)
     first = new_loop()
-    is_held, is_started = threading.Event(), threading.Event()
-    starter = batcher._pool._starter
-    if is_closed_before_the_start:
-
-        def wait() -> None:
-            is_held.wait(LIMIT)
-
-        starter.run(wait, lambda error: None)
     first.run_until_complete(batcher.open(wait_ready=False))
-    starter.run(lambda: None, lambda error: is_started.set())
-    if is_closed_before_the_start:
-        first.close()
-        is_held.set()
-    # It starts one after the other, so by then the worker has been started and the loop told.
-    assert is_started.wait(LIMIT)
     first.close()
 
     async def use() -> Any:
@@ -1322,7 +1305,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         f"""
         import atexit
         import {kind}
-        from fast_batcher._parent import pool
+        from fast_batcher._parent import shutdown
 
         is_open = threading.Event()
 
@@ -1332,7 +1315,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             batchers = [DynBatcher(sample_models.Echo, num_workers=2) for _ in range(3)]
             for batcher in batchers:
                 await batcher.open()
-            tell([one.pid for batcher in batchers for one in batcher._pool.remaining()])
+            tell([one.pid for batcher in batchers for one in batcher._pool.live.remaining()])
             is_open.set()
             await asyncio.Event().wait()
 
@@ -1343,9 +1326,9 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             tell([future.done() for future in waiting])
 
         # What is registered first is called last.
-        atexit.unregister(pool._end_forgotten_pools)
+        atexit.unregister(shutdown.end_forgotten_pools)
         atexit.register(call_late)
-        atexit.register(pool._end_forgotten_pools)
+        atexit.register(shutdown.end_forgotten_pools)
         threading.Thread(target={kind}.run, args=(main(),), daemon=True).start()
         is_open.wait()
         """
@@ -1371,7 +1354,7 @@ def test_a_program_whose_loop_in_a_daemon_thread_turns_no_more_ends(
         async def main():
             batcher = DynBatcher(sample_models.Echo, stop_timeout=0.1)
             await batcher.open()
-            tell([one.pid for one in batcher._pool.remaining()])
+            tell([one.pid for one in batcher._pool.live.remaining()])
             is_open.set()
             {then}
 
@@ -1395,7 +1378,7 @@ def test_a_program_that_drops_an_open_batcher_ends(program: Start, gate: Gate, s
         async def main():
             batcher = DynBatcher(sample_models.Stuck, model_args=({gate.path!r}, "plainly"))
             await batcher.open()
-            tell([handle.pid for handle in batcher._pool.remaining()])
+            tell([handle.pid for handle in batcher._pool.live.remaining()])
             if {state!r} == "busy":
                 batcher.submit(1)
                 while not batcher.stats.running:

@@ -111,19 +111,19 @@ async def test_what_cannot_be_learned_from_an_answer_takes_it_from_nobody(
 async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
-        (worker,) = batcher._pool.senders
-        send = batcher._pool.senders[worker]
-        del batcher._pool.senders[worker]
+        (worker,) = batcher._senders
+        send = batcher._senders[worker]
+        del batcher._senders[worker]
         lone = await outcome(call(batcher, "lone"))
         assert type(lone) is BatcherError
-        batcher._pool.senders[worker] = send
+        batcher._senders[worker] = send
         running = call(batcher, "running")
         visit = await gate.visit()
-        del batcher._pool.senders[worker]
+        del batcher._senders[worker]
         behind = [call(batcher, number) for number in range(2)]
         for one in behind:
             assert type(await outcome(one)) is BatcherError
-        batcher._pool.senders[worker] = send
+        batcher._senders[worker] = send
         visit.let_on()
         gate.close()
         assert await outcome(running) == "running"

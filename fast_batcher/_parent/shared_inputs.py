@@ -18,9 +18,9 @@ from fast_batcher._core.messages import Batch
 from fast_batcher._core.scheduler import BATCHES_PER_WORKER
 from fast_batcher._parent.input_arena import MOST_AT_ONCE, InputArena, RunInThread, StagedInput
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
-from fast_batcher._transport.channel import Reservation
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher._transport.pickler import Parts
 
 logger = logging.getLogger("fast_batcher")

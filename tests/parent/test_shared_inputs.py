@@ -49,9 +49,9 @@ from waits import LIMIT, SOON, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
-from fast_batcher._transport.channel import Reservation
 from fast_batcher._transport.codec import ATOMS, loads
 from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher.errors import (
     BatcherClosedError,
     DeadlineExceededError,
@@ -462,7 +462,7 @@ async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         # The model's child lives on.
-        (handle,) = batcher._pool.remaining()
+        (handle,) = batcher._pool.live.remaining()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.stats.restarts == 1)
@@ -617,10 +617,10 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
             slabs = slabs_of(batcher)
             assert memory_of(slabs._fd)
             for _ in range(2):
-                batcher._pool._give_back_memory(slabs)
+                batcher._memory.give_back_unused()
             await free(batcher)
             assert memory_of(slabs._fd) == 0
-            (handle,) = batcher._pool.remaining()
+            (handle,) = batcher._pool.live.remaining()
             handle.kill()
             assert await batcher.process_batched(value) == digest(value)
         assert await batcher.process_batched(value) == digest(value)
@@ -635,7 +635,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
             await until_copying(batcher)
-            (handle,) = batcher._pool.remaining()
+            (handle,) = batcher._pool.live.remaining()
             handle.kill()
             await until(lambda: batcher.stats.restarts == 1)
             # Its memory is that of the batch which was to be copied first.
@@ -689,7 +689,7 @@ def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
     async with opened(Digests, max_shared_bytes=0) as batcher:
-        assert batcher._pool.slabs is None
+        assert batcher._memory.slabs is None
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
             assert await batcher.process_batched(value) == digest(bytes(size))
 
@@ -729,9 +729,9 @@ async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> Non
         assert await batcher.process_batched(value) == digest(value)
         await free(batcher)
         assert memory_of(slabs._fd)
-        batcher._pool._give_back_memory(slabs)  # it has been used since the one before
+        batcher._memory.give_back_unused()  # it has been used since the one before
         assert slabs.count == 0
-        batcher._pool._give_back_memory(slabs)
+        batcher._memory.give_back_unused()
         assert slabs.count == 1
         await free(batcher)
         assert memory_of(slabs._fd) == 0

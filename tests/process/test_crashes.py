@@ -32,6 +32,7 @@ from fast_batcher import (
     PoisonRequestError,
     WorkerLostError,
 )
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 
@@ -108,7 +109,7 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
     """The worker has answered and is dead before the loop looks for either."""
     answer = pack(Kind.OUTPUT_ATOMS, 0, dumps(["one", "two"]))
     async with DynBatcher(TalksNonsense) as batcher:
-        (pid,) = [handle.pid for handle in batcher._pool.remaining()]
+        (pid,) = [handle.pid for handle in batcher._pool.live.remaining()]
         assert pid is not None
         calls = [call(batcher, answer), call(batcher, b"die")]
         with Watch([pid]) as worker:
@@ -121,10 +122,11 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
 async def test_f04_a_worker_is_killed_in_the_middle_of_a_large_answer() -> None:
     async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
-        (handle,) = batcher._pool.remaining()
-        assert handle._channel is not None
+        (handle,) = batcher._pool.live.remaining()
+        assert isinstance(handle, WorkerProcess)
+        assert handle._parts is not None
         assert handle.pid is not None
-        reader = handle._channel._reader
+        reader = handle._parts.channel._reader
         # The first part of it has come, and the worker waits for us to take the rest.
         await until(lambda: reader._large is not None)
         os.kill(handle.pid, signal.SIGKILL)
@@ -305,7 +307,7 @@ async def test_f11_calls_of_the_turn_in_which_the_budget_is_spent_fail_too(
 
         batcher._pool._events = events._replace(workers_given_up=tell)
         needed.unlink()
-        (handle,) = batcher._pool.remaining()
+        (handle,) = batcher._pool.live.remaining()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.state == "broken")
@@ -333,11 +335,11 @@ async def test_f14_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 1, "restart_backoff": 0.01}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         needed.unlink()
-        first, second = [handle.pid for handle in batcher._pool.remaining()]
+        first, second = [handle.pid for handle in batcher._pool.live.remaining()]
         assert first is not None
         assert second is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: bool(batcher._pool._given_up))
+        await until(lambda: any(one.is_given_up for one in batcher._pool._places))
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)
@@ -354,16 +356,16 @@ async def test_f14_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         pool = batcher._pool
 
         def kill(index: int) -> None:
-            (pid,) = [handle.pid for handle in pool.remaining() if handle.index == index]
+            (pid,) = [handle.pid for handle in pool.live if handle.index == index]
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
         kill(0)
-        await until(lambda: pool._given_up == {0})
+        await until(lambda: pool._places[0].is_given_up)
         await until(lambda: batcher.stats.workers_ready == 2)
         needed.unlink()
         kill(1)
-        await until(lambda: 1 in pool._given_up)
+        await until(lambda: pool._places[1].is_given_up)
         assert batcher.state == "open"
         assert await batcher.process_batched("fine") == "fine"
 

@@ -122,5 +122,5 @@ async def test_s8_closing(how: str) -> None:
             settings: dict[str, Any] = {"stop_timeout": 0.2}
             async with DynBatcher(Minefield, model_args=("close", how), **settings) as batcher:
                 assert await batcher.process_batched("first") == "first"
-                pids = [handle.pid for handle in batcher._pool.remaining()]
+                pids = [handle.pid for handle in batcher._pool.live.remaining()]
     assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]

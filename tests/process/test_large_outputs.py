@@ -53,7 +53,7 @@ SIZES = sorted(
 
 
 def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[Outbox]:
-    return [*batcher._pool.outboxes.values()]
+    return [*batcher._outboxes.values()]
 
 
 def is_used(batcher: DynBatcher[Any, Any]) -> bool:
@@ -244,7 +244,7 @@ async def test_an_answer_that_is_being_copied_outlives_its_worker(
             tasks = [call(batcher, one) for one in asked]
             await until_answered(batcher, 3)
             (old,) = outboxes_of(batcher)
-            (handle,) = batcher._pool.remaining()
+            (handle,) = batcher._pool.live.remaining()
             assert handle.pid is not None
             os.kill(handle.pid, 9)
             await until(lambda: batcher.stats.restarts == 1)
