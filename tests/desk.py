@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -13,16 +13,15 @@ from inside import session_of
 from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._arrays import stacking
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._shared_memory.views import SlabViews
-from fast_batcher._transport.channel import Reservation
-from fast_batcher._transport.codec import dumps, loads
+from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._worker import main as worker_main
+from fast_batcher._transport.loop_channel import Reservation
+from fast_batcher._worker.inputs import InputReader
 from fast_batcher.settings import Settings
 
 MEBI = 2**20
@@ -42,7 +41,7 @@ class Worker:
         self.views = SlabViews(os.dup(slabs._fd), SIZE)
         # Frames that it has not read, and reservations.
         self.queue: list[Any] = []
-        self._parts: dict[int, list[bytes]] = {}
+        self._reader = InputReader(self.views)
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
@@ -53,7 +52,7 @@ class Worker:
         self.queue.append(reservation)
         return reservation
 
-    def fill(self, reservation: Reservation, frames: list[tuple[Kind, int, bytes]]) -> None:
+    def fill(self, reservation: Reservation, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
         index = self.queue.index(reservation)
         self.queue[index : index + 1] = frames
 
@@ -61,14 +60,10 @@ class Worker:
         """The values of the batch that was sent first."""
         kind, batch_id, body = self.queue.pop(0)
         while kind is Kind.INPUTS_PART:
-            self._parts.setdefault(batch_id, []).extend(loads(body))
+            self._reader.keep_part(Frame(kind, batch_id, 0.0, body))
             kind, batch_id, body = self.queue.pop(0)
-        if kind is Kind.INPUT_ATOMS:
-            values: list[Any] = loads(body)
-            return values
-        frame = Frame(kind, batch_id, 0.0, body)
-        values, failures = worker_main._read_inputs(frame, self._parts, self.views)
-        stacking.lent.clear()
+        values, failures = self._reader.read(Frame(kind, batch_id, 0.0, body))
+        self._reader.forget_lent()
         assert not failures
         return values
 
@@ -201,13 +196,13 @@ def stage_inputs(batcher: DynBatcher[Any, Any]) -> None:
 
 
 def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
-    slabs = session_of(batcher).pool.slabs
+    slabs = session_of(batcher).memory.slabs
     assert isinstance(slabs, Slabs)
     return slabs
 
 
 def has_slabs(batcher: DynBatcher[Any, Any]) -> bool:
-    return session_of(batcher).pool.slabs is not None
+    return session_of(batcher).memory.slabs is not None
 
 
 def is_free(batcher: DynBatcher[Any, Any]) -> bool:
@@ -222,7 +217,7 @@ async def free(batcher: DynBatcher[Any, Any]) -> None:
 
 def give_back_unused(batcher: DynBatcher[Any, Any]) -> None:
     """The pool's heartbeat gives memory back that was not used for long."""
-    session_of(batcher).pool._give_back_memory(slabs_of(batcher))
+    session_of(batcher).memory.give_back_unused()
 
 
 @contextmanager
@@ -234,7 +229,7 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
         is_held.set()
         is_over.wait(LIMIT)
 
-    session_of(batcher).pool.run_in_thread(hold, lambda _: None)
+    session_of(batcher).memory.run_in_thread(hold, lambda _: None)
     assert is_held.wait(LIMIT)
     try:
         yield
@@ -244,13 +239,13 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
 
 async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
     """Wait until the copier thread, which is held, has a job."""
-    await until(lambda: not session_of(batcher).pool._copier._jobs.empty())
+    await until(lambda: not session_of(batcher).memory._copier._jobs.empty())
 
 
 def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
     """Wait until the copier thread has done all its jobs, whether or not a loop has heard of it."""
     is_over = threading.Event()
-    session_of(batcher).pool._copier.run(lambda: None, lambda _: is_over.set())
+    session_of(batcher).memory.run_in_thread(is_over.set, lambda _: None)
     assert is_over.wait(LIMIT)
 
 

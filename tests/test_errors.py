@@ -39,6 +39,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
     clear_frames,
     cuda_message,
+    forget_frames,
     from_model,
     is_out_of_memory,
     rebuild,
@@ -539,3 +540,19 @@ def test_what_cuda_says_begins_with_its_name() -> None:
     assert cuda_message(RuntimeError("CUDA error: no device")) == "CUDA error: no device"
     assert cuda_message(RuntimeError("an input says CUDA")) == ""
     assert cuda_message(Unshowable()) == ""
+
+
+def thrown(error: Exception) -> Exception:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def test_no_error_keeps_the_frames_of_those_in_it_and_behind_it() -> None:
+    errors = [thrown(ValueError(number)) for number in range(4)]
+    group = thrown(ExceptionGroup("all", [errors[0], ExceptionGroup("some", [errors[1]])]))
+    group.__cause__, group.__context__ = errors[2:]
+    errors[2].__context__ = group
+    forget_frames(group)
+    assert [error.__traceback__ for error in (group, *errors)] == [None] * 5

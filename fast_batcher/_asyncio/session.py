@@ -31,7 +31,9 @@ from fast_batcher._core.messages import Batch, Request
 from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
-from fast_batcher._parent.pool import Exit, Pool
+from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._transport.codec import measure_size
 from fast_batcher._transport.frames import Frame
 from fast_batcher.errors import (
@@ -110,10 +112,9 @@ class Session:
             packer=packer,
             is_grouped=settings.group_by is not None,
         )
-        self.pool = Pool(model_spec, settings, self, name)
-        pool = self.pool
-        memory = pool
-        self.sender = BatchSender(settings, memory, self._unsendable_found, name)
+        self.memory = MemoryService(self.loop, settings.max_shared_bytes, name)
+        self.pool = Pool(model_spec, settings, self, self.memory, name)
+        self.sender = BatchSender(settings, self.memory, self._unsendable_found, name)
         self.pump = Pump(
             self.scheduler,
             self.sender,
@@ -124,14 +125,16 @@ class Session:
             settings.max_queue_bytes,
             self.loop,
         )
-        self._answers = Answers(self.scheduler, self.pump, self.sender, self.pool, memory, reports)
+        self._answers = Answers(
+            self.scheduler, self.pump, self.sender, self.pool, self.memory, reports
+        )
 
     # Opening.
 
     def begin(self) -> None:
         """Start the workers; what becomes of them is told by `worker_ready` and the like."""
         self._status.begin()
-        self.pool.open(self.loop)
+        self.pool.open()
 
     async def wait_ready(self) -> None:
         """Wait until the batcher is open, broken or ended."""
@@ -238,13 +241,12 @@ class Session:
 
     # What the pool tells.
 
-    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
-        link = self.pool._serving[worker]  # noqa: SLF001
-        self.sender.add_worker(link)
-        self._answers.reader.add_worker(link)
-        self.scheduler.worker_ready(monotonic(), worker, times)
-        index = self._reports.index(worker)
+        self.sender.add_worker(worker)
+        self._answers.reader.add_worker(worker)
+        self.scheduler.worker_ready(monotonic(), worker.id, times)
+        index = self._reports.index(worker.id)
         if index in self._seen_ready:
             self.scheduler.counters.restarts += 1
         self._seen_ready.add(index)

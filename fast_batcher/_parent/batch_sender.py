@@ -10,7 +10,8 @@ from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._parent.input_arena import InputArena, SharedMemory
-from fast_batcher._parent.shared_inputs import Send, SharedInputSender, WorkerLink
+from fast_batcher._parent.shared_inputs import Send, SharedInputSender
+from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind

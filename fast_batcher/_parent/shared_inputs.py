@@ -12,7 +12,6 @@ that no view of the batch is left, or when the worker is dead.
 import functools
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from fast_batcher._core.messages import Batch
 from fast_batcher._core.scheduler import BATCHES_PER_WORKER
@@ -24,11 +23,11 @@ from fast_batcher._parent.input_arena import (
     SharedMemory,
     StagedInput,
 )
-from fast_batcher._shared_memory.outbox_reader import OutboxReader
+from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
-from fast_batcher._transport.channel import Reservation
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher._transport.pickler import Parts
 from fast_batcher.settings import Settings
 
@@ -43,27 +42,6 @@ _ROWS = Kind.ROWS
 
 Send = Callable[[Kind, int, bytes], None]
 SendInBand = Callable[[Batch, Send], None]
-
-
-class WorkerLink(Protocol):
-    """How frames reach one worker, and where its large answers lie."""
-
-    @property
-    def id(self) -> int:
-        """Of this process among all that the pool starts."""
-
-    @property
-    def outbox(self) -> OutboxReader | OSError | None:
-        """Where the worker leaves large answers; anything else if there is no place for them."""
-
-    def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
-        """Send a frame without waiting."""
-
-    def reserve(self) -> Reservation:
-        """Keep a place among the frames that are sent; `fill` has to be called."""
-
-    def fill(self, reservation: Reservation, frames: list[tuple[Kind, int, bytes]], /) -> None:
-        """Send frames in a place that was reserved."""
 
 
 class SharedInputSender:

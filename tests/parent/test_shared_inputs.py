@@ -35,6 +35,7 @@ from desk import (
     until_copying,
     wait_until_copied,
 )
+from fast_batcher._transport.channel import Reservation
 from inside import session_of
 from memory import memory_of, refuse_memory
 from sample_models import (
@@ -52,7 +53,6 @@ from sample_models import (
 from waits import LIMIT, SOON, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._transport.channel import Reservation
 from fast_batcher._transport.codec import ATOMS, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
@@ -450,7 +450,7 @@ async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         # The model's child lives on.
-        (handle,) = session_of(batcher).pool.remaining()
+        (handle,) = session_of(batcher).pool.live.remaining()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.stats.restarts == 1)
@@ -611,7 +611,7 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
                 give_back_unused(batcher)
             await free(batcher)
             assert memory_of(slabs._fd) == 0
-            (handle,) = session_of(batcher).pool.remaining()
+            (handle,) = session_of(batcher).pool.live.remaining()
             handle.kill()
             assert await batcher.process_batched(value) == digest(value)
         assert await batcher.process_batched(value) == digest(value)
@@ -626,7 +626,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
             await until_copying(batcher)
-            (handle,) = session_of(batcher).pool.remaining()
+            (handle,) = session_of(batcher).pool.live.remaining()
             handle.kill()
             await until(lambda: batcher.stats.restarts == 1)
             # Its memory is that of the batch which was to be copied first.

@@ -54,8 +54,9 @@ SIZES = sorted(
 
 
 def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[OutboxReader]:
-    outboxes = [link.outbox for link in session_of(batcher).sender._links.values()]
-    return [one for one in outboxes if isinstance(one, OutboxReader)]
+    return [
+        one.outbox for one in session_of(batcher).pool._serving.values() if one.outbox is not None
+    ]
 
 
 def is_used(batcher: DynBatcher[Any, Any]) -> bool:
@@ -246,7 +247,7 @@ async def test_an_answer_that_is_being_copied_outlives_its_worker(
             tasks = [call(batcher, one) for one in asked]
             await until_answered(batcher, 3)
             (old,) = outboxes_of(batcher)
-            (handle,) = session_of(batcher).pool.remaining()
+            (handle,) = session_of(batcher).pool.live.remaining()
             assert handle.pid is not None
             os.kill(handle.pid, 9)
             await until(lambda: batcher.stats.restarts == 1)

@@ -331,7 +331,7 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     encoder = ReplyEncoder(OSError("no such memory"), MAX_FRAME_BYTES)
-    encoder.rest()
+    encoder.give_back_unused()
     encoder.pack(["small"], {})
     assert not caplog.records
     counted = Counted(b"x" * LARGE)
@@ -345,7 +345,7 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
 
 def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     encoder = ReplyEncoder(None, MAX_FRAME_BYTES)
-    encoder.rest()
+    encoder.give_back_unused()
     one, error = outcomes_in(
         encoder.pack([np.zeros(LARGE), None], {1: describe(ValueError("one"))})
     )

@@ -1,4 +1,4 @@
-"""What runs in a worker: `serve` in a thread against a real pipe, and how models are loaded.
+"""What a worker does with batches: `Server` in a thread, against real pipes.
 
 What it does to its process (signals, the end with the parent) is tested with real processes.
 """
@@ -20,13 +20,10 @@ from sample_models import (
     BrokenOnArrival,
     ChangesInputs,
     Echo,
-    EchoWithArguments,
     FailsPositions,
     Grows,
-    NeedsArguments,
     Numbers,
     Raises,
-    RaisesOnLoad,
     Returns,
     Says,
     Slow,
@@ -43,19 +40,16 @@ from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
-from fast_batcher._transport.channel import BlockingChannel, open_pipes
+from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker import main as worker_main
-from fast_batcher._worker.main import load_model, serve
+from fast_batcher._worker.inputs import InputReader
+from fast_batcher._worker.main import worker_main
 from fast_batcher._worker.replies import ReplyEncoder
-from fast_batcher.errors import (
-    InferenceError,
-    OutputMismatchError,
-    WorkerStartupError,
-    forget_frames,
-)
+from fast_batcher._worker.serving import Server
+from fast_batcher.errors import InferenceError, OutputMismatchError
 
 MEBI = 2**20
 
@@ -70,9 +64,9 @@ class Served:
         self.channel = BlockingChannel(ours, 2**30)
         self._theirs = BlockingChannel(theirs, max_frame_bytes)
         self.progress = WorkerProgress()
-        self.thread = threading.Thread(
-            target=serve, args=(self._theirs, model, self.progress.numbers, None, encoder)
-        )
+        encoder = encoder or ReplyEncoder(None, max_frame_bytes)
+        server = Server(self._theirs, model, self.progress, InputReader(None), encoder)
+        self.thread = threading.Thread(target=server.serve)
         self.thread.start()
 
     def answer(self) -> Frame:
@@ -177,7 +171,7 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
     progress = WorkerProgress()
     arguments = (theirs, progress, MEBI, 32, os.getpid(), None, None)
-    process = context.Process(target=worker_main.worker_main, args=arguments)
+    process = context.Process(target=worker_main, args=arguments)
     process.start()
     for end in theirs:
         end.close()
@@ -277,7 +271,8 @@ def test_a_run_of_rows_is_lent_as_one_array() -> None:
     views = SlabViews(os.dup(slabs._fd), MEBI)
     layout = codec.dumps(Layout(False, np.dtype("u1"), (4096,)))
     body = codec.dumps([(layout, 0, 2), (layout, 3 * 4096, 1)])
-    inputs = worker_main._load_shared(views, Frame(Kind.ROWS, 5, 0.0, body))
+    inputs, failures = InputReader(views).read(Frame(Kind.ROWS, 5, 0.0, body))
+    assert failures == {}
     assert [(piece.whole.shape, len(piece.rows)) for piece in stacking.lent] == [
         ((2, 4096), 2),
         ((1, 4096), 1),
@@ -451,76 +446,3 @@ def test_outputs_are_pickled_once_whatever_their_size() -> None:
     assert kinds == [small, small, small, large, large, small, small, large]
     # But for the first time that they are large.
     assert model.counts == [1, 1, 1, 2, 1, 1, 1, 1]
-
-
-# --- loading --------------------------------------------------------------------------------------
-
-
-def load(model: Any, *args: Any, **kwargs: Any) -> Any:
-    return load_model(codec.dumps((model, args, kwargs)))
-
-
-def test_a_class_is_made_with_its_arguments() -> None:
-    model = load(EchoWithArguments, "weights.bin", second=2)
-    assert model.infer([0]) == [("weights.bin", 2)]
-
-
-def test_a_string_is_imported() -> None:
-    assert isinstance(load("sample_models:Echo"), Echo)
-    assert load("sample_models:Namespace.Inner").infer([1]) == [1]
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("os:system", "it is not a class"),
-        ("json:nothing", "module 'json' has no 'nothing'"),
-        ("nowhere:Model", "there is no module 'nowhere'"),
-        ("os.nowhere:Model", "there is no module 'os.nowhere'"),
-        ("sample_models:AsyncInfer", "infer is async"),
-    ],
-)
-def test_a_string_that_names_no_model_is_told(name: str, text: str) -> None:
-    with pytest.raises(WorkerStartupError, match=text) as caught:
-        load(name)
-    assert name in str(caught.value)
-
-
-def test_a_module_that_misses_another_raises_what_it_raises(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The name that is wrong is not the user's string."""
-    (tmp_path / "needs_another.py").write_text("import no_such_dependency\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
-        load("needs_another:Model")
-
-
-def raised(error: Exception) -> Exception:
-    try:
-        raise error
-    except type(error) as caught:
-        return caught
-
-
-def test_no_error_keeps_the_frames_of_those_in_it_and_behind_it() -> None:
-    errors = [raised(ValueError(number)) for number in range(4)]
-    group = raised(ExceptionGroup("all", [errors[0], ExceptionGroup("some", [errors[1]])]))
-    group.__cause__, group.__context__ = errors[2:]
-    errors[2].__context__ = group
-    forget_frames(group)
-    assert [error.__traceback__ for error in (group, *errors)] == [None] * 5
-
-
-def test_what_the_constructor_raises_is_left_as_it_is() -> None:
-    with pytest.raises(FileNotFoundError, match="no weights"):
-        load(RaisesOnLoad)
-
-
-def test_a_wrong_call_of_the_constructor_says_what_was_called() -> None:
-    with pytest.raises(TypeError, match="path") as caught:
-        load(NeedsArguments)
-    assert caught.value.__notes__ == [
-        "while calling sample_models:NeedsArguments with model_args of types () and model_kwargs "
-        "of types {}"
-    ]
