@@ -38,6 +38,7 @@ from fast_batcher._asyncio.signals import call_on_sigterm
 from fast_batcher._clock import monotonic
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.lifecycle import Event, State, next_state
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
     Batch,
     Dispatch,
@@ -83,6 +84,7 @@ from fast_batcher.settings import (
     RECONFIGURABLE,
     SHARED_MEMORY_THRESHOLD,
     PolicyName,
+    Settings,
     change_settings,
     check_costs,
     check_model,
@@ -337,17 +339,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._scheduler = Scheduler(
             make_policy(settings.policy, settings.max_delay),
             self._counters,
-            max_batch_size=settings.max_batch_size,
-            max_queue_size=settings.max_queue_size,
-            max_queue_bytes=settings.max_queue_bytes,
-            weigh=_weigh,
-            timeout=settings.timeout,
-            max_latency=settings.max_latency,
-            infer_timeout=settings.infer_timeout,
-            idempotent=settings.idempotent,
-            isolate_errors=settings.isolate_errors,
+            _limits_of(settings),
             packer=packer,
             is_grouped=costs.group_by is not None,
+            measure_size=size_of,
         )
         events = _PoolEvents(
             worker_ready=self._worker_ready,
@@ -867,12 +862,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             policy = make_policy(settings.policy, settings.max_delay)
         self._settings = settings
         self._rows.rows_per_slab = settings.max_batch_size
-        self._scheduler.reconfigure(
-            max_batch_size=settings.max_batch_size,
-            max_queue_size=settings.max_queue_size,
-            max_latency=settings.max_latency,
-            policy=policy,
-        )
+        self._scheduler.reconfigure(_limits_of(settings), policy)
         if self._serving_loop is not None and not self._serving_loop.is_closed():
             # What waits may be a full batch now, or have waited long enough.
             self._pump_soon(self._serving_loop)
@@ -888,7 +878,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def is_ready(self) -> bool:
         """Whether calls are taken and at least one worker can compute them."""
         is_open = self._state is State.OPEN and not self._is_leaving
-        return is_open and self._scheduler.workers_ready > 0
+        return is_open and self._scheduler.workers.ready_count > 0
 
     @property
     def timeout(self) -> float | None:
@@ -910,18 +900,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A snapshot of counts and quantiles."""
         return self._counters.snapshot(
             state=self.state,
-            workers_ready=self._scheduler.workers_ready,
+            workers_ready=self._scheduler.workers.ready_count,
             num_workers=self._settings.num_workers,
             waiting=self._scheduler.waiting,
-            running=self._scheduler.running,
+            running=self._scheduler.workers.running,
         )
 
     def __repr__(self) -> str:
         scheduler = self._scheduler
         return (
             f"<{type(self).__name__} {self.name!r} {self._state.value} "
-            f"workers={scheduler.workers_ready}/{self._settings.num_workers} "
-            f"waiting={scheduler.waiting} running={scheduler.running} "
+            f"workers={scheduler.workers.ready_count}/{self._settings.num_workers} "
+            f"waiting={scheduler.waiting} running={scheduler.workers.running} "
             f"completed={self._counters.completed} failed={self._counters.failed}>"
         )
 
@@ -945,7 +935,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _worker_retired(self, worker: int) -> None:
         """A worker has been replaced by another that is ready; it answers what it has."""
-        self._scheduler.worker_retired(worker)
+        self._scheduler.workers.retire(worker)
 
     def _worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
@@ -997,7 +987,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _idle_workers(self) -> list[int]:
         """The ready workers that have nothing to do."""
-        return self._scheduler.idle_workers
+        return self._scheduler.workers.idle_workers
 
     def _place(self, worker: int) -> int:
         """Which of the workers this is; a replacement has its predecessor's place."""
@@ -1021,7 +1011,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._retry_or_fail(worker, frame, batch)
             return
         # Give the worker its next batch before anything is done about this one.
-        if scheduler.queue.size or scheduler.retries or scheduler.fault is not None:
+        if scheduler.is_poll_due:
             self._advance(monotonic())
         if frame.kind is _SHARED_OUTPUTS:
             self._collect(worker, frame, batch)
@@ -1046,7 +1036,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 self.name,
                 self._place(worker),
             )
-            self._scheduler.worker_retired(worker)
+            self._scheduler.workers.retire(worker)
             self._pool.kill(worker)
         self._advance(monotonic())
 
@@ -1062,7 +1052,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif outputs.answer.size <= MOST_AT_ONCE:
             self._settle(worker, frame, batch.requests, outputs)
         else:
-            self._scheduler.begin_copy_out(batch)
+            self._scheduler.workers.begin_copy_out(batch)
             self._pool.run_in_thread(
                 functools.partial(outputs.answer.copy, releases_gil=True),
                 functools.partial(self._finish_collecting, worker, frame, batch, outputs),
@@ -1077,7 +1067,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         _: BaseException | None,
     ) -> None:
         """On the loop again: they have been copied, or could not be, which is found again."""
-        if not self._scheduler.end_copy_out(batch):
+        if not self._scheduler.workers.end_copy_out(batch):
             return
         try:
             self._settle(worker, frame, batch.requests, outputs)
@@ -1122,7 +1112,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if frame.kind is Kind.PONG:
             self._pool.answered_ping(worker)
             return
-        batch = self._scheduler.find_batch(worker, frame.batch_id)
+        batch = self._scheduler.workers.find(worker, frame.batch_id)
         if batch is None:
             self._refuse_answer(frame)
         else:
@@ -1305,7 +1295,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Copy a large input into shared memory while it waits, if it is going to be taken."""
         # The others may have come from any thread: see `process_batched`.
         is_here = get_running_loop() is self._serving_loop
-        if is_here and self._scheduler.room > len(self._arrivals):
+        if is_here and self._scheduler.has_room(len(self._arrivals) + 1):
             row = self._rows.take(request.value)
             if row is not None:
                 request.staged = row
@@ -1330,7 +1320,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         answering = self._pool.read_all()
         now = monotonic()
         for worker, begun in self._pool.find_sending():
-            self._scheduler.not_sent_yet(now, worker, begun)
+            self._scheduler.workers.not_sent_yet(now, worker, begun)
         for worker in answering:
             self._answering[worker] = now + REST_OF_FRAME
         self._answering = {one: until for one, until in self._answering.items() if until > now}
@@ -1347,30 +1337,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             has_read: As for `Scheduler.poll`. While a frame is looked at nothing can be read: the
                 frame would be written over.
         """
-        scheduler = self._scheduler
-        arrivals = self._arrivals
-        if arrivals:
-            self._arrivals = []
-            batch, unsendable = None, []
-            try:
-                batch = scheduler.submit_at_once(now, arrivals)
-                if batch is not None:
-                    # As in `_send`, without a call in between: see `submit_at_once`.
-                    unsendable = self._sender.send(batch)
-            except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
-                if batch is None:
-                    self._reject(arrivals, error)
-                    arrivals = []
-                else:
-                    unsendable = self._refuse_all(batch, error)
-            if batch is not None:
-                scheduler.count_batch(batch)
-                if unsendable:
-                    self._withdraw(batch, unsendable)
-                if scheduler.next_expiry < self._timer_at:
-                    self._set_timer(scheduler.next_expiry)
-                return
-            self._submit(now, arrivals)
+        if self._arrivals:
+            self._take_arrivals(now)
         self._poll(now, has_read=has_read)
 
     def _poll(self, now: float, *, has_read: bool) -> None:
@@ -1433,13 +1401,13 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _has_room(self, request: Request) -> bool:
         """Whether it would be taken into the queue behind those that have just arrived."""
-        if self._scheduler.room <= len(self._arrivals):
+        if not self._scheduler.has_room(len(self._arrivals) + 1):
             return False
         if self._settings.max_queue_bytes is None:
             return True
         # In the queue they are part of its sum; here each further input would count them again.
         self._take_arrivals(monotonic())
-        return self._scheduler.count_fitting([request]) == 1
+        return self._scheduler.has_room(1, request)
 
     def _submit(self, now: float, arrivals: list[Request]) -> None:
         accepted = arrivals
@@ -1450,10 +1418,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
             self._reject(arrivals, error)
             return
-        for request in refused:
+        for request, refusal in refused:
             request.is_settled = True
-            assert request.refusal is not None, "the scheduler says why"
-            set_exception(request, self._broken_error() or request.refusal.to_error())
+            set_exception(request, self._broken_error() or refusal.to_error())
 
     def _evaluate_costs(
         self, cost_evaluator: CostEvaluator, arrivals: list[Request]
@@ -1520,7 +1487,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _refused_late(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
         """The same of a batch that was thought to be sent."""
-        if self._scheduler.find_batch(batch.worker, batch.id) is batch:
+        if self._scheduler.workers.find(batch.worker, batch.id) is batch:
             self._withdraw(batch, refused)
 
     def _tell_expired(
@@ -1583,7 +1550,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     def _notice_drained(self) -> None:
         is_awaited = self._drained is not None and not self._drained.done()
-        if is_awaited and not self._scheduler.waiting and not self._scheduler.running:
+        if is_awaited and not self._scheduler.waiting and not self._scheduler.workers.running:
             assert self._drained is not None
             self._drained.set_result(None)
 
@@ -1637,9 +1604,18 @@ def _call_in_loop(
     return True
 
 
-def _weigh(request: Request) -> None:
-    if request.size < 0:
-        request.size = size_of(request.value)
+def _limits_of(settings: Settings) -> Limits:
+    """What the scheduler needs of the settings."""
+    return Limits(
+        max_batch_size=settings.max_batch_size,
+        max_queue_size=settings.max_queue_size,
+        max_queue_bytes=settings.max_queue_bytes,
+        timeout=settings.timeout,
+        max_latency=settings.max_latency,
+        infer_timeout=settings.infer_timeout,
+        idempotent=settings.idempotent,
+        isolate_errors=settings.isolate_errors,
+    )
 
 
 def _checked(timeout: Any) -> float:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Dispatch, Expire, Request
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
@@ -52,33 +53,25 @@ class Ours:
         self._scheduler = Scheduler(
             make_policy(policy, max_delay),
             Counters(),
-            max_batch_size=max_batch_size,
-            max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
-            timeout=DEFAULT_TIMEOUT,
-            max_latency=target,
-            infer_timeout=None,
-            idempotent=True,
-            isolate_errors=True,
+            Limits(
+                max_batch_size=max_batch_size,
+                max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
+                timeout=DEFAULT_TIMEOUT,
+                max_latency=target,
+            ),
             packer=packer,
         )
         self._scheduler.worker_ready(0.0, WORKER)
         self._costs = costs
-        # What `submit_at_once` has decided already.
-        self._sent: tuple[Batch, list[int]] | None = None
         self._refused: list[Request] = []
 
     def arrive(self, now: float, requests: list[int]) -> None:
-        """The short way first, as the shell does."""
+        """Submit them."""
         arrived = [Request(request, None) for request in requests]
         if self._costs is not None:
             for request in arrived:
                 request.cost = self._costs[request.value]
-        batch = self._scheduler.submit_at_once(now, arrived)
-        if batch is None:
-            self._refused = self._scheduler.submit(now, arrived)
-        else:
-            self._scheduler.count_batch(batch)
-            self._sent = _described(batch)
+        self._refused = [request for request, _ in self._scheduler.submit(now, arrived)]
 
     def done(self, now: float, batch: Any) -> Sequence[int]:
         """Those whose caller still waits."""
@@ -92,9 +85,6 @@ class Ours:
 
     def poll(self, now: float) -> Decision:
         """Its actions, in their order."""
-        if self._sent is not None:
-            sent, self._sent = self._sent, None
-            return Decision([sent], [], self._scheduler.next_expiry)
         lost = []
         if self._refused:
             lost = [request.value for request in self._refused]

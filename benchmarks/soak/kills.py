@@ -106,7 +106,7 @@ class Run:
         """Cancel a call, and note how likely it is that a worker has it by now."""
         if not task.done():
             scheduler = self.batcher._scheduler  # noqa: SLF001  `stats` would cost too much
-            running = scheduler.running
+            running = scheduler.workers.running
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()
 

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import fast_batcher
@@ -74,6 +75,8 @@ async def opened(
     """
     batcher = DynBatcher(MODELS[load.model], max_batch_size=load.max_batch_size, **settings)
     if none_ahead:
-        batcher._scheduler._batches_per_worker = 1  # noqa: SLF001  no setting: nobody gains
+        scheduler = batcher._scheduler  # noqa: SLF001  no setting: nobody gains
+        limits = replace(scheduler._limits, batches_per_worker=1)  # noqa: SLF001
+        scheduler.reconfigure(limits, None)
     async with batcher:
         yield batcher.process_batched

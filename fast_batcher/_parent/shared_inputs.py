@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from fast_batcher._core.limits import BATCHES_PER_WORKER
 from fast_batcher._core.messages import Batch
-from fast_batcher._core.scheduler import BATCHES_PER_WORKER
 from fast_batcher._parent.input_arena import MOST_AT_ONCE, InputArena, RunInThread, StagedInput
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
 from fast_batcher._transport.channel import Reservation
