@@ -560,7 +560,11 @@ class DynBatcher(Generic[InputT, OutputT]):
     def is_ready(self) -> bool:
         """Whether calls are taken and at least one worker can compute them."""
         is_open = self._status.state is State.OPEN and not self._status.is_leaving
-        return is_open and self._session is not None and self._session.scheduler.workers_ready > 0
+        return (
+            is_open
+            and self._session is not None
+            and self._session.scheduler.workers.ready_count > 0
+        )
 
     @property
     def timeout(self) -> float | None:
@@ -583,10 +587,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         scheduler = None if self._session is None else self._session.scheduler
         return self._counters.snapshot(
             state=self.state,
-            workers_ready=0 if scheduler is None else scheduler.workers_ready,
+            workers_ready=0 if scheduler is None else scheduler.workers.ready_count,
             num_workers=self._settings.num_workers,
             waiting=0 if scheduler is None else scheduler.waiting,
-            running=0 if scheduler is None else scheduler.running,
+            running=0 if scheduler is None else scheduler.workers.running,
         )
 
     def __repr__(self) -> str:

@@ -74,6 +74,12 @@ class Counters:
         default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
     )
 
+    def count_batch(self, size: int, release: str, wait: float) -> None:
+        """Count a batch that is sent; one of its requests has waited for `wait` seconds."""
+        self.batch_sizes[size] += 1
+        self.releases[release] += 1
+        self.queue_waits.append((wait, size))
+
     def snapshot(
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
     ) -> BatcherStats:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fault, Request
 from fast_batcher._core.policy import GreedyPolicy, Policy
 from fast_batcher._core.retries import Lost
@@ -19,7 +20,7 @@ def make(
     max_batch_size: int = 2,
     max_queue_size: int = 100,
     max_queue_bytes: int | None = None,
-    weigh: Callable[[Request], None] | None = None,
+    measure_size: Callable[[object], int] | None = None,
     timeout: float | None = None,
     max_latency: float | None = None,
     infer_timeout: float | None = None,
@@ -33,21 +34,28 @@ def make(
     scheduler = Scheduler(
         policy or GreedyPolicy(),
         Counters(),
-        max_batch_size=max_batch_size,
-        max_queue_size=max_queue_size,
-        max_queue_bytes=max_queue_bytes,
-        weigh=weigh,
-        timeout=timeout,
-        max_latency=max_latency,
-        infer_timeout=infer_timeout,
-        idempotent=idempotent,
-        isolate_errors=isolate_errors,
+        Limits(
+            max_batch_size=max_batch_size,
+            max_queue_size=max_queue_size,
+            max_queue_bytes=max_queue_bytes,
+            timeout=timeout,
+            max_latency=max_latency,
+            infer_timeout=infer_timeout,
+            idempotent=idempotent,
+            isolate_errors=isolate_errors,
+        ),
+        measure_size=measure_size,
         packer=packer,
         is_grouped=is_grouped,
     )
     for worker in range(workers):
         scheduler.worker_ready(0.0, worker)
     return scheduler
+
+
+def reject(scheduler: Scheduler, now: float, requests: list[Request]) -> list[Request]:
+    """The requests that are not accepted of those that arrive together."""
+    return [request for request, _ in scheduler.submit(now, requests)]
 
 
 def submit(

@@ -54,11 +54,11 @@ EDGE = 5
 # The shells of functions in this process.
 DECORATORS = {"_local", "dynamic", "inference", "aio"}
 # All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
-CORE_MAY_IMPORT = {"bisect", "collections", "enum", "heapq", "itertools", "math", "typing"}
-# The same for what joins arrays: their libraries are used where they are loaded.
-ARRAYS_MAY_IMPORT = CORE_MAY_IMPORT | {
-    *("dataclasses", "functools", "importlib", "inspect", "operator", "sys")
+CORE_MAY_IMPORT = {
+    *("bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "typing")
 }
+# The same for what joins arrays: their libraries are used where they are loaded.
+ARRAYS_MAY_IMPORT = CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "operator", "sys")}
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
@@ -460,7 +460,11 @@ def forbidden_uses(tree: ast.Module) -> list[str]:
 
 # Files whose tests have another name, because what they promise is promised elsewhere.
 TESTED_ELSEWHERE = {
+    "_core.batch_times": "core/test_admission.py",
+    "_core.deadline_batches": "core/test_admission.py",
+    "_core.limits": "core/test_scheduler.py",
     "_core.load": "core/test_policy.py",
+    "_core.workers": "core/test_scheduler.py",
     "aio.inference": "test_aio_inference.py",
     "_local": "test_architecture.py",
     # What stands behind the decorators has no face of its own.

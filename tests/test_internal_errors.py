@@ -11,6 +11,7 @@ from sample_models import Echo, Gated
 from waits import SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
 from fast_batcher._core.policy import GreedyPolicy
@@ -25,7 +26,6 @@ class FaultyPolicy(GreedyPolicy):
     """Raises in one of its methods, once."""
 
     learns = True
-    is_greedy = False
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -50,9 +50,8 @@ class FaultyPolicy(GreedyPolicy):
 
 
 def set_policy(batcher: DynBatcher[Any, Any], where: str) -> None:
-    session_of(batcher).scheduler.reconfigure(
-        max_batch_size=2, max_queue_size=100, max_latency=None, policy=FaultyPolicy(where)
-    )
+    limits = Limits(max_batch_size=2, max_queue_size=100)
+    session_of(batcher).scheduler.reconfigure(limits, FaultyPolicy(where))
 
 
 def faults(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:

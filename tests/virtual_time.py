@@ -95,9 +95,13 @@ class World:
             arrived = []
             while self._arrivals and self._arrivals[0][0] <= now:
                 arrived += self._next_arrivals()
-            if arrived and self._goes_at_once(arrived):
-                continue
+            assert self.scheduler.submit(self.now, arrived) == []
             self._poll()
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether requests wait while a worker is free."""
+        return bool(self.scheduler.queue.size and self.scheduler.workers.idle_workers)
 
     def stall(self, seconds: float) -> None:
         """The loop is blocked: all that happens meanwhile is noticed after it."""
@@ -130,15 +134,6 @@ class World:
             if request.caller >= 0:
                 heappush(self._arrivals, (self._draw_pause(), request.caller))
 
-    def _goes_at_once(self, arrived: list[Request]) -> bool:
-        batch = self.scheduler.submit_at_once(self.now, arrived)
-        if batch is None:
-            assert self.scheduler.submit(self.now, arrived) == []
-            return False
-        self.scheduler.count_batch(batch)
-        self._send(batch)
-        return True
-
     def _poll(self) -> None:
         self._notice_hold()
         actions, wake_at = self.scheduler.poll(self.now)
@@ -156,12 +151,11 @@ class World:
     def _check_hold(self) -> None:
         """It is never idle in vain, and never idle for long."""
         scheduler = self.scheduler
-        if not scheduler.queue.size or not scheduler.idle_workers:
+        if not scheduler.queue.size or not scheduler.workers.idle_workers:
             self._held = None
             return
-        assert self.policy.is_holding
         if self._held is None:
-            alone = scheduler._service.median(1)
+            alone = scheduler._times.by_size.median(1)
             self._held = self.now, min(self._max_delay, alone)
         since, longest = self._held
         assert self._wake_at <= since + longest * (1 + 1e-9)

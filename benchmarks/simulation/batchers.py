@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Dispatch, Expire, Request
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
@@ -49,13 +50,12 @@ class Ours:
         self._scheduler = Scheduler(
             make_policy(policy, max_delay),
             Counters(),
-            max_batch_size=max_batch_size,
-            max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
-            timeout=DEFAULT_TIMEOUT,
-            max_latency=target,
-            infer_timeout=None,
-            idempotent=True,
-            isolate_errors=True,
+            Limits(
+                max_batch_size=max_batch_size,
+                max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
+                timeout=DEFAULT_TIMEOUT,
+                max_latency=target,
+            ),
             packer=packer,
         )
         self._scheduler.worker_ready(0.0, WORKER)
@@ -69,7 +69,7 @@ class Ours:
         if self._costs is not None:
             for request in arrived:
                 request.cost = self._costs[request.value]
-        self._rejected += self._scheduler.submit(now, arrived)
+        self._rejected += [request for request, _ in self._scheduler.submit(now, arrived)]
 
     def done(self, now: float, batch: Any) -> Sequence[int]:
         """Tell the scheduler; return the requests whose caller still waits."""

@@ -79,7 +79,7 @@ class Answers:
             self._retry_or_fail(worker, frame, batch)
             return
         # Give the worker its next batch before anything is done about this one.
-        if scheduler.queue.size or scheduler.retries or scheduler.fault is not None:
+        if scheduler.is_poll_due:
             self._pump.advance(monotonic())
         if frame.kind is _SHARED_OUTPUTS:
             self._collect(worker, frame, batch)
@@ -93,7 +93,7 @@ class Answers:
             self._sender.free(worker, frame)
         elif frame.kind is Kind.PONG:
             self._pool.answered_ping(worker)
-        elif self._scheduler.find_batch(worker, frame.batch_id) is None:
+        elif self._scheduler.workers.find(worker, frame.batch_id) is None:
             self._reject_answer(frame)
         else:
             self.reader.keep_part(worker, frame)
@@ -115,7 +115,7 @@ class Answers:
         self._settle(worker, frame, failed)
         if is_fatal:
             self._reports.log_fatal_error(worker)
-            self._scheduler.worker_retired(worker)
+            self._scheduler.workers.retire(worker)
             self._pool.kill(worker)
         self._pump.advance(monotonic())
 
@@ -161,7 +161,7 @@ class Answers:
         elif shared.answer.size <= MOST_AT_ONCE:
             self._settle(worker, frame, batch.requests, shared)
         else:
-            self._scheduler.begin_copy_out(batch)
+            self._scheduler.workers.begin_copy_out(batch)
             self._memory.run_in_thread(
                 functools.partial(shared.answer.copy, releases_gil=True),
                 functools.partial(self._finish_collecting, worker, frame, batch, shared),
@@ -176,7 +176,7 @@ class Answers:
         _: BaseException | None,
     ) -> None:
         """Settle a batch whose outputs have been copied, or could not be: reading says so again."""
-        if not self._scheduler.end_copy_out(batch):
+        if not self._scheduler.workers.end_copy_out(batch):
             return
         try:
             self._settle(worker, frame, batch.requests, shared)

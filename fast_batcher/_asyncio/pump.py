@@ -101,10 +101,10 @@ class Pump:
             return True
         # In the queue their bytes are part of its sum; here they would be added for each request.
         self.take_arrivals(monotonic())
-        return self._scheduler.count_fitting([request]) == 1
+        return self._scheduler.has_room(1, request)
 
     def _has_place(self) -> bool:
-        return self._scheduler.room > len(self._arrivals)
+        return self._scheduler.has_room(len(self._arrivals) + 1)
 
     def abandon(self, request: Request) -> None:
         """Forget a request whose caller has gone.
@@ -152,9 +152,9 @@ class Pump:
         except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
             self.reject(arrivals, error)
             return
-        for request in rejected:
+        for request, refusal in rejected:
             request.is_settled = True
-            set_exception(request, self._status.broken_error() or request.refusal.to_error())
+            set_exception(request, self._status.broken_error() or refusal.to_error())
 
     def _evaluate_costs(self, evaluator: CostEvaluator, arrivals: list[Request]) -> list[Request]:
         """Reject the requests for which the user's functions raise; returns the others."""
@@ -190,7 +190,7 @@ class Pump:
         answering = self._pool.read_all()
         now = monotonic()
         for worker, begun in self._pool.find_sending():
-            self._scheduler.not_sent_yet(now, worker, begun)
+            self._scheduler.workers.not_sent_yet(now, worker, begun)
         for worker in answering:
             self._answering[worker] = now + REST_OF_FRAME
         self._answering = {one: until for one, until in self._answering.items() if until > now}
@@ -249,7 +249,7 @@ class Pump:
         self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
     ) -> None:
         """Inputs of a batch that was being sent cannot be sent: fail their requests."""
-        if self._scheduler.find_batch(batch.worker, batch.id) is batch:
+        if self._scheduler.workers.find(batch.worker, batch.id) is batch:
             self._withdraw(batch, unsendable)
 
     def _withdraw(self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]) -> None:
@@ -305,7 +305,7 @@ class Pump:
         drained = self._drained
         if drained is None or drained.done():
             return
-        if not self._scheduler.waiting and not self._scheduler.running:
+        if not self._scheduler.waiting and not self._scheduler.workers.running:
             drained.set_result(None)
 
     def stop(self) -> None:

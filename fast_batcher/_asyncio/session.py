@@ -27,6 +27,7 @@ from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.lifecycle import Event, State
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.scheduler import Scheduler
@@ -100,15 +101,8 @@ class Session:
         self.scheduler = Scheduler(
             make_policy(settings.policy, settings.max_delay),
             counters,
-            max_batch_size=settings.max_batch_size,
-            max_queue_size=settings.queue_limit,
-            max_queue_bytes=settings.max_queue_bytes,
-            weigh=_measure,
-            timeout=settings.timeout,
-            max_latency=settings.max_latency,
-            infer_timeout=settings.infer_timeout,
-            idempotent=settings.idempotent,
-            isolate_errors=settings.isolate_errors,
+            _limits_of(settings),
+            measure_size=measure_size,
             packer=packer,
             is_grouped=settings.group_by is not None,
         )
@@ -156,12 +150,7 @@ class Session:
             policy = make_policy(settings.policy, settings.max_delay)
         self.settings = settings
         self.sender.arena.set_batch_size(settings.max_batch_size)
-        self.scheduler.reconfigure(
-            max_batch_size=settings.max_batch_size,
-            max_queue_size=settings.queue_limit,
-            max_latency=settings.max_latency,
-            policy=policy,
-        )
+        self.scheduler.reconfigure(_limits_of(settings), policy)
         if self.serving_loop is not None and not self.serving_loop.is_closed():
             # What waits may be a full batch now, or have waited long enough.
             self.pump.run_soon()
@@ -261,7 +250,7 @@ class Session:
 
     def worker_retired(self, worker: int) -> None:
         """A worker has been replaced by another that is ready; it answers what it has."""
-        self.scheduler.worker_retired(worker)
+        self.scheduler.workers.retire(worker)
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
@@ -314,7 +303,7 @@ class Session:
 
     def idle_workers(self) -> list[int]:
         """The ready workers that have nothing to do."""
-        return self.scheduler.idle_workers
+        return self.scheduler.workers.idle_workers
 
     # Ending.
 
@@ -363,6 +352,15 @@ class Session:
         self.pump.unsendable_found(batch, unsendable)
 
 
-def _measure(request: Request) -> None:
-    if request.size < 0:
-        request.size = measure_size(request.value)
+def _limits_of(settings: Settings) -> Limits:
+    """What the scheduler needs of the settings."""
+    return Limits(
+        max_batch_size=settings.max_batch_size,
+        max_queue_size=settings.queue_limit,
+        max_queue_bytes=settings.max_queue_bytes,
+        timeout=settings.timeout,
+        max_latency=settings.max_latency,
+        infer_timeout=settings.infer_timeout,
+        idempotent=settings.idempotent,
+        isolate_errors=settings.isolate_errors,
+    )

@@ -12,10 +12,8 @@ class Load(NamedTuple):
     waiting: int
     # Requests that workers have and whose callers still wait.
     running: int
-    # Ready workers.
+    # Workers that are not retired.
     workers: int
     max_batch_size: int
-    # How long batches take; told of every batch while the policy learns.
+    # How long batches take. It learns from every batch while the policy learns.
     service: ServiceModel
-    # Requests accepted since the beginning.
-    submitted: int

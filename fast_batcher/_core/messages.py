@@ -1,6 +1,23 @@
-"""What goes into the core and what comes out of it. Pure values; they live where it does."""
+"""What goes into the core and what comes out of it. Pure values.
 
+The life of a request, as its `phase` tells it:
+
+    phase        it is ...                           it goes on to ...
+    QUEUED       in the queue, or arriving           SENT with its batch; DROPPED
+    DROPPED      out of the queue, as too late       settled by the same `poll` (`Expire`)
+    SENT         with a worker, in a batch           answered; COPYING_OUT; RETRYING
+    COPYING_OUT  answered, the output is being       answered
+                 copied out of shared memory
+    RETRYING     waiting for another try             SENT, with its group alone
+
+From any phase it can be *settled*: the caller has its outcome, or has gone. That happens once.
+`is_settled` is then True for ever; a settled request may stay in the queue, in a retry group or in
+a batch until that part of the scheduler reaches it, and is skipped there.
+"""
+
+from collections.abc import Iterable
 from enum import Enum, StrEnum
+from math import inf
 from typing import Any, Final, NamedTuple
 
 from fast_batcher.errors import (
@@ -12,7 +29,7 @@ from fast_batcher.errors import (
 
 
 class Refusal(NamedTuple):
-    """Why requests were not taken: one for all those of a turn that have the same reason."""
+    """Why a request was rejected. Requests that arrive together may share one."""
 
     kind: type[BatcherClosedError] | type[QueueFullError] | type[DeadlineExceededError]
     text: str
@@ -27,9 +44,10 @@ class Refusal(NamedTuple):
 
 
 class Group:
-    """What requests have in common that may share a batch: the same object for all of them.
+    """Requests with the same `Group` object may share a batch.
 
-    The user's key is in it and never looked at again: it may raise whenever it is compared.
+    It holds the key that `group_by` returned. The core never compares keys: they are the user's
+    objects, and comparing them may raise.
     """
 
     __slots__ = ("__weakref__", "key")
@@ -38,27 +56,46 @@ class Group:
         self.key: Final = key
 
 
+class Phase(Enum):
+    """Where a request is: see the table in this module's docstring."""
+
+    QUEUED = 0
+    DROPPED = 1
+    SENT = 2
+    COPYING_OUT = 3
+    RETRYING = 4
+
+
 class Request:
     """One caller's input on its way through the queue and a worker.
 
-    One is made per call, so what most requests never need is a default of the class, and only the
-    requests that need it store a value: its construction is a measurable part of a call's cost
-    (`benchmarks/overhead.py`).
+    One is made per call. Attributes that most requests never need are defaults of the class, so
+    that only a request that needs one stores it: constructing requests is a measurable part of what
+    a call costs (`benchmarks/overhead.py`).
     """
 
-    # The seconds that the caller named, None if it named none: an error repeats them.
+    # Where it is, and whether its caller has its outcome or has gone: see the module's docstring.
+    phase = Phase.QUEUED
+    is_settled = False
+    # The id of the batch that carries it; meaningful while it is SENT or COPYING_OUT. A reference
+    # to the batch would make every batch a cycle that only the garbage collector can free.
+    batch_id = -1
+    # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
+    deadline = inf
+    has_explicit_deadline = False
+    # The seconds that the caller named, None if it named none; errors repeat them.
     timeout: float | None = None
     # Higher goes first: see `RankedQueue`.
     priority = 0
     # Requests with different groups never share a batch; None where there is no `group_by`.
     group: Group | None = None
     cost = 1.0
-    # Bytes of the input; -1 until the shell measures it, which it does where there is
+    # Bytes of the input; -1 until it is measured, which happens only where there is a
     # `max_queue_bytes`.
     size = -1
-    # The moment by which the answer is wanted, at most the deadline. Unlike the deadline it ends
-    # nothing: see `Admission`. None if nobody asked for one; infinite if the deadline is not to
-    # become one.
+    # The moment by which the answer is wanted, at most the deadline; unlike the deadline it ends
+    # nothing: see `Admission`. None until the scheduler sets one. The shell sets it to infinity if
+    # an explicit deadline is not to become a target.
     target: float | None = None
     # The copy of the input in shared memory, None if there is none. The shell sets it, and the core
     # never looks at it.
@@ -66,10 +103,8 @@ class Request:
     # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.
     id = -1
     arrival = 0.0
-    # How many requests came before it to its part of a `RankedQueue`.
+    # How many requests came before it to its lane of a `RankedQueue`.
     place = 0
-    # The `Refusal` that says why the request was rejected, None if it was not.
-    refusal: Any = None
     # Workers that died while they had it, and how many of them had begun with it: see `Retries`.
     losses = 0
     deaths = 0
@@ -78,19 +113,33 @@ class Request:
         self.value = value
         # Who waits for the outcome. The core never looks at it.
         self.caller = caller
-        # The moment after which the caller does not want the answer. None becomes the default when
-        # the scheduler accepts the request; nothing reads it before.
-        self.deadline: float = deadline  # type: ignore[assignment]
-        # The id of the batch that carries it, None while it is queued, RETRYING while it waits for
-        # another try. A reference to the batch would make every batch a cycle that only the garbage
-        # collector can free.
-        self.batch_id: int | None = None
-        # True once it has left the core: answered, failed, expired or cancelled.
+        # Defaults of the class too, but read in every loop: that is faster in the instance.
         self.is_settled = False
+        self.has_explicit_deadline = deadline is not None
+        if deadline is not None:
+            self.deadline = deadline
 
 
-# In place of a batch id, which is 0 or more.
-RETRYING: Final = -1
+def target_of(request: Request) -> float:
+    """The moment by which the answer is wanted, infinite without a target."""
+    return inf if request.target is None else request.target
+
+
+def settle_open(requests: Iterable[Request]) -> list[Request]:
+    """Settle the requests that are not settled yet, and return them, each of them once."""
+    settled = []
+    for request in requests:
+        if not request.is_settled:
+            request.is_settled = True
+            settled.append(request)
+    return settled
+
+
+class Rejected(NamedTuple):
+    """A request that was not accepted, and why."""
+
+    request: Request
+    refusal: Refusal
 
 
 class Release(StrEnum):
@@ -98,20 +147,26 @@ class Release(StrEnum):
 
     FULL = "full"  # it holds `max_batch_size` requests
     IDLE = "idle"  # a worker was free
-    HOLD = "hold"  # it was held, and is worth no more waiting
+    HOLD = "hold"  # it was held, and waiting longer is not expected to pay
     WINDOW = "window"  # `max_delay` had passed under policy="fixed"
-    DEADLINE = "deadline"  # waiting longer would have been in vain for its oldest request
-    DRAIN = "drain"  # no more requests are taken, so there is nothing to wait for
+    DEADLINE = "deadline"  # waiting longer would have made its oldest request late
+    DRAIN = "drain"  # the batcher accepts no more requests, so there is nothing to wait for
     RETRY = "retry"  # its requests have been on a worker before: see `retries`
-
-    # That of an enumeration is a Python function, and releases are counted once per batch.
-    __hash__ = str.__hash__
 
 
 class Batch:
     """Requests that were sent to a worker together."""
 
-    __slots__ = ("deadline", "id", "open_count", "release", "requests", "sent_at", "worker")
+    __slots__ = (
+        "deadline",
+        "id",
+        "isolate_until",
+        "open_count",
+        "release",
+        "requests",
+        "sent_at",
+        "worker",
+    )
 
     def __init__(
         self,
@@ -121,32 +176,43 @@ class Batch:
         release: Release,
         now: float,
         deadline: float,
+        isolate_until: float = inf,
     ) -> None:
         self.id: Final = id
         self.worker: Final = worker
         self.requests = requests
         self.release: Final = release
         self.sent_at: Final = now
-        # Requests whose caller still waits.
+        # Requests whose caller still waits, and the earliest deadline among them.
         self.open_count = len(requests)
-        # The earliest deadline among those.
         self.deadline = deadline
+        # Of a batch that is tried again: until this moment it is divided if `infer` raises for it.
+        self.isolate_until: Final = isolate_until
+
+    @property
+    def is_retry(self) -> bool:
+        """Whether a worker has had its requests before."""
+        return self.release is Release.RETRY
+
+    def settle_open(self) -> list[Request]:
+        """Settle the requests whose callers still wait, and return them."""
+        self.open_count = 0
+        return settle_open(self.requests)
 
 
 class Stage(Enum):
     """How far a worker has come with a batch."""
 
-    SENT = 0  # it is in the pipe, for all we know
-    TAKEN = 1  # it has been read, and is being unpickled
-    BEGUN = 2  # `infer` has it
+    SENT = 0  # as far as is known it is still in the pipe
+    TAKEN = 1  # the worker has read it, and is unpickling it
+    BEGUN = 2  # `infer` is computing it
 
 
-class RetryBatch(Batch):
-    """Requests that a worker has had before."""
+class RetryGroup(NamedTuple):
+    """Requests that are tried again as one batch."""
 
-    __slots__ = ("isolate_until",)
-
-    # Until when it is divided if it fails.
+    requests: list[Request]
+    # Until this moment they are divided if `infer` raises for them.
     isolate_until: float
 
 
@@ -160,17 +226,17 @@ class Dispatch:
 
 
 class ExpiryReason(StrEnum):
-    """What a request was doing when its time was over."""
+    """What a request was doing when it expired."""
 
     WAITING = "waiting"  # it was in the queue behind others
     NOT_READY = "not ready"  # it was in the queue and no worker was ready
     RUNNING = "running"  # a worker has it; the late result will be dropped
     INFER_TIMEOUT = "infer timeout"  # its batch has been running for `infer_timeout`
-    UNREACHABLE = "unreachable"  # it was in the queue, and its answer would have come too late
+    UNREACHABLE = "unreachable"  # it was in the queue, and was dropped as too late
 
 
 class Expire:
-    """Tell the caller that the deadline of this request has passed, or cannot be met any more."""
+    """Tell the caller that the request is late: its deadline has passed, or its target will."""
 
     __slots__ = ("reason", "refusal", "request")
 
@@ -179,7 +245,7 @@ class Expire:
     ) -> None:
         self.request: Final = request
         self.reason: Final = reason
-        # With UNREACHABLE: what to tell.
+        # What to tell the caller, with UNREACHABLE alone.
         self.refusal: Final = refusal
 
 
@@ -205,7 +271,7 @@ class Replace:
 
 
 class Fault:
-    """Deciding has raised: log the error, and tell these requests, which have left the core."""
+    """A bug of ours raised while deciding: log it, and fail these requests, which have left."""
 
     __slots__ = ("error", "requests")
 

@@ -1,38 +1,22 @@
-"""When does a waiting batch leave? The seam between the scheduler and its rules. Pure.
+"""When does a waiting batch leave? The interface between the scheduler and its policies. Pure.
 
 The scheduler asks only while a worker is free and requests wait; a full batch always leaves.
-A policy answers with a `Release` (send the oldest requests now) or with the moment until which
-it holds the batch. It may learn from what the scheduler tells it.
 """
 
 from math import inf
 from typing import Protocol
 
 from fast_batcher._core.adaptive import AdaptivePolicy
-from fast_batcher._core.batch_sizes import BatchSizes
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
 from fast_batcher._core.request_queue import RequestQueue
 
 
 class Policy(Protocol):
-    """Decides about the batch that is forming.
-
-    The scheduler reads these attributes instead of calling: a lone request waits for every call.
-    """
+    """Decides about the batch that is forming; may learn from what the scheduler tells it."""
 
     # Whether `arrived` and `batch_done` are to be called.
     learns: bool
-    # Whether `decide` would say `Release.IDLE`, so that it need not be asked.
-    is_greedy: bool
-    # Whether it remembers a hold, so that `end_hold` is to be called when the batch that was held
-    # leaves or vanishes, or no worker is free any more.
-    is_holding: bool
-    # While it does not learn: answers, counted down by the scheduler, until `end_rest` is to be
-    # called; 0 for never.
-    rest: int
-    # How many of those that wait are sent together; None for all, as far as a batch has room.
-    sizes: BatchSizes | None
 
     def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
         """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker.
@@ -47,8 +31,11 @@ class Policy(Protocol):
             arrival or completion asks again.
         """
 
+    def end_hold(self) -> None:
+        """Learn that nothing is held: the batch has left, is empty, or no worker is free."""
+
     def arrived(self, now: float, count: int, is_idle: bool) -> None:
-        """Learn that requests have come together.
+        """Learn that requests have arrived together.
 
         Args:
             now: The moment.
@@ -59,42 +46,35 @@ class Policy(Protocol):
     def batch_done(self, now: float, size: int, load: Load) -> None:
         """Learn that a worker has answered a batch of this size; `load` is without it."""
 
-    def end_hold(self) -> None:
-        """Forget the hold that it remembers: see `is_holding`."""
-
-    def end_rest(self) -> None:
-        """As many batches as `rest` said have been answered."""
+    def batch_skipped(self) -> None:
+        """Learn that a worker has answered a batch while `learns` was False."""
 
 
 class _ConstantPolicy:
-    """One that learns nothing, and answers the same for the same queue."""
+    """A policy that learns nothing."""
 
     learns = False
-    is_holding = False
-    rest = 0
-    sizes: BatchSizes | None = None
-
-    def arrived(self, now: float, count: int, is_idle: bool) -> None:
-        """Nothing to learn."""
-
-    def batch_done(self, now: float, size: int, load: Load) -> None:
-        """Nothing to learn."""
 
     def end_hold(self) -> None:
-        """Nothing to forget."""
+        """Ignore it."""
 
-    def end_rest(self) -> None:
-        """It does not rest."""
+    def arrived(self, now: float, count: int, is_idle: bool) -> None:
+        """Ignore it."""
+
+    def batch_done(self, now: float, size: int, load: Load) -> None:
+        """Ignore it."""
+
+    def batch_skipped(self) -> None:
+        """Ignore it."""
 
 
 class GreedyPolicy(_ConstantPolicy):
-    """Work-conserving: a free worker takes what waits at once.
+    """A free worker takes what waits at once: work-conserving.
 
     Source: at Poisson arrivals from 5 to 98 % load its mean latency is within 0.5 % of the exact
-    optimum, where fixed windows cost up to ten times as much.
+    optimum for models where a batch costs much by itself; fixed windows cost up to ten times as
+    much.
     """
-
-    is_greedy = True
 
     def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
         """Send now."""
@@ -102,13 +82,13 @@ class GreedyPolicy(_ConstantPolicy):
 
 
 class FixedPolicy(_ConstantPolicy):
-    """The rule of fast_dynamic_batcher's documents: a full batch, or `max_delay` after the first.
+    """A batch leaves when it is full, or `max_delay` after the arrival of its oldest request.
+
+    That is the rule of fast_dynamic_batcher's documents.
 
     Args:
-        max_delay: Seconds from the arrival of the oldest request; 0 makes it greedy.
+        max_delay: The seconds of that wait; 0 makes it greedy.
     """
-
-    is_greedy = False
 
     def __init__(self, max_delay: float) -> None:
         self._max_delay = max_delay
@@ -126,11 +106,11 @@ class FixedPolicy(_ConstantPolicy):
 
 
 def make_policy(name: str, max_delay: float | None) -> Policy:
-    """The policy of this name.
+    """Make the policy of this name.
 
     Args:
         name: "adaptive", "greedy" or "fixed".
-        max_delay: Seconds; the bound on deliberate waiting. 0 makes "adaptive" greedy.
+        max_delay: The bound on deliberate waiting in seconds, or None. 0 makes "adaptive" greedy.
     """
     if name == "fixed":
         return FixedPolicy(inf if max_delay is None else max_delay)

@@ -1,18 +1,18 @@
 """The waiting requests where they are not equals: priorities, groups, costs. Pure.
 
-It takes the place of `RequestQueue` when the first of them is used. The next batch is built around
-its *first* request: the oldest of the highest priority. Only requests of the same group join it;
-those of its own priority before those of lower ones, which fill the room that is left.
+It takes the place of `RequestQueue` as soon as one of these is used. The next batch is built
+around its *first* request: the oldest of the highest priority. Only requests of the same group
+join it, its own priority before lower ones, which fill the room that is left.
 
-So that nobody starves, every eighth batch is built by age alone, whatever the priorities. A request
-with j older ones before it leaves at the latest with the 8 (j + 1)th batch after its arrival, and
-without priorities, where every batch goes by age, with the (j + 1)th.
+So that no request starves, every eighth batch is built by age alone, whatever the priorities. A
+request with j older ones before it leaves at the latest with the 8 (j + 1)th batch after its
+arrival, and without priorities, where every batch goes by age, with the (j + 1)th.
 
-Where costs decide who joins, a request may be passed over, but not by many: one that came a window
-later or more (`WINDOW_BATCHES` full batches) does not go before the oldest of its group and
-priority. So at most the j and one window less one are served before it. That bound is in requests
-and not in seconds, because in a backlog everyone has waited long: to go by age then would keep the
-padding, and with it the backlog.
+Where costs decide which requests join, a request may be passed over, but by a bounded number: one
+that arrived a window or more later (`WINDOW_BATCHES` full batches) does not go before the oldest of
+its group and priority. So at most j plus one window less one requests are served before it. The
+bound is in requests and not in seconds: in a backlog every request has waited long, and going by
+age then would keep the padding, and with it the backlog.
 """
 
 from bisect import bisect_left, insort
@@ -25,10 +25,16 @@ from typing import NamedTuple
 
 from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
 from fast_batcher._core.messages import Group, Request
-from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue, sum_of_sizes
+from fast_batcher._core.request_queue import (
+    MIN_DEAD_ENTRIES,
+    RequestQueue,
+    id_of,
+    is_waiting,
+    sum_of_sizes,
+)
 
-# One batch in so many is built by age. It bounds how long a low priority waits, and takes at most
-# an eighth of the workers from the high ones, be the backlog as long as it may.
+# Every eighth batch is built by age. That bounds how long a low priority waits, and takes at most
+# an eighth of the workers' time from the high ones, however long the backlog is.
 AGED_BATCHES = 8
 
 
@@ -36,48 +42,51 @@ class WorkAhead(NamedTuple):
     """What goes before a new request."""
 
     requests: int
+    # Of all these requests together.
     cost: float
-    # Groups of them, each of which needs a batch of its own.
+    # How many groups these requests are of; no two of them share a batch.
     groups: int
 
 
 class _Lane:
-    """Requests in their order of arrival; those that have left stay until they come up."""
+    """Requests in their order of arrival. One that has left stays until it is at the head."""
 
     __slots__ = ("cost", "places", "requests", "size")
 
     def __init__(self) -> None:
         self.requests: deque[Request] = deque()
-        # How many have come.
+        # How many requests have arrived.
         self.places = 0
-        # Of those that wait.
+        # Of the requests that wait.
         self.size = 0
         self.cost = 0.0
 
     def add(self, request: Request) -> None:
+        """Append a request."""
         self.requests.append(request)
         self.count(request, 1)
 
     def count(self, request: Request, step: int) -> None:
+        """Count a request in (1) or out (-1)."""
         self.size += step
-        # Nothing is left of rounding when nobody is left, and never less than nothing.
-        self.cost = max(0.0, self.cost + step * _cost_of(request)) if self.size else 0.0
+        # Rounding must leave no cost in an empty lane, and never a negative one.
+        self.cost = max(0.0, self.cost + step * request.cost) if self.size else 0.0
 
     def put_back(self, requests: list[Request]) -> None:
-        """Requests that have been taken out; those that stayed may be older."""
+        """Take requests in again that have been taken out; others that stayed may be older."""
         for request in requests:
             self.count(request, 1)
-        # All but the oldest stay where they are: under overload this is done for every batch that
-        # is tried, and with all that wait it would take longer than computing them.
-        last = max(map(_id_of, requests))
+        # Only entries older than these are moved. Under overload this runs for every batch that is
+        # tried: sorting all that wait would take longer than computing them.
+        last = max(map(id_of, requests))
         oldest = list(requests)
         while self.requests and self.requests[0].id < last:
             oldest.append(self.requests.popleft())
-        self.requests.extendleft(sorted(oldest, key=_id_of, reverse=True))
+        self.requests.extendleft(sorted(oldest, key=id_of, reverse=True))
 
     def head(self) -> Request:
         """The oldest that waits, of at least one."""
-        while _has_left(self.requests[0]):
+        while not is_waiting(self.requests[0]):
             self.requests.popleft()
         return self.requests[0]
 
@@ -86,37 +95,37 @@ class RankedQueue(RequestQueue):
     """By priority, then by age; batches of one group, and of near costs.
 
     Args:
-        packer: Chooses by costs, or None: then as many as there are.
-        is_weighed: As for `RequestQueue`.
+        packer: Fills batches by cost, or None where there are no costs.
+        counts_bytes: Whether every request has its `size`, and `bytes` is wanted.
     """
 
     __slots__ = ("_emptied", "_entries", "_lanes", "_levels", "_order", "_packer", "batches")
 
-    def __init__(self, packer: BatchPacker | None, *, is_weighed: bool = False) -> None:
-        super().__init__(is_weighed=is_weighed)
+    def __init__(self, packer: BatchPacker | None, *, counts_bytes: bool = False) -> None:
+        super().__init__(counts_bytes=counts_bytes)
         self._packer = packer
-        # By priority: all of it. By priority and group: the same requests once more.
+        # Every request is in two lanes: in one by its priority, in one by priority and group.
         self._levels: dict[int, _Lane] = {}
         self._lanes: dict[tuple[int, Group | None], _Lane] = {}
         # The priorities of the levels, rising.
         self._order: list[int] = []
-        # Priorities whose last request has been taken: the level stays until it is certain that
-        # nothing of it is put back, which it then still has in its place.
+        # Priorities whose last request has been taken. The level, which still holds it in its
+        # place, stays until it is certain that the request is not put back.
         self._emptied: list[int] = []
         # At least as many as the levels have entries, dead ones included.
         self._entries = 0
-        # Batches that have left; those that are tried again left once.
+        # Batches that have left; one that is tried again counts once.
         self.batches = 0
 
     def __iter__(self) -> Iterator[Request]:
-        """Those that wait, and some of those that were cancelled, in no particular order."""
+        """Requests that wait, and some that were cancelled, in no particular order."""
         for lane in self._lanes.values():
             yield from lane.requests
 
-    def extend(self, requests: list[Request], own: list[Request]) -> None:
+    def extend(self, requests: list[Request]) -> None:
         """Append requests; their ids rise, and are higher than every id before."""
         self.size += len(requests)
-        if self.is_weighed:
+        if self.counts_bytes:
             self.bytes += sum_of_sizes(requests)
         self._entries += len(requests)
         for request in requests:
@@ -128,8 +137,13 @@ class RankedQueue(RequestQueue):
             lane.places += 1
             heappush(self._heap, (request.deadline, request.id, request))
 
+    @property
+    def has_explicit(self) -> bool:
+        """Whether a request with an explicit deadline may be waiting: that is not tracked here."""
+        return True
+
     def is_full(self, count: int) -> bool:
-        """Whether the next batch would have so many requests, or cost as much as it may."""
+        """Whether the next batch would have `count` requests, or cost the most that it may."""
         most = inf if self._packer is None else self._packer.max_batch_cost
         size, cost = 0, 0.0
         for _, lane in self._lanes_of(self._first(by_age=self._goes_by_age())):
@@ -140,19 +154,19 @@ class RankedQueue(RequestQueue):
         return False
 
     def has_full_group(self, count: int) -> bool:
-        """Whether so many requests of one group and priority wait."""
+        """Whether `count` requests of one group and priority wait."""
         return self.size >= count and any(lane.size >= count for lane in self._lanes.values())
 
     @property
     def cost(self) -> float:
-        """Of all that wait."""
+        """What all that wait cost together."""
         return sum(level.cost for level in self._levels.values())
 
     def ahead_of(self, priority: int) -> WorkAhead:
-        """What waits and goes before a new request of this priority, as far as one can tell."""
+        """Estimate what of the queue goes before a new request of this priority."""
         levels = [level for key, level in self._levels.items() if key >= priority]
         requests = sum(level.size for level in levels)
-        # Lanes of lower priorities are counted too: counting them apart would take too long.
+        # Lanes of lower priorities are counted too: leaving them out would take too long.
         groups = min(len(self._lanes), requests)
         return WorkAhead(requests, sum(level.cost for level in levels), groups)
 
@@ -162,11 +176,11 @@ class RankedQueue(RequestQueue):
         first = self._first(by_age=by_age)
         lanes = self._lanes_of(first)
         chosen: list[Request] = []
-        # Without costs nobody is passed over.
+        # Without costs no request is passed over.
         reach = inf if self._packer is None else WINDOW_BATCHES * count
         if by_age:
             windows = [_window(lane, reach) for _, lane in lanes]
-            self._fill(chosen, merge(*windows, key=_id_of), count)
+            self._fill(chosen, merge(*windows, key=id_of), count)
         else:
             left = reach
             for _, lane in lanes:
@@ -175,21 +189,21 @@ class RankedQueue(RequestQueue):
                 if len(chosen) == count or left <= 0:
                     break
         self._remove(chosen)
-        self.taken = chosen
+        self.taken += chosen
         return chosen
 
-    def batch_left(self, *, is_retry: bool = False) -> None:
-        """What was taken last has been sent, or a batch that left before and is tried again."""
-        # One that did not leave the queue must not take the place of one that goes by age.
+    def batch_left(self, *, is_retry: bool) -> None:
+        """A batch was given to a worker: what was taken last, or with `is_retry` another one."""
+        # A batch that is tried again must not take the turn of a batch that goes by age.
         self.batches += not is_retry
-        self.taken = ()
+        super().batch_left(is_retry=is_retry)
         self._sweep()
 
     def put_back(self, requests: list[Request]) -> None:
-        """Undo `take` for some of those that it has just returned, before anything else is done."""
-        # Their entries of the heap have stayed.
+        """Undo `take` for some of the requests that it has just returned."""
+        # Their entries of the heap are still there.
         self.size += len(requests)
-        if self.is_weighed:
+        if self.counts_bytes:
             self.bytes += sum_of_sizes(requests)
         by_rank: dict[tuple[int, Group | None], list[Request]] = {}
         for request in requests:
@@ -200,13 +214,13 @@ class RankedQueue(RequestQueue):
                 level.count(request, 1)
             lane = self._lane_of(priority, group)
             lane.put_back(equals)
-            # If it is a new one, those that come are behind those that come back.
+            # Requests that arrive later must be behind these, in a new lane too.
             lane.places = max(lane.places, *[request.place + 1 for request in equals])
 
     def discard(self, request: Request) -> None:
         """Forget a waiting request that its owner has marked as settled."""
         self.size -= 1
-        if self.is_weighed:
+        if self.counts_bytes:
             self.bytes -= request.size
         self._count_off(_rank_of(request), request)
         self._sweep()
@@ -221,7 +235,7 @@ class RankedQueue(RequestQueue):
     def _first(self, *, by_age: bool) -> Request:
         self._drop_emptied()
         if by_age:
-            return min([level.head() for level in self._levels.values()], key=_id_of)
+            return min([level.head() for level in self._levels.values()], key=id_of)
         return self._levels[self._order[-1]].head()
 
     def _lanes_of(self, first: Request) -> Iterator[tuple[int, _Lane]]:
@@ -254,7 +268,7 @@ class RankedQueue(RequestQueue):
                     passed_over.append(request)
             lane.requests.extendleft(reversed(passed_over))
         self.size -= len(chosen)
-        if self.is_weighed:
+        if self.counts_bytes:
             self.bytes -= sum_of_sizes(chosen)
 
     def _count_off(self, rank: tuple[int, Group | None], request: Request) -> None:
@@ -290,35 +304,23 @@ class RankedQueue(RequestQueue):
         return lane
 
     def _sweep(self) -> None:
-        """Requests that have left hold their values: keep no more of them than wait."""
+        """Sweep out requests that have left when they are the majority: they keep values alive."""
         self._drop_emptied()
         if self.size and max(self._entries, len(self._heap)) <= 2 * self.size + MIN_DEAD_ENTRIES:
             return
         for lane in (*self._levels.values(), *self._lanes.values()):
-            lane.requests = deque(one for one in lane.requests if not _has_left(one))
+            lane.requests = deque(one for one in lane.requests if is_waiting(one))
         self._entries = self.size
-        self._heap = [entry for entry in self._heap if not _has_left(entry[2])]
+        self._heap = [entry for entry in self._heap if is_waiting(entry[2])]
         heapify(self._heap)
 
 
 def _window(lane: _Lane, reach: float) -> Iterator[Request]:
-    """Those that may go before the oldest: none that came so many places after it."""
+    """The waiting requests of a lane that arrived fewer than `reach` places after its oldest."""
     end = lane.head().place + reach
     waiting = (request for request in lane.requests if not request.is_settled)
     return takewhile(lambda request: request.place < end, waiting)
 
 
-def _has_left(request: Request) -> bool:
-    return request.is_settled or request.batch_id is not None
-
-
 def _rank_of(request: Request) -> tuple[int, Group | None]:
     return request.priority, request.group
-
-
-def _cost_of(request: Request) -> float:
-    return request.cost
-
-
-def _id_of(request: Request) -> int:
-    return request.id

@@ -9,8 +9,6 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from math import exp, frexp, inf, sqrt
 
-from fast_batcher._core.straight_line import Costs, StraightLine
-
 # Observations of a bucket that are kept as they are; from five on the steps are better than a plain
 # median of so few, and up to then they would depend on where they started.
 PLAIN = 5
@@ -37,8 +35,6 @@ MOST_BUCKETS = 32
 # A line serves for this many observations of buckets that are settled: it costs 10 us to work out,
 # and they move it by a step or two.
 LINE_LIFE = 8
-# Farther from the usual than so many times, in either direction, is something else than the size.
-OUTLIER = 2
 
 
 class _Bucket:
@@ -127,7 +123,6 @@ class ServiceModel:
         # The lines that are read, None when they have to be worked out anew, which is at the latest
         # with this observation.
         self._next_line = 0
-        self._straight = StraightLine()
         self._median: _Line | None = None
         self._high: _Line | None = None
 
@@ -156,9 +151,6 @@ class ServiceModel:
         if not bucket.is_settled() or self._count >= self._next_line:
             self._median = self._high = None
             self._next_line = self._count + LINE_LIFE
-        usual = self.median(size)
-        if usual / OUTLIER < seconds < usual * OUTLIER:
-            self._straight.observe(size, seconds)
 
     def median(self, size: float) -> float:
         """The seconds that half of the batches of this size stay below; only if `is_known`."""
@@ -172,20 +164,6 @@ class ServiceModel:
             self._high = self._line(_high)
         # Where little has been seen, the two lines may cross.
         return max(_read(self._high, size), self.median(size))
-
-    def costs(self) -> tuple[Costs, float] | None:
-        """What a batch costs by itself and for each of its size, and the least size that is known.
-
-        That is one that was seen as often as a median needs, and not long ago. None if too little
-        is known.
-        """
-        costs = self._straight.costs()
-        known = [
-            bucket.size
-            for bucket in self._buckets.values()
-            if bucket.count >= PLAIN and self._count - bucket.last_seen <= bucket.half_life()
-        ]
-        return (costs, min(known)) if costs is not None and known else None
 
     def _line(self, seconds_of: Callable[[_Bucket], float]) -> _Line:
         """A rising line through what the buckets know, those first that were seen last.

@@ -1,7 +1,7 @@
 """How many requests a batch may have after the model has run out of memory. Pure.
 
-Additive increase after a multiplicative decrease, as congestion control does it and for the same
-reason: the limit is unknown, moves, and is only told by failures.
+Additive increase after a multiplicative decrease, like congestion control and for its reason: the
+limit is unknown, it moves, and only failures show it.
 """
 
 from typing import Final
@@ -26,8 +26,8 @@ class SizeCap:
     def __init__(self, most: int) -> None:
         self._most = most
         self.size = most
-        # Whether it has to hear of batches that go well: from the first failure until a while after
-        # there is no limit any more.
+        # Whether batches that go well matter: from the first failure until full batches of the
+        # largest size have gone well for a while.
         self.is_watching = False
         # The largest batch that went well since.
         self._good = 0
@@ -37,7 +37,7 @@ class SizeCap:
         self._before = (most, False, 0, FIRST_WAIT)
 
     def limit(self, most: int) -> None:
-        """`max_batch_size` is now this; what has been learned about memory holds."""
+        """Set another `max_batch_size`; what has been learned about memory stays."""
         self._most = most
         if not self.is_watching:
             self.size = most
@@ -46,10 +46,10 @@ class SizeCap:
         self._before = (self.size, self.is_watching, self._good, self._wait)
 
     def ran_out(self, size: int, *, is_retry: bool = False) -> None:
-        """A batch of this size has run out of memory: halve, or go back to what went well.
+        """Halve after a batch of this size has run out of memory, or go back to what went well.
 
         A request that runs out of memory alone is too large by itself, and says nothing about
-        batches of others.
+        batches of other requests.
 
         Args:
             size: Of the batch.
@@ -69,7 +69,9 @@ class SizeCap:
         self.is_watching = True
 
     def went_well(self, size: int) -> None:
-        """A batch of this size was computed."""
+        """Try larger batches again once enough of the present size were computed."""
+        if not self.is_watching:
+            return
         self._good = max(self._good, size)
         if size < self.size:  # says nothing about a larger one
             return

@@ -121,9 +121,6 @@ class LocalBatcher:
         request = _new(Request)
         request.value = item
         request.caller = future
-        request.deadline = None  # type: ignore[assignment]  # see Request
-        request.batch_id = None
-        request.is_settled = False
         shell.arrivals.append(request)
         if not shell.has_pump:
             shell.has_pump = True

@@ -14,6 +14,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Dispatch, Fault, Request
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
@@ -92,13 +93,12 @@ class Engine:
         self._scheduler = Scheduler(
             GreedyPolicy(),
             Counters(),
-            max_batch_size=settings.batch_size,
-            max_queue_size=settings.max_queue_size or sys.maxsize,
-            timeout=None,
-            infer_timeout=None,
-            idempotent=True,
-            isolate_errors=settings.isolate_errors,
-            batches_per_worker=1,
+            Limits(
+                max_batch_size=settings.batch_size,
+                max_queue_size=settings.max_queue_size or sys.maxsize,
+                isolate_errors=settings.isolate_errors,
+                batches_per_worker=1,
+            ),
             packer=None if length is None else BatchPacker(length, is_padded=False),
         )
         self._scheduler.worker_ready(monotonic(), _WORKER)
@@ -125,17 +125,11 @@ class Engine:
     def submit(self, requests: list[Request]) -> None:
         """Take each request for itself; those for which there is no room are told."""
         with self._lock:
-            scheduler = self._scheduler
             now = monotonic()
-            batch = scheduler.submit_at_once(now, requests)
-            refused: list[Request] = []
-            if batch is not None:
-                scheduler.count_batch(batch)
-            else:
-                refused = scheduler.submit(now, requests)
-                for request in refused:
-                    request.is_settled = True
-                batch = self._poll(now)
+            refused = [request for request, _ in self._scheduler.submit(now, requests)]
+            for request in refused:
+                request.is_settled = True
+            batch = self._poll(now)
         if batch is not None:
             self.worker.start(batch)
         if refused:
@@ -165,7 +159,7 @@ class Engine:
             self._require_room(count, behind)
 
     def _require_room(self, count: int, behind: int = 0) -> None:
-        if self._is_closing or count + behind > self._scheduler.room:
+        if self._is_closing or not self._scheduler.has_room(count + behind):
             raise self._refusal(count, behind)
 
     def _refusal(self, count: int, behind: int = 0) -> BatcherClosedError | QueueFullError:
@@ -274,7 +268,7 @@ class Engine:
             scheduler = self._scheduler
             # While anything waits the worker is not idle, nor while a batch runs whose callers have
             # all gone.
-            is_done = scheduler.is_closed or scheduler.idle_workers
+            is_done = scheduler.is_closed or scheduler.workers.idle_workers
             if not is_done or self._has_ended:
                 return
             self._has_ended = True

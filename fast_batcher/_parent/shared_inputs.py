@@ -13,8 +13,8 @@ import functools
 import logging
 from collections.abc import Callable
 
+from fast_batcher._core.limits import BATCHES_PER_WORKER
 from fast_batcher._core.messages import Batch
-from fast_batcher._core.scheduler import BATCHES_PER_WORKER
 from fast_batcher._parent.input_arena import (
     LEAST_STAGED,
     MOST_AT_ONCE,

@@ -10,6 +10,7 @@ from schedules import poll_batches, submit
 from virtual_time import Seconds, World, with_knee
 
 from fast_batcher._core.adaptive import MOST_LATENESS, PATIENCE, REST, AdaptivePolicy
+from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release, Request
 from fast_batcher._core.policy import Policy
 
@@ -53,7 +54,7 @@ def test_a_hold_is_no_longer_than_its_bounds(
     scheduler, counters = world.scheduler, world.scheduler.counters
     longest = min(inf if max_delay is None else max_delay, 1.1 * ALONE)
     assert world.longest_hold <= longest * (1 + 1e-9)
-    assert counters.submitted == counters.completed + scheduler.waiting + scheduler.running
+    assert counters.submitted == counters.completed + scheduler.waiting + scheduler.workers.running
     assert all(size <= 64 for _, _, size in world.log)
 
 
@@ -129,19 +130,16 @@ def test_who_could_have_a_worker_alone_is_not_held(clients: int, workers: int) -
 
 def test_a_lone_client_is_never_decided_about() -> None:
     """A decision takes a cold processor tenths of a millisecond."""
-    world = World(clients=1)
-    decisions = 0
-    decide = world.policy.decide
+    plans = []
 
-    def counting(*args: object) -> Release | float:
-        nonlocal decisions
-        decisions += 1
-        return decide(*args)  # type: ignore[arg-type]
+    class Watched(AdaptivePolicy):
+        def _plan(self, now: float, load: Load) -> float:
+            plans.append(now)
+            return super()._plan(now, load)
 
-    world.policy.decide = counting  # type: ignore[method-assign,assignment]
-    world.run(5.0)
+    world = World(Watched(None), clients=1).run(5.0)
     assert world.answered > 500
-    assert decisions == 0
+    assert plans == []
 
 
 def test_decisions_in_vain_are_followed_by_a_rest() -> None:
@@ -154,10 +152,8 @@ def test_decisions_in_vain_are_followed_by_a_rest() -> None:
 
     while not is_resting():
         world.run(0.001)
-    assert policy.is_greedy
     assert len(world.log) >= PATIENCE
     batches = len(world.log)
-    assert policy.rest == REST
     while is_resting():
         world.run(0.001)
     assert len(world.log) - batches >= REST - 1  # one was running
@@ -173,7 +169,7 @@ def test_a_drain_ends_the_hold() -> None:
 def held(world: World) -> World:
     """Run until a batch is being held."""
     world.run(0.5)
-    while not world.policy.is_holding:
+    while not world.is_holding:
         world.run(0.0001)
     return world
 
@@ -182,7 +178,7 @@ def test_a_deadline_ends_the_hold() -> None:
     """Its batch takes its time too."""
     world = held(World(clients=8))
     # In time if it goes now, by a hair.
-    high = world.scheduler._service.high(world.scheduler.queue.size + 1)
+    high = world.scheduler._times.by_size.high(world.scheduler.queue.size + 1)
     request = Request("input", None, world.now + 1.0005 * high)
     request.target = inf  # the door asks for more than a hair
     assert world.scheduler.submit(world.now, [request]) == []
@@ -194,7 +190,7 @@ def test_a_later_deadline_shortens_it() -> None:
     world = held(World(clients=8))
     _, before = world.scheduler.poll(world.now)
     assert before is not None
-    high = world.scheduler._service.high(world.scheduler.queue.size + 2)
+    high = world.scheduler._times.by_size.high(world.scheduler.queue.size + 2)
     deadline = (world.now + before) / 2 + high
     submit(world.scheduler, world.now, deadline=deadline)
     actions, wake_at = world.scheduler.poll(world.now)
@@ -206,17 +202,17 @@ def test_a_hold_whose_requests_have_gone_is_forgotten() -> None:
     world = held(World(clients=8))
     scheduler = world.scheduler
     for request in list(scheduler.queue):
-        assert world.policy.is_holding
+        assert world.is_holding
         scheduler.cancel(request)
     # Before the next poll, which comes no sooner than the hold would have ended.
-    assert not world.policy.is_holding
+    assert not world.is_holding
 
 
 def test_a_hold_without_a_free_worker_is_forgotten() -> None:
     world = held(World(clients=8))
     world.scheduler.worker_lost(0)
     assert world.scheduler.poll(world.now)[0] == []
-    assert not world.policy.is_holding
+    assert not world.is_holding
 
 
 @pytest.mark.slow
@@ -295,7 +291,7 @@ def test_a_slow_start_is_made_good() -> None:
 def observed(policy: Policy | str = "adaptive") -> tuple[World, list[tuple[float, float]]]:
     world = World(policy)
     seen: list[tuple[float, float]] = []
-    world.scheduler._service.observe = (  # type: ignore[method-assign]
+    world.scheduler._times.by_size.observe = (  # type: ignore[method-assign]
         lambda size, seconds: seen.append((size, seconds))
     )
     return world, seen
@@ -347,7 +343,6 @@ def test_failures_and_second_tries_are_no_examples() -> None:
 @pytest.mark.parametrize("policy", ["greedy", "fixed"])
 def test_who_needs_no_times_pays_for_none(policy: str) -> None:
     world, seen = observed(policy)
-    world.scheduler.submit_at_once(0.0, [Request("input", -1)])
     for moment in range(1, 5):
         submit(world.scheduler, moment, count=64)
         for batch in poll_batches(world.scheduler, moment):
@@ -357,6 +352,6 @@ def test_who_needs_no_times_pays_for_none(policy: str) -> None:
 
 def test_a_warm_up_is_an_example() -> None:
     world = World()
-    service = world.scheduler._service
+    service = world.scheduler._times.by_size
     world.scheduler.worker_ready(0.0, 1, [(1, 0.5), (64, 4.0)])
     assert (service.median(1), service.median(64)) == pytest.approx((0.5, 4.0), rel=0.1)

@@ -1,23 +1,31 @@
 """Refusing and dropping what would be late: rule by rule, and whole services in virtual time."""
 
 import random
-import sys
 from math import inf
-from types import FrameType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import make, poll_batches, settle
+from schedules import make, poll_batches, reject, settle
 from virtual import Outcomes, Work, poisson, serve
 
-from fast_batcher._core.admission import SAFETY_FACTOR, Admission, Backlog
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.messages import Batch, Dispatch, Expire, ExpiryReason, Release, Request
+from fast_batcher._core.batch_times import SAFETY_FACTOR, Backlog, BatchTimes
+from fast_batcher._core.limits import Limits
+from fast_batcher._core.messages import (
+    Batch,
+    Dispatch,
+    Expire,
+    ExpiryReason,
+    Phase,
+    Rejected,
+    Release,
+    Request,
+)
 from fast_batcher._core.policy import FixedPolicy
 from fast_batcher._core.ranked_queue import RankedQueue, WorkAhead
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.service_model import ServiceModel
+from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
 
 # Batches that a scheduler sees before a test: a service model is sure of itself after ten.
@@ -29,13 +37,19 @@ def linear(size: int) -> float:
     return 0.5 + 0.5 * size
 
 
-def learned(seconds: float = 0.0, *sizes: int) -> ServiceModel:
-    """A model that has seen batches of these sizes; they took `linear`, or so many seconds."""
-    service = ServiceModel()
+def learned(
+    seconds: float = 0.0, *sizes: int, most: int = 4, packer: BatchPacker | None = None
+) -> BatchTimes:
+    """What is known after batches of these sizes; they took `linear`, or so many seconds."""
+    times = BatchTimes(SizeCap(most), packer)
     for size in sizes or (1, 2, 4):
         for _ in range(LESSONS):
-            service.observe(size, seconds or linear(size))
-    return service
+            times.by_charge.observe(size, seconds or linear(size))
+    return times
+
+
+def knows_nothing(most: int = 4) -> BatchTimes:
+    return BatchTimes(SizeCap(most), None)
 
 
 def arrive(
@@ -50,7 +64,7 @@ def arrive(
 
 def refused_at(
     scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
-) -> list[Request]:
+) -> list[Rejected]:
     return scheduler.submit(now, [Request("input", None, deadline) for _ in range(count)])
 
 
@@ -62,115 +76,93 @@ def backlog(
     is_idle: bool = False,
     is_behind: bool = False,
 ) -> Backlog:
-    return Backlog(ahead, delay, workers, is_idle, is_behind=is_behind)
+    return Backlog(ahead, float(ahead), delay, workers, is_idle, is_behind)
 
 
 # What is predicted.
 
 
 def test_the_first_of_all_takes_a_batch_of_one() -> None:
-    admission = Admission(learned(), 4)
-    predicted = admission.seconds_until_answered(backlog())
+    times = learned()
+    predicted = times.seconds_until_answered(backlog())
     assert predicted == pytest.approx(linear(1), rel=0.02)
 
 
 def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own() -> None:
-    admission = Admission(learned(), 4)
+    times = learned()
     # Nine wait: two full batches, and a second request in the third.
-    predicted = admission.seconds_until_answered(backlog(9, 3.0))
+    predicted = times.seconds_until_answered(backlog(9, 3.0))
     takes = SAFETY_FACTOR * (3.0 + 2 * linear(4) + linear(4))
     assert predicted == pytest.approx(takes), "its own will fill"
-    assert admission.seconds_until_answered(backlog(1, 3.0)) == pytest.approx(
+    assert times.seconds_until_answered(backlog(1, 3.0)) == pytest.approx(
         SAFETY_FACTOR * (3.0 + linear(2)), rel=0.01
     )
-    assert admission.seconds_until_answered(backlog(5, 3.0), 4) == predicted
+    assert times.seconds_until_answered(backlog(5, 3.0), 4) == predicted
 
 
 def test_its_batch_fills_too_while_a_full_one_waits_at_the_worker() -> None:
     behind = backlog(1, 3.0, is_behind=True)
-    predicted = Admission(learned(), 4).seconds_until_answered(behind)
+    predicted = learned().seconds_until_answered(behind)
     assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + linear(4)), rel=0.01)
-    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchPacker(40, is_padded=True))
-    predicted = admission.seconds_behind(behind, WorkAhead(1, 10.0, 1), 10.0)
+    times = learned(0.0, 10, 20, 40, packer=BatchPacker(40, is_padded=True))
+    predicted = times.seconds_behind(behind, WorkAhead(1, 10.0, 1), 10.0)
     assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + linear(40)), rel=0.01)
 
 
 def test_what_scatters_is_predicted_by_its_long_times() -> None:
-    service = ServiceModel()
+    times = knows_nothing()
     for number in range(400):
-        service.observe(4, 2.0 if number % 10 else 4.0)
-    assert service.median(4) == pytest.approx(2.0, rel=0.1)
-    predicted = Admission(service, 4).seconds_until_answered(backlog(8))
+        times.by_size.observe(4, 2.0 if number % 10 else 4.0)
+    assert times.by_size.median(4) == pytest.approx(2.0, rel=0.1)
+    predicted = times.seconds_until_answered(backlog(8))
     assert predicted > SAFETY_FACTOR * 3 * 3.0, "two before it and its own"
 
 
 def test_two_workers_take_half_the_time() -> None:
-    admission = Admission(learned(), 4)
-    predicted = admission.seconds_until_answered(backlog(16, workers=2))
+    times = learned()
+    predicted = times.seconds_until_answered(backlog(16, workers=2))
     assert predicted == pytest.approx(SAFETY_FACTOR * (2 * linear(4) + linear(4)))
 
 
 def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> None:
-    assert Admission(ServiceModel(), 4).seconds_until_answered(backlog(100)) == 0.0
+    assert knows_nothing().seconds_until_answered(backlog(100)) == 0.0
     nobody = backlog(100, inf, workers=0)
-    assert Admission(learned(), 4).seconds_until_answered(nobody) == 0.0
-    assert Admission(learned(), 4).seconds_until_drained(nobody) is None
-    assert Admission(learned(), 4).seconds_behind(nobody, WorkAhead(9, 9.0, 1), 1.0) == 0.0
+    assert learned().seconds_until_answered(nobody) == 0.0
+    assert learned().seconds_until_drained(nobody) is None
+    assert learned().seconds_behind(nobody, WorkAhead(9, 9.0, 1), 1.0) == 0.0
 
 
 @given(ahead=st.integers(0, 50), workers=st.integers(1, 5), most=st.integers(1, 9))
 def test_one_more_before_it_never_makes_it_quicker(ahead: int, workers: int, most: int) -> None:
-    admission = Admission(learned(), most)
+    times = learned(most=most)
     predictions = [
-        admission.seconds_until_answered(backlog(ahead, 1.0, workers), more) for more in range(30)
+        times.seconds_until_answered(backlog(ahead, 1.0, workers), more) for more in range(30)
     ]
     assert predictions == sorted(predictions)
-
-
-@given(
-    ahead=st.integers(0, 20),
-    count=st.integers(1, 40),
-    left=st.floats(0.1, 40.0),
-    workers=st.integers(1, 3),
-    is_idle=st.booleans(),
-)
-def test_equals_are_refused_as_they_would_be_one_by_one(
-    ahead: int, count: int, left: float, workers: int, is_idle: bool
-) -> None:
-    admission = Admission(learned(), 4)
-    world = backlog(0 if is_idle else ahead, 0.0 if is_idle else 1.0, workers, is_idle=is_idle)
-    refusals = []
-    for find in (admission.find_late, admission.find_late_equals):
-        requests = [Request(number, None) for number in range(count)]
-        for request in requests:
-            request.target = 5.0 + left
-        late = find(5.0, world, requests)
-        refusals.append([(request.value, request.refusal) for request in late])
-    assert refusals[0] == refusals[1]
 
 
 # Where requests are not equals.
 
 
 def test_a_request_is_behind_its_betters_by_their_costs() -> None:
-    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchPacker(40, is_padded=True))
-    predicted = admission.seconds_behind(backlog(99, 3.0), WorkAhead(8, 80.0, 1), 10.0)
+    times = learned(0.0, 10, 20, 40, packer=BatchPacker(40, is_padded=True))
+    predicted = times.seconds_behind(backlog(99, 3.0), WorkAhead(8, 80.0, 1), 10.0)
     assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + 2 * linear(40) + linear(40)), rel=0.02)
-    first = admission.seconds_behind(backlog(99, 3.0), WorkAhead(1, 10.0, 1), 10.0)
+    first = times.seconds_behind(backlog(99, 3.0), WorkAhead(1, 10.0, 1), 10.0)
     assert first == pytest.approx(SAFETY_FACTOR * (3.0 + linear(20)), rel=0.02)
 
 
 def test_every_group_before_it_takes_a_batch() -> None:
-    admission = Admission(learned(), 4)
-    predicted = admission.seconds_behind(backlog(4), WorkAhead(4, 4.0, 5), 1.0)
+    times = learned()
+    predicted = times.seconds_behind(backlog(4), WorkAhead(4, 4.0, 5), 1.0)
     assert predicted == pytest.approx(SAFETY_FACTOR * (4 * linear(1) + linear(4)), rel=0.02)
 
 
 def test_what_waits_drains_by_its_costs() -> None:
-    admission = Admission(learned(0.0, 10, 20, 40), 4, BatchPacker(40, is_padded=True))
+    times = learned(0.0, 10, 20, 40, packer=BatchPacker(40, is_padded=True))
     world = backlog(10, 3.0)._replace(cost=100.0)
-    assert admission.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
-    assert admission.seconds_until_drained(backlog(0, 3.0)) == 3.0
+    assert times.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
+    assert times.seconds_until_drained(backlog(0, 3.0)) == 3.0
 
 
 def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
@@ -209,15 +201,6 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
     assert scheduler.counters.rejected == 1
 
 
-def test_however_many_wait_their_number_is_told() -> None:
-    admission = Admission(learned(), 4)
-    assert "; 1234567 requests" in admission.refusal_of_late(backlog(1_234_567)).text
-    (refused,) = late = [Request("input", None)]
-    refused.target = 1.0
-    assert admission.find_late(0.0, backlog(1_234_567), late) == late
-    assert "; 1234567 requests" in refused.refusal.text
-
-
 def taught_by_deadlines(scheduler: Scheduler) -> float:
     """As `taught`, for a scheduler that begins to measure with the first deadline."""
     batch = arrive(scheduler, 0.0, 1, 1000.0)
@@ -254,7 +237,7 @@ def test_max_latency_is_a_target_for_every_request() -> None:
     # 1.5 for the batch that runs and 1.5 for the next: the third batch would be late.
     refused = refused_at(scheduler, now, 9)
     assert len(refused) == 7
-    assert len({id(request.refusal) for request in refused}) == 1, "one refusal for the turn"
+    assert len({id(refusal) for _, refusal in refused}) == 1, "one refusal for the turn"
     assert refused_at(scheduler, now) != []
 
 
@@ -263,7 +246,7 @@ def test_a_call_may_be_in_more_of_a_hurry_than_the_service() -> None:
     now = taught_from(scheduler, 0.0)
     arrive(scheduler, now, 2)
     requests = [Request("hurry", None, now + 2.0), Request("no hurry", None, now + 50.0)]
-    refused = scheduler.submit(now, requests)
+    refused = reject(scheduler, now, requests)
     assert [request.value for request in refused] == ["hurry"]
     assert requests[1].target == now + 3.3
     assert (requests[1].deadline, requests[1].id) == (now + 50.0, scheduler.counters.submitted - 1)
@@ -290,33 +273,6 @@ def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
     assert refused_at(scheduler, opens + 0.01) == []
 
 
-def test_who_is_refused_after_another_costs_no_prediction() -> None:
-    """Nearly all are, under overload, and their time is taken from those that can be answered."""
-    scheduler = make(max_batch_size=2, max_latency=3.3)
-    now = taught_from(scheduler, 0.0)
-    arrive(scheduler, now, 2)
-    arrive(scheduler, now, 2)
-
-    def predictions(count: int) -> int:
-        called = 0
-
-        def notice(frame: FrameType, event: str, _: object) -> None:
-            nonlocal called
-            called += event == "call" and frame.f_code.co_name == "seconds_until_answered"
-
-        before = sys.getprofile()
-        sys.setprofile(notice)
-        try:
-            assert len(refused_at(scheduler, now, count)) == count
-        finally:
-            sys.setprofile(before)
-        return called
-
-    assert predictions(1) > 0
-    assert predictions(1) == 0
-    assert predictions(3) == 0
-
-
 def test_a_refusal_is_not_repeated_once_something_has_changed() -> None:
     scheduler = make(max_batch_size=2, max_latency=3.3)
     now = taught_from(scheduler, 0.0)
@@ -334,7 +290,7 @@ def test_a_refusal_is_not_repeated_once_something_has_changed() -> None:
     assert refused_at(scheduler, now + 0.1) == []
     # Another target.
     assert len(refused_at(scheduler, now + 0.1, 9)) > 0
-    scheduler.reconfigure(max_batch_size=2, max_queue_size=100, max_latency=50.0, policy=None)
+    scheduler.reconfigure(Limits(2, 100, max_latency=50.0), None)
     assert refused_at(scheduler, now + 0.1) == []
 
 
@@ -369,7 +325,7 @@ def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
     scheduler = make(max_batch_size=2, max_latency=0.1)
     now = taught_that_one_takes(scheduler, 50.0)
     requests = [Request("input", None) for _ in range(3)]
-    assert scheduler.submit(now, requests) == requests[1:]
+    assert reject(scheduler, now, requests) == requests[1:]
     assert poll_batches(scheduler, now)[0].requests == requests[:1]
     assert len(refused_at(scheduler, now, 3)) == 3
 
@@ -431,7 +387,7 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     (first,) = refused_at(scheduler, 0.0, 5)
     assert first.refusal.retry_after is None
     now = 0.0
-    while scheduler.waiting or scheduler.running:
+    while scheduler.waiting or scheduler.workers.running:
         for one in poll_batches(scheduler, now):
             now += linear(2)
             settle(scheduler, now, one)
@@ -471,8 +427,9 @@ def test_a_full_queue_of_which_rounding_has_left_no_cost_tells_how_long_it_takes
     assert isinstance(scheduler.queue, RankedQueue)
     assert scheduler.queue.cost == 0.0
     _, refused = more = arrivals(1.0, 1.0)
-    assert scheduler.submit(now, more) == [refused]
-    error = refused.refusal.to_error()
+    ((request, refusal),) = scheduler.submit(now, more)
+    assert request is refused
+    error = refusal.to_error()
     assert isinstance(error, QueueFullError)
     assert error.retry_after is not None
     assert 1.0 <= error.retry_after < inf
@@ -491,7 +448,7 @@ def waiting(
         request.arrival = now
         request.target = now + request.value
     scheduler.counters.submitted += len(requests)
-    scheduler.queue.extend(requests, requests)
+    scheduler.queue.extend(requests)
     return requests
 
 
@@ -615,7 +572,7 @@ def test_a_request_that_waits_past_its_target_may_still_be_the_last_candidate() 
     # The first takes far longer than any before; both are answered late.
     now += 20.0
     settle(scheduler, now, first)
-    assert second.batch_id is not None
+    assert second.phase is Phase.SENT
     assert not second.is_settled
 
 
@@ -637,9 +594,7 @@ def test_a_hold_makes_nobody_late() -> None:
 
 
 def without_max_latency(scheduler: Scheduler, max_batch_size: int) -> None:
-    scheduler.reconfigure(
-        max_batch_size=max_batch_size, max_queue_size=100, max_latency=None, policy=None
-    )
+    scheduler.reconfigure(Limits(max_batch_size, 100), None)
 
 
 def test_what_waits_keeps_its_target_when_there_are_none_any_more() -> None:
@@ -789,4 +744,4 @@ def test_stragglers_cause_no_false_rejections() -> None:
     assert len(outcomes.rejected) <= 0.01 * len(moments)
     for size in (4, 16, 64):
         expected = gpu([Request(0, None)] * size, 0)
-        assert scheduler._service.median(size) == pytest.approx(expected, rel=0.15)
+        assert scheduler._times.by_size.median(size) == pytest.approx(expected, rel=0.15)

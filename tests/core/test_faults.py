@@ -1,11 +1,10 @@
 """Whatever raises inside of the core, every request has one place, and ends once."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
-from typing import Any
 
 import pytest
-from schedules import make, poll_batches, run, settle, submit, told
+from schedules import make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.load import Load
@@ -19,7 +18,6 @@ class Faulty(GreedyPolicy):
     """Raises in one of its methods, as often as it is told."""
 
     learns = True
-    is_greedy = False
 
     def __init__(self, where: str, times: int = 1) -> None:
         self._where = where
@@ -48,19 +46,16 @@ class Faulty(GreedyPolicy):
 def assert_balance(scheduler: Scheduler) -> None:
     counters = scheduler.counters
     out = counters.completed + counters.failed + counters.expired + counters.cancelled
-    assert counters.submitted == out + scheduler.waiting + scheduler.running
+    assert counters.submitted == out + scheduler.waiting + scheduler.workers.running
 
 
-@pytest.mark.parametrize("take", [Scheduler.submit, Scheduler.submit_at_once])
-def test_arrivals_are_taken_all_or_not_at_all(
-    take: Callable[[Scheduler, float, list[Request]], Any],
-) -> None:
+def test_arrivals_are_taken_all_or_not_at_all() -> None:
     policy = Faulty("arrived")
     scheduler = make(policy, max_batch_size=2)
     requests = [Request(None, None) for _ in range(2)]
     with pytest.raises(IndexError):
-        take(scheduler, 0.0, requests)
-    assert (scheduler.counters.submitted, scheduler.waiting, scheduler.running) == (0, 0, 0)
+        scheduler.submit(0.0, requests)
+    assert (scheduler.counters.submitted, scheduler.waiting, scheduler.workers.running) == (0, 0, 0)
     assert run(scheduler, 1.0, 2).id == 0
     assert_balance(scheduler)
 
@@ -80,7 +75,7 @@ def test_a_decision_that_raises_gives_up_what_waits_and_nothing_else() -> None:
     assert all(request.is_settled for request in waiting)
     assert wake_at == 5.0
     scheduler.counters.failed += len(waiting)
-    assert (scheduler.waiting, scheduler.running) == (0, 2)
+    assert (scheduler.waiting, scheduler.workers.running) == (0, 2)
     assert_balance(scheduler)
     later = submit(scheduler, 2.0)
     (batch,) = poll_batches(scheduler, 2.0)
@@ -137,7 +132,7 @@ def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> 
             for number, request in enumerate(requests):
                 request.cost = float(1 + (now + number) % 5)
             try:
-                refused = scheduler.submit(float(now), requests)
+                refused = reject(scheduler, float(now), requests)
                 accepted += [one for one in requests if one not in refused]
             except ZeroDivisionError:
                 has_raised = True
@@ -151,7 +146,7 @@ def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> 
                     assert isinstance(action.error, ZeroDivisionError)
                     ended += action.requests
                     scheduler.counters.failed += len(action.requests)
-            for slot in list(scheduler._all_slots.values()):
+            for slot in list(scheduler.workers.slots.values()):
                 if slot.batches and now - slot.started_at >= len(slot.batches[0].requests):
                     ended += settle(scheduler, float(now), slot.batches[0])
             assert_balance(scheduler)

@@ -10,6 +10,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
+    Phase,
     Release,
     Replace,
     Request,
@@ -32,7 +33,7 @@ def test_a_new_request_waits_and_is_not_settled() -> None:
     new = Request({"any": "input"}, caller="caller")
     assert new.value == {"any": "input"}
     assert new.caller == "caller"
-    assert new.batch_id is None
+    assert new.phase is Phase.QUEUED
     assert not new.is_settled
 
 

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import make, poll_batches, settle
 
-from fast_batcher._core.admission import Admission
 from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
-from fast_batcher._core.messages import Group, Release, Request
+from fast_batcher._core.batch_times import BatchTimes
+from fast_batcher._core.deadline_batches import DeadlineBatches
+from fast_batcher._core.messages import Group, Phase, Release, Request
 from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.service_model import ServiceModel
+from fast_batcher._core.size_cap import SizeCap
 
 GROUPS = [Group("a"), Group("b"), Group("c")]
 
@@ -38,7 +39,7 @@ class Arrivals:
         request.cost = cost
         if group is not None:
             request.group = GROUPS[group]
-        self.queue.extend([request], [request])
+        self.queue.extend([request])
         return request
 
     def add_costs(self, *costs: float) -> list[Request]:
@@ -48,8 +49,8 @@ class Arrivals:
         """The next batch leaves."""
         requests = self.queue.take(most)
         for request in requests:
-            request.batch_id = 1
-        self.queue.batch_left()
+            request.phase = Phase.SENT
+        self.queue.batch_left(is_retry=False)
         return requests
 
     def cancel(self, request: Request) -> None:
@@ -240,8 +241,8 @@ def test_who_is_put_back_is_still_before_those_that_come() -> None:
     requests = arrivals.add_costs(1, 1, 50)
     queue = arrivals.queue
     queue.put_back(queue.take(3)[1:])
-    requests[0].batch_id = 1
-    queue.batch_left()
+    requests[0].phase = Phase.SENT
+    queue.batch_left(is_retry=False)
     # The last of them is beyond the window, which begins with the second.
     arrivals.add_costs(*[100] * (2 * WINDOW_BATCHES - 1), 1)
     assert arrivals.send(2) == requests[1:]
@@ -358,8 +359,8 @@ def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
             # Those behind a batch that becomes smaller come back first.
             queue.put_back(others[1:])
             queue.put_back(others[:1])
-            first.batch_id = 1
-            queue.batch_left()
+            first.phase = Phase.SENT
+            queue.batch_left(is_retry=False)
             del waiting[first.id]
         assert queue.size == len(waiting)
         assert queue._entries >= sum(len(level.requests) for level in queue._levels.values())
@@ -412,11 +413,11 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
             arrivals.add(0, 0).target = 0.0
             for _ in range(others):
                 arrivals.add(0, 1)
-        service = ServiceModel()
-        service.observe(1, 1.0)
-        admission = Admission(service, 2)
+        cap = SizeCap(2)
+        times = BatchTimes(cap, None)
+        times.by_size.observe(1, 1.0)
+        batches = DeadlineBatches(times, cap)
         calls = 0
-        dropped: list[Request] = []
 
         def count_call(_frame: FrameType, event: str, _: object) -> None:
             nonlocal calls
@@ -425,7 +426,7 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            requests, _ = admission.take(1.0, arrivals.queue, dropped)
+            requests, dropped, _ = batches.take(1.0, arrivals.queue)
         finally:
             sys.setprofile(before)
         assert first in requests

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from fast_batcher._core.messages import Request
+from fast_batcher._core.messages import Phase, Request
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue
 
 # The deadline that the scheduler would give to requests that name none.
@@ -29,17 +29,14 @@ class Arrivals:
     def add(self, *deadlines: float | None) -> list[Request]:
         """Requests that arrive together; None is a request that names no deadline."""
         requests = []
-        own = []
         for deadline in deadlines:
             request = Request(Value(), caller=None, deadline=deadline)
             request.id = self._next_id
             self._next_id += 1
             if deadline is None:
                 request.deadline = DEFAULT_DEADLINE
-            else:
-                own.append(request)
             requests.append(request)
-        self.queue.extend(requests, own)
+        self.queue.extend(requests)
         return requests
 
     def discard(self, *requests: Request) -> None:
@@ -62,26 +59,6 @@ def entries(queue: RequestQueue) -> int:
 # Order.
 
 
-def test_requests_leave_in_their_order_of_arrival(arrivals: Arrivals) -> None:
-    first = arrivals.add(None, None)
-    second = arrivals.add(None)
-    assert arrivals.queue.take(3) == [*first, *second]
-
-
-def test_take_gives_no_more_than_it_is_asked_for(arrivals: Arrivals) -> None:
-    requests = arrivals.add(None, None, None)
-    assert arrivals.queue.take(2) == requests[:2]
-    assert arrivals.queue.size == 1
-    assert arrivals.queue.take(2) == requests[2:]
-    assert arrivals.queue.size == 0
-
-
-def test_take_gives_exactly_what_is_there(arrivals: Arrivals) -> None:
-    requests = arrivals.add(None, None)
-    assert arrivals.queue.take(2) == requests
-    assert list(arrivals.queue) == []
-
-
 def test_an_empty_queue_gives_nothing(arrivals: Arrivals) -> None:
     assert arrivals.queue.take(4) == []
     assert arrivals.queue.oldest() is None
@@ -100,12 +77,6 @@ def test_a_deadline_of_its_own_changes_nobodys_turn(
     requests = arrivals.add(*deadlines)
     taken = [request for _ in deadlines for request in arrivals.queue.take(1)]
     assert taken == requests
-
-
-def test_order_holds_between_arrivals_of_both_kinds(arrivals: Arrivals) -> None:
-    requests = [*arrivals.add(None), *arrivals.add(7.0), *arrivals.add(None, 6.0)]
-    assert arrivals.queue.take(3) == requests[:3]
-    assert arrivals.queue.take(3) == requests[3:]
 
 
 @pytest.mark.parametrize("deadlines", [(None, None), (4.0, None), (None, 4.0), (4.0, 4.0)])
@@ -133,12 +104,6 @@ def test_a_discarded_request_is_not_taken(
     assert arrivals.queue.size == 3
     assert arrivals.queue.take(4) == requests
     assert arrivals.queue.size == 0
-
-
-def test_a_discarded_request_does_not_take_up_a_place_in_the_batch(arrivals: Arrivals) -> None:
-    requests = arrivals.add(None, None, None, None)
-    arrivals.discard(requests[0], requests[2])
-    assert arrivals.queue.take(2) == [requests[1], requests[3]]
 
 
 def test_iterating_meets_every_live_request(arrivals: Arrivals) -> None:
@@ -175,37 +140,14 @@ def test_the_earliest_deadline_is_found(
 def test_a_request_that_was_taken_has_no_deadline_here(arrivals: Arrivals) -> None:
     arrivals.add(3.0, None, 8.0)
     for request in arrivals.queue.take(1):
-        request.batch_id = 0
+        request.phase = Phase.SENT
     assert arrivals.queue.earliest_deadline() == 8.0
     for request in arrivals.queue.take(1):
-        request.batch_id = 1
+        request.phase = Phase.SENT
     assert arrivals.queue.earliest_deadline() == 8.0
     for request in arrivals.queue.take(1):
-        request.batch_id = 2
+        request.phase = Phase.SENT
     assert arrivals.queue.earliest_deadline() == inf
-
-
-def test_a_discarded_request_has_no_deadline(arrivals: Arrivals) -> None:
-    own, default, later = arrivals.add(3.0, None, 8.0)
-    arrivals.discard(own)
-    assert arrivals.queue.earliest_deadline() == 8.0
-    arrivals.discard(later)
-    assert arrivals.queue.earliest_deadline() == DEFAULT_DEADLINE
-    arrivals.discard(default)
-    assert arrivals.queue.earliest_deadline() == inf
-
-
-@pytest.mark.parametrize("deadline", [None, 5.0])
-def test_a_request_expires_at_its_deadline_and_not_before(
-    arrivals: Arrivals, deadline: float | None
-) -> None:
-    (request,) = arrivals.add(deadline)
-    assert arrivals.queue.pop_expired(request.deadline - 1e-9) == []
-    assert arrivals.queue.size == 1
-    assert arrivals.queue.pop_expired(request.deadline) == [request]
-    assert request.is_settled
-    assert arrivals.queue.size == 0
-    assert arrivals.queue.take(1) == []
 
 
 def test_expired_requests_come_in_their_order_of_arrival(arrivals: Arrivals) -> None:
@@ -214,19 +156,6 @@ def test_expired_requests_come_in_their_order_of_arrival(arrivals: Arrivals) -> 
         request for request in requests if request.deadline <= DEFAULT_DEADLINE
     ]
     assert arrivals.queue.take(9) == [requests[4]]
-
-
-def test_a_discarded_request_does_not_expire(arrivals: Arrivals) -> None:
-    own, default = arrivals.add(5.0, None)
-    arrivals.discard(own, default)
-    assert arrivals.queue.pop_expired(1e9) == []
-
-
-def test_expiry_takes_from_the_middle(arrivals: Arrivals) -> None:
-    requests = arrivals.add(20.0, 5.0, 20.0)
-    assert arrivals.queue.pop_expired(5.0) == [requests[1]]
-    assert arrivals.queue.size == 2
-    assert arrivals.queue.take(3) == [requests[0], requests[2]]
 
 
 # Memory.
@@ -250,12 +179,13 @@ def test_requests_that_have_been_taken_are_not_kept(
 ) -> None:
     """A caller's deadline may be hours away; the input it sent must not stay for so long."""
     values: weakref.WeakSet[Value] = weakref.WeakSet()
-    for batch_id in range(20 * MIN_DEAD_ENTRIES):
+    for _ in range(20 * MIN_DEAD_ENTRIES):
         for request in arrivals.add(deadline):
             values.add(request.value)
         for request in arrivals.queue.take(1):
-            request.batch_id = batch_id
+            request.phase = Phase.SENT
             request.is_settled = True
+        arrivals.queue.batch_left(is_retry=False)
         del request
         assert len(values) <= 2 * MIN_DEAD_ENTRIES
 
@@ -320,7 +250,7 @@ def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> No
     def expired() -> Iterable[Request]:
         return [request for request in plain if request.deadline <= now]
 
-    for step in range(400):
+    for _ in range(400):
         # Runs of arrivals and of cancellations let it grow beyond the size at which it sweeps.
         if chance.random() < 0.6:
             deadlines = [chance.choice([None, now + chance.uniform(0, 40)]) for _ in range(9)]
@@ -337,7 +267,7 @@ def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> No
         taken = arrivals.queue.take(count)
         assert taken == plain[:count]
         for request in taken:
-            request.batch_id = step
+            request.phase = Phase.SENT
         plain = plain[count:]
         assert arrivals.queue.size == len(plain)
 

@@ -317,7 +317,7 @@ def test_the_deadlines_of_what_is_tried_again_are_kept() -> None:
 def test_what_a_retired_worker_computes_is_not_given_up() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0)
-    scheduler.worker_retired(0)
+    scheduler.workers.retire(0)
     waiting = submit(scheduler, 0.0)
     assert scheduler.give_up() == waiting
     assert settle(scheduler, 1.0, batch) == batch.requests

@@ -4,12 +4,12 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Any
 
 import pytest
-from schedules import NOTHING, dispatched, make, poll_batches, run, settle, submit, told
+from schedules import NOTHING, dispatched, make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Batch,
@@ -21,7 +21,7 @@ from fast_batcher._core.messages import (
     Request,
     Stall,
 )
-from fast_batcher._core.policy import FixedPolicy, GreedyPolicy
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
@@ -51,7 +51,7 @@ def test_a_free_worker_takes_what_waits_at_once() -> None:
     assert batch.requests == requests
     assert (batch.id, batch.worker, batch.release, batch.sent_at) == (0, 0, Release.IDLE, 1.0)
     assert [request.batch_id for request in requests] == [0, 0, 0]
-    assert (scheduler.waiting, scheduler.running) == (0, 3)
+    assert (scheduler.waiting, scheduler.workers.running) == (0, 3)
 
 
 def test_a_batch_is_not_larger_than_it_may_be() -> None:
@@ -150,11 +150,11 @@ def test_a_half_batch_goes_to_the_worker_that_is_free() -> None:
 def test_a_worker_that_becomes_ready_takes_what_waits() -> None:
     scheduler = make(workers=0)
     requests = submit(scheduler, 0.0, 2)
-    assert scheduler.workers_ready == 0
+    assert scheduler.workers.ready_count == 0
     scheduler.worker_ready(7.0, 5)
     (batch,) = poll_batches(scheduler, 7.0)
     assert (batch.worker, batch.requests) == (5, requests)
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
 
 
 def test_a_worker_cannot_be_ready_twice() -> None:
@@ -167,13 +167,13 @@ def test_an_answer_to_a_batch_that_the_worker_does_not_have_is_nonsense() -> Non
     batch = run(scheduler, 0.0)
     assert scheduler.batch_done(1.0, 0, batch.id + 1) is None
     assert scheduler.batch_done(1.0, 1, batch.id) is None
-    assert scheduler.find_batch(0, batch.id + 1) is None
-    assert scheduler.find_batch(1, batch.id) is None
-    assert scheduler.find_batch(0, batch.id) is batch
-    assert scheduler.running == 1
+    assert scheduler.workers.find(0, batch.id + 1) is None
+    assert scheduler.workers.find(1, batch.id) is None
+    assert scheduler.workers.find(0, batch.id) is batch
+    assert scheduler.workers.running == 1
     settle(scheduler, 1.0, batch)
     assert scheduler.batch_done(1.0, 0, batch.id) is None
-    assert scheduler.find_batch(0, batch.id) is None
+    assert scheduler.workers.find(0, batch.id) is None
 
 
 def test_the_policy_learns_of_every_answered_batch() -> None:
@@ -283,9 +283,11 @@ def test_a_full_queue_refuses_those_that_come_last() -> None:
     scheduler = make(max_queue_size=3, workers=0)
     submit(scheduler, 0.0, 1)
     arriving = [Request(number, None) for number in range(4)]
-    assert scheduler.room == 2
-    assert scheduler.submit(0.0, arriving) == arriving[2:]
-    assert (scheduler.waiting, scheduler.room) == (3, 0)
+    assert scheduler.has_room(2)
+    assert not scheduler.has_room(3)
+    assert reject(scheduler, 0.0, arriving) == arriving[2:]
+    assert scheduler.waiting == 3
+    assert not scheduler.has_room(1)
     assert (scheduler.counters.submitted, scheduler.counters.rejected) == (3, 2)
 
 
@@ -293,23 +295,24 @@ def test_a_refused_request_is_not_touched() -> None:
     scheduler = make(max_queue_size=1, workers=0, timeout=5.0)
     submit(scheduler, 0.0)
     refused = Request("too many", None)
-    assert scheduler.submit(0.0, [refused]) == [refused]
+    assert reject(scheduler, 0.0, [refused]) == [refused]
     assert not refused.is_settled
     assert refused.id == -1
     assert refused not in scheduler.open_requests()
-    assert refused.deadline is None
+    assert refused.deadline == inf
 
 
 def test_the_refusal_tells_why() -> None:
     scheduler = make(max_queue_size=1, workers=0)
-    refused = [Request("input", None) for _ in range(3)]
-    assert scheduler.submit(0.0, refused) == refused[1:]
-    error = refused[1].refusal.to_error()
+    arriving = [Request("input", None) for _ in range(3)]
+    (refused, why), (last, why_last) = scheduler.submit(0.0, arriving)
+    assert [refused, last] == arriving[1:]
+    error = why.to_error()
     assert isinstance(error, QueueFullError)
     assert str(error) == "1 requests wait already (max_queue_size=1)"
     assert error.retry_after is None
-    assert refused[1].refusal.to_error() is not error
-    assert refused[2].refusal is refused[1].refusal, "it is made once per turn"
+    assert why.to_error() is not error
+    assert why_last is why, "it is made once per turn"
 
 
 def test_a_request_that_leaves_makes_room() -> None:
@@ -325,7 +328,7 @@ def test_a_request_that_leaves_makes_room() -> None:
 def test_running_requests_take_no_room() -> None:
     scheduler = make(max_queue_size=2)
     run(scheduler, 0.0, 2)
-    assert scheduler.room == 2
+    assert scheduler.has_room(2)
 
 
 # Deadlines of waiting requests.
@@ -341,7 +344,7 @@ def test_a_waiting_request_expires_at_its_deadline() -> None:
     assert told(actions) == [(ExpiryReason.WAITING, late)]
     assert wake_at is None
     assert late.is_settled
-    assert (scheduler.waiting, scheduler.running, scheduler.counters.expired) == (0, 1, 1)
+    assert (scheduler.waiting, scheduler.workers.running, scheduler.counters.expired) == (0, 1, 1)
     settle(scheduler, 12.0, busy)
     assert poll_batches(scheduler, 12.0) == []
 
@@ -441,7 +444,11 @@ def test_a_running_request_expires_and_its_batch_runs_on() -> None:
     actions, wake_at = scheduler.poll(5.0)
     assert told(actions) == [(ExpiryReason.RUNNING, hurried)]
     assert wake_at == 9.0
-    assert (scheduler.running, scheduler.counters.expired, scheduler.workers_ready) == (1, 1, 1)
+    assert (
+        scheduler.workers.running,
+        scheduler.counters.expired,
+        scheduler.workers.ready_count,
+    ) == (1, 1, 1)
     assert settle(scheduler, 6.0, batch) == [patient]
 
 
@@ -449,7 +456,7 @@ def arriving(scheduler: Scheduler, now: float) -> Batch:
     """The batch that its worker has answered just now, and whose answer is not all here."""
     (batch,) = poll_batches(scheduler, now)
     assert scheduler.batch_done(now, 0, batch.id) is batch
-    scheduler.begin_copy_out(batch)
+    scheduler.workers.begin_copy_out(batch)
     return batch
 
 
@@ -457,12 +464,12 @@ def test_a_request_runs_until_its_answer_is_all_here() -> None:
     scheduler = make()
     requests = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
-    assert scheduler.running == 2
+    assert scheduler.workers.running == 2
     assert scheduler.open_requests() == requests
-    assert scheduler.idle_workers == [0]
-    assert scheduler.end_copy_out(batch)
-    assert scheduler.running == 0
-    assert not scheduler.end_copy_out(batch)
+    assert scheduler.workers.idle_workers == [0]
+    assert scheduler.workers.end_copy_out(batch)
+    assert scheduler.workers.running == 0
+    assert not scheduler.workers.end_copy_out(batch)
 
 
 def test_a_worker_goes_on_while_its_answer_arrives() -> None:
@@ -471,10 +478,10 @@ def test_a_worker_goes_on_while_its_answer_arrives() -> None:
     batch = arriving(scheduler, 0.0)
     submit(scheduler, 1.0)
     (second,) = poll_batches(scheduler, 1.0)
-    assert scheduler.find_batch(0, batch.id) is None
+    assert scheduler.workers.find(0, batch.id) is None
     assert scheduler.batch_done(1.0, 0, batch.id) is None
     assert settle(scheduler, 2.0, second) == second.requests
-    assert scheduler.end_copy_out(batch)
+    assert scheduler.workers.end_copy_out(batch)
 
 
 def test_no_request_expires_while_its_answer_arrives() -> None:
@@ -483,8 +490,8 @@ def test_no_request_expires_while_its_answer_arrives() -> None:
     batch = arriving(scheduler, 0.0)
     assert scheduler.poll(5.0) == ([], None)
     assert scheduler.poll(9.0) == ([], None)
-    assert (scheduler.running, scheduler.workers_ready) == (2, 1)
-    assert scheduler.end_copy_out(batch)
+    assert (scheduler.workers.running, scheduler.workers.ready_count) == (2, 1)
+    assert scheduler.workers.end_copy_out(batch)
     assert not any(request.is_settled for request in requests)
 
 
@@ -502,7 +509,7 @@ def test_no_running_request_expires_before_all_that_was_said_is_known() -> None:
     (expired,) = scheduler.poll(4.0)[0]
     assert isinstance(expired, Expire)
     assert expired.reason is ExpiryReason.RUNNING
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
 
 
 def test_a_caller_leaves_while_the_answer_arrives() -> None:
@@ -510,7 +517,7 @@ def test_a_caller_leaves_while_the_answer_arrives() -> None:
     gone, _ = submit(scheduler, 0.0, 2)
     arriving(scheduler, 0.0)
     scheduler.cancel(gone)
-    assert (scheduler.running, scheduler.counters.cancelled) == (1, 1)
+    assert (scheduler.workers.running, scheduler.counters.cancelled) == (1, 1)
 
 
 def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
@@ -518,8 +525,8 @@ def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
     submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
     assert scheduler.worker_lost(0) == Lost([], [])
-    assert (scheduler.running, scheduler.waiting) == (2, 0)
-    assert scheduler.end_copy_out(batch)
+    assert (scheduler.workers.running, scheduler.waiting) == (2, 0)
+    assert scheduler.workers.end_copy_out(batch)
 
 
 def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
@@ -528,8 +535,8 @@ def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
     batch = arriving(scheduler, 0.0)
     scheduler.cancel(gone)
     assert scheduler.close() == [stays]
-    assert scheduler.running == 0
-    assert not scheduler.end_copy_out(batch)
+    assert scheduler.workers.running == 0
+    assert not scheduler.workers.end_copy_out(batch)
 
 
 def test_another_batch_of_that_number_has_not_arrived() -> None:
@@ -538,8 +545,8 @@ def test_another_batch_of_that_number_has_not_arrived() -> None:
         submit(one, 0.0)
     batch, another = arriving(scheduler, 0.0), arriving(other, 0.0)
     assert batch.id == another.id
-    assert not scheduler.end_copy_out(another)
-    assert scheduler.end_copy_out(batch)
+    assert not scheduler.workers.end_copy_out(another)
+    assert scheduler.workers.end_copy_out(batch)
 
 
 def test_the_requests_of_a_batch_expire_one_after_the_other() -> None:
@@ -574,7 +581,7 @@ def test_a_worker_is_not_ready_when_it_has_run_for_the_timeout_and_nobody_waits(
         (Stall, 0),
     ]
     assert wake_at is None
-    assert (scheduler.running, scheduler.workers_ready) == (0, 0)
+    assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 0)
 
 
 def test_a_stalled_worker_gets_nothing_until_it_answers() -> None:
@@ -584,7 +591,7 @@ def test_a_stalled_worker_gets_nothing_until_it_answers() -> None:
     waiting = submit(scheduler, 6.0, 2)
     assert scheduler.poll(6.0) == ([], 11.0)
     assert settle(scheduler, 7.0, stuck) == []
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
     (batch,) = poll_batches(scheduler, 7.0)
     assert batch.requests == waiting
 
@@ -601,7 +608,7 @@ def test_others_serve_while_one_is_stalled() -> None:
     scheduler = make(workers=2, timeout=5.0)
     assert run(scheduler, 0.0).worker == 0
     scheduler.poll(5.0)
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
     assert run(scheduler, 6.0).worker == 1
     (late,) = submit(scheduler, 6.0, deadline=8.0)
     assert told(scheduler.poll(8.0)[0]) == [(ExpiryReason.WAITING, late)]
@@ -623,13 +630,13 @@ def test_a_clients_shorter_deadline_says_nothing_about_the_worker() -> None:
     # It is looked again when the server's own limit is reached.
     actions, wake_at = scheduler.poll(0.05)
     assert told(actions) == [(ExpiryReason.RUNNING, batch.requests[0])]
-    assert (scheduler.workers_ready, wake_at) == (1, 30.0)
+    assert (scheduler.workers.ready_count, wake_at) == (1, 30.0)
     # It is still given a full batch ahead.
     run(scheduler, 1.0, deadline=60.0)
     assert told(scheduler.poll(30.0)[0]) == [(Stall, 0)]
-    assert scheduler.workers_ready == 0
+    assert scheduler.workers.ready_count == 0
     settle(scheduler, 31.0, batch)
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
 
 
 def test_a_worker_is_ready_as_long_as_somebody_waits_for_its_batch() -> None:
@@ -659,7 +666,7 @@ def test_without_a_timeout_no_worker_stalls() -> None:
     run(scheduler, 0.0, deadline=5.0)
     assert [type(action) for action in scheduler.poll(5.0)[0]] == [Expire]
     assert scheduler.poll(1000.0) == ([], None)
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
 
 
 def test_a_batch_that_waits_behind_another_stalls_nobody() -> None:
@@ -669,7 +676,7 @@ def test_a_batch_that_waits_behind_another_stalls_nobody() -> None:
     behind = run(scheduler, 0.0, deadline=5.0)
     actions, wake_at = scheduler.poll(5.0)
     assert told(actions) == [(ExpiryReason.RUNNING, behind.requests[0])]
-    assert (scheduler.workers_ready, wake_at) == (1, 50.0)
+    assert (scheduler.workers.ready_count, wake_at) == (1, 50.0)
     assert settle(scheduler, 6.0, running) == running.requests
     assert settle(scheduler, 7.0, behind) == []
 
@@ -688,7 +695,7 @@ def test_a_wake_up_for_a_batch_without_callers_is_not_asked_for() -> None:
     batch = run(scheduler, 0.0, deadline=5.0)
     scheduler.cancel(batch.requests[0])
     assert scheduler.poll(5.0) == ([], None)
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
 
 
 def test_the_deadline_of_a_cancelled_running_request_is_nobodys() -> None:
@@ -717,7 +724,11 @@ def test_a_batch_that_runs_too_long_gets_its_worker_replaced() -> None:
         (Replace, 0),
     ]
     assert wake_at is None
-    assert (scheduler.running, scheduler.workers_ready, scheduler.counters.expired) == (0, 0, 2)
+    assert (
+        scheduler.workers.running,
+        scheduler.workers.ready_count,
+        scheduler.counters.expired,
+    ) == (0, 0, 2)
 
 
 def test_it_wants_to_be_woken_when_the_time_of_a_batch_is_over() -> None:
@@ -808,7 +819,7 @@ def test_what_waits_behind_a_batch_that_hangs_is_tried_again() -> None:
     hanging = run(scheduler, 0.0)
     behind = run(scheduler, 0.0)
     scheduler.poll(4.0)
-    assert scheduler.running == 1
+    assert scheduler.workers.running == 1
     assert scheduler.worker_lost(0, hanging.id, hanging.id) == NOTHING
     assert scheduler.waiting == 1
     scheduler.worker_ready(5.0, 1)
@@ -845,7 +856,7 @@ def test_a_cancelled_running_request_harms_nobody_else() -> None:
     batch = run(scheduler, 0.0, 2)
     gone, patient = batch.requests
     scheduler.cancel(gone)
-    assert (scheduler.running, scheduler.counters.cancelled) == (1, 1)
+    assert (scheduler.workers.running, scheduler.counters.cancelled) == (1, 1)
     assert settle(scheduler, 1.0, batch) == [patient]
 
 
@@ -875,7 +886,11 @@ def test_what_must_not_be_computed_twice_is_given_back() -> None:
     assert all(request.is_settled for request in first.requests)
     # The worker had not begun with the second.
     assert not any(request.is_settled for request in second.requests)
-    assert (scheduler.running, scheduler.waiting, scheduler.workers_ready) == (0, 3, 0)
+    assert (scheduler.workers.running, scheduler.waiting, scheduler.workers.ready_count) == (
+        0,
+        3,
+        0,
+    )
     assert scheduler.batch_done(1.0, 0, first.id) is None
 
 
@@ -893,7 +908,7 @@ def test_a_lost_worker_gives_back_nothing_that_has_left() -> None:
 def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
     scheduler = make(workers=1)
     assert scheduler.worker_lost(7) == NOTHING
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
 
 
 def test_a_lost_idle_worker_gives_back_nothing() -> None:
@@ -940,9 +955,10 @@ def sized(*sizes: int) -> list[Request]:
 def test_the_queue_is_bounded_in_bytes() -> None:
     scheduler = make(workers=0, max_queue_bytes=100)
     requests = sized(60, 40, 1, 1)
-    assert scheduler.submit(0.0, requests) == requests[2:]
+    rejected = scheduler.submit(0.0, requests)
+    assert [request for request, _ in rejected] == requests[2:]
     assert scheduler.counters.rejected == 2
-    assert str(requests[3].refusal.to_error()) == (
+    assert str(rejected[1].refusal.to_error()) == (
         "no room for its bytes: 2 requests wait already (max_queue_bytes=100)"
     )
     scheduler.cancel(requests[0])
@@ -952,48 +968,51 @@ def test_the_queue_is_bounded_in_bytes() -> None:
 def test_one_that_is_larger_than_all_room_may_wait_alone() -> None:
     scheduler = make(workers=0, max_queue_bytes=100)
     assert scheduler.submit(0.0, sized(1000)) == []
-    assert len(scheduler.submit(0.0, sized(0, 1))) == 2
+    assert len(reject(scheduler, 0.0, sized(0, 1))) == 2
 
 
 def test_first_come_first_served_for_bytes_too() -> None:
     """A small one does not slip in behind a large one that was refused."""
     scheduler = make(workers=0, max_queue_bytes=100)
     requests = sized(80, 30, 10)
-    assert scheduler.submit(0.0, requests) == requests[1:]
+    assert reject(scheduler, 0.0, requests) == requests[1:]
 
 
-def test_only_those_are_weighed_that_nothing_else_refuses() -> None:
-    weighed: list[Request] = []
+def test_a_size_is_measured_only_if_nothing_else_rejects_its_request() -> None:
+    measured: list[object] = []
 
-    def weigh(request: Request) -> None:
-        request.size = 40
-        weighed.append(request)
+    def measure_size(value: object) -> int:
+        measured.append(value)
+        return 40
 
     scheduler = make(
-        max_batch_size=1, max_queue_size=5, max_queue_bytes=100, max_latency=4.5, weigh=weigh
+        max_batch_size=1,
+        max_queue_size=5,
+        max_queue_bytes=100,
+        max_latency=4.5,
+        measure_size=measure_size,
     )
     # The first batch of a worker teaches nothing.
     for now in (0.0, 1.0):
         settle(scheduler, now + 1.0, run(scheduler, now))
     run(scheduler, 2.0)
-    weighed.clear()
-    requests = [Request(None, None) for _ in range(7)]
+    measured.clear()
+    requests = [Request(number, None) for number in range(7)]
     # There is room for five, three would be answered in time, and two fit in by their bytes.
-    assert set(scheduler.submit(2.0, requests)) == set(requests[2:])
-    kinds = [type(one.refusal.to_error()) for one in requests[2:]]
+    kinds = {one.value: why.kind for one, why in scheduler.submit(2.0, requests)}
     late = DeadlineExceededError
-    assert kinds == [QueueFullError, late, late, QueueFullError, QueueFullError]
-    assert weighed == requests[:3]
+    full = QueueFullError
+    assert kinds == {2: full, 3: late, 4: late, 5: full, 6: full}
+    assert measured == [0, 1, 2]
     scheduler.begin_drain()
     late_comer = Request(None, None)
-    assert scheduler.submit(2.0, [late_comer]) == [late_comer]
-    assert weighed == requests[:3]
+    assert reject(scheduler, 2.0, [late_comer]) == [late_comer]
+    assert measured == [0, 1, 2]
 
 
 class Counted(Request):
     """Counts how often a request's size is asked for, of all of them together."""
 
-    __slots__ = ("_size",)
     asked = 0
 
     @property
@@ -1018,7 +1037,7 @@ def test_an_arrival_asks_for_no_size_but_its_own_however_many_wait(is_ranked: bo
             request.size = 7
         assert scheduler.submit(0.0, requests[:-1]) == []
         Counted.asked = 0
-        assert scheduler.count_fitting(requests[-1:]) == 1
+        assert scheduler.has_room(1, requests[-1])
         assert scheduler.submit(1.0, requests[-1:]) == []
         asked.append(Counted.asked)
     assert asked[0] == asked[1]
@@ -1030,14 +1049,14 @@ def test_an_arrival_asks_for_no_size_but_its_own_however_many_wait(is_ranked: bo
 def test_a_retired_worker_gets_nothing_and_answers_what_it_has() -> None:
     scheduler = make(workers=2)
     batch = run(scheduler, 0.0)
-    scheduler.worker_retired(batch.worker)
-    assert scheduler.workers_ready == 1
+    scheduler.workers.retire(batch.worker)
+    assert scheduler.workers.ready_count == 1
     other = run(scheduler, 0.0)
     assert other.worker != batch.worker
     waiting = submit(scheduler, 0.0)
     assert settle(scheduler, 1.0, batch) == batch.requests
     assert scheduler.poll(1.0) == ([], None)
-    assert scheduler.idle_workers == [batch.worker]
+    assert scheduler.workers.idle_workers == [batch.worker]
     assert not waiting[0].is_settled
 
 
@@ -1051,7 +1070,7 @@ def test_a_withdrawn_request_is_no_part_of_its_batch() -> None:
     scheduler.withdraw(0.0, batch, [bad])
     assert batch.requests == [first, last]
     assert bad.is_settled
-    assert scheduler.running == 2
+    assert scheduler.workers.running == 2
     assert settle(scheduler, 1.0, batch) == [first, last]
 
 
@@ -1061,15 +1080,15 @@ def test_withdrawing_what_the_shell_has_settled_counts_once() -> None:
     gone = batch.requests[0]
     scheduler.cancel(gone)
     scheduler.withdraw(0.0, batch, [gone])
-    assert scheduler.running == 1
+    assert scheduler.workers.running == 1
 
 
 def test_a_batch_of_which_nothing_is_left_was_never_sent() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0, 2)
     scheduler.withdraw(0.0, batch, batch.requests)
-    assert scheduler.running == 0
-    assert scheduler.find_batch(0, batch.id) is None
+    assert scheduler.workers.running == 0
+    assert scheduler.workers.find(0, batch.id) is None
     assert scheduler.batch_done(0.0, 0, batch.id) is None
     assert run(scheduler, 0.0).worker == 0
 
@@ -1080,7 +1099,7 @@ def test_a_stalled_worker_whose_batch_is_withdrawn_serves_again() -> None:
     batch = run(scheduler, 0.0)
     assert [type(action) for action in scheduler.poll(1.0)[0]] == [Expire, Stall]
     scheduler.withdraw(1.5, batch, batch.requests)
-    assert scheduler.workers_ready == 1
+    assert scheduler.workers.ready_count == 1
     assert run(scheduler, 2.0).worker == 0
 
 
@@ -1110,8 +1129,9 @@ def test_draining_takes_no_more_requests() -> None:
     scheduler = make()
     scheduler.begin_drain()
     refused = Request("too late", None)
-    assert scheduler.submit(0.0, [refused]) == [refused]
-    assert isinstance(refused.refusal.to_error(), BatcherClosedError)
+    ((request, refusal),) = scheduler.submit(0.0, [refused])
+    assert request is refused
+    assert refusal.kind is BatcherClosedError
     assert (scheduler.counters.submitted, scheduler.counters.rejected) == (0, 1)
 
 
@@ -1162,7 +1182,11 @@ def test_closing_gives_back_everybody() -> None:
     rest = scheduler.close()
     assert sorted(rest, key=lambda r: r.id) == [*running, *waiting, *left]
     assert all(request.is_settled for request in rest)
-    assert (scheduler.waiting, scheduler.running, scheduler.workers_ready) == (0, 0, 0)
+    assert (scheduler.waiting, scheduler.workers.running, scheduler.workers.ready_count) == (
+        0,
+        0,
+        0,
+    )
     assert scheduler.open_requests() == []
     assert scheduler.poll(100.0) == ([], None)
 
@@ -1171,8 +1195,9 @@ def test_closing_takes_no_more_requests() -> None:
     scheduler = make()
     assert scheduler.close() == []
     refused = Request("too late", None)
-    assert scheduler.submit(0.0, [refused]) == [refused]
-    assert isinstance(refused.refusal.to_error(), BatcherClosedError)
+    ((request, refusal),) = scheduler.submit(0.0, [refused])
+    assert request is refused
+    assert refusal.kind is BatcherClosedError
 
 
 def test_open_requests_are_those_whose_callers_wait() -> None:
@@ -1219,12 +1244,7 @@ def test_it_goes_on_counting_where_another_has_stopped() -> None:
     scheduler = Scheduler(
         GreedyPolicy(),
         counters,
-        max_batch_size=2,
-        max_queue_size=9,
-        timeout=None,
-        infer_timeout=None,
-        idempotent=True,
-        isolate_errors=True,
+        Limits(max_batch_size=2, max_queue_size=9),
     )
     scheduler.worker_ready(0.0, 0)
     (request,) = submit(scheduler, 0.0)
@@ -1273,14 +1293,16 @@ def test_nothing_is_kept_of_requests_that_were_cancelled() -> None:
 # Settings that change.
 
 
-def reconfigure(scheduler: Scheduler, **changes: Any) -> None:
-    settings: dict[str, Any] = {
-        "max_batch_size": 2,
-        "max_queue_size": 100,
-        "max_latency": None,
-        "policy": None,
-    }
-    scheduler.reconfigure(**(settings | changes))
+def reconfigure(
+    scheduler: Scheduler,
+    *,
+    max_batch_size: int = 2,
+    max_queue_size: int = 100,
+    max_latency: float | None = None,
+    policy: Policy | None = None,
+) -> None:
+    limits = Limits(max_batch_size, max_queue_size, max_latency=max_latency)
+    scheduler.reconfigure(limits, policy)
 
 
 def test_a_larger_batch_size_counts_for_what_waits() -> None:
@@ -1307,20 +1329,15 @@ def test_a_shorter_queue_loses_nothing_and_takes_nothing_until_there_is_room() -
     scheduler = make(workers=0, max_queue_size=5)
     waiting = submit(scheduler, 0.0, 5)
     reconfigure(scheduler, max_queue_size=2)
-    assert scheduler.room == 0
+    assert not scheduler.has_room(1)
     refused = [Request("input", None) for _ in range(3)]
-    assert scheduler.submit(1.0, refused) == refused
-    assert str(refused[0].refusal.to_error()) == "5 requests wait already (max_queue_size=2)"
+    rejected = scheduler.submit(1.0, refused)
+    assert [request for request, _ in rejected] == refused
+    assert str(rejected[0].refusal.to_error()) == "5 requests wait already (max_queue_size=2)"
     assert scheduler.waiting == 5
     for request in waiting[:4]:
         scheduler.cancel(request)
-    assert scheduler.submit(1.0, refused[:2]) == refused[1:2]
-
-
-def test_a_shorter_queue_counts_on_the_short_way_too() -> None:
-    scheduler = make(max_batch_size=4)
-    reconfigure(scheduler, max_batch_size=4, max_queue_size=1)
-    assert scheduler.submit_at_once(0.0, [Request(1, None), Request(2, None)]) is None
+    assert reject(scheduler, 1.0, refused[:2]) == refused[1:2]
 
 
 def test_another_target_counts_for_those_that_come() -> None:
@@ -1377,7 +1394,7 @@ def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -
     poll_batches(scheduler, 0.0)
     # No batch has been answered. The one that runs takes a second, and three of 10 two seconds.
     requests = costly(10.0, 10.0, 10.0)
-    assert scheduler.submit(0.0, requests) == requests[2:]
+    assert reject(scheduler, 0.0, requests) == requests[2:]
     # What is known stands: another worker's inputs may be like other requests.
     scheduler.worker_ready(0.0, 1, [(1, 100.0)])
     scheduler.submit(0.0, costly(20.0))

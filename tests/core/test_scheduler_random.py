@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 from fast_batcher._core import request_queue
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -89,7 +90,7 @@ class Options:
     drain_after: int
     workers_at_first: int
     # Whether the queue adds up the sizes of what waits; there is room for all of them.
-    is_weighed: bool
+    counts_bytes: bool
 
 
 options_strategy = st.builds(
@@ -107,7 +108,7 @@ options_strategy = st.builds(
     ranks=st.sampled_from(["", "", "", "p", "g", "c", "pgc"]),
     drain_after=st.sampled_from([5, 20, 60]),
     workers_at_first=st.integers(0, 3),
-    is_weighed=st.booleans(),
+    counts_bytes=st.booleans(),
 )
 
 
@@ -115,14 +116,16 @@ def make_scheduler(options: Options) -> Scheduler:
     return Scheduler(
         make_policy(options.policy, options.max_delay),
         Counters(),
-        max_batch_size=options.max_batch_size,
-        max_queue_size=options.max_queue_size,
-        max_queue_bytes=10**9 if options.is_weighed else None,
-        timeout=options.timeout,
-        max_latency=options.max_latency,
-        infer_timeout=options.infer_timeout,
-        idempotent=options.idempotent,
-        isolate_errors=options.isolate_errors,
+        Limits(
+            max_batch_size=options.max_batch_size,
+            max_queue_size=options.max_queue_size,
+            max_queue_bytes=10**9 if options.counts_bytes else None,
+            timeout=options.timeout,
+            max_latency=options.max_latency,
+            infer_timeout=options.infer_timeout,
+            idempotent=options.idempotent,
+            isolate_errors=options.isolate_errors,
+        ),
         packer=BatchPacker(MAX_BATCH_COST, is_padded=True) if "c" in options.ranks else None,
         is_grouped="g" in options.ranks,
     )
@@ -251,25 +254,23 @@ class Schedule(RuleBasedStateMachine):
         running = any(worker.batches for worker in self.workers.values())
         is_idle = not (self.waiting or self.retrying() or running)
         refused = self.scheduler.submit(self.now, list(arriving))
-        # The twin works out anew what the other one may remember of its last refusal.
-        self.twin._shut_by = ()
         twins_refused = self.twin.submit(self.now, list(twins))
-        assert [one.value for one in refused] == [twin.value for twin in twins_refused]
-        for one, twin in zip(refused, twins_refused, strict=True):
-            assert one.refusal.kind is twin.refusal.kind
+        assert [(one.value, why) for one, why in refused] == [
+            (one.value, why) for one, why in twins_refused
+        ]
         without_room = arriving[max(room, 0) :]
-        assert refused[: len(without_room)] == without_room
+        assert [request for request, _ in refused[: len(without_room)]] == without_room
         full = BatcherClosedError if self.is_draining else QueueFullError
-        assert all(type(one.refusal.to_error()) is full for one in without_room)
+        assert all(type(why.to_error()) is full for _, why in refused[: len(without_room)])
         late = refused[len(without_room) :]
-        for one in late:
-            assert type(one.refusal.to_error()) is DeadlineExceededError
-            assert one.target is not None
-            assert one.target < inf
-        assert not (is_idle and late and late[0] is arriving[0]), "an idle batcher takes any"
+        for request, why in late:
+            assert type(why.to_error()) is DeadlineExceededError
+            assert request.target is not None
+            assert request.target < inf
+        assert not (is_idle and late and late[0][0] is arriving[0]), "an idle batcher takes any"
         self.refused += len(refused)
         for request, twin in zip(arriving, twins, strict=True):
-            if request in refused:
+            if request in [one for one, _ in refused]:
                 continue
             number = request.id
             assert number == len(self.requests)
@@ -279,9 +280,8 @@ class Schedule(RuleBasedStateMachine):
             if self.options.max_latency is not None or deadlines[request.value] is not None:
                 self.aimed.add(number)
             default = inf if self.options.timeout is None else self.now + self.options.timeout
-            assert request.deadline == (default if twin.value is None else request.deadline)
-            own = deadlines[request.value]
-            assert request.deadline == (default if own is None else own)
+            explicit = deadlines[request.value]
+            assert request.deadline == (default if explicit is None else explicit)
             self.turns[number] = Turn(len(self.waiting), self.batches_sent - self.retries_sent)
             self.waiting.append(number)
         self.most_waiting = max(self.most_waiting, len(self.waiting))
@@ -418,8 +418,8 @@ class Schedule(RuleBasedStateMachine):
     @rule(data=st.data(), is_polled=usually)
     def worker_retired(self, data: st.DataObject, is_polled: bool) -> None:
         index = data.draw(st.sampled_from(sorted(self.workers)), label="worker")
-        self.scheduler.worker_retired(index)
-        self.twin.worker_retired(index)
+        self.scheduler.workers.retire(index)
+        self.twin.workers.retire(index)
         self.workers[index].is_retired = True
         self.end_turn(is_polled)
 
@@ -470,7 +470,7 @@ class Schedule(RuleBasedStateMachine):
         numbers = [request.id for request in one.batch.requests]
         gone = data.draw(st.lists(st.sampled_from(numbers), unique=True), label="gone")
         is_first = one is worker.batches[0]
-        twin_batch = self.twin.find_batch(one.batch.worker, one.batch.id)
+        twin_batch = self.twin.workers.find(one.batch.worker, one.batch.id)
         assert twin_batch is not None
         self.scheduler.withdraw(self.now, one.batch, [self.requests[i][0] for i in gone])
         self.twin.withdraw(self.now, twin_batch, [self.requests[i][1] for i in gone])
@@ -804,13 +804,15 @@ class Schedule(RuleBasedStateMachine):
         counts = {how: list(self.left.values()).count(how) for how in set(self.left.values())}
         retrying = self.retrying()
         assert scheduler.waiting == len(self.waiting) + len(retrying)
-        assert scheduler.running == len(running)
+        assert scheduler.workers.running == len(running)
         sizes = [self.requests[number][0].size for number in self.waiting]
-        assert scheduler.queue.bytes == (sum(sizes) if self.options.is_weighed else 0)
-        assert scheduler.room == self.options.max_queue_size - len(self.waiting)
-        assert scheduler.workers_ready == sum(w.is_ready for w in self.workers.values())
+        assert scheduler.queue.bytes == (sum(sizes) if self.options.counts_bytes else 0)
+        room = self.options.max_queue_size - len(self.waiting)
+        assert scheduler.has_room(room)
+        assert not scheduler.has_room(room + 1)
+        assert scheduler.workers.ready_count == sum(w.is_ready for w in self.workers.values())
         idle = [index for index, worker in self.workers.items() if not worker.batches]
-        assert sorted(scheduler.idle_workers) == sorted(idle)
+        assert sorted(scheduler.workers.idle_workers) == sorted(idle)
         open_ids = sorted(self.waiting + retrying + running)
         assert sorted(r.id for r in scheduler.open_requests()) == open_ids
         assert counters.submitted == len(self.requests)
@@ -823,7 +825,7 @@ class Schedule(RuleBasedStateMachine):
             + counters.expired
             + counters.cancelled
             + scheduler.waiting
-            + scheduler.running
+            + scheduler.workers.running
         )
         assert sum(counters.batch_sizes.values()) == self.batches_sent == counters.releases.total()
 

@@ -66,7 +66,7 @@ def is_used(batcher: DynBatcher[Any, Any]) -> bool:
 
 async def until_answered(batcher: DynBatcher[Any, Any], count: int = 1) -> None:
     """So many answers have come and wait to be copied."""
-    await until(lambda: len(session_of(batcher).scheduler._copying_out) == count)
+    await until(lambda: len(session_of(batcher).scheduler.workers.copying_out) == count)
 
 
 @pytest.mark.parametrize("kind", LARGE)
@@ -223,7 +223,7 @@ async def test_an_outbox_that_is_full_is_empty_again_after_a_while(
             tasks = [call(batcher, one) for one in asked]
             # The others find no room, and overtake those that wait.
             await until(lambda: batcher.stats.completed > 0)
-            assert 1 <= len(session_of(batcher).scheduler._copying_out) < 6
+            assert 1 <= len(session_of(batcher).scheduler.workers.copying_out) < 6
         for one, task in zip(asked, tasks, strict=True):
             assert fingerprint(await outcome(task)) == fingerprint(make_large(*one))
         assert capfd.readouterr().err.count("large outputs go through a pipe") == 1
@@ -311,9 +311,9 @@ async def test_no_deadline_counts_while_an_answer_is_copied() -> None:
             task = call(batcher, ("array", ASIDE, 1), timeout=LIMIT)
             await until_answered(batcher)
             # It is brought forward: one that was so near before might have come first.
-            (batch,) = session_of(batcher).scheduler._copying_out.values()
+            (batch,) = session_of(batcher).scheduler.workers.copying_out.values()
             batch.deadline = batch.requests[0].deadline = monotonic()
-            session_of(batcher).scheduler.next_expiry = batch.deadline
+            session_of(batcher).scheduler.workers.next_expiry = batch.deadline
             # It is behind the other in every queue, and so is what follows from it.
             with pytest.raises(DeadlineExceededError):
                 await batcher.process_batched(("array", ASIDE, 2), timeout=1e-9)
@@ -344,7 +344,7 @@ async def test_an_answer_that_nobody_wants_any_more_is_not_copied(
             task.cancel()
             assert isinstance(await outcome(task), asyncio.CancelledError)
             assert await batcher.process_batched("next") == "next"
-        assert not session_of(batcher).scheduler._copying_out
+        assert not session_of(batcher).scheduler.workers.copying_out
         assert len(await batcher.process_batched(("array", 2 * MEBI, 9))) == 2 * MEBI
     assert "through a pipe" not in capfd.readouterr().err
 
@@ -393,7 +393,7 @@ def test_another_loop_goes_on_with_answers_that_were_being_copied() -> None:
         (submitted,) = future
         got = await asyncio.wait_for(asyncio.wrap_future(submitted), LIMIT)
         assert fingerprint(got) == fingerprint(make_large("array", ASIDE, 2))
-        assert not session_of(batcher).scheduler._copying_out
+        assert not session_of(batcher).scheduler.workers.copying_out
         await batcher.aclose()
 
     loop = asyncio.new_event_loop()

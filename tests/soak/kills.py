@@ -109,7 +109,7 @@ class Run:
             session = self.batcher._session
             assert session is not None
             scheduler = session.scheduler  # `stats` would cost too much
-            running = scheduler.running
+            running = scheduler.workers.running
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()
 

@@ -1,0 +1,264 @@
+"""The workers of a scheduler and the batches that they have. Pure; part of the scheduler."""
+
+from collections.abc import Collection, Iterator
+from math import inf
+
+from fast_batcher._core.limits import Limits, or_infinite
+from fast_batcher._core.messages import (
+    Action,
+    Batch,
+    Expire,
+    ExpiryReason,
+    Phase,
+    Replace,
+    Request,
+    Stall,
+)
+
+
+class WorkerSlot:
+    """A worker that has been ready and has not been lost."""
+
+    __slots__ = (
+        "batches",
+        "has_answered",
+        "has_put_back",
+        "id",
+        "is_retired",
+        "is_stalled",
+        "started_at",
+    )
+
+    def __init__(self, worker: int) -> None:
+        self.id = worker
+        # What it has, oldest first; it computes the first one.
+        self.batches: list[Batch] = []
+        # When it began with the first one; infinite once that one is beyond `infer_timeout`.
+        self.started_at = 0.0
+        # It gets no more batches for good: another worker takes its place.
+        self.is_retired = False
+        # It gets no more batches before it answers: no caller waits for its first batch, which has
+        # run for `timeout`, or the worker is being replaced.
+        self.is_stalled = False
+        # The first batch of a process is slow for reasons that say nothing about later ones.
+        self.has_answered = False
+        # Its second batch would have been late and went back to the queue. No other is tried before
+        # it answers: a try takes a batch out of the queue and puts it back, at every arrival.
+        self.has_put_back = False
+
+
+class WorkerTable:
+    """Which workers there are, what each has, and what of that expires when.
+
+    Args:
+        limits: Of the scheduler.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._timeout = or_infinite(limits.timeout)
+        self._infer_timeout = or_infinite(limits.infer_timeout)
+        # By worker, which is a number.
+        self.slots: dict[int, WorkerSlot] = {}
+        # What workers have, by batch id.
+        self.batches: dict[int, Batch] = {}
+        # Answered batches, by id, whose output is being copied out of a worker's memory.
+        self.copying_out: dict[int, Batch] = {}
+        # Nothing in this table expires before this moment. It is a lower bound, computed only when
+        # it is reached: most requests are answered long before their deadlines.
+        self.next_expiry = inf
+
+    @property
+    def ready_count(self) -> int:
+        """Workers that have loaded their model, are alive, and are neither stalled nor retired."""
+        return sum(not slot.is_stalled for slot in self.assignable)
+
+    @property
+    def assignable(self) -> list[WorkerSlot]:
+        """Workers that are not retired; a stalled one will be back when it answers."""
+        return [slot for slot in self.slots.values() if not slot.is_retired]
+
+    @property
+    def idle_workers(self) -> list[int]:
+        """Workers, retired ones included, that have nothing to do."""
+        return [slot.id for slot in self.slots.values() if not slot.batches]
+
+    @property
+    def running(self) -> int:
+        """Requests that a worker has or has just answered, and whose caller still waits."""
+        return sum([batch.open_count for batch in self.all_batches()])
+
+    def all_batches(self) -> Iterator[Batch]:
+        """The batches that workers have, and those that are being copied out."""
+        yield from self.batches.values()
+        yield from self.copying_out.values()
+
+    def add(self, worker: int) -> None:
+        """A worker is ready."""
+        assert worker not in self.slots, "a worker is lost before it can be ready again"
+        self.slots[worker] = WorkerSlot(worker)
+
+    def retire(self, worker: int) -> None:
+        """Give a worker no more batches; it answers what it has."""
+        slot = self.slots.get(worker)
+        if slot is not None:
+            slot.is_retired = True
+
+    def remove(self, worker: int) -> list[Batch]:
+        """Forget a worker; returns the batches that it had, oldest first."""
+        slot = self.slots.pop(worker, None)
+        if slot is None:
+            return []
+        for batch in slot.batches:
+            del self.batches[batch.id]
+        return slot.batches
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.slots.clear()
+        self.batches.clear()
+        self.copying_out.clear()
+        self.next_expiry = inf
+
+    def find(self, worker: int, batch_id: int) -> Batch | None:
+        """The batch of this id that the worker has, or None."""
+        batch = self.batches.get(batch_id)
+        return batch if batch is not None and batch.worker == worker else None
+
+    def least_loaded(self, below: int) -> WorkerSlot | None:
+        """The worker with the fewest batches among those that have fewer than `below`."""
+        found = None
+        for slot in self.slots.values():
+            if len(slot.batches) < below and not slot.is_stalled and not slot.is_retired:
+                found, below = slot, len(slot.batches)
+        return found
+
+    def give(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
+        """A worker gets a batch, behind those that it has."""
+        slot.batches.append(batch)
+        self.batches[batch.id] = batch
+        if slot.batches[0] is batch:
+            self._begin_first(now, slot)
+
+    def take_back(self, now: float, batch: Batch) -> None:
+        """A batch has been answered, or has turned out not to be sendable at all."""
+        del self.batches[batch.id]
+        slot = self.slots[batch.worker]
+        was_first = slot.batches[0] is batch
+        slot.batches.remove(batch)
+        if was_first:
+            slot.is_stalled = False
+            self._begin_first(now, slot)
+
+    def _begin_first(self, now: float, slot: WorkerSlot) -> None:
+        """The worker begins with its first batch, if it has one."""
+        slot.started_at = now
+        if slot.batches:
+            self.next_expiry = min(self.next_expiry, now + self._infer_timeout)
+            # Its callers may have gone while it waited behind another batch.
+            self.notice_deserted(slot.batches[0])
+
+    def caller_gone(self, request: Request) -> None:
+        """The caller of a request that a worker has, or has answered, waits no longer."""
+        batches = self.batches if request.phase is Phase.SENT else self.copying_out
+        batch = batches.get(request.batch_id)
+        if batch is not None:  # else it has been answered, and is about to be settled
+            batch.open_count -= 1
+            self.notice_deserted(batch)
+
+    def notice_deserted(self, batch: Batch) -> None:
+        """If no caller waits for a running batch, its worker may be stalled, now or later."""
+        slot = self.slots.get(batch.worker)
+        if not batch.open_count and slot and slot.batches and batch is slot.batches[0]:
+            self.next_expiry = min(self.next_expiry, slot.started_at + self._timeout)
+
+    def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
+        """A worker has only just been sent what it has been given, or not yet.
+
+        Unless it has begun with its first batch, the time of that one counts from now: the worker
+        is not to blame for a delay of the shell.
+
+        Args:
+            now: The moment.
+            worker: Which one.
+            begun: The id of the batch that it began to compute last, None if there is none.
+        """
+        slot = self.slots.get(worker)
+        if slot is None or not slot.batches or slot.started_at == inf:
+            return
+        if slot.batches[0].id != begun:
+            slot.started_at = now
+
+    def begin_copy_out(self, batch: Batch) -> None:
+        """The output of an answered batch is being copied out of its worker's memory.
+
+        The worker is free. Until `end_copy_out` the requests of the batch count as running, and do
+        not expire: they were answered in time.
+        """
+        self.copying_out[batch.id] = batch
+        for request in batch.requests:
+            request.phase = Phase.COPYING_OUT
+
+    def end_copy_out(self, batch: Batch) -> bool:
+        """All of the output is here.
+
+        Returns:
+            Whether the shell is to settle the requests of the batch that are not settled yet; False
+            if `Scheduler.close` has returned them.
+        """
+        if self.copying_out.get(batch.id) is not batch:
+            return False
+        del self.copying_out[batch.id]
+        return True
+
+    def expire(self, now: float, *, has_read: bool, answering: Collection[int]) -> list[Action]:
+        """Expire what workers have; the arguments are those of `Scheduler.poll`."""
+        actions: list[Action] = []
+        for slot in self.slots.values() if has_read else ():
+            if slot.id in answering:
+                batches = slot.batches[1:]
+            else:
+                self._expire_running(now, slot, actions)
+                batches = slot.batches
+            for batch in batches:
+                if batch.open_count and batch.deadline <= now:
+                    actions += _expire_batch(now, batch)
+            if slot.id not in answering:
+                self._stall(now, slot, actions)
+        self.next_expiry = self._earliest_expiry()
+        return actions
+
+    def _expire_running(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
+        """Replace a worker whose first batch has run for `infer_timeout`."""
+        if slot.batches and slot.started_at + self._infer_timeout <= now:
+            late = slot.batches[0].settle_open()
+            actions += [Expire(request, ExpiryReason.INFER_TIMEOUT) for request in late]
+            actions.append(Replace(slot.id))
+            slot.is_stalled = True
+            slot.started_at = inf  # so that it is replaced once
+
+    def _stall(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
+        """Call a worker stalled that has run a batch for `timeout` for which no caller waits."""
+        is_deserted = slot.batches and not slot.batches[0].open_count
+        if is_deserted and slot.started_at + self._timeout <= now and not slot.is_stalled:
+            slot.is_stalled = True
+            actions.append(Stall(slot.id))
+
+    def _earliest_expiry(self) -> float:
+        moments = [batch.deadline for batch in self.batches.values() if batch.open_count]
+        for slot in self.slots.values():
+            if slot.batches:
+                moments.append(slot.started_at + self._infer_timeout)
+                if not slot.is_stalled and not slot.batches[0].open_count:
+                    moments.append(slot.started_at + self._timeout)
+        return min(moments, default=inf)
+
+
+def _expire_batch(now: float, batch: Batch) -> list[Action]:
+    """Expire the requests of a batch whose deadlines have passed."""
+    late = [one for one in batch.requests if not one.is_settled and one.deadline <= now]
+    for request in late:
+        request.is_settled = True
+    batch.open_count -= len(late)
+    waiting = [request.deadline for request in batch.requests if not request.is_settled]
+    batch.deadline = min(waiting, default=inf)
+    return [Expire(request, ExpiryReason.RUNNING) for request in late]
