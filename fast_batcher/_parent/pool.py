@@ -77,7 +77,7 @@ class Pool:
         )
         # Workers by id, from READY to their death.
         self._serving: dict[int, WorkerHandle] = {}
-        # Those whose place has been taken: they finish what they have, and end.
+        # Workers whose place has been taken: they finish what they have, and end.
         self._retired: set[WorkerHandle] = set()
 
         self._recycling = Recycling(settings.max_batches_per_worker, settings.max_rss_bytes)
@@ -261,6 +261,7 @@ class Pool:
             slabs if isinstance(slabs, Slabs) else None,
             self,
             self._events.frame_arrived,
+            self._name,
         )
         if place.worker is None:
             place.worker = worker
