@@ -319,8 +319,7 @@ class Pool:
             logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
             place.is_given_up = True
         if all(one.is_given_up for one in self._places):
-            timers = [one.restart_timer for one in self._places if one.restart_timer is not None]
-            next_try = min(timer.when() for timer in timers)
+            next_try = min(one.restart_timer.when() for one in self._places if one.restart_timer)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
 
     def _beat(self) -> None:
