@@ -3,7 +3,7 @@
 The worker calls `end_descendants` at its end. The parent looks for them before it ends a worker
 that cannot do so itself.
 
-A process in a session of its own (`start_new_session=True`) is meant to outlive the worker, and is
+A process in another session (`start_new_session=True`) is meant to outlive the worker, and is
 left alone with all that it has started.
 """
 

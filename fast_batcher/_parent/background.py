@@ -17,7 +17,7 @@ Done = Callable[[BaseException | None], None]
 
 
 class JobThread:
-    """Runs jobs on a thread of its own, and tells the event loop when they are done.
+    """Runs jobs on another thread, and tells the event loop when they are done.
 
     The thread is started with the first job, and lives until `stop`.
 

@@ -23,7 +23,7 @@ class LiveWorkers:
     """Every worker whose death the pool still has to see; it ends all of them."""
 
     def __init__(self) -> None:
-        # Those that are being spawned included.
+        # Workers that are being spawned, too.
         self._workers: set[WorkerHandle] = set()
         # Done when there is no worker left; None while nothing waits for that.
         self._all_dead: asyncio.Future[None] | None = None

@@ -40,8 +40,7 @@ class MemoryService:
     def run_in_thread(self, job: Job, done: Done) -> None:
         """Do a job on the copier thread, then call `done` on the loop with its error or None.
 
-        Jobs are done one after the other. `close` forgets jobs that have not begun, and `done` of
-        those that have.
+        Jobs are done one after the other. After `close` no job begins, and no `done` is called.
         """
         try:
             self._copier.run(job, done)

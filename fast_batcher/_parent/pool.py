@@ -78,7 +78,7 @@ class Pool:
         )
         # Workers by id, from READY to their death.
         self._serving: dict[int, WorkerHandle] = {}
-        # Those whose place has been taken: they finish what they have, and end.
+        # Workers whose place has been taken: they finish what they have, and end.
         self._retired: set[WorkerHandle] = set()
 
         self._recycling = Recycling(settings.max_batches_per_worker, settings.max_rss_bytes)
@@ -262,6 +262,7 @@ class Pool:
             slabs if isinstance(slabs, Slabs) else None,
             self,
             self._events.frame_arrived,
+            self._name,
         )
         if place.worker is None:
             place.worker = worker
@@ -319,8 +320,7 @@ class Pool:
             logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
             place.is_given_up = True
         if all(one.is_given_up for one in self._places):
-            timers = [one.restart_timer for one in self._places if one.restart_timer is not None]
-            next_try = min(timer.when() for timer in timers)
+            next_try = min(one.restart_timer.when() for one in self._places if one.restart_timer)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
 
     def _beat(self) -> None:

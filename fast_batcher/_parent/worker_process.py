@@ -34,7 +34,7 @@ logger = logging.getLogger("fast_batcher")
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
-# A context of our own, because `set_start_method` would change the whole program. Spawn, because a
+# A separate context, because `set_start_method` would change the whole program. Spawn, because a
 # forked child inherits CUDA state that it cannot use, and the parent's pipe ends.
 _context = multiprocessing.get_context("spawn")
 
@@ -61,6 +61,7 @@ class WorkerProcess:
         slabs: Memory in which large inputs reach it, None if there is none.
         events: What is told of its start and its death: the pool.
         on_frame: Called with its id and each frame once it is ready.
+        name: The batcher's name, for logs.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class WorkerProcess:
         slabs: Slabs | None,
         events: WorkerEvents,
         on_frame: Callable[[int, Frame], None],
+        name: str,
     ) -> None:
         self.id = id
         self.index = index
@@ -80,6 +82,7 @@ class WorkerProcess:
         self._slabs = slabs
         self._events = events
         self._on_frame = on_frame
+        self._name = name
 
         self.state = WorkerState.LOADING
         self.batches = 0
@@ -271,7 +274,12 @@ class WorkerProcess:
         """End it at once because it broke the protocol; logs the error."""
         if self.state is not _ENDING:
             logger.error(
-                "worker %d (pid %s) is replaced: %s", self.index, self.pid, error, exc_info=error
+                "%s: worker %d (pid %s) broke the protocol and is replaced: %s",
+                self._name,
+                self.index,
+                self.pid,
+                error,
+                exc_info=error,
             )
         self.kill()
 

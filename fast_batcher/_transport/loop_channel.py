@@ -29,7 +29,7 @@ class Reservation:
 
 
 class LoopChannel:
-    """Sends frames to one worker and dispatches those that it sends.
+    """Sends frames to one worker, and dispatches the frames that it sends.
 
     Args:
         ends: The parent's ends of the pipes; the channel owns them from now on.

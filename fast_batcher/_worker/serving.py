@@ -99,7 +99,7 @@ class Server:
         """Let the model compute a batch.
 
         Args:
-            inputs: Those that could be read.
+            inputs: The inputs that could be read.
             failures: Why the others could not, by position in the batch.
 
         Returns:

@@ -133,6 +133,7 @@ def children_of(thread: threading.Thread) -> list[int]:
 async def test_every_worker_is_started_and_answers(told: Told) -> None:
     pool = await told.ready(Echo, num_workers=2)
     assert sorted(told.events) == [("ready", 0), ("ready", 1)]
+    assert told.times == []  # the model has no warm-up
     assert len(pids_of(pool)) == 2
     for worker in (0, 1):
         told.send(worker, worker)
@@ -329,8 +330,3 @@ async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:
     await told.ready(Warm, ["warm"], max_batch_size=4)
     assert [size for size, _ in told.times] == [1, 4]
     assert all(0 <= seconds < LIMIT for _, seconds in told.times)
-
-
-async def test_a_model_without_a_warm_up_tells_none(told: Told) -> None:
-    await told.ready(Echo)
-    assert told.times == []

@@ -59,7 +59,7 @@ class Owner:
 
     def make(self, model: Any, *args: Any) -> WorkerProcess:
         spec = check_model(model, args, None, SETTINGS.max_frame_bytes)
-        return WorkerProcess(0, 0, spec, SETTINGS, None, self, self._frame_arrived)
+        return WorkerProcess(0, 0, spec, SETTINGS, None, self, self._frame_arrived, "tested")
 
     async def spawn(self, model: Any, *args: Any) -> WorkerProcess:
         """Start a worker and watch it."""
@@ -180,7 +180,7 @@ async def test_a_worker_that_breaks_the_protocol_is_killed(
     worker = await owner.load(TalksNonsense)
     worker.send(Kind.INPUT_ATOMS, 1, codec.dumps([b"nonsense" * 10]))
     assert (await owner.exit_of(worker)).startswith("signal 9")
-    assert "worker 0" in caplog.text
+    assert "tested: worker 0" in caplog.text
     assert "not a message of ours" in caplog.text
 
 
@@ -210,7 +210,7 @@ async def test_a_worker_that_says_something_else_than_how_its_start_went_is_kill
     worker = await owner.spawn(SpeaksEarly, int(kind), body)
     assert (await owner.exit_of(worker)).startswith("signal 9")
     assert owner.ready == []
-    assert "worker 0" in caplog.text
+    assert "tested: worker 0" in caplog.text
 
 
 async def test_a_worker_that_cannot_load_tells_why(owner: Owner) -> None:

@@ -102,20 +102,6 @@ def test_any_pieces_of_any_frames_give_the_same_frames(
     assert feed(stream(frames), pieces) == frames
 
 
-@pytest.mark.parametrize("size", [0, 1, HEADER_SIZE])
-def test_small_frames_may_be_cut_anywhere(size: int) -> None:
-    frames = [Frame(Kind.INPUTS, number, 0.5, body_of(size + number)) for number in range(3)]
-    data = stream(frames)
-    for cut in range(1, len(data)):
-        assert feed(data, [cut]) == frames
-
-
-def test_frames_byte_by_byte() -> None:
-    frames = [Frame(Kind.OUTPUTS, number, 0.25 * number, body_of(number)) for number in range(9)]
-    data = stream(frames)
-    assert feed(data, [1] * len(data)) == frames
-
-
 def test_every_kind_and_the_largest_numbers_pass() -> None:
     frames = [Frame(kind, 2**64 - 1, 1e308, b"") for kind in Kind]
     assert feed(stream(frames)) == frames
