@@ -1,16 +1,16 @@
 """`@fast_batcher.dynamically`: calls of a function, from any thread or loop, computed in batches.
 
-The function runs in a thread of its own, in this process; see `fast_batcher.aio` for functions that
-are called from event loops alone, and `DynBatcher` for models that want a process.
+The function runs in a thread of this process. See `fast_batcher.aio` for functions that are called
+from event loops alone, and `DynBatcher` for models that need a worker process.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, overload
+from typing import Any, Generic, Self, TypeVar, Unpack, overload
 
-from fast_batcher._local.decorated import Decorated, mark_async, plan
-from fast_batcher._local.settings import LocalSettings
-from fast_batcher.types import PriorityStrategy
+from fast_batcher._local.builder import DecoratorBuilder
+from fast_batcher._local.decorated import Decorated, mark_async
+from fast_batcher._local.settings import ThreadOptions
 
 InT = TypeVar("InT")
 OutT = TypeVar("OutT")
@@ -34,8 +34,7 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         Raises:
             InferenceError: The function raised; also an instance of what it raised.
             OutputMismatchError: The function returned something other than one output per input.
-            QueueFullError: There is no room for all items; none was queued. With `process=True`
-                there was no room for one while none of its others was under way.
+            QueueFullError: There is no room for all items; none was queued.
             BatcherClosedError: It was shut down.
         """
         return self._call(args, kwargs)
@@ -46,21 +45,24 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
     def acall(self, item: InT, /) -> Coroutine[Any, Any, OutT]: ...
     @mark_async
     def acall(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """The same to be awaited, on any event loop.
+        """Await the output of an item, or the outputs of a list of items, on any event loop.
 
-        Cancellation: safe at any time. Items that wait are forgotten; those that are being computed
-        are computed, and their outputs dropped. Other callers are not affected.
+        Errors are those of a call that blocks.
+
+        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
+        computed is computed, and its outputs for this caller are dropped. Other callers are not
+        affected.
         """
         return self._acall(args, kwargs)
 
     def start(self) -> None:
-        """Take calls again after `shutdown()`. The first call does all else that is needed."""
+        """Accept calls again after `shutdown()`. A new function needs no start."""
         self._batcher.start()
 
     def shutdown(self, *, cancel: bool = False) -> None:
-        """Take no more calls, settle all that have come, and end the thread. May be called again.
+        """Accept no more calls, settle all that were made, and end the thread. May be repeated.
 
-        Called by the function itself, or by one that it waits for, it does not wait for that.
+        Called by the function itself, or by a function that it waits for, it does not wait.
 
         Args:
             cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
@@ -69,7 +71,7 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         self._batcher.shutdown(cancel=cancel)
 
     def __enter__(self) -> Self:
-        """Take calls."""
+        """Accept calls."""
         self.start()
         return self
 
@@ -81,6 +83,11 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
     ) -> None:
         """Shut down."""
         self.shutdown()
+
+
+_BUILDER = DecoratorBuilder(
+    BatchedFunction, ThreadOptions.__optional_keys__, is_aio=False, has_features=False
+)
 
 
 @overload
@@ -98,11 +105,7 @@ def dynamically(
     batch_size: int = 32,
     timeout_ms: float = 5.0,
     small_batch_threshold: int = 8,
-    *,
-    max_batch_length: int | None = None,
-    max_queue_size: int | None = None,
-    isolate_errors: bool = True,
-    process: bool = False,
+    **options: Unpack[ThreadOptions],
 ) -> Callable[[Callable[..., Any]], BatchedFunction[Any, Any]]: ...
 def dynamically(
     func: Any = None,
@@ -110,66 +113,53 @@ def dynamically(
     batch_size: int = 32,
     timeout_ms: float = 5.0,
     small_batch_threshold: int = 8,
-    *,
-    max_batch_length: int | None = None,
-    max_queue_size: int | None = None,
-    isolate_errors: bool = True,
-    process: bool = False,
+    **options: Any,
 ) -> Any:
-    """Batch the calls of a function that takes a list of items and returns as many outputs.
+    """Batch the calls of a function that takes a list of items and returns a list of outputs.
 
     Calls that come while the function computes wait, and are computed together as soon as it
-    returns. The function runs in a thread of its own, with one batch at a time, in a context of its
-    own: context variables of its callers are not seen. It may be an `async def`, which runs on an
-    event loop of that thread. A function that calls itself is computed at once, without batching,
-    where waiting for its own batch would never end; so is what it calls from tasks on that loop,
-    even from those that go on after their batch.
+    returns. The function runs in a thread of its own, with one batch at a time, in an empty
+    context: it does not see the context variables of its callers. It may be an `async def`, which
+    runs on an event loop of that thread. A call that would wait for its own batch, as when a
+    function calls itself, is computed at once, without batching. So are calls of tasks that an
+    `async def` starts on that loop, even if they outlive their batch.
 
-    The thread begins with the first call. It ends with `shutdown()`, with the function or instance
+    The thread starts with the first call. It ends with `shutdown()`, with the function or instance
     that it belongs to, and with the program. The end of the program waits up to 2 seconds for a
     batch that is being computed, and cuts it off then, which can abort the process where native
-    code runs. Items that wait fail with `BatcherClosedError`, as do calls
-    from `atexit` hooks that were registered before the decorator was imported. A forked process
-    has a thread of its own.
+    code runs. Items that wait fail with `BatcherClosedError`, as do calls from `atexit` hooks that
+    were registered before this module was imported. A forked process has its own thread.
 
-    Inputs and outputs are the objects of the callers and of the function, without a copy: a
-    function that changes an input changes its caller's object, and an object that it returns for
-    several items is shared by their callers. Of an array or tensor with a row per item each caller
-    gets a copy of its row. With `process=True` nothing is shared.
+    Inputs and outputs are the objects of the callers and of the function, without a copy. A
+    function that changes an input changes its caller's object, and callers share an object that the
+    function returns for several items. Of an array or tensor with a row per item each caller gets a
+    copy of its row.
 
     Args:
-        func: A function, a method, or nothing for a decorator with settings. As a method it batches
-            the calls on each instance for itself, as long as that instance lives.
-        batch_size: Most items that the function is given.
-        timeout_ms: Bound on how long a batch may be held back while the function is free,
-            milliseconds. In this process it never is: a batch leaves as soon as the function is
-            free. With `process=True` it is the `max_delay` of an adaptive `DynBatcher`.
-        small_batch_threshold: Calls of up to so many items go before calls with more; every eighth
-            batch goes by age alone, so that none waits for ever.
-        max_batch_length: Most that the lengths of the items of a batch add up to; a longer item is
-            computed alone. The length of a dict is that of its first value.
-        max_queue_size: Most items that wait; None for no limit. A call for whose items there is no
-            room is refused. With `process=True` its items are queued a few batches at a time, and
-            wait for room while others of the call are under way; else it is refused.
+        func: A function, a method, or nothing for a decorator with options. A method has a batcher
+            for each instance, which lives as long as the instance.
+        batch_size: Largest number of items in a batch.
+        timeout_ms: Longest time that a batch may be held back while the function is free,
+            milliseconds. It is never used up: a batch leaves as soon as the function is free.
+        small_batch_threshold: Calls of at most this number of items go before calls with more;
+            every eighth batch goes by age alone, so that no call waits for ever.
+        **options: The keyword arguments below.
+        max_batch_length: Largest sum of the lengths of the items of a batch, without a limit by
+            default. A longer item is computed alone. The length of a dict is that of its first
+            value.
+        max_queue_size: Largest number of items that wait, without a limit by default. A call that
+            finds no room for all of its items is rejected.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
-            computed again, until only the guilty items fail. Out of memory makes batches smaller.
-        process: Whether the function runs in a worker process, as with `DynBatcher`. It has to be a
-            function at the top level of a module.
+            computed again, until only the items that cause the error fail; True by default. Out of
+            memory makes batches smaller.
 
     Raises:
-        ConfigurationError: A setting is wrong, or this cannot be decorated.
+        ConfigurationError: An option is wrong, or this cannot be decorated.
     """
-    settings = LocalSettings(
+    return _BUILDER.build(
+        func,
+        options,
         batch_size=batch_size,
         timeout_ms=timeout_ms,
         small_batch_threshold=small_batch_threshold,
-        max_batch_length=max_batch_length,
-        max_queue_size=max_queue_size,
-        priority_strategy=PriorityStrategy.PRIORITY,
-        isolate_errors=isolate_errors,
     )
-
-    def decorate(func: Any) -> BatchedFunction[Any, Any]:
-        return BatchedFunction(plan(func, settings, is_aio=False, process=process))
-
-    return decorate if func is None else decorate(func)

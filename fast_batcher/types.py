@@ -1,6 +1,6 @@
-"""Types of the decorators: priorities, statistics, caches. Pure; imports nothing of ours.
+"""Types of the decorators' options and statistics. Pure; imports nothing of ours.
 
-Names and fields equal those of `batched.types`, so that programs written for it work here.
+The names and fields are those of `batched.types`, for programs that were written for it.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ ValueT = TypeVar("ValueT")
 
 
 class PriorityStrategy(IntEnum):
-    """Which items go first when more wait than a batch holds; equals go in order of arrival.
+    """Which items go first when more wait than a batch holds; equal ones go in order of arrival.
 
-    Under each strategy, every eighth batch goes by age alone.
+    With each of them, every eighth batch goes by age alone.
     """
 
     NONE = auto()  # first come, first served
@@ -24,7 +24,7 @@ class PriorityStrategy(IntEnum):
 
 @dataclass
 class CacheStats:
-    """Counts and times of a cache, in the fields that `batched` shows. Times are seconds."""
+    """Counts the operations of a cache, in the fields that `batched` has. Times are seconds."""
 
     gets: int = 0
     hits: int = 0
@@ -49,7 +49,7 @@ class CacheStats:
         return self.total_set_time / self.sets if self.sets else 0.0
 
     def update_get(self, *, hit: bool, time_taken: float) -> None:
-        """Count one get that took `time_taken` seconds."""
+        """Count one get: whether it was a hit, and its seconds."""
         self.gets += 1
         self.total_get_time += time_taken
         if hit:
@@ -57,18 +57,18 @@ class CacheStats:
             self.total_hit_time += time_taken
 
     def update_set(self, *, time_taken: float) -> None:
-        """Count one set that took `time_taken` seconds."""
+        """Count one set and its seconds."""
         self.sets += 1
         self.total_set_time += time_taken
 
 
 @dataclass
 class BatchProcessorStats:
-    """Counts of a decorated function since its first call or `clear_stats()`."""
+    """What a decorated function has done since its first call or `clear_stats()`."""
 
     # Items waiting for a batch now.
     queue_size: int = 0
-    # Items passed to the function; one that is retried after a failure counts again.
+    # Items that the function was given; one that it was given again after a failure counts again.
     total_processed: int = 0
     # Calls of the function.
     total_batches: int = 0
@@ -82,20 +82,20 @@ class BatchProcessorStats:
 
 @runtime_checkable
 class AsyncCache(Protocol[KeyT, ValueT]):
-    """Where `aio` decorators look for an output before they compute it.
+    """Where `aio` decorators look an output up before they compute it.
 
-    `get` returns None for an item that is not cached. An output that is None is therefore stored as
+    `get` returns None for an output that is not there. An output that is None is stored as
     `CachedNone.NONE`, which can be pickled.
     """
 
     async def get(self, key: KeyT) -> ValueT | None:
-        """Return the output for an item, None if it is not cached."""
+        """The output for this item, None if it is not there."""
 
     async def set(self, key: KeyT, value: ValueT) -> None:
-        """Store the output for an item."""
+        """Store the output for this item."""
 
     async def clear(self) -> None:
-        """Remove all outputs."""
+        """Forget all outputs."""
 
     def stats(self) -> Any:
-        """Return counts of the cache, for example a `CacheStats`."""
+        """Statistics, for example a `CacheStats`; `stats.cache_stats` shows them."""

@@ -461,7 +461,7 @@ def test_one_loop_after_the_other(func: Any) -> None:
 
     assert [asyncio.run(call(number)) for number in range(5)] == [0, 2, 4, 6, 8]
     assert asyncio.run(function(7)) == 14  # a coroutine that was made before its loop
-    assert len(function._own_batcher._shells) == 1
+    assert len(function._own_batcher._submitters) == 1
     asyncio.run(function.shutdown())
 
 

@@ -1,7 +1,9 @@
-"""`@dynamically`: what its callers get, in threads and on loops, in good and bad times."""
+"""`@dynamically`: calls that block, methods, threads and their end.
+
+What it promises to awaited calls is in `test_decorators`.
+"""
 
 import asyncio
-import contextvars
 import copy
 import functools
 import gc
@@ -11,9 +13,8 @@ import pickle
 import signal
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from typing import Any, NoReturn
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from held import Held, InThread, spin_until
@@ -103,99 +104,45 @@ def outcome_of(call: Any) -> Any:
         return error
 
 
-# What a call gives.
+async def acall(function: BatchedFunction[Any, Any], item: Any) -> Any:
+    """A coroutine of ours around its own."""
+    return await function.acall(item)
 
 
-def test_one_item_gives_one_output() -> None:
-    assert doubled_by_all(21) == 42
+# Calls that block.
 
 
-def test_a_list_gives_outputs_in_its_order() -> None:
-    assert doubled_by_all([3, 1, 2]) == [6, 2, 4]
+def test_items_and_lists_give_outputs_in_their_order() -> None:
+    with dynamically(None, 16, 1.0, 4)(double) as function:  # by position, as in batched
+        assert function(21) == 42
+        assert function([3, 1, 2]) == [6, 2, 4]
+        assert function([]) == []
+        assert function((1, 2)) == (1, 2, 1, 2)
+        assert function.stats.total_batches == 3
 
 
-def test_an_empty_list_gives_an_empty_list_and_calls_nobody() -> None:
-    doubled_by_all.clear_stats()
-    assert doubled_by_all([]) == []
-    assert doubled_by_all.stats.total_batches == 0
-
-
-def test_a_tuple_is_one_item() -> None:
-    assert doubled_by_all((1, 2)) == (1, 2, 1, 2)  # type: ignore[call-overload]  # not its type
-
-
-def test_both_can_be_awaited() -> None:
-    async def main() -> None:
-        assert await doubled_by_all.acall(21) == 42
-        assert await doubled_by_all.acall([1, 2]) == [2, 4]
-        assert await doubled_by_all.acall([]) == []
-
-    asyncio.run(main())
-
-
-def test_a_large_list_is_split_over_batches() -> None:
-    sizes: list[int] = []
-
-    @dynamically(batch_size=32)
-    def count(items: list[int]) -> list[int]:
-        sizes.append(len(items))
-        return items
-
-    with count:
-        assert count(list(range(10_000))) == list(range(10_000))
-    assert max(sizes) == 32
-    assert sum(sizes) == 10_000
-    assert len(sizes) == 313
-
-
-def test_settings_may_be_positional_as_in_batched() -> None:
-    with dynamically(None, 16, 1.0, 4)(double) as function:
-        assert function(1) == 2
-
-
-@pytest.mark.parametrize("arguments", [(), ([1], [2])])
-def test_it_is_called_with_one_argument(arguments: Any) -> None:
-    function: Any = dynamically(functools.partial(double))  # a function could be a method
-    with pytest.raises(TypeError, match="one argument"):
-        function(*arguments)
-
-
-def test_320_ordered_requests_are_served_in_order() -> None:
-    """And the same items, which a queue that compares them might mix up."""
-    served: list[int] = []
-
-    def note(items: list[int]) -> list[int]:
-        served.extend(items)
-        return items
-
-    async def main() -> None:
-        with dynamically(batch_size=32)(note) as function:
-            assert await asyncio.gather(*(function.acall(n) for n in range(320))) == [*range(320)]
-
-    asyncio.run(main())
-    assert served == list(range(320))
-
-
-# Which batches are made.
-
-
-def test_what_comes_while_the_function_computes_is_one_batch() -> None:
+def test_errors_reach_a_caller_that_blocks() -> None:
     held = Held()
-    with dynamically(held) as function:
-        calls = [InThread(function, 0)]
-        assert held.next_batch() == [0]
-        for number in range(1, 6):
-            calls.append(InThread(function, number))
-            spin_until(lambda number=number: function.stats.queue_size == number)  # type: ignore[misc]
-        held.let_on(2)
-        assert [call.result() for call in calls] == [0, 2, 4, 6, 8, 10]
-        assert held.next_batch() == [1, 2, 3, 4, 5]
 
+    def fail_for_negative(items: list[int]) -> list[int]:
+        if min(items) < 0:
+            raise KeyError(items[0])
+        return held(items) if items != [1, 1] else []
 
-def test_a_batch_on_an_idle_function_leaves_at_once_whatever_the_timeout() -> None:
-    with dynamically(timeout_ms=1000 * 3600)(double) as function:
-        assert function(1) == 2
-        assert function([1, 2]) == [2, 4]
+    with dynamically(fail_for_negative, max_queue_size=2) as function:
+        with pytest.raises(KeyError) as caught:
+            function([-1])
+        assert isinstance(caught.value, InferenceError)
+        with pytest.raises(OutputMismatchError, match="0 outputs for 2 inputs"):
+            function([1, 1])
+        running = InThread(function, 0)
+        held.next_batch()
+        with pytest.raises(QueueFullError, match="no room for 3 more, 0 wait already"):
+            function([1, 2, 3])
+        held.let_on()
+        assert running.result() == 0
+    with pytest.raises(BatcherClosedError, match=r"start\(\) opens it again"):
+        function(1)
 
 
 def test_small_calls_go_before_large_ones_and_large_ones_are_not_starved() -> None:
@@ -217,158 +164,8 @@ def test_small_calls_go_before_large_ones_and_large_ones_are_not_starved() -> No
         assert batches == [*small, [1, 2], [19, 20], [3, 4]]
 
 
-def test_a_batch_stays_within_its_length() -> None:
-    held = Held()
-    with dynamically(max_batch_length=5)(held) as function:
-        first = InThread(function, "x")
-        held.next_batch()
-        second = InThread(function, ["ab", "cd", "e", "much too long", "f"])
-        spin_until(lambda: function.stats.queue_size == 5)
-        held.let_on(4)
-        assert first.result() == "xx"
-        assert second.result()[3] == "much too longmuch too long"
-        batches = [held.next_batch() for _ in range(3)]
-        assert batches == [["ab", "cd", "e"], ["much too long"], ["f"]]
-
-
-def test_a_full_queue_refuses_the_call_as_a_whole() -> None:
-    held = Held()
-    with dynamically(max_queue_size=3)(held) as function:
-        calls = [InThread(function, 0)]
-        held.next_batch()
-        calls.append(InThread(function, [1, 2]))
-        spin_until(lambda: function.stats.queue_size == 2)
-        with pytest.raises(QueueFullError, match="no room for 2 more, 2 wait already") as caught:
-            function([3, 4])
-        assert "max_queue_size=3" in str(caught.value)
-
-        async def call_twice() -> list[Any]:
-            calls = asyncio.gather(function.acall(3), function.acall(4), return_exceptions=True)
-            await turns()
-            held.let_on(2)
-            return list(await calls)
-
-        outcomes = asyncio.run(call_twice())
-        assert outcomes[0] == 6
-        assert isinstance(outcomes[1], QueueFullError)
-        assert [call.result() for call in calls] == [0, [2, 4]]
-
-
-# Errors.
-
-
-class BadItemError(Exception):
-    """Wants more than a message."""
-
-    def __init__(self, item: int, why: str) -> None:
-        super().__init__(f"{item}: {why}")
-        self.item = item
-
-
-def test_the_error_is_an_inference_error_and_what_was_raised() -> None:
-    def fail(items: list[int]) -> list[int]:
-        raise BadItemError(items[0], "bad")
-
-    with dynamically(fail) as function:
-        with pytest.raises(BadItemError) as caught:
-            function(7)
-        assert isinstance(caught.value, InferenceError)
-        assert caught.value.item == 7
-        # The function's own traceback, and nothing of ours that would hold its callers.
-        cause = caught.value.__cause__
-        assert type(cause) is BadItemError
-        assert cause.__traceback__ is not None
-        assert cause.__traceback__.tb_frame.f_code.co_name == "fail"
-
-
-class FrozenError(Exception):
-    """Refuses all attributes that are set, as a frozen dataclass does."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(name)
-
-
-def test_an_error_that_refuses_attributes_is_like_any_other() -> None:
-    def fail(items: list[int]) -> list[int]:
-        raise FrozenError(items[0])
-
-    with dynamically(fail) as function:
-        for item in (1, 2):
-            with pytest.raises(FrozenError) as caught:
-                function(item)
-            assert isinstance(caught.value, InferenceError)
-            assert caught.value.args == (item,)
-
-
-def test_one_bad_item_fails_alone() -> None:
-    held = Held()
-
-    def fail_for_3(items: list[int]) -> list[int]:
-        if 3 in items:
-            raise ValueError("3 is bad")
-        return held(items)
-
-    with dynamically(fail_for_3) as function:
-        calls = [InThread(function, 0)]
-        held.next_batch()
-        calls += [InThread(function, number) for number in range(1, 6)]
-        spin_until(lambda: function.stats.queue_size == 5)
-        held.let_on(10)
-        outcomes = [outcome_of(call.result) for call in calls]
-        assert isinstance(outcomes.pop(3), ValueError)
-        assert outcomes == [0, 2, 4, 8, 10]
-
-
-def test_without_isolation_a_batch_fails_as_a_whole_and_is_called_once() -> None:
-    calls: list[list[int]] = []
-
-    @dynamically(isolate_errors=False)
-    def fail(items: list[int]) -> list[int]:
-        calls.append(items)
-        raise ValueError("bad")
-
-    with fail, pytest.raises(ValueError, match="bad"):
-        fail([1, 2, 3])
-    assert calls == [[1, 2, 3]]
-
-
-@pytest.mark.parametrize(
-    "outputs",
-    [[1], [1, 2, 3, 4], [], None, "abc", {1: 1, 2: 2, 3: 3}, (number for number in range(3)), 7],
-    ids=lambda outputs: type(outputs).__name__,
-)
-def test_anything_but_one_output_per_input_is_an_error_for_all(outputs: Any) -> None:
-    with dynamically(lambda items: outputs if len(items) == 3 else items) as function:
-        with pytest.raises(OutputMismatchError, match="3 inputs"):
-            function([1, 2, 3])
-        assert function(1) == 1
-
-
-def test_a_tuple_of_outputs_will_do() -> None:
-    as_tuple: Any = tuple
-    with dynamically(as_tuple) as function:
-        assert function([1, 2]) == [1, 2]
-
-
-def test_an_exception_among_the_outputs_fails_its_item_alone() -> None:
-    def answer(items: list[int]) -> list[Any]:
-        return [KeyError(item) if item == 2 else item for item in items]
-
-    async def main() -> None:
-        with dynamically(answer) as function:
-            calls = [function.acall(number) for number in (1, 2, 3)]
-            one, two, three = await asyncio.gather(*calls, return_exceptions=True)
-            assert (one, three) == (1, 3)
-            assert isinstance(two, KeyError)
-            assert isinstance(two, InferenceError)
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError])
-def test_what_is_no_exception_settles_everybody_and_the_thread_goes_on(
-    kind: type[BaseException],
-) -> None:
+def test_the_thread_survives_what_is_no_exception(kind: type[BaseException]) -> None:
     def fail_for_negative(items: list[int]) -> list[int]:
         if min(items) < 0:
             raise kind("out")
@@ -380,140 +177,27 @@ def test_what_is_no_exception_settles_everybody_and_the_thread_goes_on(
         assert function(5) == 5
 
 
-def test_a_sequence_that_raises_settles_everybody() -> None:
-    class Bad(Sequence[int]):
-        def __len__(self) -> int:
-            raise RuntimeError("no length")
+def test_an_error_is_released_with_its_holders() -> None:
+    def fail(items: list[int]) -> list[int]:
+        raise ValueError(items[0])
 
-        def __getitem__(self, index: Any) -> Any:
-            raise RuntimeError("no items")
-
-    with dynamically(lambda _: Bad()) as function, pytest.raises(RuntimeError, match="no length"):
-        function([1, 2])
-
-
-@pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("CUDA error: out of memory")])
-def test_out_of_memory_makes_batches_smaller(raised: Exception) -> None:
-    sizes: list[int] = []
-
-    def answer(items: list[int]) -> list[int]:
-        sizes.append(len(items))
-        if len(items) > 4:
-            raise raised
-        return items
-
-    with dynamically(batch_size=16)(answer) as function:
-        assert function(list(range(100))) == list(range(100))
-    # Not by looking for a culprit in each of them.
-    assert sorted(sizes)[-3:] == [4, 8, 16]
-
-
-def test_out_of_memory_lets_go_of_the_batch_and_ends_no_generator_of_the_model() -> None:
-    class Batch:
-        pass
-
-    batches: list[weakref.ref[Batch]] = []
-
-    def fail() -> NoReturn:
-        batch = Batch()
-        batches.append(weakref.ref(batch))
-        raise MemoryError
-
-    def stream() -> Iterator[Any]:
+    def call(function: BatchedFunction[int, int]) -> "weakref.ref[BaseException]":
         try:
-            fail()
-        except MemoryError as error:
-            caught = error
-        yield caught
-        yield "goes on"
-
-    outcomes = stream()
-
-    def answer(items: list[int]) -> list[Any]:
-        outcome = next(outcomes)
-        if isinstance(outcome, MemoryError):
-            raise outcome
-        return [outcome for _ in items]
-
-    with dynamically(answer) as function:
-        with pytest.raises(MemoryError):
             function(1)
-        assert batches[0]() is None
-        assert function(1) == "goes on"
+        except ValueError as error:
+            return weakref.ref(error)
+        raise AssertionError
+
+    with dynamically(fail) as function:
+        gc.disable()
+        try:
+            reference = call(function)
+            spin_until(lambda: reference() is None)
+        finally:
+            gc.enable()
 
 
-def test_the_first_error_ends_the_wait_for_the_whole_list() -> None:
-    held = Held()
-
-    def answer(items: list[int]) -> list[int]:
-        if -1 in items:
-            raise ValueError("bad")
-        return held(items)
-
-    with dynamically(batch_size=1)(answer) as function:
-        with pytest.raises(ValueError, match="bad"):
-            function([-1, 2, 3])
-        # One of the others may have begun meanwhile.
-        held.let_on(3)
-        assert function(5) == 10
-
-
-# Callers that go.
-
-
-def test_a_cancelled_caller_harms_nobody_be_it_waiting_or_running() -> None:
-    held = Held()
-
-    async def main() -> None:
-        with dynamically(held) as function:
-            running = [asyncio.create_task(function.acall(number)) for number in (1, 2)]
-            await turns()
-            assert held.next_batch() == [1, 2]
-            waiting = [asyncio.create_task(function.acall(number)) for number in (3, 4)]
-            await turns()
-            running[0].cancel()
-            waiting[0].cancel()
-            await turns()
-            held.let_on(2)
-            outcomes = await asyncio.gather(*running, *waiting, return_exceptions=True)
-            assert isinstance(outcomes[0], asyncio.CancelledError)
-            assert isinstance(outcomes[2], asyncio.CancelledError)
-            assert (outcomes[1], outcomes[3]) == (4, 8)
-            assert held.next_batch() == [4]
-
-    asyncio.run(main())
-
-
-def test_one_that_goes_in_the_turn_of_its_call_is_never_computed() -> None:
-    async def main() -> None:
-        with dynamically(double) as function:
-            call = function.acall(1)
-            call.send(None)
-            call.close()
-            assert await function.acall(2) == 4
-            assert function.stats.total_processed == 1
-
-    asyncio.run(main())
-
-
-def test_a_cancelled_list_leaves_nothing_behind() -> None:
-    held = Held()
-
-    async def main() -> None:
-        with dynamically(batch_size=2)(held) as function:
-            call = asyncio.create_task(function.acall([1, 2, 3, 4, 5]))
-            await turns()
-            assert held.next_batch() == [1, 2]
-            call.cancel()
-            await asyncio.wait([call])
-            assert function.stats.queue_size == 0
-            held.let_on(2)
-            assert await function.acall(6) == 12
-
-    asyncio.run(main())
-
-
-def test_a_loop_that_is_closed_while_calls_wait_harms_nobody_else() -> None:
+def test_a_loop_that_is_closed_while_calls_wait_harms_no_other() -> None:
     held = Held()
     with dynamically(held) as function:
         loop = asyncio.new_event_loop()
@@ -559,16 +243,21 @@ def test_several_loops_and_threads_call_at_once() -> None:
 # Functions that call functions.
 
 
-def test_a_function_that_calls_itself_is_computed_at_once() -> None:
-    @dynamically
-    def factorial(items: list[int]) -> list[int]:
-        return [1 if item <= 1 else item * factorial(item - 1) for item in items]
+def test_a_function_that_calls_itself_is_computed_at_once_in_batches() -> None:
+    sizes: list[int] = []
 
-    with factorial:
-        assert factorial([5, 3]) == [120, 6]
+    @dynamically(batch_size=2)
+    def count_down(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        # Each level calls with one item more.
+        return [0 if item == 0 else sum(count_down([item - 1] * 5)) + item for item in items]
+
+    with count_down:
+        assert count_down(2) == 5 * (5 * 0 + 1) + 2
+    assert sizes == [1, 2, *[2, 2, 1] * 2, 2, *[2, 2, 1] * 2, 1, 2, 2, 1]
 
 
-def test_two_functions_that_call_each_other_do_not_wait_for_each_other() -> None:
+def test_functions_that_call_each_other_do_not_wait_for_each_other() -> None:
     @dynamically
     def is_even(items: list[int]) -> list[bool]:
         return [item == 0 or is_odd(item - 1) for item in items]
@@ -583,28 +272,62 @@ def test_two_functions_that_call_each_other_do_not_wait_for_each_other() -> None
         assert [call.result() for call in calls] == [True, False] * 4
 
 
-def test_the_error_of_a_call_of_itself_is_that_of_any_call() -> None:
+def test_a_circle_of_any_length_is_not_closed() -> None:
+    """The first calls the second and the third, and each but the last its next, which calls all."""
+    functions: list[Any] = []
+
+    def chain(number: int) -> Any:
+        def call_others(items: list[int]) -> list[int]:
+            (item,) = items
+            others = [*functions[number + 1 : number + 3]] if number < 4 else functions
+            return [1 if item == 0 else sum(one(item - (number == 4)) for one in others)]
+
+        return dynamically(call_others)
+
+    functions += [chain(number) for number in range(5)]
+    paths = [functions[0](item) for item in range(3)]
+    assert paths[0] == 1
+    assert paths[2] == paths[1] * sum(functions[at](1) for at in range(5)) // paths[1]
+    for function in functions:
+        function.shutdown()
+
+
+def test_a_wait_that_is_noted_twice_ends_twice() -> None:
+    held = Held()
+
+    @dynamically(batch_size=1)
+    def inner(items: list[int]) -> list[int]:
+        held(items)
+        return [outer(-1) if items == [2] else 0]
+
+    @dynamically
+    async def outer(items: list[int]) -> list[int]:
+        if items == [-1]:
+            return items
+        return list(await asyncio.gather(inner.acall(1), inner.acall(2)))
+
+    with inner:
+        call = InThread(outer, [0, 0])
+        held.let_on(2)
+        assert call.result() == [0, -1]
+        outer.shutdown()
+
+
+@pytest.mark.parametrize("error", [KeyError("zero")])
+def test_the_error_of_a_call_of_itself_is_that_of_any_call(error: Exception) -> None:
     @dynamically
     def fail_at_zero(items: list[int]) -> list[Any]:
         if items == [0]:
-            raise KeyError("zero")
-        return [outcome_of(lambda item=item: fail_at_zero(item - 1)) for item in items]
+            raise error
+        if items == [1]:
+            return [error]
+        return [outcome_of(lambda item=item: fail_at_zero(item - 2)) for item in items]
 
     with fail_at_zero:
-        with pytest.raises(KeyError) as caught:
-            fail_at_zero(1)
-        assert isinstance(caught.value, InferenceError)
-
-
-def test_a_function_may_call_another() -> None:
-    with dynamically(double) as inner:
-
-        @dynamically
-        def outer(items: list[int]) -> list[int]:
-            return inner(items)
-
-        with outer:
-            assert outer([1, 2]) == [2, 4]
+        for item in (2, 3):
+            with pytest.raises(type(error)) as caught:
+                fail_at_zero(item)
+            assert isinstance(caught.value, InferenceError)
 
 
 def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
@@ -621,56 +344,40 @@ def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
     with double_async:
         assert double_async(1) == 2
         assert double_async([2, 3]) == [4, 6]
-        assert asyncio.run(_acall(double_async, 4)) == 8
+        assert asyncio.run(acall(double_async, 4)) == 8
     assert len(loops) == 1
     assert "double_async" in threads.pop()
 
 
-async def _acall(function: BatchedFunction[Any, Any], item: Any) -> Any:
-    return await function.acall(item)
-
-
-def test_an_async_function_may_await_itself() -> None:
+def test_an_async_function_may_call_itself_on_its_loop_and_in_threads() -> None:
     @dynamically
-    async def countdown(items: list[int]) -> list[int]:
-        return [0 if item == 0 else await countdown.acall(item - 1) for item in items]
+    async def count_down(items: list[int]) -> list[int]:
+        async def call(item: int) -> int:
+            if item % 2:
+                return await count_down.acall(item - 1)
+            return await asyncio.to_thread(count_down, item - 1)
 
-    with countdown:
-        assert countdown([3, 1]) == [0, 0]
+        return [0 if item == 0 else await call(item) for item in items]
+
+    with count_down:
+        assert count_down([3, 2, 1]) == [0, 0, 0]
 
 
-def test_a_function_that_returns_something_to_await_is_awaited() -> None:
-    async def answer(items: list[int]) -> list[int]:
+def test_a_function_that_returns_an_awaitable_is_awaited_unless_it_calls_itself_in_a_thread() -> (
+    None
+):
+    async def answer(items: list[int]) -> list[Any]:
+        if items == [1]:
+            return [await asyncio.to_thread(outcome_of, lambda: function(0))]
         return double(items)
 
     with dynamically(lambda items: answer(items)) as function:
-        assert function(1) == 2
-
-
-def test_context_variables_of_a_caller_are_not_seen_by_the_others_of_its_batch() -> None:
-    user = contextvars.ContextVar("user", default="nobody")
-
-    def who(items: list[int]) -> list[str]:
-        return [user.get() for _ in items]
-
-    async def main() -> None:
-        with dynamically(who) as function:
-            user.set("somebody")
-            assert await function.acall([1, 2]) == ["nobody", "nobody"]
-            assert function(1) == "nobody"
-
-    asyncio.run(main())
+        assert function(2) == 4
+        with pytest.raises(RuntimeError, match="write it with `async def`"):
+            function(1)
 
 
 # Methods.
-
-
-def test_each_instance_has_its_own_batcher() -> None:
-    two, three = Model(2), Model(3)
-    assert two.scale(5) == 10
-    assert three.scale([1, 2, 3, 4, 5]) == [3, 6, 9, 12, 15]
-    assert (two.scale.stats.total_processed, three.scale.stats.total_processed) == (1, 5)
-    end(two.scale, three.scale)
 
 
 def test_a_method_can_be_called_on_its_class() -> None:
@@ -726,49 +433,6 @@ def test_what_a_batch_held_is_released_when_it_has_been_answered() -> None:
         del thing
         # The thread lets go of it before it waits for the next batch, soon after the answer.
         spin_until(lambda: reference() is None)
-
-
-def test_an_error_is_released_with_those_who_hold_it() -> None:
-    def fail(items: list[int]) -> list[int]:
-        raise BadItemError(items[0], "bad")
-
-    def call(function: BatchedFunction[int, int]) -> "weakref.ref[BaseException]":
-        try:
-            function(1)
-        except BadItemError as error:
-            return weakref.ref(error)
-        raise AssertionError
-
-    with dynamically(fail) as function:
-        gc.disable()
-        try:
-            reference = call(function)
-            spin_until(lambda: reference() is None)
-        finally:
-            gc.enable()
-
-
-@pytest.mark.parametrize("make", [lambda item: item, lambda item: [item]], ids=["item", "list"])
-def test_an_awaited_call_that_fails_keeps_nothing_alive(make: Any) -> None:
-    class Thing:
-        pass
-
-    def fail(items: list[Thing]) -> list[Thing]:
-        raise ValueError("bad")
-
-    async def main(function: BatchedFunction[Thing, Thing]) -> "weakref.ref[Thing]":
-        thing = Thing()
-        with pytest.raises(ValueError, match="bad"):
-            await function.acall(make(thing))
-        return weakref.ref(thing)
-
-    with dynamically(fail) as function:
-        gc.disable()
-        try:
-            reference = asyncio.run(main(function))
-            spin_until(lambda: reference() is None)
-        finally:
-            gc.enable()
 
 
 def test_an_instance_lives_while_calls_wait_for_it() -> None:
@@ -917,67 +581,7 @@ def test_generators_are_refused() -> None:
         dynamically(generate)
 
 
-# Stats.
-
-
-def test_the_stats_have_the_fields_of_batched() -> None:
-    with dynamically(batch_size=2)(double) as function:
-        function([1, 2, 3])
-        stats = function.stats
-        assert (stats.queue_size, stats.total_processed, stats.total_batches) == (0, 3, 2)
-        assert stats.avg_batch_size == 1.5
-        assert stats.avg_processing_time > 0
-        assert stats.cache_stats is None
-        function.clear_stats()
-        assert function.stats.total_processed == 0
-        assert function.stats.avg_batch_size == function.stats.avg_processing_time == 0.0
-        function(1)
-        assert function.stats.total_batches == 1
-
-
-# Life.
-
-
-def test_shutdown_computes_what_waits_and_ends_the_thread() -> None:
-    held = Held()
-    function = dynamically(held)
-    calls = [InThread(function, 1)]
-    held.next_batch()
-    calls.append(InThread(function, [2, 3]))
-    spin_until(lambda: function.stats.queue_size == 2)
-    ending = InThread(function.shutdown)
-    spin_until(lambda: isinstance(outcome_of(lambda: function(4)), BatcherClosedError))
-    held.let_on(2)
-    assert [call.result() for call in calls] == [2, [4, 6]]
-    ending.result()
-    with pytest.raises(BatcherClosedError, match=r"start\(\) opens it again"):
-        function(1)
-    with pytest.raises(BatcherClosedError):
-        asyncio.run(_acall(function, 1))
-    function.shutdown()
-
-
-def test_shutdown_with_cancel_settles_at_once_what_waits() -> None:
-    held = Held()
-    function = dynamically(held)
-    running = InThread(function, 1)
-    held.next_batch()
-    waiting = InThread(function, [2, 3])
-    spin_until(lambda: function.stats.queue_size == 2)
-    ending = InThread(lambda: function.shutdown(cancel=True))
-    with pytest.raises(BatcherClosedError, match="shut down before"):
-        waiting.result()
-    held.let_on()
-    assert running.result() == 2
-    ending.result()
-
-
-def test_it_can_be_opened_again() -> None:
-    function = dynamically(double)
-    function.shutdown()
-    for _ in range(3):
-        with function:
-            assert function(1) == 2
+# The end.
 
 
 def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
@@ -1101,9 +705,3 @@ def test_threads_that_wait_at_the_end_of_the_program_get_their_answers() -> None
         "threading.Timer(0.05, go.set).start()\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "42\n42\n", "")
-
-
-def test_it_is_quick_to_end_many() -> None:
-    with ExitStack() as stack:
-        functions = [stack.enter_context(dynamically(double)) for _ in range(20)]
-        assert [function(1) for function in functions] == [2] * 20

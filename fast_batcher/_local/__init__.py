@@ -1,10 +1,10 @@
-"""Batching inside the program's own process: what stands behind the decorators.
+"""Batching inside the program's own process: the implementation of the decorators.
 
-    caller --> LoopShell (the calls of one turn of an event loop) --.
+    caller on an event loop --> LoopSubmitter (calls of one turn) --.
     caller that blocks its thread ----------------------------------+--> Engine --> worker
-                                                                    |   (Scheduler)  thread or task
-      ^                                                             |                    |
-      +------ deliver: one wake-up per event loop and batch <-------+--------------------+
+         ^                                                           (Scheduler)   thread or task
+         |                                                                |
+         +------ deliver: one wake-up per event loop and batch <----------+
 
 `LocalBatcher` makes these as they are needed: one engine with a thread, or one per event loop where
 an async function runs on the loop of its callers.

@@ -1,40 +1,32 @@
-"""A decorated function's batcher: makes engines and workers as needed. Any thread may call.
+"""Batches the calls of one decorated function, and makes engines and workers as they are needed.
 
 A function that blocks, and every function of a thread decorator, has one engine and one thread for
-all its callers. An async function under an `aio` decorator runs on the loop of its callers, so it
-has an engine for each loop.
+all its callers. An async function of an `aio` decorator runs on the event loop of its callers, so
+it has an engine for each loop. Any thread may call.
 """
 
 import asyncio
+import concurrent.futures
 import os
 import threading
 import weakref
-from asyncio import Future, get_running_loop
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any
 
-from fast_batcher._core.messages import Request
-from fast_batcher._local.callers import Call, requests_of
-from fast_batcher._local.ending import is_ending
+from fast_batcher._local.callers import make_requests, running_loop
 from fast_batcher._local.engine import Counts, Engine
 from fast_batcher._local.function import Function
-from fast_batcher._local.loop_shell import LoopShell
-from fast_batcher._local.nesting import (
-    RunningBatch,
-    compute_here,
-    drive,
-    running_batch,
-    waiting,
-)
-from fast_batcher._local.settings import LocalSettings
+from fast_batcher._local.loop_submitter import LoopSubmitter
+from fast_batcher._local.nesting import EngineWait, compute_inline, run_inline, running_batch
+from fast_batcher._local.program_exit import is_exiting
+from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher._local.task_worker import TaskWorker
 from fast_batcher._local.thread_worker import ThreadWorker
 from fast_batcher.errors import BatcherClosedError
 from fast_batcher.types import BatchProcessorStats
 
-_new = object.__new__
-
-# All there are, for the moment after a fork.
+# All batchers, so that a forked child can reset them.
 _batchers: "weakref.WeakSet[LocalBatcher]" = weakref.WeakSet()
 
 
@@ -43,138 +35,98 @@ class LocalBatcher:
 
     Args:
         function: What computes a batch.
-        settings: Of the batches and the queue.
-        is_aio: Whether an async function runs on the loop of its callers.
+        settings: The options of the function.
+        is_aio: Whether an async function runs on the event loop of its callers.
     """
 
-    def __init__(self, function: Function, settings: LocalSettings, *, is_aio: bool) -> None:
+    def __init__(self, function: Function, settings: DecoratorSettings, *, is_aio: bool) -> None:
         self._function = function
         self._settings = settings
         self._runs_on_loop = is_aio and function.is_async
-        self._begin_anew()
+        self._reset()
         _batchers.add(self)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._counts = Counts()
-        # For all below.
+        # Protects everything below.
         self._lock = threading.Lock()
         self._is_closed = False
-        # By the event loop that its batches run on, None for a thread of its own.
+        # By the event loop that computes their batches, None for a thread.
         self._engines: dict[asyncio.AbstractEventLoop | None, Engine] = {}
-        # By event loop. Those of closed loops go when a new loop comes.
-        self._shells: dict[asyncio.AbstractEventLoop, LoopShell] = {}
-        # The one that was used last.
-        self._shell: LoopShell | None = None
+        # By the event loop that the calls come from. Those of closed loops are removed when a new
+        # loop comes.
+        self._submitters: dict[asyncio.AbstractEventLoop, LoopSubmitter] = {}
         # Ends the thread, if there is one, when this batcher is collected.
         self._finalizer: weakref.finalize[[], LocalBatcher] | None = None
 
-    # Calls.
-
     def process(self, items: Sequence[Any]) -> list[Any]:
-        """Wait in this thread for the outputs of so many items, which may be none.
+        """Block this thread until the outputs of the items are there. There may be no items.
 
         Raises:
-            InferenceError: The function raised for one of them; also an instance of what it raised.
-            OutputMismatchError: It returned something other than one output per input.
-            QueueFullError: There is no room for all; nothing was queued.
+            InferenceError: The function raised for an item; also an instance of what it raised.
+            OutputMismatchError: It returned something other than one output per item.
+            QueueFullError: There is no room for all items; none was queued.
             BatcherClosedError: It was shut down.
         """
         if not items:
             return []
-        self._refuse_at_the_end()
+        self._refuse_at_exit()
         with self._lock:
             engine = self._engine_on(None)
-        batch = running_batch.get()
-        if batch is None:
-            return self._wait(engine, items)
-        with waiting(batch, engine) as may_wait:
-            if may_wait:
+        with EngineWait(engine) as can_end:
+            if can_end:
                 return self._wait(engine, items)
-        computing = compute_here(self._function, items, self._settings.batch_size)
-        return drive(computing, is_async=self._function.is_async)
-
-    async def aprocess(self, item: Any, owner: object = None) -> Any:
-        """Wait for the output of one item; errors are those of `process`.
-
-        Args:
-            item: What to compute.
-            owner: What the caller may have let go of, and is kept until then: the instance of a
-                method.
-
-        Cancellation: safe at any time. An item that waits is forgotten; one that is being computed
-        is computed, and its output dropped.
-        """
-        loop = get_running_loop()
-        shell = self._shell
-        if shell is None or shell.loop is not loop:
-            shell = self._shell_of(loop)
-        batch = running_batch.get()
-        if batch is not None:
-            (output,) = await self._aprocess_nested(batch, shell, [item])
-            return output
-        if not shell.is_plain:
-            (output,) = await shell.process_many([item])
-            return output
-        # As `Request(...)` does it, without the call of a Python function: every call pays for it
-        # (`benchmarks/decorators.py`).
-        future: Future[Any] = Future(loop=loop)
-        request = _new(Request)
-        request.value = item
-        request.caller = future
-        shell.arrivals.append(request)
-        if not shell.has_pump:
-            shell.has_pump = True
-            loop.call_soon(shell.pump)
-        try:
-            return await future
-        except BaseException:
-            if not request.is_settled:
-                shell.abandon((request,))
-            raise
-        finally:
-            # An error holds this frame, which must not hold the error.
-            del future, request
-
-    async def aprocess_many(self, items: Sequence[Any]) -> list[Any]:
-        """The same for so many items, which may be none; the first error ends the wait for all."""
-        if not items:
-            return []
-        shell = self._shell_of(get_running_loop())
-        batch = running_batch.get()
-        if batch is None:
-            return await shell.process_many(items)
-        return await self._aprocess_nested(batch, shell, items)
-
-    async def _aprocess_nested(
-        self, batch: RunningBatch, shell: LoopShell, items: Sequence[Any]
-    ) -> list[Any]:
-        with waiting(batch, shell.engine) as may_wait:
-            if may_wait:
-                return await shell.process_many(items)
-        computing = compute_here(self._function, items, self._settings.batch_size)
-        if self._function.is_async:
-            return await computing
-        return await asyncio.to_thread(drive, computing, is_async=False)  # not on the loop
+        return run_inline(self._compute_inline(items), is_async=self._function.is_async)
 
     def _wait(self, engine: Engine, items: Sequence[Any]) -> list[Any]:
-        call = Call(len(items))
-        requests = requests_of(call, items, self._settings, engine.rank_requests)
-        engine.submit_together(requests)
+        future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
+        requests = make_requests(items, future, self._settings)
         try:
-            return call.wait()
+            engine.submit([requests])
+            return future.result()
         except BaseException:
             engine.cancel(requests)
             raise
+        finally:
+            # An error holds this frame, which must not hold the error.
+            del future, requests
 
-    # What can be seen of it.
+    def aprocess(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
+        """Await the outputs of the items; errors are those of `process`.
+
+        Called on the event loop that awaits what it returns.
+
+        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
+        computed is computed, and its outputs for this caller are dropped.
+        """
+        submitter = self._submitter_here()
+        if running_batch.get() is None:
+            return submitter.process(items)
+        return self._aprocess_nested(submitter, items)
+
+    def aprocess_one(self, item: Any) -> Coroutine[Any, Any, Any]:
+        """Await the output of one item, outside of all batches: see `LoopSubmitter.process_one`."""
+        return self._submitter_here().process_one(item)
+
+    async def _aprocess_nested(self, submitter: LoopSubmitter, items: Sequence[Any]) -> list[Any]:
+        with EngineWait(submitter.engine) as can_end:
+            if can_end:
+                return await submitter.process(items)
+        computing = self._compute_inline(items)
+        if self._function.is_async:
+            return await computing
+        return await asyncio.to_thread(run_inline, computing, is_async=False)  # not on the loop
+
+    async def _compute_inline(self, items: Sequence[Any]) -> list[Any]:
+        return await compute_inline(self._function, items, self._settings.batch_size)
 
     def stats(self) -> BatchProcessorStats:
-        """Counts since the first call or `clear_stats`."""
+        """The counts since the first call or `clear_stats`."""
         with self._lock:
-            waiting_now = sum(engine.waiting for engine in self._engines.values())
+            waiting = sum(engine.waiting for engine in self._engines.values())
         items, batches, seconds = self._counts.read()
         return BatchProcessorStats(
-            queue_size=waiting_now,
+            queue_size=waiting,
             total_processed=items,
             total_batches=batches,
             avg_batch_size=items / batches if batches else 0.0,
@@ -185,50 +137,46 @@ class LocalBatcher:
         """Count from 0 again."""
         self._counts.clear()
 
-    # Life.
-
     def start(self) -> None:
-        """Take calls again after a shutdown. Else the first call does all that is needed."""
+        """Accept calls again after a shutdown. The first call makes everything that it needs."""
         with self._lock:
             self._is_closed = False
 
     def shutdown(self, *, cancel: bool = False) -> None:
-        """End, and wait until everything is settled and the thread has ended.
+        """Accept no more calls, and wait until all are settled and the thread has ended.
 
-        From within the function itself, or one that it waits for, it does not wait. On an event
-        loop, calls that were made there in this turn have come before.
+        Called by the function itself, or by a function that it waits for, it does not wait. Called
+        on an event loop, calls that were made there earlier in this turn are settled, too.
 
         Args:
-            cancel: Whether what still waits is told at once that it is over; else it is computed.
+            cancel: Whether items that wait fail at once; else they are computed.
         """
         for engine in self._close(cancel=cancel):
-            with waiting(running_batch.get(), engine) as may_wait:
-                if may_wait:
+            with EngineWait(engine) as can_end:
+                if can_end:
                     engine.ended.result()
                     engine.worker.join()
 
     async def ashutdown(self, *, cancel: bool = False) -> None:
-        """The same from an event loop. What other loops have queued is settled there."""
+        """Shut down without blocking the event loop; engines of other loops settle there."""
         for engine in self._close(cancel=cancel):
-            with waiting(running_batch.get(), engine) as may_wait:
-                if may_wait:
+            with EngineWait(engine) as can_end:
+                if can_end:
                     await asyncio.shield(asyncio.wrap_future(engine.ended))
                     engine.worker.join()
 
     def _close(self, *, cancel: bool) -> list[Engine]:
-        # Documented for those who implement event loops; `get_running_loop` would raise.
-        here = asyncio._get_running_loop()  # noqa: SLF001
-        shell = None if here is None else self._shells.get(here)
-        if shell is not None:
-            shell.pump()  # calls of this very turn have come before
+        here = running_loop()
+        submitter = None if here is None else self._submitters.get(here)
+        if submitter is not None:
+            submitter.flush()  # calls of this turn came before the shutdown
         with self._lock:
             self._is_closed = True
-            self._shells.clear()
-            self._shell = None
+            self._submitters.clear()
             engines = dict(self._engines)
             self._engines.clear()
             if self._finalizer is not None:
-                # The engine ends its thread. It would be kept for as long as this batcher lives.
+                # The engine ends its thread. A finalizer would keep it as long as this batcher.
                 self._finalizer.detach()
                 self._finalizer = None
         for loop, engine in engines.items():
@@ -238,57 +186,55 @@ class LocalBatcher:
                 engine.abandon()
         return list(engines.values())
 
-    # Engines and shells.
-
-    def _refuse_at_the_end(self) -> None:
-        """Before the lock is taken: a daemon thread that had it may have been cut off."""
-        if is_ending():
+    def _refuse_at_exit(self) -> None:
+        # Before the lock is taken: a daemon thread may have been cut off while it held the lock.
+        if is_exiting():
             raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
 
-    def _shell_of(self, loop: asyncio.AbstractEventLoop) -> LoopShell:
+    def _submitter_here(self) -> LoopSubmitter:
+        loop = asyncio.get_running_loop()
+        known = self._submitters.get(loop)
+        if known is not None:
+            return known
         if not self._runs_on_loop:
-            self._refuse_at_the_end()
+            self._refuse_at_exit()
         with self._lock:
-            shell = self._shells.get(loop)
-            if shell is None:
-                self._forget_closed_loops()
-                engine = self._engine_on(loop if self._runs_on_loop else None)
-                shell = self._shells[loop] = LoopShell(engine, loop, self._settings)
-            self._shell = shell
-            return shell
+            self._forget_closed_loops()
+            engine = self._engine_on(loop if self._runs_on_loop else None)
+            submitter = LoopSubmitter(engine, loop, self._settings)
+            self._submitters[loop] = submitter
+            return submitter
 
     def _engine_on(self, loop: asyncio.AbstractEventLoop | None) -> Engine:
-        """The engine whose batches run there; called under the lock."""
+        """The engine whose batches run on this loop, or in a thread. Called under the lock."""
         if self._is_closed:
             raise BatcherClosedError(
                 f"{self._function.name} was shut down and takes no calls; start() opens it again"
             )
         engine = self._engines.get(loop)
         if engine is None:
-            engine = Engine(self._function, self._settings, self._counts)
+            make_worker = ThreadWorker if loop is None else partial(TaskWorker, loop)
+            engine = Engine(self._function, self._settings, self._counts, make_worker)
+            self._engines[loop] = engine
             if loop is None:
-                engine.worker = ThreadWorker(engine)
-                # The thread knows the engine, and nobody in there knows this batcher: so it can be
-                # collected, and its thread with it.
+                # Neither thread nor engine refers to this batcher: it can be collected while the
+                # thread waits.
                 self._finalizer = weakref.finalize(self, engine.worker.stop)
                 self._finalizer.atexit = False
-            else:
-                engine.worker = TaskWorker(engine, loop)
-            self._engines[loop] = engine
         return engine
 
     def _forget_closed_loops(self) -> None:
-        for loop in [loop for loop in self._shells if loop.is_closed()]:
-            del self._shells[loop]
+        for loop in [loop for loop in self._submitters if loop.is_closed()]:
+            del self._submitters[loop]
             engine = self._engines.pop(loop, None)
             if engine is not None:
                 engine.abandon()
 
 
-def _begin_all_anew() -> None:
-    """In a forked child there are no threads, and locks are as they happened to be."""
+def _reset_batchers_after_fork() -> None:
+    """Forget engines and locks: a forked child has one thread, and others may have held locks."""
     for batcher in list(_batchers):
-        batcher._begin_anew()  # noqa: SLF001  this is its module
+        batcher._reset()  # noqa: SLF001  this is its module
 
 
-os.register_at_fork(after_in_child=_begin_all_anew)
+os.register_at_fork(after_in_child=_reset_batchers_after_fork)

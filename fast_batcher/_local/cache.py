@@ -1,7 +1,7 @@
-"""A cache of the user's in front of a function. Runs on the event loop of the calls.
+"""Looks outputs up in the user's cache before the function computes them. Runs on event loops.
 
-It can make calls faster, and never make one fail: what it raises is logged once, and the function
-is asked instead.
+A cache can make calls faster and can fail no call: what it raises is logged once, and the function
+computes the output instead.
 """
 
 import asyncio
@@ -16,35 +16,35 @@ logger = logging.getLogger("fast_batcher")
 
 
 class CachedNone(Enum):
-    """What is stored for an output that is None, which means "not there" to a cache.
+    """What is stored for an output that is None, because None means "not there" to a cache.
 
-    An enumeration, because its members are themselves again after pickling.
+    An enumeration, because pickling preserves the identity of its members.
     """
 
     NONE = "None"
 
 
-class Cache:
-    """Looks up and remembers outputs.
+class OutputCache:
+    """Looks up and stores outputs of one function.
 
     Args:
-        cache: The user's.
-        name: Of the function, for the log.
+        cache: The user's cache.
+        name: The function's name, for the log.
     """
 
     def __init__(self, cache: AsyncCache[Any, Any], name: str) -> None:
         self._cache = cache
         self._name = name
         self._has_warned = False
-        # What is being stored: the loop itself keeps no hold of its tasks.
+        # The tasks that store outputs: an event loop holds only weak references to its tasks.
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def process(
         self, items: Sequence[Any], compute: Callable[[list[Any]], Awaitable[list[Any]]]
     ) -> list[Any]:
-        """The outputs of so many items, computing those together that are not there.
+        """The outputs of the items. Those that the cache does not have are computed together.
 
-        Storing them goes on behind the caller's back: see `settle`.
+        Tasks store what was computed; the caller does not wait for them. `settle` does.
         """
         outputs = list(await asyncio.gather(*map(self._get, items)))
         missing = [at for at, output in enumerate(outputs) if output is None]
@@ -58,17 +58,17 @@ class Cache:
         return [None if output is CachedNone.NONE else output for output in outputs]
 
     async def settle(self) -> None:
-        """Wait until all that this loop stores is stored."""
+        """Wait until the tasks of this event loop have stored their outputs."""
         loop = asyncio.get_running_loop()
         tasks = [task for task in self._tasks if task.get_loop() is loop]
         if tasks:
             await asyncio.wait(tasks)
 
     def stats(self) -> Any:
-        """What the user's cache says of itself, None if it does not."""
+        """What the user's cache returns as its statistics, None if it raises."""
         try:
             return self._cache.stats()
-        except Exception as error:  # noqa: BLE001  it is the user's code
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("stats", error)
             return None
 
@@ -79,16 +79,16 @@ class Cache:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self._warn("get", error)  # nobody has cancelled the call
+            self._warn("get", error)  # the cache raised it; the call was not cancelled
             return None
-        except Exception as error:  # noqa: BLE001  it is the user's code
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("get", error)
             return None
 
     async def _set(self, item: Any, output: Any) -> None:
         try:
             await self._cache.set(item, CachedNone.NONE if output is None else output)
-        except Exception as error:  # noqa: BLE001  it is the user's code
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("set", error)
 
     def _warn(self, what: str, error: BaseException) -> None:

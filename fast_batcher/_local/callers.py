@@ -1,145 +1,108 @@
-"""Those who wait for an outcome, and telling them. Runs on the thread that has the outcome.
+"""The callers of a decorated function: their requests, and how they are told the outcomes.
 
-A request's caller is an `asyncio.Future`, or a `Place` in a `Call`. A future belongs to the thread
-of its event loop, so every loop is woken once per batch, with all that is for it.
+Requests are made on the callers' threads; `deliver` runs on the thread that has the outcomes.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
-from _thread import LockType, allocate_lock
-from asyncio import Future, InvalidStateError
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from fast_batcher._core.messages import Request
-from fast_batcher._local.function import Failure
-from fast_batcher._local.settings import LocalSettings, cost_of
+from fast_batcher._local.function import FailedOutput
+from fast_batcher._local.settings import DecoratorSettings, cost_of
+
+# What a caller waits for: an event loop's future, or one for a caller that blocks its thread.
+CallerFuture = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
 
 class Call:
-    """A call with several items, or from a thread that blocks.
+    """Collects the outcomes of the items of one call.
 
     Args:
-        count: Of its items, at least one.
-        future: Who waits; None for the thread that calls `wait`.
+        count: Number of the items.
+        future: What the caller waits for.
     """
 
-    __slots__ = ("_lock", "_missing", "_waiters", "outcome")
+    __slots__ = ("_missing", "future", "outcome")
 
-    def __init__(self, count: int, future: "Future[Any] | None" = None) -> None:
-        # The outputs by position, or the failure of the first item that has one; None when that
-        # has been raised.
-        self.outcome: list[Any] | Failure | None = [None] * count
+    def __init__(self, count: int, future: CallerFuture) -> None:
+        self.future = future
+        # The outputs by position, or the failure of an item.
+        self.outcome: list[Any] | FailedOutput = [None] * count
         self._missing = count
-        self._lock: LockType | None = None
-        waiter: Any = future
-        if future is None:
-            waiter = self._lock = allocate_lock()
-            self._lock.acquire()
-        # A list for its `pop`, which two threads cannot both succeed with.
-        self._waiters = [waiter]
 
     def put(self, position: int, outcome: Any) -> bool:
-        """Note the outcome of one item; whether the call is over with it."""
-        if type(outcome) is Failure:
+        """Note the outcome of one item; returns whether the call is over with it."""
+        if type(outcome) is FailedOutput:
             self.outcome = outcome
             return True
-        outputs = self.outcome  # looked at once: another thread may put a failure there
+        outputs = self.outcome  # read once: another thread may put a failure there
         if type(outputs) is list:
             outputs[position] = outcome
         self._missing -= 1
         return not self._missing
 
-    def take_waiter(self) -> Any:
-        """Who is to be told that it is over; None if that has been done."""
-        try:
-            return self._waiters.pop()
-        except IndexError:
-            return None
 
-    def wait(self) -> list[Any]:
-        """Block this thread until all outputs are there, or raise the error of one."""
-        assert self._lock is not None, "a call of a thread"
-        self._lock.acquire()
-        if isinstance(self.outcome, Failure):
-            try:
-                raise self.outcome.error
-            finally:
-                # Else the error would hold this frame, and this call the error.
-                self.outcome = None
-        assert self.outcome is not None, "asked once"
-        return self.outcome
-
-
-class Place:
-    """One item's place in a call."""
-
-    __slots__ = ("call", "position")
-
-    def __init__(self, call: Call, position: int) -> None:
-        self.call = call
-        self.position = position
-
-
-def requests_of(
-    call: Call, items: Sequence[Any], settings: LocalSettings, rank: Callable[[], None]
+def make_requests(
+    items: Sequence[Any], future: CallerFuture, settings: DecoratorSettings
 ) -> list[Request]:
-    """The requests of a call, with what the queue goes by; `rank` is called if they have ranks."""
-    requests = [Request(item, Place(call, position)) for position, item in enumerate(items)]
+    """The requests of a call, each with its cost and priority where the settings use them.
+
+    The caller of each is the call and the item's position in it.
+    """
+    call = Call(len(items), future)
+    requests = [Request(item, (call, position)) for position, item in enumerate(items)]
     if settings.max_batch_length is not None:
         for request in requests:
             request.cost = cost_of(request.value)
-    if settings.is_ranked and len(items) > settings.small_batch_threshold:
-        rank()
+    if len(items) > settings.ranks_above:
         for request in requests:
             request.priority = settings.priority(request.value)
     return requests
 
 
 def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
-    """Give each caller its outcome: an output or a `Failure`."""
-    told: dict[asyncio.AbstractEventLoop, list[tuple[Future[Any], Any]]] = {}
-    last_loop: asyncio.AbstractEventLoop | None = None
-    bucket: list[tuple[Future[Any], Any]] = []
+    """Give the caller of each request its outcome, an output or a `FailedOutput`.
+
+    A future belongs to the thread of its event loop, so each loop is woken once for all of them.
+    """
+    resolved: defaultdict[Any, list[tuple[CallerFuture, Any]]] = defaultdict(list)
     for request, outcome in zip(requests, outcomes, strict=True):
         future = request.caller
-        if type(future) is Place:
-            call = future.call
-            if not call.put(future.position, outcome):
+        if type(future) is tuple:
+            call, position = future
+            if not call.put(position, outcome):
                 continue
-            future, outcome = call.take_waiter(), call.outcome
-            if future is None:
-                continue
-            if type(future) is LockType:
-                future.release()
-                continue
-        loop = future.get_loop()
-        if loop is not last_loop:
-            bucket = told.setdefault(loop, [])
-            last_loop = loop
-        bucket.append((future, outcome))
-    for loop, pairs in told.items():
-        _settle_on(loop, pairs)
+            future, outcome = call.future, call.outcome
+        blocks = type(future) is concurrent.futures.Future
+        resolved[None if blocks else future.get_loop()].append((future, outcome))
+    here = running_loop()
+    for loop, pairs in resolved.items():
+        if loop is None or loop is here:
+            _resolve(pairs)
+        else:
+            # A closed loop has no callers left that could be told.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_resolve, pairs)
 
 
-def _settle_on(loop: asyncio.AbstractEventLoop, pairs: list[tuple["Future[Any]", Any]]) -> None:
-    # Documented for those who implement event loops; `get_running_loop` would raise.
-    if asyncio._get_running_loop() is loop:  # noqa: SLF001
-        _settle(pairs)
-        return
-    # A closed loop has nobody left who could be told.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_settle, pairs)
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The event loop that runs in this thread, None if none does."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
-def _settle(pairs: list[tuple["Future[Any]", Any]]) -> None:
+def _resolve(pairs: list[tuple[CallerFuture, Any]]) -> None:
     for future, outcome in pairs:
         try:
-            if type(outcome) is Failure:
+            if type(outcome) is FailedOutput:
                 future.set_exception(outcome.error)
             else:
                 future.set_result(outcome)
-        except InvalidStateError:  # cancelled
-            pass
-        except RuntimeError:  # its loop has been closed, and with it all who waited there
-            pass
+        except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
+            pass  # the caller has gone, or the failure of another item came first

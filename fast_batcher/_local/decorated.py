@@ -1,27 +1,28 @@
 """What stands in the place of a decorated function. Runs wherever it is called.
 
-Used as a function it has one batcher; used as a method one for each instance, which is released
-with the instance. Nothing is stored on instances: they can be copied and pickled as before.
+Used as a function it has one batcher. Used as a method it has one for each instance, which is
+released with the instance. Nothing is stored on instances: they can be copied and pickled.
 """
 
 import asyncio
-import dataclasses
 import functools
 import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.batches import is_much
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._local.batcher import LocalBatcher
-from fast_batcher._local.cache import Cache
-from fast_batcher._local.function import Function, bind_weakly, is_async, own_rows
-from fast_batcher._local.settings import LocalSettings
-from fast_batcher.errors import ConfigurationError
-from fast_batcher.types import AsyncCache, BatchProcessorStats
+from fast_batcher._local.cache import OutputCache
+from fast_batcher._local.call_formats import CallFormat
+from fast_batcher._local.function import Target, bind_weakly
+from fast_batcher._local.nesting import running_batch
+from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher.types import BatchProcessorStats
 
 _CallT = TypeVar("_CallT", bound=Callable[..., Any])
 
@@ -29,7 +30,7 @@ _CallT = TypeVar("_CallT", bound=Callable[..., Any])
 def mark_async(call: _CallT) -> _CallT:
     """Have frameworks await what this returns, as if it were written with `async def`.
 
-    It returns a coroutine of another function: one around it would cost every call.
+    It returns the coroutine of another function: a coroutine around that would cost every call.
     """
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(call)
@@ -37,207 +38,96 @@ def mark_async(call: _CallT) -> _CallT:
     return call
 
 
-class Batcher(Protocol):
-    """What computes: `LocalBatcher`, or a worker process."""
+@dataclass(frozen=True)
+class BatchingPlan:
+    """What was decided when a function was decorated, and the batchers of a method."""
 
-    def process(self, items: Sequence[Any]) -> list[Any]:
-        """Wait in this thread for the outputs of so many items."""
-
-    def aprocess(self, item: Any, owner: object = None) -> Coroutine[Any, Any, Any]:
-        """Wait for the output of one item; `owner` is kept until then."""
-
-    def aprocess_many(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
-        """Wait for the outputs of so many items."""
-
-    def stats(self) -> BatchProcessorStats:
-        """What it has done."""
-
-    def clear_stats(self) -> None:
-        """Count from 0."""
-
-    def start(self) -> None:
-        """Take calls again after a shutdown."""
-
-    def shutdown(self, *, cancel: bool = False) -> None:
-        """End, and wait for it."""
-
-    def ashutdown(self, *, cancel: bool = False) -> Coroutine[Any, Any, None]:
-        """End, and wait for it."""
-
-
-class Form(Protocol):
-    """How the arguments of a call become items, and their outputs what the call returns."""
-
-    # Whether that takes time where they are large.
-    takes_apart: bool
-
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The items, and whether it is a single one that wants a single output."""
-
-    def result_of(self, outputs: list[Any]) -> Any:
-        """What a call with several items returns."""
-
-
-class ListForm:
-    """A list is several items, anything else is one."""
-
-    takes_apart = False
-
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The items of the one argument."""
-        if len(args) != 1 or kwargs:
-            raise TypeError(
-                "a batched function is called with one argument, an item or a list of items"
-            )
-        (item,) = args
-        return (item, False) if isinstance(item, list) else ([item], True)
-
-    def result_of(self, outputs: list[Any]) -> list[Any]:
-        """The outputs in the order of the items."""
-        return outputs
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What has been decided about a function when it was decorated."""
-
-    # What is called with an instance first if it is a method, with the batch alone if not.
-    target: Callable[..., Any]
-    # Whether looking it up on an instance or on its class binds it.
-    binds_instance: bool
-    binds_class: bool
-    # Whether it stands in a class, where it may be called as `Class.method(instance, ...)`.
-    is_in_class: bool
-    # Makes the batcher of a function, or of a method bound to an instance.
-    make_batcher: Callable[[Callable[..., Any]], Batcher]
-    form: Form
-    cache: Cache | None = None
-
-
-def plan(
-    written: Any,
-    settings: LocalSettings,
-    *,
-    is_aio: bool,
-    cache: AsyncCache[Any, Any] | None = None,
-    form: Any = None,
-    process: bool = False,
-) -> Plan:
-    """Find out what kind of function it is, and what its batchers are made of.
-
-    Args:
-        written: What the decorator was given.
-        settings: Of the batches and the queue.
-        is_aio: Whether an async function runs on the loop of its callers.
-        cache: Of the user's, or None.
-        form: A `FeatureForm`; None for a function of a list.
-        process: Whether it runs in a worker process.
-
-    Raises:
-        ConfigurationError: It is no function, or the worker process could not import it.
-    """
-    is_class = isinstance(written, classmethod)
-    is_static = isinstance(written, staticmethod)
-    target = written.__func__ if is_class or is_static else written
-    if not callable(target):
-        raise ConfigurationError(
-            f"func={written!r:.100}: decorate a function; settings are named, as in batch_size=32"
-        )
-    if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
-        raise ConfigurationError(
-            f"func={written!r:.100}: it is a generator; return a list with one output per input"
-        )
-    name = getattr(target, "__qualname__", type(target).__qualname__)
-
-    def make_batcher(call: Callable[..., Any]) -> Batcher:
-        if process and (call is not target or isinstance(call, types.MethodType)):
-            raise ConfigurationError(
-                f"process=True: {name} is a method, and its instance is not in the worker process; "
-                "decorate a function at the top level of a module, or give a DynBatcher a class"
-            )
-        if process:
-            # Only who wants a process loads what makes one.
-            from fast_batcher._local.process_batcher import ProcessBatcher
-
-            return ProcessBatcher(call, settings, form)
-        if form is None:
-            function = Function(call, name, is_async=is_async(target), split=own_rows)
-        else:
-            function = form.function(call, name, is_async=is_async(target))
-        return LocalBatcher(function, settings, is_aio=is_aio)
-
-    # As Python decides it: what has `__get__` is bound. A bound method has it too, and is bound.
-    binds = hasattr(type(target), "__get__") and not isinstance(target, types.MethodType)
-    return Plan(
-        target=target,
-        binds_instance=binds and not is_static,
-        binds_class=is_class,
-        is_in_class=name.rpartition(".")[0].rpartition(".")[2] not in ("", "<locals>"),
-        make_batcher=make_batcher,
-        form=ListForm() if form is None else form,
-        cache=None if cache is None else Cache(cache, name),
+    target: Target
+    settings: DecoratorSettings
+    call_format: CallFormat
+    # Whether an async function runs on the event loop of its callers.
+    is_aio: bool
+    cache: OutputCache | None
+    # The batchers of a method by the id of the instance: instances need not be hashable, and equal
+    # ones are different. Without a lock: an instance may be collected in the middle of anything,
+    # and a process may be forked there.
+    instance_batchers: dict[int, tuple[weakref.ref[Any], LocalBatcher]] = field(
+        default_factory=dict
     )
 
+    @functools.cached_property
+    def has_short_cut(self) -> bool:
+        """Whether a single item needs nothing but its batch: see `LoopSubmitter.process_one`."""
+        settings = self.settings
+        if self.call_format.copies:
+            return False
+        return (
+            self.cache is None and settings.max_batch_length is None and settings.ranks_above >= 1
+        )
 
-class _Instances:
-    """The batchers of a method, by instance.
+    def make_batcher(self, call: Callable[..., Any]) -> LocalBatcher:
+        """The batcher of the target's function, or of that function bound to an instance."""
+        function = self.call_format.make_function(self.target, call)
+        return LocalBatcher(function, self.settings, is_aio=self.is_aio)
 
-    By identity: instances need not be hashable, and equal ones are not the same. Without a lock:
-    an instance may die in the middle of anything, and a process may be forked there.
-    """
-
-    def __init__(self) -> None:
-        self._batchers: dict[int, tuple[weakref.ref[Any], Batcher]] = {}
-
-    def batcher_of(self, instance: Any, plan: Plan) -> Batcher:
-        key, batchers = id(instance), self._batchers
+    def batcher_of(self, instance: Any) -> LocalBatcher:
+        """The batcher of a method of this instance, made when it is asked for first."""
+        key, batchers = id(instance), self.instance_batchers
         known = batchers.get(key)
         if known is None:
-            batcher = plan.make_batcher(bind_weakly(plan.target, instance))
+            batcher = self.make_batcher(bind_weakly(self.target.call, instance))
             reference = weakref.ref(instance, lambda _: batchers.pop(key, None) and None)
-            # If another thread was faster, this one is dropped: a batcher starts with its first
-            # call.
+            # If another thread was faster, its batcher wins; this one has not started a thread yet.
             known = batchers.setdefault(key, (reference, batcher))
         return known[1]
 
 
-class Decorated:
-    """A function or method whose calls are batched. Made by the decorators; see there."""
+class _Binding(NamedTuple):
+    """What a bound method is bound to."""
 
-    def __init__(self, plan: Plan) -> None:
-        functools.update_wrapper(self, plan.target)  # type: ignore[arg-type]  # it is called, too
+    # An instance, or the class of a class method.
+    instance: Any
+    # What was bound.
+    function: "Decorated"
+
+
+class Decorated:
+    """A function or method whose calls are batched. The decorators make it; see there."""
+
+    def __init__(self, plan: BatchingPlan, binding: _Binding | None = None) -> None:
+        batcher: LocalBatcher | None = None
+        if binding is not None:
+            # Each look-up of a method makes one, so this is kept cheap: `__getattr__` finds the
+            # attributes of the function, but for this one, which the class has, too.
+            self.__doc__ = binding.function.__doc__
+            batcher = plan.batcher_of(binding.instance)
+        else:
+            # First of all: it also copies the attributes of a function that was decorated before.
+            functools.update_wrapper(self, plan.target.call)  # type: ignore[arg-type]  # it is called, too
+            if not plan.target.binds_class:
+                batcher = plan.make_batcher(plan.target.call)
         self._plan = plan
-        self._instances = _Instances()
-        # What it is bound to, and the function that was bound.
-        self._bound: tuple[Any, Decorated] | None = None
-        self._own_batcher: Batcher | None = None
-        if not plan.binds_class:
-            self._own_batcher = plan.make_batcher(plan.target)
+        self._binding = binding
+        # None for a class method that is not bound.
+        self._own_batcher = batcher
 
     def __get__(self, instance: Any, owner: type | None = None) -> Self:
-        """The same for one instance, or for one class if it is a class method."""
-        plan = self._plan
-        if self._bound is not None or not (plan.binds_instance or plan.binds_class):
+        """Bind to one instance, or to one class if it is a class method."""
+        target = self._plan.target
+        if self._binding is not None or not (target.binds_instance or target.binds_class):
             return self
-        if plan.binds_class:
+        if target.binds_class:
             instance = owner if owner is not None else type(instance)
         if instance is None:
             return self
-        # Every look-up makes one, so it is kept cheap: `__getattr__` finds the rest.
-        bound = object.__new__(type(self))
-        bound._plan = plan
-        bound._bound = (instance, self)
-        bound._own_batcher = self._instances.batcher_of(instance, plan)
-        bound.__doc__ = self.__doc__  # that of the class would be found before
-        return bound
+        return type(self)(self._plan, _Binding(instance, self))
 
     def __getattr__(self, name: str) -> Any:
-        bound = self.__dict__.get("_bound")
-        if bound is None:
+        if self._binding is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        instance, function = bound
+        instance, function = self._binding
         if name == "__wrapped__":
-            return types.MethodType(self._plan.target, instance)
+            return types.MethodType(self._plan.target.call, instance)
         if name == "__self__":
             return instance
         if name == "__func__":
@@ -245,16 +135,15 @@ class Decorated:
         return getattr(function, name)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        if self._bound is not None:
-            instance, _ = self._bound
-            return getattr, (instance, self._plan.target.__name__)
+        if self._binding is not None:
+            return getattr, (self._binding.instance, self._plan.target.call.__name__)
         # Like a function: by its name.
         name: str = self.__qualname__
         return name
 
     def __repr__(self) -> str:
-        where = "" if self._bound is None else f" of {self._bound[0]!r:.100}"
-        return f"<batched {self._plan.target!r}{where}>"
+        where = "" if self._binding is None else f" of {self._binding.instance!r:.100}"
+        return f"<batched {self._plan.target.call!r}{where}>"
 
     @property
     def stats(self) -> BatchProcessorStats:
@@ -265,56 +154,49 @@ class Decorated:
         return stats
 
     def clear_stats(self) -> None:
-        """Count from 0 again. The cache counts for itself."""
+        """Count from 0 again. The cache's own counts stay."""
         self._batcher.clear_stats()
 
     @property
-    def _batcher(self) -> Batcher:
+    def _batcher(self) -> LocalBatcher:
         if self._own_batcher is None:
             raise TypeError(f"{self.__qualname__} is a class method; look it up on its class")
         return self._own_batcher
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_unbound_call(args, kwargs):
-            bound = self.__get__(args[0], type(args[0]))
-            return bound._call(args[1:], kwargs)  # noqa: SLF001  another of this class
-        items, is_single = self._plan.form.items_of(args, kwargs)
+        if len(args) + bool(kwargs) == 2 and self._is_called_on_class(args):
+            return self.__get__(args[0], type(args[0]))._call(args[1:], kwargs)  # noqa: SLF001  its own class
+        items, is_single = self._plan.call_format.items_of(args, kwargs)
         outputs = self._batcher.process(items)
-        return outputs[0] if is_single else self._plan.form.result_of(outputs)
+        return outputs[0] if is_single else self._plan.call_format.result_of(outputs)
 
-    def _acall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
-        # One item, as most calls have it, without a coroutine in between.
-        plan = self._plan
-        if (
-            len(args) == 1
-            and not kwargs
-            and type(plan.form) is ListForm
-            and plan.cache is None
-            and not isinstance(args[0], list)
-        ):
-            return self._batcher.aprocess(args[0], self)
-        return self._acall_form(args, kwargs)
-
-    async def _acall_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._is_unbound_call(args, kwargs):
-            bound = self.__get__(args[0], type(args[0]))
-            return await bound._acall(args[1:], kwargs)  # noqa: SLF001  another of this class
-        form, cache, batcher = self._plan.form, self._plan.cache, self._batcher
-        is_long = form.takes_apart and is_much((args, kwargs), dim=0)
-        items, is_single = await offload(is_long, form.items_of, args, kwargs)
-        if cache is not None:
-            outputs = await cache.process(items, batcher.aprocess_many)
+    async def _acall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) + bool(kwargs) == 2 and self._is_called_on_class(args):
+            return await self.__get__(args[0], type(args[0]))._acall(args[1:], kwargs)  # noqa: SLF001  its own class
+        plan, batcher = self._plan, self._batcher
+        is_item = len(args) == 1 and not kwargs and not isinstance(args[0], list)
+        if is_item and plan.has_short_cut and running_batch.get() is None:
+            return await batcher.aprocess_one(args[0])
+        call_format, cache = plan.call_format, plan.cache
+        if call_format.copies and is_much((args, kwargs), dim=0):
+            items, is_single = await offload(True, call_format.items_of, args, kwargs)
         else:
-            outputs = await batcher.aprocess_many(items)
+            items, is_single = call_format.items_of(args, kwargs)
+        if not items:
+            outputs = []
+        elif cache is not None:
+            outputs = await cache.process(items, batcher.aprocess)
+        else:
+            outputs = await batcher.aprocess(items)
         if is_single:
             return outputs[0]
-        return await offload(form.takes_apart and is_much(outputs), form.result_of, outputs)
+        is_long = call_format.copies and is_much(outputs)
+        return await offload(is_long, call_format.result_of, outputs)
 
-    def _is_unbound_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether it is `Class.method(instance, ...)`."""
-        plan = self._plan
-        binds = self._bound is None and plan.binds_instance and plan.is_in_class
-        return binds and len(args) + bool(kwargs) == 2 and bool(args)
+    def _is_called_on_class(self, args: tuple[Any, ...]) -> bool:
+        """Whether a call with two arguments is `Class.method(instance, ...)`."""
+        target = self._plan.target
+        return bool(args) and self._binding is None and target.binds_instance and target.is_in_class
 
     async def _ashutdown(self, *, cancel: bool) -> None:
         await self._batcher.ashutdown(cancel=cancel)

@@ -1,15 +1,16 @@
-"""The queue of one function and the worker that computes its batches. Any thread may call.
+"""The queue of one function, and the decisions which batch its worker computes next.
 
-The shell around the core: *apply the event, poll, do the actions*. The events are calls and the
-ends of batches; there is nothing to wait for besides, so there is no timer. The scheduler belongs
-to one thread at a time, so every event is applied under a lock, which is never held while code of
-the user runs.
+The engine is a shell around the scheduler: it applies an event, polls, and carries out the actions.
+The events are calls and the ends of batches. No request has a deadline, so there is no timer. The
+scheduler belongs to one thread at a time, so each event is applied under a lock, which is never
+held while code of the user runs. Any thread may call.
 """
 
 import concurrent.futures
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 from time import monotonic
 from typing import Any, Protocol
 
@@ -19,10 +20,11 @@ from fast_batcher._core.messages import Batch, Dispatch, Fault, Request
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
-from fast_batcher._local.function import Failure, Function, as_error, without_own_frame
-from fast_batcher._local.settings import LocalSettings
+from fast_batcher._local.function import FailedOutput, Function, as_error, without_own_frame
+from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher.errors import (
     BatcherClosedError,
+    BatcherError,
     OutputMismatchError,
     QueueFullError,
     clear_frames,
@@ -36,23 +38,26 @@ _WORKER = 0
 
 
 class Worker(Protocol):
-    """Where batches are computed."""
+    """Computes the batches of one engine."""
 
     def start(self, batch: Batch) -> None:
-        """Compute a batch while it has none, and then those that `Engine.finish` gives."""
+        """Compute a batch, and then each one that the engine returns for the last.
+
+        The engine calls this only while the worker has no batch.
+        """
 
     def stop(self) -> None:
-        """Nothing more will come; ends, and then resolves `Engine.ended`.
+        """End, and then resolve the engine's `ended`: no batch will follow.
 
         A finalizer may call it, so it takes no locks.
         """
 
     def join(self) -> None:
-        """Wait until nothing of it is left, after `Engine.ended`: for no time worth mentioning."""
+        """Wait until nothing is left of the worker. Called after `ended`, so the wait is short."""
 
 
 class Counts:
-    """What a function was given, since its first call or `clear()`. Any thread may call."""
+    """Counts the batches of a function since its first call or `clear()`. Any thread may call."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,31 +70,38 @@ class Counts:
             self._seconds = 0.0
 
     def add(self, items: int, seconds: float) -> None:
-        """Count a batch of so many items, which took so many seconds."""
+        """Count one batch: the number of its items and the time it took."""
         with self._lock:
             self._items += items
             self._batches += 1
             self._seconds += seconds
 
     def read(self) -> tuple[int, int, float]:
-        """Items, batches, and seconds altogether."""
+        """The numbers of items and batches, and the seconds that all batches took together."""
         with self._lock:
             return self._items, self._batches, self._seconds
 
 
 class Engine:
-    """Takes requests from any thread and sees to it that each of them is settled once.
+    """Accepts requests from any thread, and settles each of them once.
 
     Args:
         function: What computes a batch.
-        settings: Of the batches and the queue.
-        counts: Where it counts.
+        settings: The options of the function.
+        counts: Where it counts its batches.
+        make_worker: Makes the worker of this engine.
     """
 
-    def __init__(self, function: Function, settings: LocalSettings, counts: Counts) -> None:
+    def __init__(
+        self,
+        function: Function,
+        settings: DecoratorSettings,
+        counts: Counts,
+        make_worker: Callable[["Engine"], Worker],
+    ) -> None:
         self.function = function
+        self._settings = settings
         length = settings.max_batch_length
-        self._max_queue_size = settings.max_queue_size
         self._scheduler = Scheduler(
             GreedyPolicy(),
             Counters(),
@@ -102,88 +114,81 @@ class Engine:
             packer=None if length is None else BatchPacker(length, is_padded=False),
         )
         self._scheduler.worker_ready(monotonic(), _WORKER)
+        # Protects the scheduler and the two below.
         self._lock = threading.Lock()
         self._is_closing = False
         self._has_ended = False
         self._counts = counts
-        # Set by `LocalBatcher`; the worker needs the engine and the engine the worker.
-        self.worker: Worker
-        # Resolved when it is closed, everything is settled and its worker has ended.
+        # Resolved when the engine is closed, everything is settled and the worker has ended.
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self.worker = make_worker(self)
 
     @property
     def waiting(self) -> int:
-        """Requests that no batch has yet."""
+        """Number of requests that are in no batch yet."""
         with self._lock:
             return self._scheduler.waiting
 
-    def rank_requests(self) -> None:
-        """From now on priorities count. Not before the first, for that costs every call."""
+    def submit(self, calls: Sequence[list[Request]]) -> None:
+        """Accept the requests of each call. A call fails as a whole if there is no room for all."""
+        refused: list[Request] = []
+        errors: list[FailedOutput] = []
         with self._lock:
-            self._scheduler.rank_requests()
-
-    def submit(self, requests: list[Request]) -> None:
-        """Take each request for itself; those for which there is no room are told."""
-        with self._lock:
+            if self._is_closing or not self._scheduler.has_room(sum(map(len, calls))):
+                calls, refused, errors = self._refuse_without_room(calls)
+            if max(map(len, calls), default=0) > self._settings.ranks_above:
+                # Not before the first: a ranked queue costs every request some microseconds.
+                self._scheduler.rank_requests()
             now = monotonic()
-            refused = [request for request, _ in self._scheduler.submit(now, requests)]
-            for request in refused:
+            self._scheduler.submit(now, list(chain.from_iterable(calls)))
+            batch = self._poll(now)
+        if batch is not None:
+            self.worker.start(batch)
+        deliver(refused, errors)
+
+    def _refuse_without_room(
+        self, calls: Sequence[list[Request]]
+    ) -> tuple[list[list[Request]], list[Request], list[FailedOutput]]:
+        """The calls that there is room for, and one request of each other call with its error."""
+        accepted: list[list[Request]] = []
+        refused: list[Request] = []
+        errors: list[FailedOutput] = []
+        waiting, taken = self._scheduler.queue.size, 0
+        name, limit = self.function.name, self._settings.max_queue_size
+        error: BatcherError
+        for requests in calls:
+            count = len(requests)
+            if self._scheduler.has_room(taken + count) and not self._is_closing:
+                accepted.append(requests)
+                waiting += count
+                taken += count
+                continue
+            for request in requests:
                 request.is_settled = True
-            batch = self._poll(now)
-        if batch is not None:
-            self.worker.start(batch)
-        if refused:
-            deliver(refused, [Failure(self._refusal(1)) for _ in refused])
-
-    def submit_together(self, requests: list[Request]) -> None:
-        """Take all of them or none.
-
-        Raises:
-            QueueFullError: There is not room for all; nothing was queued.
-            BatcherClosedError: It has been shut down.
-        """
-        with self._lock:
-            self._require_room(len(requests))
-            now = monotonic()
-            self._scheduler.submit(now, requests)
-            batch = self._poll(now)
-        if batch is not None:
-            self.worker.start(batch)
-
-    def require_room(self, count: int, *, behind: int) -> None:
-        """Raise as `submit_together` does if so many requests have no room behind so many others.
-
-        Other threads may take the room before they are submitted.
-        """
-        with self._lock:
-            self._require_room(count, behind)
-
-    def _require_room(self, count: int, behind: int = 0) -> None:
-        if self._is_closing or not self._scheduler.has_room(count + behind):
-            raise self._refusal(count, behind)
-
-    def _refusal(self, count: int, behind: int = 0) -> BatcherClosedError | QueueFullError:
-        if self._is_closing:
-            return BatcherClosedError(f"{self.function.name} was shut down and takes no calls")
-        size = self._scheduler.queue.size
-        return QueueFullError(
-            f"{self.function.name}: no room for {count} more, {size + behind} wait already "
-            f"(max_queue_size={self._max_queue_size})"
-        )
+            refused.append(requests[0])
+            if self._is_closing:
+                error = BatcherClosedError(f"{name} was shut down and takes no calls")
+            else:
+                error = QueueFullError(
+                    f"{name}: no room for {count} more, {waiting} wait already "
+                    f"(max_queue_size={limit})"
+                )
+            errors.append(FailedOutput(error))
+        return accepted, refused, errors
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Their callers have gone; what runs is computed and dropped."""
+        """Forget requests whose caller has gone; one that runs is computed, its output dropped."""
         with self._lock:
             for request in requests:
                 self._scheduler.cancel(request)
         self._end_if_done()
 
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
-        """The function has returned for a batch; returns the next one, if there is one."""
+        """Settle a batch for which the function has returned; returns the next batch, if any."""
         try:
             outcomes = self.function.outcomes(result, len(batch.requests))
         except OutputMismatchError as error:
-            outcomes = [Failure(OutputMismatchError(*error.args)) for _ in batch.requests]
+            outcomes = [FailedOutput(OutputMismatchError(*error.args)) for _ in batch.requests]
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             return self.fail(batch, error, seconds)
         self._counts.add(len(batch.requests), seconds)
@@ -193,13 +198,15 @@ class Engine:
             for request in batch.requests:
                 request.is_settled = True
             following = self._poll(now)
-        # Those who have gone are told too, and do not hear it.
         deliver(batch.requests, outcomes)
         self._end_if_done()
         return following
 
     def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
-        """The function raised for a batch; returns the next one, which may be half of this one."""
+        """Settle a batch for which the function has raised, or divide it; returns the next batch.
+
+        With `isolate_errors` the next batch may be half of this one.
+        """
         without_own_frame(raised)
         out_of_memory = is_out_of_memory(raised)
         if out_of_memory:  # its frames hold the batch that was too large
@@ -214,12 +221,12 @@ class Engine:
             for request in failed:
                 request.is_settled = True
             following = self._poll(now)
-        deliver(failed, [Failure(as_error(raised)) for _ in failed])
+        deliver(failed, [FailedOutput(as_error(raised)) for _ in failed])
         self._end_if_done()
         return following
 
     def drop(self, batch: Batch) -> Batch | None:
-        """Nobody waits for a batch that is to be computed; returns the next one."""
+        """Skip a batch that has no callers left; returns the next batch, if any."""
         with self._lock:
             now = monotonic()
             self._scheduler.batch_done(now, _WORKER, batch.id)
@@ -228,30 +235,31 @@ class Engine:
         return following
 
     def close(self, *, cancel: bool) -> None:
-        """Take nothing more; what waits is computed first, or with `cancel` told that it is over.
+        """Accept no more requests.
 
         Args:
-            cancel: Which of the two.
+            cancel: Whether requests that wait fail at once; else they are computed first.
         """
         with self._lock:
             self._is_closing = True
             self._scheduler.begin_drain()
-            rest = self._scheduler.give_up() if cancel else []
-        closed = f"{self.function.name} was shut down before it had answered"
-        deliver(rest, [Failure(BatcherClosedError(closed)) for _ in rest])
-        self._end_if_done()
+            unanswered = self._scheduler.give_up() if cancel else []
+        self._fail_as_closed(unanswered, "was shut down before it had answered")
 
     def abandon(self) -> None:
-        """The loop that its worker runs on is gone: nothing that it has will ever be answered."""
+        """Fail all requests: the event loop of the worker has ended, or does not run."""
         with self._lock:
             self._is_closing = True
-            rest = self._scheduler.close()
-        closed = f"{self.function.name}: the event loop that computed it has ended"
-        deliver(rest, [Failure(BatcherClosedError(closed)) for _ in rest])
+            unanswered = self._scheduler.close()
+        self._fail_as_closed(unanswered, "the event loop that computed it has ended")
+
+    def _fail_as_closed(self, requests: list[Request], why: str) -> None:
+        text = f"{self.function.name}: {why}"
+        deliver(requests, [FailedOutput(BatcherClosedError(text)) for _ in requests])
         self._end_if_done()
 
     def _poll(self, now: float) -> Batch | None:
-        """The batch to compute now, if the worker is free and something waits."""
+        """The batch to compute now, if the worker is free and a request waits."""
         actions, _ = self._scheduler.poll(now)
         if not actions:
             return None
@@ -266,8 +274,8 @@ class Engine:
             return
         with self._lock:
             scheduler = self._scheduler
-            # While anything waits the worker is not idle, nor while a batch runs whose callers have
-            # all gone.
+            # The worker is idle only if no request waits and no batch runs, not even one whose
+            # callers have all gone.
             is_done = scheduler.is_closed or scheduler.workers.idle_workers
             if not is_done or self._has_ended:
                 return

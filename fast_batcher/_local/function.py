@@ -1,13 +1,15 @@
-"""The user's function, and what it returns or raises. Runs where batches run."""
+"""The user's function, what it returns and what it raises. Runs where the batches run."""
 
 import functools
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from fast_batcher._arrays.leaves import copy_rows
+from fast_batcher._arrays import leaves
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherError,
@@ -19,8 +21,54 @@ from fast_batcher.errors import (
 )
 
 
-class Failure:
-    """In place of an output: the error of one caller."""
+@dataclass(frozen=True)
+class Target:
+    """What the user decorated, and how Python binds it.
+
+    Raises:
+        ConfigurationError: It cannot be batched.
+    """
+
+    # Called with an instance or class first if it is bound to one, then with a batch.
+    call: Callable[..., Any]
+    name: str
+    # Whether calling it returns a coroutine, as far as that can be known without a call.
+    is_async: bool
+    binds_instance: bool
+    binds_class: bool
+    # Whether it is defined in a class, where `Class.method(instance, ...)` is a way to call it.
+    is_in_class: bool
+
+    @classmethod
+    def of(cls, written: Any) -> "Target":
+        """Inspect what stands below the decorator."""
+        is_class = isinstance(written, classmethod)
+        is_static = isinstance(written, staticmethod)
+        call = written.__func__ if is_class or is_static else written
+        if not callable(call):
+            raise ConfigurationError(
+                f"func={written!r:.100}: decorate a function; settings are named, as in "
+                "batch_size=32"
+            )
+        if inspect.isgeneratorfunction(call) or inspect.isasyncgenfunction(call):
+            raise ConfigurationError(
+                f"func={written!r:.100}: it is a generator; return a list with one output per input"
+            )
+        name = getattr(call, "__qualname__", type(call).__qualname__)
+        # Python binds what has `__get__`. A bound method has it too, and is not bound again.
+        binds = hasattr(type(call), "__get__") and not isinstance(call, types.MethodType)
+        return cls(
+            call=call,
+            name=name,
+            is_async=is_async(call),
+            binds_instance=binds and not is_static,
+            binds_class=is_class,
+            is_in_class=name.rpartition(".")[0].rpartition(".")[2] not in ("", "<locals>"),
+        )
+
+
+class FailedOutput:
+    """Takes the place of an output: the error for one caller."""
 
     __slots__ = ("error",)
 
@@ -28,53 +76,46 @@ class Failure:
         self.error = error
 
 
+@dataclass(frozen=True, slots=True)
 class Function:
-    """A function of a list of inputs.
+    """A function of a list of items, as the engine and nested calls use it."""
 
-    Args:
-        call: Takes a list of inputs; returns their outputs, or something to be awaited for them.
-        name: For messages.
-        split: Makes the list of outputs out of what the function returned for so many inputs;
-            raises OutputMismatchError where there is not one for each.
-    """
-
-    __slots__ = ("_split", "call", "is_async", "name")
-
-    def __init__(
-        self,
-        call: Callable[[list[Any]], Any],
-        name: str,
-        *,
-        is_async: bool,
-        split: Callable[[Any, int], list[Any]] | None = None,
-    ) -> None:
-        self.call = call
-        self.name = name
-        # Whether calling it gives a coroutine, as far as one can tell beforehand.
-        self.is_async = is_async
-        self._split = split or rows
+    # Takes a list of items and returns their outputs, or an awaitable for them.
+    call: Callable[[list[Any]], Any]
+    # The name in messages, logs and the name of the thread.
+    name: str
+    # See `Target`.
+    is_async: bool
+    # Makes a list of outputs from what the function returned for a number of items. Raises
+    # OutputMismatchError if there is not one for each.
+    split: Callable[[Any, int], list[Any]]
 
     def outcomes(self, result: Any, count: int) -> list[Any]:
-        """What it returned as one output or `Failure` per input.
+        """What it returned as one output or `FailedOutput` per item.
 
         Raises:
-            OutputMismatchError: It returned something other than one output per input.
+            OutputMismatchError: It returned something other than one output per item.
         """
-        outputs = self._split(result, count)
-        # A set of types takes a fraction of the time of a look at each output.
+        outputs = self.split(result, count)
+        # Checking each type once takes a fraction of the time of checking each output.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
-            return [Failure(as_error(o)) if isinstance(o, BaseException) else o for o in outputs]
+            return [
+                FailedOutput(as_error(output)) if isinstance(output, BaseException) else output
+                for output in outputs
+            ]
         return outputs
 
 
-def rows(outputs: Any, count: int) -> list[Any]:
-    """The outputs as a list of `count`.
+def list_outputs(outputs: Any, count: int) -> list[Any]:
+    """The outputs of `count` items as a list: a sequence as it is, an array by its first axis.
 
-    Sequences are taken as they are, arrays and tensors row by row along the first axis.
+    The rows of an array or tensor are copied. A view would keep the whole batch in memory, and it
+    would change when the function fills the array again, or when another caller writes into a row
+    that shares its memory.
 
     Raises:
-        OutputMismatchError: Anything else, or another length: pairing what is there with the wrong
-            callers would be worse than an error.
+        OutputMismatchError: It is no sequence, or has another length. Its outputs could reach the
+            wrong callers.
     """
     if type(outputs) is list and len(outputs) == count:
         return outputs
@@ -94,29 +135,16 @@ def rows(outputs: Any, count: int) -> list[Any]:
         raise OutputMismatchError(
             f"the function returned {len(outputs)} outputs for {count} inputs; return one per input"
         )
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(outputs, numpy.ndarray):
+        return leaves.copy_rows(outputs)
+    if torch is not None and isinstance(outputs, torch.Tensor):
+        return [row.clone() for row in outputs]
     return list(outputs)
 
 
-def own_rows(outputs: Any, count: int) -> list[Any]:
-    """The outputs as a list of `count`; those of one array or tensor are copies of its rows.
-
-    A view would keep the whole batch in memory, and would change when the function fills the array
-    again, or when another caller writes into a row that lies in the same memory.
-
-    Raises:
-        OutputMismatchError: As for `rows`.
-    """
-    found = rows(outputs, count)
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(outputs, numpy.ndarray):
-        return copy_rows(outputs)
-    if torch is not None and isinstance(outputs, torch.Tensor):
-        return [row.clone() for row in found]
-    return found
-
-
 def as_error(raised: BaseException) -> BatcherError:
-    """The error for one caller; also an instance of what was raised, which is its cause."""
+    """A new error for one caller. It is an instance of what was raised, too, which is its cause."""
     original = raised if isinstance(raised, Exception) else None
     error = from_model(original, f"the function raised {one_line(raised)}", "")
     assign(error, "__cause__", raised)
@@ -124,10 +152,10 @@ def as_error(raised: BaseException) -> BatcherError:
 
 
 def without_own_frame(raised: BaseException) -> BaseException:
-    """Drop the first frame of its traceback, which is ours.
+    """Drop the first frame of its traceback, which is the worker's.
 
-    It holds the batch, the batch its callers, and those the error: only the garbage collector would
-    ever free them.
+    That frame holds the batch, the batch its callers, and they the error: only the garbage
+    collector would free them.
     """
     if raised.__traceback__ is not None:
         assign(raised, "__traceback__", raised.__traceback__.tb_next)
@@ -135,18 +163,18 @@ def without_own_frame(raised: BaseException) -> BaseException:
 
 
 def is_async(call: object) -> bool:
-    """Whether calling it gives a coroutine, as far as one can tell without doing it."""
+    """Whether calling it returns a coroutine, as far as that can be known without a call."""
     if isinstance(call, functools.partial):
         return is_async(call.func)
-    # An object that can be called has its function in its class.
+    # A callable object has its function in its class.
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 
 
 def bind_weakly(call: Callable[..., Any], instance: object) -> Callable[[list[Any]], Any]:
-    """The method of an instance that does not keep the instance alive.
+    """Bind a method to an instance without keeping the instance alive.
 
     Raises:
-        ConfigurationError: No weak references to it are possible.
+        ConfigurationError: The instance supports no weak references.
     """
     try:
         reference = weakref.ref(instance)
@@ -158,7 +186,7 @@ def bind_weakly(call: Callable[..., Any], instance: object) -> Callable[[list[An
 
     def call_method(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
-        if alive is None:  # nobody waits any more, or it would be alive
+        if alive is None:  # all its callers have gone: they would keep it alive
             raise InferenceError("the instance whose method this was is gone")
         return call(alive, *args, **kwargs)
 

@@ -1,78 +1,92 @@
-"""Who waits for whom, so that no function waits for itself. Runs on every thread that calls.
+"""Calls that functions make while they compute, and the waits between engines.
 
-An engine computes one batch at a time. When a function calls a decorated function, its engine waits
-for the other one; a call that would close a circle of such waits could never be answered. It is
-computed where it was made, at once.
+An engine computes one batch at a time. While its function calls another decorated function, the
+engine waits for the other engine. A call that closes a circle of waits would wait for ever: it is
+computed inline, where it was made. Runs on every thread that calls.
 """
 
 import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Coroutine, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Coroutine, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from fast_batcher._local.function import Failure, Function, as_error
+from fast_batcher._local.function import FailedOutput, Function, as_error
 
 
 class RunningBatch:
-    """What is being computed, as those see it who are called from there.
+    """The batch that a thread or task computes, as calls see it that are made from there.
 
     Args:
-        engine: Whose batch it is.
+        engine: The engine of the batch.
     """
 
     __slots__ = ("engine", "has_ended")
 
     def __init__(self, engine: Hashable) -> None:
         self.engine = engine
-        # A task that an async function has started may go on after its batch. From then on the
-        # engine does not wait for what it does, and it is a caller like any other. Never set on an
-        # engine's own thread: whatever runs there keeps the engine from its next batch.
+        # A task that an async function starts may outlive the batch. From then on the engine does
+        # not wait for what the task does. Never set on an engine's own thread: whatever runs there
+        # delays the engine's next batch.
         self.has_ended = False
 
 
 # The batch that this thread or task computes, None outside of all batches. A thread that a function
-# starts by itself does not have it: nobody can know what it waits for.
+# starts does not inherit it, because nothing shows whether the function waits for that thread.
 running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", default=None)
 
+# Protects `_waits`.
 _lock = threading.Lock()
-# For each engine those that its batch waits for, as often as it does.
+# The engines that each engine waits for, once per wait.
 _waits: dict[Hashable, list[Hashable]] = {}
 
 
-@contextmanager
-def waiting(batch: RunningBatch | None, target: Hashable) -> Iterator[bool]:
-    """Note for the duration of the block that a batch, and so its engine, waits for an engine.
+class EngineWait:
+    """Notes, while it is entered, that the batch of this thread or task waits for an engine.
 
-    Gives:
-        False if that would never end: the target waits for the batch's engine already, or is that
-        engine. Then nothing is noted, nor for no batch or one that has ended.
+    Entering it returns whether the wait can end. It cannot if the engine is the batch's own or
+    waits for that one; then nothing is noted. Nor is anything noted outside of all batches.
+
+    A class, because `contextlib.contextmanager` sets an attribute of each error that passes, and
+    errors of users may refuse that.
+
+    Args:
+        target: The engine to wait for.
     """
-    if batch is None or batch.has_ended:
-        yield True
-        return
-    waiter = batch.engine
-    with _lock:
-        may_wait = not _is_reached(waiter, target)
-        if may_wait:
-            _waits.setdefault(waiter, []).append(target)
-    try:
-        yield may_wait
-    finally:
-        if may_wait:
-            with _lock:
-                targets = _waits.get(waiter, [])  # empty in a forked child
-                if target in targets:
-                    targets.remove(target)
-                if not targets:
-                    _waits.pop(waiter, None)
+
+    __slots__ = ("_target", "_waiter")
+
+    def __init__(self, target: Hashable) -> None:
+        self._target = target
+        # The engine that waits, None if nothing was noted.
+        self._waiter: Hashable | None = None
+
+    def __enter__(self) -> bool:
+        batch = running_batch.get()
+        if batch is None or batch.has_ended:
+            return True
+        with _lock:
+            if _waits_for(self._target, batch.engine):
+                return False
+            self._waiter = batch.engine
+            _waits.setdefault(batch.engine, []).append(self._target)
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        if self._waiter is None:
+            return
+        with _lock:
+            targets = _waits.get(self._waiter, [])  # empty in a forked child
+            if self._target in targets:
+                targets.remove(self._target)
+            if not targets:
+                _waits.pop(self._waiter, None)
 
 
-async def compute_here(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
-    """Call the function itself with so many items at a time; errors are those of batched calls."""
+async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
+    """Call the function here, with `batch_size` items at a time; errors are those of batches."""
     outputs: list[Any] = []
     for start in range(0, len(items), batch_size):
         part = list(items[start : start + batch_size])
@@ -83,18 +97,18 @@ async def compute_here(function: Function, items: Sequence[Any], batch_size: int
         except Exception as error:
             raise as_error(error) from error
         for outcome in function.outcomes(result, len(part)):
-            if type(outcome) is Failure:
+            if type(outcome) is FailedOutput:
                 raise outcome.error
             outputs.append(outcome)
     return outputs
 
 
-def drive(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> list[Any]:
-    """Run `compute_here` in a thread that blocks.
+def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> list[Any]:
+    """Run `compute_inline` in a thread that has no event loop.
 
     Args:
         computing: What to run.
-        is_async: Whether it waits, so that it needs an event loop.
+        is_async: Whether the function is async, so that it needs an event loop.
     """
     if is_async:
         with asyncio.Runner() as runner:
@@ -110,8 +124,8 @@ def drive(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> list[
     )
 
 
-def _is_reached(engine: Hashable, start: Hashable) -> bool:
-    """Whether the waits lead from `start` to `engine`."""
+def _waits_for(start: Hashable, engine: Hashable) -> bool:
+    """Whether `start` is the engine, or waits for it, directly or through others."""
     seen: set[Hashable] = set()
     todo = [start]
     while todo:
@@ -124,11 +138,11 @@ def _is_reached(engine: Hashable, start: Hashable) -> bool:
     return False
 
 
-def _begin_anew() -> None:
-    """In a forked child only the thread that forked is left, and it may not have had the lock."""
+def _reset_after_fork() -> None:
+    """Forget all waits: a forked child has one thread, and another one may have held the lock."""
     global _lock
     _lock = threading.Lock()
     _waits.clear()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -1,16 +1,57 @@
-"""Settings of a decorated function, checked when it is decorated. Pure."""
+"""The options of the decorators: their types, their defaults and their limits. Pure.
 
+A decorator's own signature shows the three that are used most; the others reach it as keyword
+arguments. `DecoratorSettings` holds all of them and is checked when a function is decorated.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
+from typing import Any, Literal, TypedDict
 
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS
-from fast_batcher.types import PriorityStrategy
+from fast_batcher.types import AsyncCache, PriorityStrategy
+
+
+class ThreadOptions(TypedDict, total=False):
+    """Keyword arguments of `fast_batcher.dynamically`, which documents them."""
+
+    max_batch_length: int | None
+    max_queue_size: int | None
+    isolate_errors: bool
+
+
+class AioOptions(ThreadOptions, total=False):
+    """Keyword arguments of `fast_batcher.aio.dynamically`, which documents them."""
+
+    priority_strategy: PriorityStrategy
+    cache: AsyncCache[Any, Any] | None
+    batch_item_cls: Any
+
+
+class FeatureOptions(TypedDict, total=False):
+    """Keyword arguments of both `inference` decorators, which document them."""
+
+    pad_tokens: Mapping[str, float] | None
+    pad_token: Mapping[str, float] | None
+    padding_side: str
+    spread_kwargs: bool
+    outputs: Literal["several", "rows", "auto"]
+
+
+class InferenceOptions(ThreadOptions, FeatureOptions, total=False):
+    """Keyword arguments of `fast_batcher.inference.dynamically`, which documents them."""
+
+
+class AioInferenceOptions(AioOptions, FeatureOptions, total=False):
+    """Keyword arguments of `fast_batcher.aio.inference.dynamically`, which documents them."""
 
 
 @dataclass(frozen=True)
-class LocalSettings:
-    """What the decorators take; see `fast_batcher.dynamically` for what each means.
+class DecoratorSettings:
+    """The options of one decorated function.
 
     Raises:
         ConfigurationError: A value is wrong.
@@ -21,15 +62,21 @@ class LocalSettings:
     small_batch_threshold: int = 8
     max_batch_length: int | None = None
     max_queue_size: int | None = None
-    priority_strategy: PriorityStrategy = PriorityStrategy.NONE
     isolate_errors: bool = True
+    priority_strategy: PriorityStrategy = PriorityStrategy.NONE
+    cache: AsyncCache[Any, Any] | None = None
+    pad_tokens: Mapping[str, float] | None = None
+    pad_token: Mapping[str, float] | None = None
+    padding_side: str = "right"
+    spread_kwargs: bool = False
+    outputs: str = "several"
 
     def __post_init__(self) -> None:
-        _check_count("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
-        _check_count("small_batch_threshold", self.small_batch_threshold, 0, inf)
+        _check_whole_number("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
+        _check_whole_number("small_batch_threshold", self.small_batch_threshold, 0, inf)
         for name in ("max_batch_length", "max_queue_size"):
             if getattr(self, name) is not None:
-                _check_count(name, getattr(self, name), 1, inf)
+                _check_whole_number(name, getattr(self, name), 1, inf)
         milliseconds: object = self.timeout_ms
         is_number = isinstance(milliseconds, int | float) and not isinstance(milliseconds, bool)
         if not is_number or not 0 <= self.timeout_ms <= 1000 * MAX_SECONDS:  # false for NaN too
@@ -43,27 +90,52 @@ class LocalSettings:
             )
         if not isinstance(self.isolate_errors, bool):
             raise ConfigurationError(f"isolate_errors={self.isolate_errors!r}: give True or False")
+        self._check_padding()
+
+    def _check_padding(self) -> None:
+        if self.padding_side not in ("left", "right"):
+            raise ConfigurationError(
+                f"padding_side={self.padding_side!r:.100}: give 'left' or 'right'"
+            )
+        for name in ("pad_tokens", "pad_token"):
+            tokens = getattr(self, name)
+            if tokens is not None and not isinstance(tokens, Mapping):
+                raise ConfigurationError(
+                    f"{name}={tokens!r:.100}: give a dict with names of features as keys"
+                )
+        if self.pad_tokens is not None and self.pad_token is not None:
+            raise ConfigurationError(
+                f"pad_token={self.pad_token!r:.100}: it is another name for pad_tokens; give one "
+                "of the two"
+            )
 
     @property
-    def is_ranked(self) -> bool:
-        """Whether the order in which items wait is another than that of their arrival."""
-        return self.priority_strategy is not PriorityStrategy.NONE
+    def padding(self) -> Mapping[str, float] | None:
+        """The padding values by feature: `batched` takes `pad_tokens` and documents `pad_token`."""
+        return self.pad_tokens if self.pad_token is None else self.pad_token
+
+    @cached_property
+    def ranks_above(self) -> float:
+        """Number of items above which the items of a call have a priority below the usual one."""
+        return (
+            inf if self.priority_strategy is PriorityStrategy.NONE else self.small_batch_threshold
+        )
 
     def priority(self, item: object) -> int:
-        """That of an item of a large call, below the 0 of small calls."""
+        """The priority of an item of a large call; items of small calls have 0, which is higher."""
         return -length_of(item) if self.priority_strategy is PriorityStrategy.LENGTH else -1
 
 
 def length_of(item: object) -> int:
     """The length of an item, for `max_batch_length` and `PriorityStrategy.LENGTH`.
 
-    A dict of features counts as long as its first feature, and what has no length counts 1. So
-    `batched` means to count, but it comes to the number of features.
+    The length of a dict of features is that of its first feature. `batched` intends the same, but
+    counts the features. An item without a length counts 1.
     """
     if isinstance(item, dict):
         item = next(iter(item.values()), ())
     try:
-        return len(item)  # type: ignore[arg-type]  # what has none raises
+        return len(item)  # type: ignore[arg-type]  # without a length it raises
     except TypeError:
         return 1
 
@@ -73,8 +145,8 @@ def cost_of(item: object) -> int:
     return max(1, length_of(item))
 
 
-def _check_count(name: str, value: object, least: int, most: float) -> None:
-    # bool is an int to Python, and never a count to a person.
+def _check_whole_number(name: str, value: object, least: int, most: float) -> None:
+    # bool is a subclass of int, but True is no number of items.
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         limits = f"{least} or more" if most == inf else f"{least} to {most}"
         raise ConfigurationError(f"{name}={value!r:.100}: give a whole number, {limits}")

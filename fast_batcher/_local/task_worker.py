@@ -11,38 +11,38 @@ from fast_batcher._local.nesting import RunningBatch, running_batch
 
 
 class TaskWorker:
-    """One task at a time, on one loop.
+    """Computes the batches of one engine, in one task at a time.
 
     Args:
+        loop: Where the tasks run; `start` is called on it.
         engine: Whose batches it computes.
-        loop: Where; `start` is called on it.
     """
 
-    def __init__(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
         self._engine = engine
         self._loop = loop
-        # The loop itself keeps no hold of its tasks.
+        # An event loop holds only weak references to its tasks.
         self._task: asyncio.Task[None] | None = None
-        # What the task computes next. A task may be cancelled before it has begun, and then nothing
-        # of it ever runs.
+        # The batch that the task computes next. It is here, and no argument of the task: nothing
+        # runs of a task that is cancelled before its first step, and the batch must not be lost.
         self._next: Batch | None = None
 
     def start(self, batch: Batch) -> None:
-        """Compute a batch, and then those that follow from it."""
-        # In a context of its own: whichever caller happens to be the first of a batch, what is in
-        # its context variables is not meant for the others.
+        """Compute a batch, and then each one that the engine returns for the last."""
         self._next = batch
-        self._task = Context().run(self._loop.create_task, self._serve())
+        # In an empty context: the context variables of the caller that happens to be the first of
+        # a batch are not meant for the others.
+        self._task = Context().run(self._loop.create_task, self._compute_batches())
         self._task.add_done_callback(self._go_on)
 
     def stop(self) -> None:
-        """The task ends with its batch, so there is nothing to end."""
+        """Resolve `ended`: the task ends with its batch."""
         self._engine.ended.set_result(None)
 
     def join(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: nothing is left after `ended`."""
 
-    async def _serve(self) -> None:
+    async def _compute_batches(self) -> None:
         while (batch := self._next) is not None:
             self._next = None
             running = RunningBatch(self._engine)
@@ -63,7 +63,7 @@ class TaskWorker:
                 running.has_ended = True
                 self._next = self._engine.finish(batch, result, monotonic() - started)
             if self._next is not None:
-                # A function that never waits must not keep the loop for all that is queued.
+                # A function that never waits must not block the loop for the whole queue.
                 await asyncio.sleep(0)
 
     @staticmethod
@@ -75,12 +75,13 @@ class TaskWorker:
         return isinstance(error, KeyboardInterrupt | SystemExit)
 
     def _go_on(self, task: asyncio.Task[None]) -> None:
-        """Go on where a task was cancelled. Those who wait may be too: they have had their turn."""
+        """Start a new task if one was cancelled before it had computed all batches."""
         if not task.cancelled():
-            task.exception()  # it has ended the loop, and everybody has been told
+            task.exception()  # it has ended the loop, and all callers have their errors
         if task is not self._task:
             return
         following, self._next = self._next, None
+        # Callers may have been cancelled together with the task.
         while following is not None and not following.open_count:
             following = self._engine.drop(following)
         if following is not None:

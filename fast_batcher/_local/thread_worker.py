@@ -1,8 +1,8 @@
-"""A thread that computes batches, for functions that block.
+"""Computes batches in a thread, for functions that block and for all thread decorators.
 
-All but `start`, `stop` and `join` runs on that thread. It sleeps in a queue, without a time-out,
-while there is nothing to do. A program that ends waits for it, and for no longer than `END_TIMEOUT`
-while a batch is being computed.
+Everything but `start`, `stop` and `join` runs on that thread. While there is no batch it sleeps in
+a queue, without a time-out. The end of the program waits for it, and while it computes for at most
+`EXIT_TIMEOUT`.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from time import monotonic
 from typing import Any
 
 from fast_batcher._core.messages import Batch
-from fast_batcher._local.ending import EndingThread
 from fast_batcher._local.engine import Engine
 from fast_batcher._local.nesting import RunningBatch, running_batch
+from fast_batcher._local.program_exit import ExitJoinedThread
 
 
 class ThreadWorker:
-    """The thread of one engine.
+    """Owns the thread that computes the batches of one engine.
 
     Args:
         engine: Whose batches it computes.
@@ -30,10 +30,10 @@ class ThreadWorker:
     """
 
     def __init__(self, engine: Engine) -> None:
-        # A queue whose `put` may be called by a finalizer, which may run in the middle of anything.
+        # A finalizer may call `stop` in the middle of anything: `put` of this queue allows that.
         self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
-        self._thread = EndingThread(
-            target=_serve,
+        self._thread = ExitJoinedThread(
+            target=_serve_inbox,
             args=(engine, self._inbox),
             name=f"fast_batcher {engine.function.name}",
             end=partial(engine.close, cancel=True),
@@ -41,11 +41,11 @@ class ThreadWorker:
         self._thread.start()
 
     def start(self, batch: Batch) -> None:
-        """Compute a batch, and then those that follow from it."""
+        """Compute a batch, and then each one that the engine returns for the last."""
         self._inbox.put(batch)
 
     def stop(self) -> None:
-        """End the thread when it has nothing to do."""
+        """End the thread once it has no batch."""
         self._inbox.put(None)
 
     def join(self) -> None:
@@ -54,17 +54,17 @@ class ThreadWorker:
             self._thread.join()
 
 
-def _serve(engine: Engine, inbox: "SimpleQueue[Batch | None]") -> None:
+def _serve_inbox(engine: Engine, inbox: "SimpleQueue[Batch | None]") -> None:
     running_batch.set(RunningBatch(engine))
     with _Awaiter() as awaiter:
         while (batch := inbox.get()) is not None:
             while batch is not None:
-                batch = _compute(engine, batch, awaiter)
+                batch = _compute_batch(engine, batch, awaiter)
     engine.ended.set_result(None)
 
 
-def _compute(engine: Engine, batch: Batch, awaiter: "_Awaiter") -> Batch | None:
-    """Compute one batch. What it has in hand is let go of when it returns, before the next wait."""
+def _compute_batch(engine: Engine, batch: Batch, awaiter: "_Awaiter") -> Batch | None:
+    """Compute one batch; returns the next one. Its frame frees the inputs before the next wait."""
     started = monotonic()
     try:
         # In this very frame, which `fail` takes out of the traceback.
@@ -80,7 +80,7 @@ def _compute(engine: Engine, batch: Batch, awaiter: "_Awaiter") -> Batch | None:
 
 
 class _Awaiter:
-    """An event loop of the thread's own, made when the function turns out to need one."""
+    """Runs awaitables on an event loop of the thread, which it makes for the first one."""
 
     def __init__(self) -> None:
         self._runner: asyncio.Runner | None = None
@@ -93,7 +93,7 @@ class _Awaiter:
             self._runner.close()
 
     def wait_for(self, awaitable: Any) -> Any:
-        """What awaiting it gives."""
+        """Block the thread until the awaitable is done; returns or raises what it does."""
         if self._runner is None:
             self._runner = asyncio.Runner()
 

@@ -1,0 +1,111 @@
+"""How the arguments of a call become items, and the outputs of items the result of the call.
+
+`ListFormat` is for functions of a list. `FeatureFormat` is for functions of a dict with one array
+per feature: an item is a row of all features, the rows of a batch are padded to one length and
+stacked, and what the function returns is split into rows. Runs where calls and batches run.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol, cast
+
+from fast_batcher._arrays.batches import join, split, split_rows
+from fast_batcher._arrays.collation import Collation
+from fast_batcher._local.function import Function, Target, list_outputs
+from fast_batcher._local.settings import DecoratorSettings
+
+# The outputs of one call may come from several batches: they are stacked as they are.
+_STACKED = Collation.stack()
+
+
+class CallFormat(Protocol):
+    """Converts between a call and its items."""
+
+    # Whether converting large arguments takes long, so that it must not block an event loop.
+    copies: bool
+
+    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
+        """The items of a call, and whether the caller wants the one output instead of a result."""
+
+    def result_of(self, outputs: list[Any]) -> Any:
+        """The result of a call, from the outputs of its items in their order."""
+
+    def make_function(self, target: Target, call: Any) -> Function:
+        """A function of a list of items.
+
+        Args:
+            target: What the user decorated.
+            call: The target's function, bound if it is a method.
+        """
+
+
+class ListFormat:
+    """A list is several items; any other argument is one item."""
+
+    copies = False
+
+    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
+        """The items in the one argument."""
+        if len(args) != 1 or kwargs:
+            raise TypeError(
+                "a batched function is called with one argument, an item or a list of items"
+            )
+        (item,) = args
+        return (item, False) if isinstance(item, list) else ([item], True)
+
+    def result_of(self, outputs: list[Any]) -> list[Any]:
+        """The list of outputs."""
+        return outputs
+
+    def make_function(self, target: Target, call: Any) -> Function:
+        """The function itself; one array or tensor as its result is split into copies of rows."""
+        return Function(call, target.name, target.is_async, list_outputs)
+
+
+class FeatureFormat:
+    """Features become rows, and rows features.
+
+    Args:
+        settings: The options of the function.
+
+    Raises:
+        ConfigurationError: `outputs` is invalid.
+    """
+
+    copies = True
+
+    def __init__(self, settings: DecoratorSettings) -> None:
+        self._collation = Collation.pad(
+            value=0,
+            values=settings.padding,
+            side=cast("Literal['left', 'right']", settings.padding_side),
+            outputs=cast("Literal['auto', 'rows', 'several']", settings.outputs),
+        )
+        self._spread_kwargs = settings.spread_kwargs
+
+    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
+        """The rows of the features; a call with one row wants a result with one row."""
+        features = args[0] if args else kwargs
+        # A tokenizer's answer is a mapping, but no dict.
+        if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance(features, Mapping):
+            raise TypeError(
+                "a batched inference function is called with one dict of features, or with the "
+                "features as keyword arguments"
+            )
+        return split_rows(features, self._collation), False
+
+    def result_of(self, outputs: list[Any]) -> Any:
+        """The outputs of all rows of the call, stacked."""
+        return join(outputs, _STACKED)
+
+    def make_function(self, target: Target, call: Any) -> Function:
+        """A function of rows, which stacks them for the function of features."""
+
+        def call_with_rows(rows: list[Any]) -> Any:
+            features = join(rows, self._collation)
+            return call(**features) if self._spread_kwargs else call(features)
+
+        def split_outputs(outputs: Any, count: int) -> list[Any]:
+            # Copies, because the function may keep an array that it returns and fill it again.
+            return split(outputs, count, self._collation, copy=True)
+
+        return Function(call_with_rows, target.name, target.is_async, split_outputs)

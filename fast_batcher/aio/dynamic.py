@@ -1,0 +1,142 @@
+"""`@fast_batcher.aio.dynamically`: calls from event loops, computed in batches."""
+
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, Generic, Self, Unpack, overload
+
+from fast_batcher._local.builder import DecoratorBuilder
+from fast_batcher._local.decorated import Decorated, mark_async
+from fast_batcher._local.settings import AioOptions
+from fast_batcher.dynamic import InT, Outputs, OutT
+
+
+class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
+    """A function whose calls are batched and awaited. `async with` shuts it down at the end."""
+
+    @overload
+    def __call__(self, item: list[InT], /) -> Coroutine[Any, Any, list[OutT]]: ...
+    @overload
+    def __call__(self, item: InT, /) -> Coroutine[Any, Any, OutT]: ...
+    @mark_async
+    def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
+        """Await the output of an item, or the outputs of a list of items.
+
+        A list is split over batches as needed, and the first error ends the wait for all of it. An
+        empty list gives an empty list.
+
+        Raises:
+            InferenceError: The function raised; also an instance of what it raised.
+            OutputMismatchError: The function returned something other than one output per input.
+            QueueFullError: There is no room for all items; none was queued.
+            BatcherClosedError: It was shut down.
+
+        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
+        computed is computed, and its outputs for this caller are dropped. Other callers are not
+        affected.
+        """
+        return self._acall(args, kwargs)
+
+    def start(self) -> None:
+        """Accept calls again after `shutdown()`. A new function needs no start."""
+        self._batcher.start()
+
+    async def shutdown(self, *, cancel: bool = False) -> None:
+        """Accept no more calls, and wait until all that were made are settled. May be repeated.
+
+        Called by the function itself, or by a function that it waits for, it does not wait.
+
+        Args:
+            cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
+                computed. A batch that is being computed is waited for in any case.
+
+        Cancellation: safe; only the wait ends.
+        """
+        await self._ashutdown(cancel=cancel)
+
+    async def __aenter__(self) -> Self:
+        """Accept calls."""
+        self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Shut down."""
+        await self.shutdown()
+
+
+_BUILDER = DecoratorBuilder(
+    AsyncBatchedFunction, AioOptions.__optional_keys__, is_aio=True, has_features=False
+)
+
+
+@overload
+def dynamically(
+    func: Callable[[list[InT]], Outputs[OutT]], /
+) -> AsyncBatchedFunction[InT, OutT]: ...
+@overload
+def dynamically(
+    func: Callable[[Any, list[InT]], Outputs[OutT]], /
+) -> AsyncBatchedFunction[InT, OutT]: ...
+@overload
+def dynamically(func: Callable[..., Any], /) -> AsyncBatchedFunction[Any, Any]: ...
+@overload
+def dynamically(
+    func: None = None,
+    /,
+    *,
+    batch_size: int = 32,
+    timeout_ms: float = 5.0,
+    small_batch_threshold: int = 8,
+    **options: Unpack[AioOptions],
+) -> Callable[[Callable[..., Any]], AsyncBatchedFunction[Any, Any]]: ...
+def dynamically(
+    func: Any = None,
+    /,
+    *,
+    batch_size: int = 32,
+    timeout_ms: float = 5.0,
+    small_batch_threshold: int = 8,
+    **options: Any,
+) -> Any:
+    """Batch the awaited calls of a function that takes a list of items and returns their outputs.
+
+    An `async def` runs as a task on the event loop of its callers; with calls from several loops it
+    runs on each of them, with one batch at a time on each. Any other function runs in a thread of
+    its own, with one batch at a time for all loops. Inputs and outputs are shared with the function
+    as `fast_batcher.dynamically` says; an output from `cache` is the object that the cache holds.
+
+    A task that an `async def` starts may outlive its batch. Its calls are then batched like those
+    of any other caller. No later batch may wait for the task, because that wait would never end.
+
+    Args:
+        func: A function, a method, or nothing for a decorator with options. A method has a batcher
+            for each instance, which lives as long as the instance.
+        batch_size: Largest number of items in a batch.
+        timeout_ms: Longest time that a batch may be held back while the function is free,
+            milliseconds. It is never used up: a batch leaves as soon as the function is free.
+        small_batch_threshold: Largest number of items of a call that goes before larger calls,
+            where `priority_strategy` says so.
+        **options: The keyword arguments below.
+        max_batch_length: See `fast_batcher.dynamically`.
+        max_queue_size: See there.
+        isolate_errors: See there.
+        priority_strategy: Which items go first when more wait than a batch holds;
+            `PriorityStrategy.NONE` by default.
+        cache: Where an output is looked up before it is computed, nowhere by default. A cache that
+            raises is ignored, and logged once.
+        batch_item_cls: Accepted for programs written for `batched`, and not used.
+
+    Raises:
+        ConfigurationError: An option is wrong, or this cannot be decorated.
+    """
+    return _BUILDER.build(
+        func,
+        options,
+        batch_size=batch_size,
+        timeout_ms=timeout_ms,
+        small_batch_threshold=small_batch_threshold,
+    )
