@@ -106,7 +106,7 @@ async def test_the_names_can_be_found_from_the_package() -> None:
     assert fast_batcher.aio.dynamically is aio.dynamically
     assert callable(fast_batcher.aio.inference.dynamically)
     with pytest.raises(AttributeError, match="no_such"):
-        _ = aio.no_such
+        _ = aio.no_such  # type: ignore[attr-defined]
 
 
 @both

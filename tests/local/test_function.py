@@ -8,36 +8,36 @@ import pytest
 from waits import shown
 
 from fast_batcher._local.function import (
-    Failure,
+    FailedOutput,
     Function,
     as_error,
     bind_weakly,
     is_async,
-    rows,
+    list_outputs,
     without_own_frame,
 )
 from fast_batcher.errors import InferenceError, OutputMismatchError
 
 
 def test_arrays_are_taken_row_by_row() -> None:
-    first, second = rows(numpy.arange(6).reshape(2, 3), 2)
+    first, second = list_outputs(numpy.arange(6).reshape(2, 3), 2)
     assert (first.tolist(), second.tolist()) == ([0, 1, 2], [3, 4, 5])
     with pytest.raises(OutputMismatchError, match="first axis is the batch"):
-        rows(numpy.array(3), 1)
+        list_outputs(numpy.array(3), 1)
     with pytest.raises(OutputMismatchError, match="2 outputs for 3 inputs"):
-        rows(numpy.zeros((2, 3)), 3)
+        list_outputs(numpy.zeros((2, 3)), 3)
 
 
 @pytest.mark.parametrize("outputs", ["ab", b"ab", bytearray(2), {0: 0, 1: 1}, {0, 1}, None, 2])
 def test_what_is_no_sequence_of_outputs_is_refused(outputs: Any) -> None:
     with pytest.raises(OutputMismatchError, match=f"returned {type(outputs).__name__} for 2"):
-        rows(outputs, 2)
+        list_outputs(outputs, 2)
 
 
 def test_exceptions_among_the_outputs_become_failures() -> None:
-    function = Function(list, "f", is_async=False)
+    function = Function(list, "f", is_async=False, split=list_outputs)
     outcomes = function.outcomes([1, ValueError("two"), KeyboardInterrupt(), 4], 4)
-    assert [type(one) for one in outcomes] == [int, Failure, Failure, int]
+    assert [type(one) for one in outcomes] == [int, FailedOutput, FailedOutput, int]
 
 
 async def _coroutine(items: list[int]) -> list[int]:

@@ -148,7 +148,7 @@ def test_a_function_may_fill_the_array_again_that_it_has_returned(
 
     async def main() -> list[Any]:
         ended = asyncio.gather(call(1.0), call(2.0))
-        await until(lambda: bool(held.begun.qsize()) and function.stats.queue_size == 1)
+        await until(lambda: bool(held.batches) and function.stats.queue_size == 1)
         # The loop stands still until both batches have been computed.
         for _ in range(2):
             held.next_batch()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._local.settings import LocalSettings, length_of
+from fast_batcher._local.settings import DecoratorSettings, length_of
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.types import PriorityStrategy
 
@@ -32,12 +32,12 @@ from fast_batcher.types import PriorityStrategy
 def test_a_wrong_value_is_named_with_its_parameter(name: str, value: Any) -> None:
     settings: dict[str, Any] = {name: value}
     with pytest.raises(ConfigurationError) as caught:
-        LocalSettings(**settings)
+        DecoratorSettings(**settings)
     assert str(caught.value).startswith(f"{name}={value!r}")
 
 
 def test_the_defaults_are_those_of_batched() -> None:
-    settings = LocalSettings()
+    settings = DecoratorSettings()
     assert (settings.batch_size, settings.timeout_ms, settings.small_batch_threshold) == (32, 5, 8)
 
 
@@ -50,7 +50,7 @@ def test_lengths(item: Any, length: int) -> None:
 
 
 def test_priorities() -> None:
-    by_length = LocalSettings(priority_strategy=PriorityStrategy.LENGTH)
+    by_length = DecoratorSettings(priority_strategy=PriorityStrategy.LENGTH)
     assert by_length.priority("four") == -4
-    assert LocalSettings(priority_strategy=PriorityStrategy.PRIORITY).priority("four") == -1
-    assert not LocalSettings().is_ranked
+    assert DecoratorSettings(priority_strategy=PriorityStrategy.PRIORITY).priority("four") == -1
+    assert DecoratorSettings().ranks_above == float("inf")
