@@ -17,9 +17,9 @@ help:
 	@echo 'make cov          every test with branch coverage, child processes included'
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
 	@echo 'make bench        a short form of the benchmarks, in less than 10 minutes'
-	@echo 'make bench-all    all of them in full, three hours; their results are what is published'
-	@echo 'make soak         long runs with faults on purpose, half an hour'
-	@echo 'make publish      pictures and README tables from the stored results'
+	@echo 'make bench-all    all of them in full, two hours; their results are what is published'
+	@echo 'make soak         long runs with deliberate faults, half an hour'
+	@echo 'make publish      the README tables from the stored results'
 	@echo 'make clean        remove what these commands have made'
 
 install: .venv/installed
@@ -75,9 +75,6 @@ bench-all: bench-setup
 	$(BIN)/python -m benchmarks.peers
 	$(BIN)/python -m benchmarks.payload
 	$(BIN)/python -m benchmarks.hold
-	$(BIN)/python -m benchmarks.padding
-	$(BIN)/python -m benchmarks.overload
-	$(BIN)/python -m benchmarks.differential
 	$(BIN)/python -m benchmarks.reference_experiment
 	$(BIN)/python -m benchmarks.load_test --batch-sizes 1 8 32
 	$(BIN)/python -m benchmarks.simulation
@@ -85,7 +82,7 @@ bench-all: bench-setup
 
 soak: install
 	$(PYTEST) tests/process/test_fault_matrix.py
-	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m tests.soak
 
 publish: install
 	$(BIN)/python -m benchmarks.publish

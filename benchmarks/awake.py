@@ -1,14 +1,12 @@
-"""Keeps one CPU from sleeping long. A process for each CPU, which `harness` starts with `--awake`.
+"""Keeps one CPU from sleeping long. `harness` starts one process for each CPU with `--awake`.
 
-A CPU with nothing to do sleeps. That of a virtual machine is then given to others, and what a timer
-or a message should have woken waits until it is given back: up to tens of milliseconds on a shared
-host. A hypervisor waits a little before it gives one away, so one that wakes often enough is kept.
+An idle CPU sleeps. The host of a virtual machine then gives it to others, and what a timer or a
+message should have woken waits until it is given back: up to tens of milliseconds on a shared host.
+A hypervisor waits a little before it gives a CPU away, so a CPU that wakes often enough is kept.
 
-Here something wakes and sleeps again, in the scheduler's idle class: whatever else can run takes
-the CPU from it at once. It must not compute in between: when it did, event loops were late by 4 ms,
-a tick of the kernel, as if two processes shared a CPU while the other did nothing else.
-
-Source: sched(7), `SCHED_IDLE`; the halt polling of KVM.
+This process wakes and sleeps again and again in the scheduler's idle class (`SCHED_IDLE`, see
+sched(7)): any other process takes the CPU from it at once. It does not compute in between: when it
+did, event loops were late by 4 ms, a tick of the kernel.
 """
 
 import os
@@ -24,7 +22,7 @@ def stay_awake(cpu: int, parent: int) -> None:
     """Run on this CPU until the parent, a process id, has ended."""
     os.sched_setaffinity(0, {cpu})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    # Else the kernel doubles the nap, to wake for several timers at once.
+    # Otherwise the kernel doubles the nap, to wake for several timers at once.
     Path("/proc/self/timerslack_ns").write_text("1")
     while os.getppid() == parent:
         time.sleep(NAP)

@@ -1,14 +1,16 @@
-"""Clients that ask again a pause after their answer: a process of its own.
+"""Says when requests are due, in a separate process, so that the measured one cannot hold it up.
 
-    python -m benchmarks.clients CLIENTS SECONDS SEED
+    python -m benchmarks.clients open RATE SECONDS SEED
+    python -m benchmarks.clients closed CLIENTS SECONDS SEED
 
-The event loops' own timers are no use for pauses below a millisecond: asyncio rounds up to whole
-ones, uvloop to the nearest, so clients on them would not be those of the simulation. Here the
-pauses are the simulation's, drawn from the same seeds.
+The arrivals of an open loop depend on nothing, like those of many independent users. In a closed
+loop each client asks again a pause after its answer. Both are the simulation's loads. Timers of an
+event loop are too coarse for pauses below a millisecond: asyncio rounds up to whole ones.
 
-What asks is written to stdout: the moment at which it was due, on the clock of
-`time.perf_counter`, and the client's number. The other end writes such records to stdin: the
-moment of the answer, and whose it was. After SECONDS nobody asks any more.
+Each request is written to stdout: the moment at which it was due, on the clock of
+`time.perf_counter`, and the client's number. In a closed loop the other end writes such records to
+stdin: the moment of the answer, and whose it was. After SECONDS no request is due any more; the
+process then waits for the end of its input, so that its CPU time can still be read.
 """
 
 import os
@@ -17,16 +19,23 @@ import struct
 import sys
 import time
 
-from benchmarks.simulation.loads import ClosedLoop, short_pause
+from benchmarks.simulation.loads import ClosedLoop, Load, OpenLoop, poisson, short_pause
 
 # A moment and a client's number.
 RECORD = struct.Struct("<dI")
 
 
+def make_load(kind: str, number: str, seconds: float, seed: int) -> Load:
+    """Make the load that the command line names."""
+    if kind == "open":
+        return OpenLoop(poisson(float(number), seconds, seed))
+    return ClosedLoop(int(number), short_pause, seed)
+
+
 def main() -> None:
-    """Let the clients ask until time is over, then wait for the end of the input."""
-    clients, seconds, seed = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    load = ClosedLoop(clients, short_pause, seed)
+    """Tell of each request when it is due, until the time is over."""
+    kind, number, seconds, seed = sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])
+    load = make_load(kind, number, seconds, seed)
     output, source = sys.stdout.fileno(), sys.stdin.fileno()
     start = time.perf_counter()
     while (now := time.perf_counter() - start) < seconds:
@@ -35,6 +44,7 @@ def main() -> None:
             moment = start + load.next_at
             asks.append(RECORD.pack(moment, load.pop()))
         if asks:
+            # In one write: after a hold-up they come together.
             os.write(output, b"".join(asks))
         # To the microsecond, but for the kernel's 50 us of slack.
         readable, _, _ = select.select([source], [], [], max(0.0, min(load.next_at, seconds) - now))

@@ -11,20 +11,19 @@ from typing import Self
 def process_cpu(pid: int) -> float:
     """CPU seconds that all threads of one process, living and ended, have used so far.
 
-    A clock of its own per process, in nanoseconds: the clock ticks of `/proc/PID/stat` are 10 ms
-    wide, and `/proc/PID/schedstat` counts the first thread alone.
-
-    Source: clock_getcpuclockid(3); the number is what it computes (`CPUCLOCK_SCHED` is 2).
+    From the process's own clock, in nanoseconds: the clock ticks of `/proc/PID/stat` are 10 ms
+    wide, and `/proc/PID/schedstat` counts the first thread alone. The number is what
+    clock_getcpuclockid(3) computes (`CPUCLOCK_SCHED` is 2).
     """
     return time.clock_gettime(~pid << 3 | 2)
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of all living children, grandchildren and so on."""
+    """Find the process ids of all living children, grandchildren and so on."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name in parentheses may itself hold blanks and parentheses.
+            # The name in parentheses may itself contain blanks and parentheses.
             after_name = stat.read_text().rpartition(")")[2].split()
         except OSError:
             continue  # it ended while we looked
@@ -47,7 +46,7 @@ class TreeCpu:
 
     @classmethod
     def read(cls) -> Self:
-        """Read both now; a child that has ended counts from when we have waited for it."""
+        """Read both; a child that has ended counts once we have waited for it."""
         workers = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         for pid in descendants(os.getpid()):
             try:
@@ -57,19 +56,19 @@ class TreeCpu:
         return cls(api=time.process_time(), workers=workers)
 
     def since(self, start: "TreeCpu") -> "TreeCpu":
-        """What was used after `start` was read."""
+        """Subtract what `start` had read."""
         return TreeCpu(self.api - start.api, self.workers - start.workers)
 
 
 def read_ticks() -> tuple[int, int]:
-    """Of all cores since they were started, and of these what the host gave to others.
+    """Read the ticks of all cores since boot, and how many of them the host gave to others.
 
-    Source: proc(5), `/proc/stat`; the times of guests are counted among those of users.
+    From `/proc/stat`, see proc(5); the times of guests are included in those of users.
     """
     numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
     return sum(map(int, numbers)), int(numbers[7])
 
 
 def stolen_percent(before: tuple[int, int], after: tuple[int, int]) -> float:
-    """The host's share of the cores' time between two readings, in percent."""
+    """Compute the host's share of the cores' time between two readings, in percent."""
     return round(100 * (after[1] - before[1]) / max(1, after[0] - before[0]), 2)

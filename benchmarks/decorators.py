@@ -1,91 +1,65 @@
 """What does a call of a decorated function cost, and how do the decorators compare with batched's?
 
-The same function is decorated by both, in batches of 64: with `batched`'s default of 5 ms between
-batches, and with the 0.1 ms that cost it the least. CPU at full speed with a no-op, the latency of
-a lone request beside a plain thread at a function of 5 ms, and what is used while nobody asks.
+Both decorate the same function, in batches of 64: `batched` with its default of 5 ms between
+batches, and with the 0.1 ms that cost it the least. CPU time at full speed with a no-op, the
+latency of a lone request beside a plain thread at a function of 5 ms, and what an idle one uses.
 """
 
 import sys
+from collections.abc import Iterable, Sequence
 
-from benchmarks.harness import Job, finish, hardware, measure_all, parse_arguments
-from benchmarks.report import Measurement, Series, Verdict, table
-from benchmarks.scenarios import Load
+from benchmarks import idle_latency, overhead
+from benchmarks.harness import finish, measure_all, parse_arguments, text_of
+from benchmarks.idle_latency import BEYOND_THREAD
+from benchmarks.overhead import CALLERS
+from benchmarks.report import Compared, Measurement, Table, Verdict
 
-MAX_BATCH_SIZE = 64
-CALLERS = 64
-# Ours, and those of batched that run the function in the same place.
+# Ours, and the decorators of batched that run the function in the same place.
 RIVALS = {
     "our aio": ("batched.aio", "batched.aio 0.1 ms"),
     "our aio on the loop": ("batched.aio 0.1 ms on the loop",),
     "our thread": ("batched thread", "batched thread 0.1 ms"),
 }
-# Of a rival's CPU per request.
+# Of a rival's CPU time per request.
 CPU_BAR = 0.5
 # Milliseconds of p50 beyond a plain thread, and share of a core while idle.
 ADDED_BAR = 0.3
 IDLE_BAR = 0.003
-IDLE_SECONDS = 5.0
 SYSTEMS = ("floor", "thread", *RIVALS, *(rival for rivals in RIVALS.values() for rival in rivals))
-HEADER = (
-    "system",
-    "loop",
-    "CPU us/request",
-    "requests/s",
-    "lone p50 ms",
-    "beyond thread",
-    "idle, share of a core",
-)
 
 
-def row(measurements: list[Measurement], system: str, loop: str) -> list[object]:
-    """One line of the table."""
-    busy = Series.of(measurements, system, "full_speed", loop, CALLERS)
-    lone = Series.of(measurements, system, "lone_requests", loop, 1)
-    thread = Series.of(measurements, "thread", "lone_requests", loop, 1)
-    idle = Series.of(measurements, system, "idle", loop, 1)
+def plan(systems: Sequence[str], seconds: float) -> list[Table]:
+    """What to measure: at full speed, with lone requests, and without any.
+
+    On the event loop a function of 5 ms stops the loop, so only its cost is compared.
+    """
+    apart = [one for one in systems if one != "floor" and "on the loop" not in one]
     return [
-        system,
-        loop,
-        busy.spread("all_cpu_us"),
-        busy.spread("requests_per_second"),
-        lone.spread("p50_ms"),
-        lone.difference("p50_ms", thread),
-        idle.spread("idle_share_of_core"),
+        overhead.plan([one for one in systems if one != "thread"], CALLERS, seconds),
+        idle_latency.plan_lone(apart, 2 * seconds),
+        idle_latency.plan_idle([one for one in apart if one != "thread"]),
     ]
 
 
-def verdicts(measurements: list[Measurement], loop: str) -> list[Verdict]:
+def verdicts(
+    measurements: Sequence[Measurement], tables: Iterable[Table], loop: str
+) -> list[Verdict]:
     """The bars on one event loop."""
+    busy, lone, idle = tables
     found = []
-    thread = Series.of(measurements, "thread", "lone_requests", loop, 1)
     for ours, rivals in RIVALS.items():
-        busy = Series.of(measurements, ours, "full_speed", loop, CALLERS)
         for rival in rivals:
-            other = Series.of(measurements, rival, "full_speed", loop, CALLERS)
-            found.append(
-                Verdict(
-                    f"{loop}: {ours} uses at most {CPU_BAR:g} of the CPU of {rival}",
-                    busy.ratio("all_cpu_us", other),
-                    at_most=CPU_BAR,
-                )
-            )
-        if ours == "our aio on the loop":  # it has no thread to be compared with
+            claim = f"{loop}: {ours} uses at most {CPU_BAR:g} of the CPU of {rival}"
+            share = busy.spread(measurements, ours, loop, Compared("all_cpu_us", rival))
+            found.append(Verdict(claim, share, at_most=CPU_BAR))
+        if ours not in lone.systems:
             continue
-        lone = Series.of(measurements, ours, "lone_requests", loop, 1)
-        found.append(
-            Verdict(
-                f"{loop}: {ours} takes at most {ADDED_BAR:g} ms (p50) more than a thread",
-                lone.difference("p50_ms", thread),
-                at_most=ADDED_BAR,
-            )
-        )
-        found.append(
-            Verdict(
-                f"{loop}: {ours} uses at most {IDLE_BAR:g} of a core while idle",
-                Series.of(measurements, ours, "idle", loop, 1).spread("idle_share_of_core"),
-                at_most=IDLE_BAR,
-            )
-        )
+        claim = f"{loop}: {ours} takes at most {ADDED_BAR:g} ms (p50) more than a thread"
+        added = lone.spread(measurements, ours, loop, BEYOND_THREAD)
+        found.append(Verdict(claim, added, at_most=ADDED_BAR))
+        claim = f"{loop}: {ours} uses at most {IDLE_BAR:g} of a core while idle"
+        used = idle.spread(measurements, ours, loop, "idle_share_of_core")
+        found.append(Verdict(claim, used, at_most=IDLE_BAR))
     return found
 
 
@@ -94,28 +68,10 @@ def main() -> int:
     arguments = parse_arguments(
         "decorators", __doc__ or "", systems=SYSTEMS, seconds=2.0, quick_seconds=0.5
     )
-    machine = hardware()
-    busy = Load("NoOp", MAX_BATCH_SIZE, CALLERS, arguments.seconds)
-    lone = Load("Flat5ms", MAX_BATCH_SIZE, callers=1, seconds=2 * arguments.seconds)
-    resting = Load("Flat5ms", MAX_BATCH_SIZE, callers=1, seconds=IDLE_SECONDS)
-    cases = [(system, loop) for loop in arguments.loops for system in arguments.systems]
-    # On the loop, a function of 5 ms stops it: only its cost is compared.
-    apart = [case for case in cases if case[0] != "floor" and "on the loop" not in case[0]]
-    measurements = measure_all(
-        [Job(system, "full_speed", loop, busy) for system, loop in cases if system != "thread"],
-        arguments.repetitions,
-    )
-    measurements += measure_all(
-        [Job(system, "lone_requests", loop, lone) for system, loop in apart], arguments.repetitions
-    )
-    # A share of CPU hardly depends on the machine's mood: once is enough for a rough answer.
-    measurements += measure_all(
-        [Job(system, "idle", loop, resting) for system, loop in apart if system != "thread"],
-        1 if arguments.quick else 3,
-    )
-    text = table(HEADER, [row(measurements, *case) for case in cases])
-    found = [verdict for loop in arguments.loops for verdict in verdicts(measurements, loop)]
-    return finish(arguments, machine, measurements, text, found)
+    tables = plan(arguments.systems, arguments.seconds)
+    measurements = measure_all(tables, arguments)
+    found = [v for loop in arguments.loops for v in verdicts(measurements, tables, loop)]
+    return finish(arguments, measurements, text_of(tables, measurements, arguments.loops), found)
 
 
 if __name__ == "__main__":

@@ -1,40 +1,34 @@
-"""How much can an app with batching answer over HTTP, and how fast, against the same one without?
+"""What does batching gain behind FastAPI, over HTTP?
 
-Starts the app under uvicorn, or takes the address of one that runs, and loads it from processes of
-their own: in a closed loop, with so many clients that always wait for an answer, and in an open
-loop, with requests that arrive at random, timed from when they were due. Runs on the CPU, or on a
-GPU if the app uses one.
+Starts the app under uvicorn, or takes the address of one that runs, and loads it from other
+processes: in a closed loop, with clients that ask again as soon as they are answered, and in an
+open loop, with requests that arrive at random, timed from when they were due. Runs on the CPU, or
+on a GPU if the app uses one.
 """
 
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from benchmarks.harness import RESULTS, hardware
+from benchmarks.harness import RESULTS, ROOT, hardware, store
 from benchmarks.load.gpu import NOT_MEASURED, GpuWatch
 from benchmarks.load.measurement import Case, Measurement, Settings, Target, measure
 from benchmarks.load.report import cases, draw, make_remarks, make_table, spread
-from benchmarks.load.server import ROOT, serve
+from benchmarks.load.server import serve
 
 APP = "examples.embeddings.app:app"
 SENTENCES = ROOT / "examples" / "embeddings" / "sentences.txt"
 # Unmeasured share of each measurement, for the load to settle.
 WARM_UP_SHARE = 0.25
-# Most requests under way in an open loop; later ones wait for a connection, and their wait counts.
+# Most concurrent requests in an open loop; later ones wait for a connection, and the wait counts.
 OPEN_CONNECTIONS = 512
 DISTRIBUTIONS = (
     *("fast_batcher", "fastapi", "starlette", "uvicorn", "uvloop", "httptools", "pydantic"),
@@ -43,7 +37,7 @@ DISTRIBUTIONS = (
 
 
 def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.load_test", description=(__doc__ or "").splitlines()[0]
     )
@@ -71,7 +65,9 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, help="per measurement (6)")
     parser.add_argument("--repetitions", type=int, help="(3)")
-    parser.add_argument("--late", type=float, default=1.0, help="late after so many seconds (1)")
+    parser.add_argument(
+        "--late", type=float, default=1.0, help="seconds after which an answer is late (1)"
+    )
     parser.add_argument("--client-processes", type=int, default=1, help="(1)")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and order of bodies (1)")
     parser.add_argument("--quick", action="store_true", help="under a minute, for a rough answer")
@@ -97,17 +93,14 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class LoadTest:
-    """All measurements of one run, in order.
+    """Makes all measurements of one run, in order.
 
     Args:
         options: The command line's.
-        progress: Where to show how far it is.
     """
 
-    def __init__(self, options: argparse.Namespace, progress: Progress) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
-        self._progress = progress
-        self._bar = progress.add_task("starting", total=self._count_seconds())
         self.measurements: list[Measurement] = []
         # Of the client, against an app that does nothing.
         self.floor: Measurement
@@ -131,7 +124,7 @@ class LoadTest:
             RuntimeError: A server did not start or end, or gave no answer at all.
         """
         options = self._options
-        with self._open_target(MAX_BATCH_SIZE=None) as target:
+        with self._open_target() as target:
             answer_bytes = self._probe(target)
             closed = [
                 Case(name, path, clients)
@@ -143,25 +136,15 @@ class LoadTest:
             self._measure_in_turn(target, self._open_cases())
         for size in options.batch_sizes:
             case = Case("batched", options.path, max(options.clients), max_batch_size=size)
-            with self._open_target(MAX_BATCH_SIZE=size) as target:
+            with self._open_target({"MAX_BATCH_SIZE": str(size)}) as target:
                 self._warm_up(target)
                 self._measure_in_turn(target, [case])
         with serve("benchmarks.load.floor:app", {"FLOOR_ANSWER_BYTES": str(answer_bytes)}) as floor:
             case = Case("bare ASGI app", "/", max(options.clients))
             self.floor = self._measure(Target("127.0.0.1", floor.port, floor), case, 0)
 
-    def _count_seconds(self) -> float:
-        """What the bar counts; an estimate, since rates decide how long open loops are."""
-        options = self._options
-        paths = 1 + bool(options.unbatched_path)
-        loads = len(options.clients) + len(options.rates or options.shares)
-        each = paths * loads * options.repetitions + paths + 1
-        each += len(options.batch_sizes) * (1 + options.repetitions)
-        seconds: float = each * options.seconds * (1 + WARM_UP_SHARE)
-        return seconds
-
     @contextmanager
-    def _open_target(self, **variables: object) -> Iterator[Target]:
+    def _open_target(self, environment: Mapping[str, str] | None = None) -> Iterator[Target]:
         options = self._options
         if options.url:
             address = urlsplit(options.url)
@@ -169,13 +152,12 @@ class LoadTest:
                 raise RuntimeError(f"--url {options.url}: http://host:port is needed")
             yield Target(address.hostname, address.port or 80)
             return
-        self._progress.update(self._bar, description=f"starting {options.app}")
-        environment = {name: str(value) for name, value in variables.items() if value is not None}
+        print(f"starting {options.app}", file=sys.stderr)
         with serve(options.app, environment) as server:
             yield Target("127.0.0.1", server.port, server)
 
     def _probe(self, target: Target) -> int:
-        """Ask each path once; how many bytes the longest answer has."""
+        """Send each path one request; return the length of the longest answer, bytes."""
         longest = 0
         for path in self._paths.values():
             status, answer = target.post(path, self._settings.bodies[0], self._options.content_type)
@@ -223,15 +205,12 @@ class LoadTest:
     def _measure(self, target: Target, case: Case, repetition: int) -> Measurement:
         size = f", max_batch_size {case.max_batch_size}" if case.max_batch_size else ""
         what = "warming up" if repetition < 0 else f"{case.name}, {case.load}{size}"
-        self._progress.update(self._bar, description=what)
-        return measure(target, case, repetition, self._settings, self._tick)
-
-    def _tick(self, seconds: float) -> None:
-        self._progress.advance(self._bar, seconds)
+        print(what, file=sys.stderr)
+        return measure(target, case, repetition, self._settings)
 
 
 def read_bodies(options: argparse.Namespace) -> list[bytes]:
-    """What is sent."""
+    """Read the bodies of the requests."""
     if options.body_file:
         return [path.read_bytes() for path in options.body_file]
     lines = SENTENCES.read_text().splitlines()
@@ -239,7 +218,7 @@ def read_bodies(options: argparse.Namespace) -> list[bytes]:
 
 
 def find_versions() -> dict[str, str]:
-    """Versions of what takes part and is installed."""
+    """Find the versions of the distributions that are installed."""
     found = {"python": sys.version.split()[0]}
     for name in DISTRIBUTIONS:
         try:
@@ -249,43 +228,22 @@ def find_versions() -> dict[str, str]:
     return found
 
 
-def store(options: argparse.Namespace, machine: dict[str, Any], test: LoadTest) -> str:
-    """Write the results beside each other; return the text."""
+def finish(options: argparse.Namespace, machine: dict[str, Any], test: LoadTest) -> None:
+    """Print the table and the remarks, store them and draw the picture."""
     with GpuWatch() as gpu:
         machine = {**machine, "gpu": gpu.name or NOT_MEASURED}
-    versions = find_versions()
-    command = shlex.join(["python", "-m", "benchmarks.load_test", *sys.argv[1:]])
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    text = "\n".join(
-        [
-            f"{command}   {date}",
-            ", ".join(f"{key} {value}" for key, value in machine.items()),
-            ", ".join(f"{key} {value}" for key, value in versions.items()),
-            f"median (range) of {options.repetitions} repetitions, {options.seconds:g} s each; "
-            f"late: more than {options.late:g} s; seed {options.seed}",
-            "",
-            make_table(test.measurements),
-            "",
-            *make_remarks(test.measurements, test.floor),
-            "",
-        ]
+    settings = {name: _plain(value) for name, value in vars(options).items()}
+    how = (
+        f"median (range) of {options.repetitions} repetitions, {options.seconds:g} s each; "
+        f"late: more than {options.late:g} s; seed {options.seed}"
     )
-    result = {
-        "benchmark": "load_test",
-        "date": date,
-        "command": command,
-        "hardware": machine,
-        "versions": versions,
-        "settings": {name: _plain(value) for name, value in vars(options).items()},
-        "client": asdict(test.floor),
-        "measurements": [asdict(m) for m in test.measurements],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(result, indent=1) + "\n")
-    options.json.with_suffix(".txt").write_text(text)
+    remarks = make_remarks(test.measurements, test.floor)
+    text = "\n".join([make_table(test.measurements), "", *remarks])
+    measurements = [*test.measurements, test.floor]
+    versions = find_versions()
+    store(options.json, "load_test", machine, settings, measurements, how, text, versions=versions)
     processor = f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu']}"
     draw(test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}")
-    return text
 
 
 def _plain(value: object) -> object:
@@ -300,16 +258,13 @@ def main() -> int:
     # So that the servers are ended as on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     machine = hardware()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    test = LoadTest(options)
     try:
-        with Progress(*columns, console=console, refresh_per_second=2) as progress:
-            test = LoadTest(options, progress)
-            test.run()
+        test.run()
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1
-    print(store(options, machine, test))
+    finish(options, machine, test)
     return 0
 
 

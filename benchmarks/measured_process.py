@@ -1,6 +1,6 @@
-"""One measurement of one system, in a process that has done nothing before: prints JSON.
+"""Measures one system under one load in a fresh process and prints JSON.
 
-Imports only the standard library and the one system, for each peer has an environment of its own.
+Imports only the standard library and the one system: each peer has its own environment.
 """
 
 import asyncio
@@ -12,11 +12,11 @@ import sys
 from importlib import metadata
 from typing import Any
 
-from benchmarks import arrays, closed_loop, scenarios, texts
+from benchmarks import arrays, loops, scenarios
 from benchmarks.cpu import read_ticks, stolen_percent
 from benchmarks.scenarios import Figures, Load, bare_loop
 
-SCENARIOS = scenarios.SCENARIOS | arrays.SCENARIOS | closed_loop.SCENARIOS | texts.SCENARIOS
+SCENARIOS = scenarios.SCENARIOS | arrays.SCENARIOS | loops.SCENARIOS
 
 
 async def _measure(adapter: Any, job: dict[str, Any]) -> None:
@@ -27,7 +27,7 @@ async def _measure(adapter: Any, job: dict[str, Any]) -> None:
             raise RuntimeError(f"{job['adapter']} answered {answer!r:.100}")
         before = read_ticks()
         figures = await SCENARIOS[job["scenario"]](process, load)
-        # Before the system ends: some take a minute, or never do after an overload.
+        # Before the system closes: some take a minute, or never end after an overload.
         _tell(job, adapter.DISTRIBUTIONS, figures, before)
         os._exit(0)
 
@@ -47,18 +47,6 @@ def _version(distribution: str) -> str:
         return "from the source tree"
 
 
-def main() -> None:
-    """Measure what the first argument says, as JSON; see `harness.Job`."""
-    job = json.loads(sys.argv[1])
-    if job["adapter"] is None:
-        before = read_ticks()
-        _tell(job, [], bare_loop(Load(**job["load"])), before)
-    else:
-        adapter = importlib.import_module(f"benchmarks.systems.{job['adapter']}")
-        with asyncio.Runner(loop_factory=_loop_factory(job["loop"])) as runner:
-            runner.run(_measure(adapter, job))
-
-
 def _tell(
     job: dict[str, Any], distributions: list[str], figures: Figures, before: tuple[int, int]
 ) -> None:
@@ -69,6 +57,18 @@ def _tell(
     versions = {"python": platform.python_version(), **versions}
     outcome = {"figures": figures, "versions": versions, "stolen_percent": stolen}
     print(json.dumps(outcome), flush=True)
+
+
+def main() -> None:
+    """Measure what the first argument says as JSON; see `harness.measure`."""
+    job = json.loads(sys.argv[1])
+    if job["adapter"] is None:
+        before = read_ticks()
+        _tell(job, [], bare_loop(Load(**job["load"])), before)
+    else:
+        adapter = importlib.import_module(f"benchmarks.systems.{job['adapter']}")
+        with asyncio.Runner(loop_factory=_loop_factory(job["loop"])) as runner:
+            runner.run(_measure(adapter, job))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The models that are measured, without any library. They run in the systems' workers.
 
-Every one answers each input with itself or a part of it, so that a system that mixes up answers is
-noticed.
+Each answers an input with itself or a part of it, so that a system that mixes up answers is seen.
 """
 
 import time
@@ -11,7 +10,7 @@ from benchmarks.simulation import models as simulated
 
 
 class NoOp:
-    """Takes no time: what remains is the batching itself."""
+    """Takes no time, so that only the batching is measured."""
 
     def infer(self, inputs: list[str]) -> list[str]:
         """Answer each input with itself."""
@@ -19,7 +18,7 @@ class NoOp:
 
 
 class Flat5ms:
-    """5 ms whatever the size, as a small network on a GPU."""
+    """Takes 5 ms whatever the size, as a small network on a GPU."""
 
     def infer(self, inputs: list[str]) -> list[str]:
         """Answer each input with itself, after the model's time."""
@@ -27,22 +26,17 @@ class Flat5ms:
         return inputs
 
 
-def linear_seconds(size: int) -> float:
-    """What `Linear5ms` takes for a batch of this size."""
-    return 0.005 + 0.0001 * size
-
-
 class Linear5ms:
-    """5 ms and 0.1 ms for each input: gains from batching, yet never for free."""
+    """Takes 5 ms and 0.1 ms for each input: batching gains, and a larger batch costs more."""
 
     def infer(self, inputs: list[str]) -> list[str]:
         """Answer each input with itself, after the model's time."""
-        time.sleep(linear_seconds(len(inputs)))
+        time.sleep(0.005 + 0.0001 * len(inputs))
         return inputs
 
 
 class Gpu:
-    """The simulation's model of that name; tells each input the size of its batch too."""
+    """Takes the time of the simulation's gpu model, and tells the size of each input's batch."""
 
     def infer(self, inputs: list[str]) -> list[tuple[str, int]]:
         """Answer each input with itself and the size, after the model's time."""
@@ -50,50 +44,33 @@ class Gpu:
         return [(value, len(inputs)) for value in inputs]
 
 
-class Mid:
-    """As `Gpu`."""
-
-    def infer(self, inputs: list[str]) -> list[tuple[str, int]]:
-        """Answer each input with itself and the size, after the model's time."""
-        time.sleep(simulated.MODELS["mid"].seconds(len(inputs)))
-        return [(value, len(inputs)) for value in inputs]
-
-
 class ArrayLabel:
-    """A number for each array, in no time: large inputs, small outputs."""
+    """Takes no time and answers with a number: large inputs, small outputs."""
 
     def infer(self, inputs: list[Any]) -> list[float]:
         """Answer each array with its first number."""
         return [float(array.flat[0]) for array in inputs]
 
 
-class ArrayRead:
-    """A number for each array, once all of it has been read."""
-
-    def infer(self, inputs: list[Any]) -> list[float]:
-        """Answer each array with its largest number."""
-        return [float(array.max()) for array in inputs]
-
-
 class ArrayStacked:
-    """When a batch was one array in the worker, and a number for each of its rows."""
+    """Stacks its batch and tells when that was done: large inputs, small outputs."""
 
     def infer(self, inputs: list[Any]) -> list[tuple[float, float]]:
-        """Answer each array with that moment, and with its largest number, read after it."""
+        """Answer each array with the moment, and with its largest number, read afterwards."""
         batch = self.stack(inputs)
         assert len(batch) == len(inputs)
         moment = time.monotonic()
         return [(moment, float(row.max())) for row in batch]
 
     def stack(self, inputs: list[Any]) -> Any:
-        """One array of them."""
+        """Make one array of them."""
         import numpy  # only where it is needed: not every environment has it
 
         return numpy.stack(inputs)
 
 
 class ArrayEcho:
-    """Each array back, in no time: large inputs, large outputs."""
+    """Takes no time and answers with the arrays: large inputs, large outputs."""
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         """Answer each array with itself."""
@@ -110,10 +87,5 @@ class Model(Protocol):
 
 MODELS: dict[str, type[Model]] = {
     model.__name__: model
-    for model in (
-        *(NoOp, Flat5ms, Linear5ms, Gpu, Mid),
-        *(ArrayLabel, ArrayRead, ArrayStacked, ArrayEcho),
-    )
+    for model in (NoOp, Flat5ms, Linear5ms, Gpu, ArrayLabel, ArrayStacked, ArrayEcho)
 }
-# Those whose answers tell the size of the batch, and what the simulation calls them.
-SIZED = {"Gpu": simulated.MODELS["gpu"], "Mid": simulated.MODELS["mid"]}

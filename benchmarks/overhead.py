@@ -1,76 +1,61 @@
 """What does a request cost beside the model, in CPU time of all processes?
 
 A no-op model, callers that ask again as soon as they are answered, the library's time-out on. We
-are compared with the floor (awaiting a future that somebody settles) in CPU of the API process,
-which all requests share, and with the peers in CPU of all processes.
+are compared with the floor (awaiting a future that another callback settles) in CPU time of the API
+process, and with the peers in CPU time of all processes.
 """
 
 import sys
+from collections.abc import Sequence
 
-from benchmarks.harness import Job, finish, hardware, measure_all, parse_arguments
-from benchmarks.report import Measurement, Series, Spread, Verdict, table
+from benchmarks.harness import finish, measure_all, parse_arguments, text_of
+from benchmarks.report import Columns, Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load
 
 MAX_BATCH_SIZE = 64
 # The number of callers that the bars are about; others are for information.
 CALLERS = 64
-# Times the floor, in CPU of the API process. asyncio's floor is higher, so its bar is lower.
+# Times the floor, in CPU time of the API process. asyncio's floor is higher, so its bar is lower.
 FLOOR_BARS = {"uvloop": 3.0, "asyncio": 2.5}
-# Times our CPU of all processes; "batched.aio" with the model in its thread, and without, which
-# a no-op model permits.
+# Times our CPU time of all processes; "batched.aio" with the model in its thread and on the event
+# loop, which a no-op model permits.
 PEER_BARS = {
     "batched.aio 0.1 ms": 2.0,
     "batched.aio 0.1 ms on the loop": 2.0,
     "fast_dynamic_batcher tuned": 30.0,
 }
-HEADER = (
-    "system",
-    "loop",
-    "callers",
-    "API CPU us/request",
-    "workers CPU us",
-    "all CPU us",
-    "requests/s",
-    "p50 ms",
-    "API CPU / floor",
-    "waking a process us",
-)
+TIMES_THE_FLOOR = Compared("api_cpu_us", "floor")
+COLUMNS: Columns = {
+    "API CPU us/request": "api_cpu_us",
+    "workers CPU us": "workers_cpu_us",
+    "all CPU us": "all_cpu_us",
+    "requests/s": "requests_per_second",
+    "p50 ms": "p50_ms",
+    "API CPU / floor": TIMES_THE_FLOOR,
+}
 
 
-def verdicts(measurements: list[Measurement], loop: str) -> list[Verdict]:
+def plan(systems: Sequence[str], callers: int, seconds: float) -> Table:
+    """What to measure with this number of callers."""
+    load = Load("NoOp", MAX_BATCH_SIZE, callers, seconds)
+    return Table(f"{callers} callers", "full_speed", load, tuple(systems), COLUMNS)
+
+
+def verdicts(measurements: Sequence[Measurement], measured: Table, loop: str) -> list[Verdict]:
     """The bars on one event loop."""
-
-    def series(system: str) -> Series:
-        return Series.of(measurements, system, "full_speed", loop, CALLERS)
-
-    ours = series("ours")
     bar = FLOOR_BARS[loop]
     found = [
         Verdict(
             f"{loop}: API CPU at most {bar:g} x the floor",
-            ours.ratio("api_cpu_us", series("floor")),
+            measured.spread(measurements, "ours", loop, TIMES_THE_FLOOR),
             at_most=bar,
         )
     ]
     for peer, bar in PEER_BARS.items():
-        found.append(
-            Verdict(
-                f"{loop}: {peer} uses at least {bar:g} x our CPU of all processes",
-                series(peer).ratio("all_cpu_us", ours),
-                at_least=bar,
-            )
-        )
+        claim = f"{loop}: {peer} uses at least {bar:g} x our CPU of all processes"
+        times = measured.spread(measurements, peer, loop, Compared("all_cpu_us", "ours"))
+        found.append(Verdict(claim, times, at_least=bar))
     return found
-
-
-def row(measurements: list[Measurement], system: str, loop: str, callers: int) -> list[object]:
-    """One line of the table."""
-    series = Series.of(measurements, system, "full_speed", loop, callers)
-    floor = Series.of(measurements, "floor", "full_speed", loop, callers)
-    figures = ("api_cpu_us", "workers_cpu_us", "all_cpu_us", "requests_per_second", "p50_ms")
-    spreads: list[Spread | None] = [series.spread(figure) for figure in figures]
-    ratio = series.ratio("api_cpu_us", floor)
-    return [system, loop, callers, *spreads, ratio, series.spread("wake_us")]
 
 
 def main() -> int:
@@ -83,25 +68,16 @@ def main() -> int:
         seconds=2.0,
         quick_seconds=0.5,
     )
-    machine = hardware()
-    cases = [
-        (system, loop, callers)
-        for callers in arguments.callers
+    tables = [plan(arguments.systems, one, arguments.seconds) for one in arguments.callers]
+    measurements = measure_all(tables, arguments)
+    found = [
+        verdict
+        for measured in tables
+        if measured.load.callers == CALLERS
         for loop in arguments.loops
-        for system in arguments.systems
+        for verdict in verdicts(measurements, measured, loop)
     ]
-    measurements = measure_all(
-        [
-            Job(
-                system, "full_speed", loop, Load("NoOp", MAX_BATCH_SIZE, callers, arguments.seconds)
-            )
-            for system, loop, callers in cases
-        ],
-        arguments.repetitions,
-    )
-    text = table(HEADER, [row(measurements, *case) for case in cases])
-    found = [verdict for loop in arguments.loops for verdict in verdicts(measurements, loop)]
-    return finish(arguments, machine, measurements, text, found)
+    return finish(arguments, measurements, text_of(tables, measurements, arguments.loops), found)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 """Numbers to text: spreads, ratios, verdicts and tables. No clock, no process, no file."""
 
+import operator
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from benchmarks.scenarios import Figures
+from benchmarks.scenarios import Figures, Load
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one fresh process found out, or why it could not."""
+    """What one fresh process measured, or why it could not."""
 
     system: str
     scenario: str
@@ -20,7 +21,7 @@ class Measurement:
     figures: Figures
     versions: dict[str, str]
     error: str | None = None
-    # Of the cores' time meanwhile: what the host of a virtual machine gave to others.
+    # Percent of the cores' time meanwhile that the host of a virtual machine gave to others.
     stolen_percent: float | None = None
 
 
@@ -34,7 +35,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """None for no values at all: nothing was measured."""
+        """Compute it; None for no values."""
         if not values:
             return None
         return cls(statistics.median(values), min(values), max(values))
@@ -46,7 +47,7 @@ class Spread:
 
 
 def number(value: float) -> str:
-    """Three significant digits, and no exponent."""
+    """Format with three significant digits and without an exponent."""
     if abs(value) >= 100:
         return f"{value:.0f}"
     return f"{value:.3g}" if abs(value) >= 0.001 or value == 0 else f"{value:.4f}"
@@ -73,24 +74,85 @@ class Series:
 
     def spread(self, figure: str) -> Spread | None:
         """One figure over the repetitions that worked."""
-        return Spread.of([m.figures[figure] for m in self.measurements if figure in m.figures])
-
-    def ratio(self, figure: str, other: "Series") -> Spread | None:
-        """This over the other, repetition by repetition: what slows both cancels out."""
-        return Spread.of([mine / theirs for mine, theirs in self.pairs(figure, other)])
-
-    def difference(self, figure: str, other: "Series") -> Spread | None:
-        """This minus the other, repetition by repetition."""
-        return Spread.of([mine - theirs for mine, theirs in self.pairs(figure, other)])
+        return Spread.of(list(self.by_repetition(figure).values()))
 
     def pairs(self, figure: str, other: "Series") -> list[tuple[float, float]]:
-        """This and the other of each repetition in which both were measured."""
-        others = {m.repetition: m.figures for m in other.measurements if figure in m.figures}
-        return [
-            (m.figures[figure], others[m.repetition][figure])
-            for m in self.measurements
-            if figure in m.figures and m.repetition in others
+        """This and the other, for each repetition in which both were measured."""
+        mine, theirs = self.by_repetition(figure), other.by_repetition(figure)
+        return [(value, theirs[number]) for number, value in mine.items() if number in theirs]
+
+    def by_repetition(self, figure: str) -> dict[int, float]:
+        """One figure of each repetition that worked."""
+        return {m.repetition: m.figures[figure] for m in self.measurements if figure in m.figures}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A column: a figure combined with that of another system, repetition by repetition.
+
+    What slows the machine in a repetition slows both and cancels out.
+    """
+
+    figure: str
+    system: str
+    combine: Callable[[float, float], float] = operator.truediv
+
+
+# Column title to figure, or to a figure compared with another system's.
+Columns = Mapping[str, str | Compared]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One load, the systems that are measured under it, and the figures that are shown.
+
+    Attributes:
+        title: Above the table.
+        scenario: The function in the measured process.
+        load: What it is given.
+        systems: Names in `benchmarks.systems.SYSTEMS`, in the order of the rows.
+        columns: What is shown of each system.
+        label: What the results call the load; "" for the scenario's name.
+        share: Of an open loop, its rate as a share of the capacity; 0 for another load.
+    """
+
+    title: str
+    scenario: str
+    load: Load
+    systems: tuple[str, ...]
+    columns: Columns
+    label: str = ""
+    share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """What the results call the load."""
+        return self.label or self.scenario
+
+    def series(self, measurements: Iterable[Measurement], system: str, loop: str) -> Series:
+        """All repetitions of one system under this load."""
+        return Series.of(measurements, system, self.name, loop, self.load.callers)
+
+    def spread(
+        self, measurements: Sequence[Measurement], system: str, loop: str, column: str | Compared
+    ) -> Spread | None:
+        """One cell; None if it was not measured."""
+        series = self.series(measurements, system, loop)
+        if isinstance(column, str):
+            return series.spread(column)
+        pairs = series.pairs(column.figure, self.series(measurements, column.system, loop))
+        return Spread.of([column.combine(mine, theirs) for mine, theirs in pairs])
+
+    def text(self, measurements: Sequence[Measurement], loop: str) -> str:
+        """The title, and a row for each system."""
+        rows = [
+            [
+                system,
+                *(self.spread(measurements, system, loop, one) for one in self.columns.values()),
+            ]
+            for system in self.systems
         ]
+        return f"{self.title}, {loop}\n{table(['system', *self.columns], rows)}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +179,7 @@ class Verdict:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns of text, the first one left-aligned and the others right-aligned; '-' for None."""
+    """Align columns of text: the first to the left, the others to the right; '-' for None."""
     cells = [list(header), *(["-" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
@@ -131,6 +193,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def failures(measurements: Iterable[Measurement]) -> list[str]:
-    """One line for each system that could not be measured, so that none is silently left out."""
+    """One line for each system that could not be measured."""
     lines = {f"{m.system} on {m.loop}: {m.error}" for m in measurements if m.error is not None}
     return sorted(lines)

@@ -1,7 +1,7 @@
-"""The model of the reference's experiment, the same class for every system. Runs in their workers.
+"""The model of the reference experiment, one class for every system. Runs in their workers.
 
-It also runs with the interpreter of a peer's virtual environment, which has no PyTorch of its own
-and is lent ours.
+It also runs with the interpreter of a peer's virtual environment, which has no PyTorch and borrows
+ours.
 """
 
 import json
@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-# At the end of the path, so that everything the peer does have is the peer's.
+# At the end of the path, so that what the peer has installed comes first.
 if "LENT_PACKAGES" in os.environ and os.environ["LENT_PACKAGES"] not in sys.path:
     sys.path.append(os.environ["LENT_PACKAGES"])
 
@@ -20,16 +20,16 @@ from examples.image_classification.resnet import classify, load_network
 from fast_batcher import InferenceModel
 
 SHAPE = (3, 224, 224)
-# Stands for a network that takes no time: what is left is moving the inputs and stacking them.
+# Stands for a network that takes no time, so that only moving and stacking the inputs is measured.
 NO_NETWORK = "none"
 
-# The class, its score, and the input's first number, which shows whose answer it is.
+# The class, its score, and the input's first number, which shows that the answer is its own.
 Answer = tuple[int, float, float]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure; in the environment as JSON, for models are constructed without arguments."""
+    """What to measure; passed as JSON in the environment, as models are made without arguments."""
 
     system: str
     arch: str
@@ -43,12 +43,12 @@ class Job:
 
     @classmethod
     def read(cls) -> "Job":
-        """The job of this process."""
+        """Read the job of this process."""
         return cls(**json.loads(os.environ["RESNET_JOB"]))
 
 
 class Model(InferenceModel[Any, Answer]):
-    """The network, as every system runs it."""
+    """The network, or nothing in its place."""
 
     def __init__(self) -> None:
         job = Job.read()
@@ -73,7 +73,7 @@ class Model(InferenceModel[Any, Answer]):
 
 
 def make_inputs(job: Job) -> list[Any]:
-    """One image as floats for each request; all different, so that none is pickled just once."""
+    """Make one image of floats for each request, all different: an object is pickled once."""
     source = torch.Generator().manual_seed(job.seed)
     tensors = [torch.randn(SHAPE, generator=source) for _ in range(job.requests)]
     return [tensor.numpy() for tensor in tensors] if job.payload == "array" else tensors

@@ -1,4 +1,4 @@
-"""The reference's experiment on one system, in a process that has done nothing before: prints JSON.
+"""Runs the reference experiment on one system, in a fresh process, and prints JSON.
 
 Every system gets the same inputs, all at once, and the same model; `reference_experiment` says what
 is compared. It also runs with the interpreter of a peer's virtual environment.
@@ -21,7 +21,7 @@ from benchmarks.resnet_model import Answer, Job, Model, make_inputs
 from fast_batcher import DynBatcher
 
 BATCH_SIZE = 16
-# How the reference's own script sets its library up: this wait, and threads for three batches.
+# The settings of the reference's own script: the wait, and threads for three batches.
 REFERENCE_DELAY = 0.1
 REFERENCE_THREADS = 3 * BATCH_SIZE
 
@@ -31,7 +31,7 @@ Answerer = Callable[[Sequence[Any]], Awaitable[list[Answer]]]
 
 @asynccontextmanager
 async def bare_loop(batch_size: int) -> AsyncIterator[Answerer]:
-    """The model alone, on one batch after the other: the ceiling of what batching can reach."""
+    """The model alone, on one batch after the other: the ceiling for any batching."""
     infer = Model().infer
 
     async def answer(inputs: Sequence[Any]) -> list[Answer]:
@@ -45,14 +45,14 @@ async def bare_loop(batch_size: int) -> AsyncIterator[Answerer]:
 
 @asynccontextmanager
 async def ours() -> AsyncIterator[Answerer]:
-    """fast_batcher with its defaults, but that no request gives up."""
+    """fast_batcher with its defaults, but without a time-out."""
     async with DynBatcher(Model, max_batch_size=BATCH_SIZE, timeout=None) as batcher:
         yield lambda inputs: asyncio.gather(*map(batcher.process_batched, inputs))
 
 
 @asynccontextmanager
 async def fast_dynamic_batcher() -> AsyncIterator[Answerer]:
-    """As in the reference's own script of this experiment."""
+    """fast_dynamic_batcher, with the settings of the reference's own script."""
     from fast_dynamic_batcher.dyn_batcher import DynBatcher  # type: ignore[import-not-found]
 
     executor = ThreadPoolExecutor(REFERENCE_THREADS)
@@ -111,7 +111,7 @@ async def measure(job: Job) -> dict[str, Any]:
 
 
 def find_versions(system: str) -> dict[str, str]:
-    """Of PyTorch and of the system."""
+    """Find the versions of PyTorch and of the system."""
     distributions = ["torch", "numpy"]
     if system not in ("bare loop", "one by one"):
         distributions.append({"ours": "fast_batcher"}.get(system, system))

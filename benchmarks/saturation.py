@@ -5,36 +5,36 @@ the same run: a child process that calls `infer` on lists of 32 and does nothing
 """
 
 import sys
+from collections.abc import Sequence
 
-from benchmarks.harness import Job, finish, hardware, measure_all, parse_arguments
-from benchmarks.report import Measurement, Series, Spread, Verdict, table
+from benchmarks.harness import finish, measure_all, parse_arguments, text_of
+from benchmarks.report import Columns, Compared, Measurement, Table, Verdict
 from benchmarks.scenarios import Load
 
 MAX_BATCH_SIZE = 32
 # Enough to have one batch running, one ready to go and one on its way back.
 CALLERS = 128
 SHARE_BAR = 0.98
-HEADER = ("system", "loop", "requests/s", "share of bare loop", "API CPU us/request", "all CPU us")
+SHARE = Compared("requests_per_second", "bare loop")
+COLUMNS: Columns = {
+    "requests/s": "requests_per_second",
+    "share of bare loop": SHARE,
+    "API CPU us/request": "api_cpu_us",
+    "all CPU us": "all_cpu_us",
+}
 
 
-def row(measurements: list[Measurement], system: str, loop: str, callers: int) -> list[object]:
-    """One line of the table."""
-    series = Series.of(measurements, system, "saturation", loop, callers)
-    return [
-        system,
-        loop,
-        series.spread("requests_per_second"),
-        share(measurements, system, loop, callers),
-        series.spread("api_cpu_us"),
-        series.spread("all_cpu_us"),
-    ]
+def plan(systems: Sequence[str], callers: int, seconds: float) -> Table:
+    """What to measure with this number of callers."""
+    load = Load("Linear5ms", MAX_BATCH_SIZE, callers, seconds)
+    return Table(f"{callers} callers", "saturation", load, tuple(systems), COLUMNS)
 
 
-def share(measurements: list[Measurement], system: str, loop: str, callers: int) -> Spread | None:
-    """Of the bare loop's requests/s."""
-    bare = Series.of(measurements, "bare loop", "saturation", loop, callers)
-    series = Series.of(measurements, system, "saturation", loop, callers)
-    return series.ratio("requests_per_second", bare)
+def verdict(measurements: Sequence[Measurement], measured: Table, loop: str) -> Verdict:
+    """The bar on one event loop."""
+    share = measured.spread(measurements, "ours", loop, SHARE)
+    claim = f"{loop}: at least {SHARE_BAR:g} of the bare loop's requests/s"
+    return Verdict(claim, share, at_least=SHARE_BAR)
 
 
 def main() -> int:
@@ -47,35 +47,15 @@ def main() -> int:
         seconds=5.0,
         quick_seconds=2.0,
     )
-    machine = hardware()
-    cases = [
-        (system, loop, callers)
-        for callers in arguments.callers
-        for loop in arguments.loops
-        for system in arguments.systems
-    ]
-    measurements = measure_all(
-        [
-            Job(
-                system,
-                "saturation",
-                loop,
-                Load("Linear5ms", MAX_BATCH_SIZE, callers, arguments.seconds),
-            )
-            for system, loop, callers in cases
-        ],
-        arguments.repetitions,
-    )
-    text = table(HEADER, [row(measurements, *case) for case in cases])
+    tables = [plan(arguments.systems, one, arguments.seconds) for one in arguments.callers]
+    measurements = measure_all(tables, arguments)
     found = [
-        Verdict(
-            f"{loop}: at least {SHARE_BAR:g} of the bare loop's requests/s",
-            share(measurements, "ours", loop, CALLERS),
-            at_least=SHARE_BAR,
-        )
+        verdict(measurements, measured, loop)
+        for measured in tables
+        if measured.load.callers == CALLERS
         for loop in arguments.loops
     ]
-    return finish(arguments, machine, measurements, text, found)
+    return finish(arguments, measurements, text_of(tables, measurements, arguments.loops), found)
 
 
 if __name__ == "__main__":

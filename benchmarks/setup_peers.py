@@ -1,6 +1,6 @@
-"""Installs the peers that the benchmarks compare with, each into a virtual environment of its own.
+"""Installs the peers that the benchmarks compare with, each into its own virtual environment.
 
-Environments of their own, because the peers' requirements contradict each other. Run it again at
+Separate environments, because the peers' requirements contradict each other. Run it again at
 any time: what is there already is kept. A peer that can't be installed is named and left out; the
 benchmarks then report it as not installed.
 """
@@ -50,7 +50,7 @@ def install(peer: str) -> None:
 
 
 def main() -> int:
-    """Install all peers; the number of those that failed."""
+    """Install all peers; return how many failed."""
     failed = 0
     for peer in PEERS:
         try:

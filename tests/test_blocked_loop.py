@@ -27,14 +27,20 @@ DISPATCH = 2
 def block_the_loop(handle: WorkerProcess, seconds: float) -> None:
     """Until the worker has answered, and so many seconds have passed: an endpoint's mistake."""
     deadline = monotonic() + seconds
-    assert handle._channel is not None
-    assert select.select([handle._channel._source], [], [], LIMIT)[0], "the worker said nothing"
+    assert handle._parts is not None
+    source = handle._parts.channel._source
+    assert select.select([source], [], [], LIMIT)[0], "the worker said nothing"
     time.sleep(max(0.0, deadline - monotonic()))
 
 
 def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerProcess:
-    (handle,) = session_of(batcher).pool.remaining()
-    return handle
+    (worker,) = workers_of(batcher)
+    return worker
+
+
+def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerProcess]:
+    workers = session_of(batcher).pool.live.remaining()
+    return [worker for worker in workers if isinstance(worker, WorkerProcess)]
 
 
 @pytest.fixture(params=["timer", "pump"])
@@ -68,7 +74,7 @@ async def test_what_no_worker_has_answered_expires_all_the_same(
     async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
         answered, late = call(batcher, "in time"), call(batcher, "late")
         visits = {visit.note[0]: visit for visit in [await gate.visit(), await gate.visit()]}
-        handles = session_of(batcher).pool.remaining()
+        handles = workers_of(batcher)
         (handle,) = [one for one in handles if one.pid == visits["in time"].pid]
         waiting = call(batcher, "waiting")
         await turns()

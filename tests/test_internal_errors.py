@@ -112,19 +112,19 @@ async def test_what_cannot_be_learned_from_an_answer_takes_it_from_nobody(
 async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
-        (worker,) = session_of(batcher).pool.senders
-        send = session_of(batcher).pool.senders[worker]
-        del session_of(batcher).pool.senders[worker]
+        (worker,) = session_of(batcher).sender._links
+        send = session_of(batcher).sender._links[worker]
+        del session_of(batcher).sender._links[worker]
         lone = await outcome(call(batcher, "lone"))
         assert type(lone) is BatcherError
-        session_of(batcher).pool.senders[worker] = send
+        session_of(batcher).sender._links[worker] = send
         running = call(batcher, "running")
         visit = await gate.visit()
-        del session_of(batcher).pool.senders[worker]
+        del session_of(batcher).sender._links[worker]
         behind = [call(batcher, number) for number in range(2)]
         for one in behind:
             assert type(await outcome(one)) is BatcherError
-        session_of(batcher).pool.senders[worker] = send
+        session_of(batcher).sender._links[worker] = send
         visit.let_on()
         gate.close()
         assert await outcome(running) == "running"

@@ -48,7 +48,7 @@ async def test_two_apps_share_a_batcher_until_the_last_of_them_ends(first: int) 
     batcher = DynBatcher(Echo)
     apps = [running(make_app(batcher)) for _ in range(2)]
     clients = [await app.__aenter__() for app in apps]
-    (worker,) = session_of(batcher).pool.remaining()
+    (worker,) = session_of(batcher).pool.live.remaining()
     assert worker.pid is not None
     await apps[first].__aexit__(None, None, None)
     assert batcher.state == "open"
@@ -133,7 +133,7 @@ async def test_a_start_that_fails_for_two_leaves_nothing() -> None:
     )
     assert [type(one) for one in results] == [WorkerStartupError, WorkerStartupError]
     await until(lambda: batcher.state == "closed")
-    assert session_of(batcher).pool.remaining() == []
+    assert session_of(batcher).pool.live.remaining() == []
 
 
 async def test_one_that_comes_while_the_last_is_closing_is_refused_and_harms_no_call(

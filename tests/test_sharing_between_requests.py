@@ -102,7 +102,7 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("way", WAYS)
 async def test_batching_changes_no_result(way: str, seed: int) -> None:
     choice = random.Random(seed)
-    async with opened(Scribbles, max_batch_size=MOST, has_rows=True, **WAYS[way]) as batcher:
+    async with opened(Scribbles, max_batch_size=MOST, stages=True, **WAYS[way]) as batcher:
         for _ in range(BATCHES):
             batch = make_batch(choice)
             sent = [canonical(value) for value in batch]
@@ -129,7 +129,7 @@ async def test_a_second_try_changes_no_result(
     settings = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
     batches = 3 if trouble == "dies" else BATCHES
     async with opened(
-        Scribbles, max_batch_size=MOST, has_rows=True, **settings, **WAYS[way]
+        Scribbles, max_batch_size=MOST, stages=True, **settings, **WAYS[way]
     ) as batcher:
         for number in range(batches):
             batch = make_batch(choice)

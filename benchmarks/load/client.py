@@ -1,13 +1,12 @@
-"""Sends requests and notes when their answers come. Runs in a process of its own, on its loop.
+"""An HTTP client that sends requests and times their answers. Runs in a separate process.
 
-Reads a `Plan` as a line of JSON, says "ready", waits for a line, measures, writes a `Record` as a
-line of JSON. In a closed loop every connection asks again as soon as it is answered. In an open
-loop requests arrive at random moments that do not depend on the answers, as those of independent
-users do, and each is timed from its scheduled arrival: a request that had to wait for the client or
-for a connection has waited.
+Reads a `Plan` as a line of JSON, writes "ready", waits for a line, measures, and writes a `Record`
+as a line of JSON. In a closed loop every connection asks again as soon as it is answered. In an
+open loop requests arrive at random, like those of independent users, and each is timed from its
+scheduled arrival: waiting for the client or for a connection counts.
 
-A general HTTP client costs up to a millisecond of CPU per request, more than the server it
-measures. This one understands what a server answers to a keep-alive request with a Content-Length.
+A general HTTP client costs up to a millisecond of CPU per request, more than the server that it
+measures. This one understands answers to keep-alive requests that have a Content-Length.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from collections import Counter, deque
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
-# How long answers are waited for after the last request: longer than a batcher's own time-out, so
-# that what is lost is the server's loss.
+# How long answers are waited for after the last request, seconds: longer than a batcher's default
+# time-out, so that a lost request is the server's loss.
 ANSWER_LIMIT = 40.0
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
 LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
@@ -30,19 +29,19 @@ LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Plan:
-    """What one client process does."""
+    """The work of one client process."""
 
     host: str
     port: int
     path: str
-    # Sent in a random order, again and again; latin-1, which stands for any bytes.
+    # Sent in random order, again and again; as latin-1, which maps any byte to one character.
     bodies: list[str]
     content_type: str
-    # Open at the same time: exactly so many in a closed loop, at most so many in an open one.
+    # Open at the same time: exactly this many in a closed loop, at most in an open one.
     connections: int
     # Requests per second that arrive; None for a closed loop.
     rate: float | None
-    # Measured, after a time under the same load that is not.
+    # Of the measured part, and of the warm-up under the same load.
     seconds: float
     warm_up: float
     seed: int
@@ -50,52 +49,48 @@ class Plan:
 
 @dataclass
 class Record:
-    """What came of it. Latencies are seconds, in the order of the answers."""
+    """The outcome. Latencies are seconds, in the order of the answers."""
 
     # Good answers to requests of the measured time.
     latencies: list[float] = field(default_factory=list)
     # Good answers per second in the measured time.
     rate: float = 0.0
-    # Requests of the measured time, however they ended.
+    # All requests of the measured time.
     requests: int = 0
-    # Requests without a good answer, warm-up included, by what came instead.
+    # Requests without a good answer, warm-up included, by outcome.
     lost: dict[str, int] = field(default_factory=dict)
     # All good answers, warm-up included, and the CPU seconds that this process took for them.
     answers: int = 0
     cpu: float = 0.0
     elapsed: float = 0.0
-    # From the scheduled arrival until the request was sent, in an open loop.
+    # Seconds from the scheduled arrival until the request was sent, in an open loop.
     lags: list[float] = field(default_factory=list)
 
 
 class Connection(asyncio.Protocol):
-    """One connection with at most one request under way.
-
-    Args:
-        client: Told of answers and of the connection's end.
-    """
+    """A connection with at most one request in flight; the client decides what it sends."""
 
     def __init__(self, client: "Client") -> None:
         self._client = client
         self._transport: asyncio.Transport | None = None
         self._received = b""
-        # When the request under way was to be sent; None while there is none.
+        # The scheduled moment of the request in flight; None without one.
         self.due: float | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Ready for a request."""
-        # uvloop's is one in all but its bases.
+        """Tell the client that it is ready for a request."""
+        # uvloop's transport has the methods, but not the base class.
         self._transport = cast("asyncio.Transport", transport)
         self._client.connected(self)
 
     def send(self, request: bytes, due: float) -> None:
-        """Send a request that was due at a moment."""
+        """Send a request that was due at this moment."""
         assert self._transport is not None
         self.due = due
         self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        """Wait until the answer is complete."""
+        """Tell the client when an answer is complete."""
         self._received += data
         head, separator, body = self._received.partition(b"\r\n\r\n")
         if not separator:
@@ -108,25 +103,21 @@ class Connection(asyncio.Protocol):
             return
         self._received = b""
         due, self.due = self.due, None
-        assert due is not None, "a server speaks when it is spoken to"
+        assert due is not None, "a server only answers requests"
         self._client.answered(self, due, int(status[1]))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The request under way, if any, is lost."""
+        """Tell the client; a request in flight is lost."""
         self._client.disconnected(self)
 
     def close(self) -> None:
-        """Close it; a request under way counts as not answered."""
+        """Close it; a request in flight counts as not answered."""
         assert self._transport is not None
         self._transport.abort()
 
 
 class Client:
-    """All connections of this process.
-
-    Args:
-        plan: What to do.
-    """
+    """Owns all connections of this process, and decides when each sends a request."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -139,27 +130,27 @@ class Client:
         ]
         self._next_requests = deque[bytes]()
         self._loop = asyncio.get_running_loop()
-        # What a connection raises would be lost in the loop.
+        # The loop would only log what a connection raises.
         self._loop.set_exception_handler(self._note_mistake)
         self.record = Record()
         self._lost: Counter[str] = Counter()
 
-        # Open connections without a request, the last one used on top.
+        # Open connections without a request, the last used at the end.
         self._idle: list[Connection] = []
         self._open: set[Connection] = set()
         self._connecting: set[asyncio.Task[object]] = set()
-        # Moments at which requests arrived that have no connection yet, in an open loop.
+        # Scheduled moments of requests that have no connection yet, in an open loop.
         self._waiting: deque[float] = deque()
-        # Moments at which requests will arrive, in an open loop.
+        # Scheduled moments of the requests to come, in an open loop.
         self._arrivals: deque[float] = deque()
 
         self._is_over = False
         # Until the start nothing begins, and nothing is over.
         self._measured_from, self._measured_until = math.inf, -math.inf
-        # Of each connection, in a closed loop: its first and last answer in the measured time and
-        # how many there were.
+        # By connection, in a closed loop: its first and last answer in the measured time, and their
+        # count.
         self._answered_at: dict[Connection, tuple[float, float, int]] = {}
-        # The end: nothing is waited for any more, or an error that ends all.
+        # Done when every request has ended, or with an error that ends the measurement.
         self._over: asyncio.Future[None] = self._loop.create_future()
 
     async def connect(self) -> None:
@@ -174,7 +165,7 @@ class Client:
         try:
             return await self._run()
         finally:
-            # Of a failure too: what its end closes is not opened again.
+            # After a failure too.
             self._close()
 
     async def _run(self) -> Record:
@@ -200,10 +191,8 @@ class Client:
         record.rate = self._measure_rate()
         return record
 
-    # What connections tell.
-
     def connected(self, connection: Connection) -> None:
-        """A connection is open."""
+        """Use a connection that has opened."""
         self._open.add(connection)
         if self._waiting:
             self._send(connection, self._waiting.popleft())
@@ -213,7 +202,7 @@ class Client:
             self._idle.append(connection)
 
     def answered(self, connection: Connection, due: float, status: int) -> None:
-        """A complete answer has come."""
+        """Note a complete answer, and use the connection again."""
         now = time.perf_counter()
         if 200 <= status < 300:
             self._note_answer(connection, due, now)
@@ -228,7 +217,7 @@ class Client:
             self._finish_if_done()
 
     def disconnected(self, connection: Connection) -> None:
-        """A connection has ended."""
+        """Note a connection that has ended, and replace it if needed."""
         if self._is_over:
             return
         self._open.discard(connection)
@@ -241,7 +230,7 @@ class Client:
         self._finish_if_done()
 
     def failed(self, text: str) -> None:
-        """The server is none that can be measured."""
+        """End the measurement: this server cannot be measured."""
         if not self._over.done():
             self._over.set_exception(RuntimeError(text))
 
@@ -249,10 +238,8 @@ class Client:
         self.failed(f"{context['message']}: {context.get('exception')!r}")
 
     def _asks_on(self, now: float) -> bool:
-        """Whether a free connection is to ask again by itself."""
+        """Whether a free connection asks again at once."""
         return self._plan.rate is None and now < self._measured_until
-
-    # What they are told.
 
     def _connect(self) -> None:
         """Open one more connection."""
@@ -270,7 +257,7 @@ class Client:
         self._finish_if_done()
 
     def _arrive(self) -> None:
-        """Send what is due and come back for the next."""
+        """Send what is due, and schedule the next."""
         now = time.perf_counter()
         while self._arrivals and self._arrivals[0] <= now:
             due = self._arrivals.popleft()
@@ -311,10 +298,11 @@ class Client:
             self._answered_at[connection] = (first, now, count + 1)
 
     def _measure_rate(self) -> float:
-        """In a closed loop from each connection's first to its last answer, and summed.
+        """Good answers per second.
 
-        So the figure has no share of start and end, and no rounding to whole batches. Connections
-        that were not answered twice say nothing; then, and in an open loop, answers are counted.
+        In a closed loop each connection's rate is taken from its first to its last answer, and
+        summed, so start and end do not count and nothing is rounded to whole batches. In an open
+        loop, or if a connection has fewer than two answers, answers are counted.
         """
         spans = [span for span in self._answered_at.values() if span[2] > 1]
         if self._plan.rate is None and len(spans) == self._plan.connections:
@@ -341,7 +329,7 @@ class Client:
 
 
 def draw_arrivals(plan: Plan, start: float, source: random.Random) -> list[float]:
-    """Moments of a Poisson process: the times between them are exponentially distributed."""
+    """Draw the moments of a Poisson process."""
     assert plan.rate is not None
     arrivals = []
     moment = start + source.expovariate(plan.rate)
@@ -364,13 +352,13 @@ async def _measure(plan: Plan) -> Record:
     client = Client(plan)
     await client.connect()
     print("ready", flush=True)
-    # Reading blocks the loop, which has nothing to do yet: all processes shall start together.
+    # All processes start together. Reading blocks the loop, which has nothing to do yet.
     sys.stdin.readline()
     return await client.run()
 
 
 def main() -> None:
-    """Do what the first line of the input says."""
+    """Read the plan, measure, write the record."""
     plan = Plan(**json.loads(sys.stdin.readline()))
     with asyncio.Runner(loop_factory=_new_loop) as runner:
         record = runner.run(_measure(plan))

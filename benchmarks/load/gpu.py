@@ -1,21 +1,21 @@
-"""How busy the GPU is, as its driver says. Runs in the measuring process, in its own thread."""
+"""How busy the GPU is, as its driver reports. Runs in the measuring process, in its own thread."""
 
 import os
 import threading
 from types import TracebackType
 from typing import Any, Self
 
-# What a result says where there is no GPU.
+# Stands in the results where there is no GPU.
 NOT_MEASURED = "not yet measured on a GPU"
 # The driver's figure covers its last 1/6 s to 1 s. Source: nvmlUtilization_t in the NVML reference.
 INTERVAL = 0.1
 
 
 class GpuWatch:
-    """Share of the time in a `with` block during which the GPU computed anything.
+    """Measures the share of the time in a `with` block during which the GPU computed anything.
 
-    The first GPU that CUDA_VISIBLE_DEVICES leaves. `name` and `busy_share` are None without one,
-    or without nvidia-ml-py.
+    It watches the first GPU that CUDA_VISIBLE_DEVICES allows. `name` and `busy_share` are None
+    without a GPU or without nvidia-ml-py.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class GpuWatch:
 
 
 def _load_nvml() -> Any:
-    """The driver's library, initialised; None where there is no driver or no GPU."""
+    """Initialise the driver's library; None where there is no driver or no GPU."""
     try:
         import pynvml  # type: ignore[import-untyped]
     except ModuleNotFoundError:
@@ -70,7 +70,7 @@ def _load_nvml() -> Any:
 
 
 def _find_device(nvml: Any) -> Any:
-    """CUDA's first device: the driver's own count ignores CUDA_VISIBLE_DEVICES."""
+    """Find CUDA's first device: the driver's own count ignores CUDA_VISIBLE_DEVICES."""
     first = _first_device()
     if first.isdigit():
         return nvml.nvmlDeviceGetHandleByIndex(int(first))

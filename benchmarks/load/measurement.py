@@ -1,4 +1,4 @@
-"""One measurement of a server: starts the clients, waits, puts together what they saw.
+"""One measurement of a server: starts the clients, waits, and combines their records.
 
 Runs in the command's process, which sleeps meanwhile.
 """
@@ -8,20 +8,16 @@ import json
 import statistics
 import subprocess
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
 from benchmarks.cpu import TreeCpu
+from benchmarks.harness import ROOT
 from benchmarks.load import tied
 from benchmarks.load.client import ANSWER_LIMIT, Plan, Record
 from benchmarks.load.gpu import GpuWatch
 from benchmarks.load.server import Server
 
-ROOT = Path(__file__).resolve().parents[2]
-# How often the progress bar moves while we wait, seconds. Drawing it takes CPU from the server.
-TICK = 0.5
-# For the start of the clients' interpreters and the way of their results. It only ends what hangs.
+# For the start of the clients and for their results, seconds. It only ends what hangs.
 SPARE_TIME = 60.0
 
 
@@ -31,18 +27,18 @@ class Target:
 
     host: str
     port: int
-    # None for a server that somebody else runs: then its CPU time is not known.
+    # None for a server that we did not start: its CPU time is not known.
     server: Server | None = None
 
     def get(self, path: str) -> tuple[int, bytes]:
-        """Status and body of one answer."""
-        return self._sender("GET", path, None, {})
+        """Return the status and the body of one answer."""
+        return self._exchange("GET", path, None, {})
 
     def post(self, path: str, body: bytes, content_type: str) -> tuple[int, bytes]:
-        """Status and body of one answer."""
-        return self._sender("POST", path, body, {"Content-Type": content_type})
+        """Return the status and the body of one answer."""
+        return self._exchange("POST", path, body, {"Content-Type": content_type})
 
-    def _sender(
+    def _exchange(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
     ) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER_LIMIT)
@@ -54,7 +50,7 @@ class Target:
             connection.close()
 
     def read_batch_sizes(self) -> Counter[int] | None:
-        """How many batches of each size there were, if the app says so at /stats."""
+        """Read the number of batches of each size, if the app tells it at /stats."""
         status, body = self.get("/stats")
         if status != 200:
             return None
@@ -66,22 +62,22 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured."""
+    """One path of the server under one load."""
 
     # "batched" or "unbatched".
     name: str
     path: str
-    # In a closed loop that many ask all the time; in an open loop at most so many at once.
+    # Connections: in a closed loop exactly this many, in an open loop at most.
     clients: int
-    # Arrivals per second in an open loop, and what share that is of what the path can do.
+    # Arrivals per second in an open loop, and their share of the path's best rate.
     rate: float | None = None
     share: float | None = None
-    # Of the app that was started for this case; None for the app as it is.
+    # Of the app that was started for this case; None for the app's own.
     max_batch_size: int | None = None
 
     @property
     def load(self) -> str:
-        """The load in words."""
+        """Name the load."""
         if self.rate is None:
             return f"{self.clients} clients"
         return f"{self.rate:.0f}/s" + (f" ({self.share:.0%})" if self.share else "")
@@ -89,11 +85,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all measurements of a run have in common."""
+    """The settings that all measurements of a run share."""
 
     bodies: list[bytes]
     content_type: str
-    # Measured, and the time before under the same load that is not.
+    # Of the measured part, and of the warm-up under the same load.
     seconds: float
     warm_up: float
     # A good answer that comes later than this, in seconds, is counted as late.
@@ -104,32 +100,22 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one repetition of a case gave."""
+    """The figures of one repetition of a case."""
 
     case: Case
     repetition: int
     figures: dict[str, float]
-    # What came instead of a good answer, and how often.
+    # What came instead of a good answer, with its count.
     lost: dict[str, int] = field(default_factory=dict)
 
 
-def measure(
-    target: Target, case: Case, repetition: int, settings: Settings, tick: Callable[[float], None]
-) -> Measurement:
-    """Put the target under a load.
-
-    Args:
-        target: The server.
-        case: The load.
-        repetition: Part of the seed, so that no two repetitions are the same.
-        settings: See there.
-        tick: Called while it waits, with the seconds since the last time.
-    """
+def measure(target: Target, case: Case, repetition: int, settings: Settings) -> Measurement:
+    """Put the target under a load; `repetition` is part of the seed."""
     plans = make_plans(target, case, repetition, settings)
     batches = target.read_batch_sizes()
     before = None if target.server is None else target.server.read_cpu()
     with GpuWatch() as gpu:
-        records = run_clients(plans, settings.warm_up + settings.seconds, tick)
+        records = run_clients(plans)
     figures = summarise(records, settings)
     if target.server is not None and before is not None:
         figures |= _cpu_per_answer(target.server.read_cpu().since(before), records)
@@ -147,7 +133,7 @@ def measure(
 
 
 def make_plans(target: Target, case: Case, repetition: int, settings: Settings) -> list[Plan]:
-    """Divide a load among the client processes, never more of them than clients."""
+    """Divide a load among the client processes; there are never more of them than clients."""
     processes = min(settings.client_processes, case.clients)
     whole = Plan(
         host=target.host,
@@ -172,25 +158,26 @@ def make_plans(target: Target, case: Case, repetition: int, settings: Settings) 
     ]
 
 
-def run_clients(plans: list[Plan], seconds: float, tick: Callable[[float], None]) -> list[Record]:
-    """Run a client process for each plan, all at once; nothing of them is left afterwards.
+def run_clients(plans: list[Plan]) -> list[Record]:
+    """Run a client process for each plan, all at once, and end them all.
 
     Raises:
-        RuntimeError: A client failed; the text is what it said.
+        RuntimeError: A client failed; the text is its last line.
     """
     clients: list[subprocess.Popen[str]] = []
     try:
-        for plan in plans:  # one by one, so that those that started are ended if one does not
+        for plan in plans:  # one by one: if one does not start, the others are ended
             clients.append(_start_client(plan))  # noqa: PERF401
         for client in clients:
             assert client.stdout is not None
             if not client.stdout.readline():
                 raise _complaint(client)
-        for client in clients:  # they stand ready: these few microseconds are all that is between
+        for client in clients:  # all are ready, so they start within microseconds
             assert client.stdin is not None
             client.stdin.write("go\n")
             client.stdin.flush()
-        return [_wait(client, seconds + ANSWER_LIMIT + SPARE_TIME, tick) for client in clients]
+        limit = max(plan.warm_up + plan.seconds for plan in plans) + ANSWER_LIMIT + SPARE_TIME
+        return [_wait(client, limit) for client in clients]
     finally:
         for client in clients:
             client.kill()
@@ -212,17 +199,14 @@ def _start_client(plan: Plan) -> subprocess.Popen[str]:
     return client
 
 
-def _wait(client: subprocess.Popen[str], limit: float, tick: Callable[[float], None]) -> Record:
-    for _ in range(round(limit / TICK)):
-        try:
-            output, _ = client.communicate(timeout=TICK)
-        except subprocess.TimeoutExpired:
-            tick(TICK)
-            continue
-        if client.returncode != 0:
-            break
-        return Record(**json.loads(output))
-    raise _complaint(client)
+def _wait(client: subprocess.Popen[str], limit: float) -> Record:
+    try:
+        output, _ = client.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise _complaint(client) from None
+    if client.returncode != 0:
+        raise _complaint(client)
+    return Record(**json.loads(output))
 
 
 def _complaint(client: subprocess.Popen[str]) -> RuntimeError:
@@ -233,7 +217,7 @@ def _complaint(client: subprocess.Popen[str]) -> RuntimeError:
 
 
 def summarise(records: list[Record], settings: Settings) -> dict[str, float]:
-    """The figures of all client processes together; latencies and lags in milliseconds."""
+    """Combine the records of all client processes; latencies and lags in milliseconds."""
     latencies = [latency for record in records for latency in record.latencies]
     lags = [lag for record in records for lag in record.lags]
     answers = sum(record.answers for record in records)
@@ -242,7 +226,7 @@ def summarise(records: list[Record], settings: Settings) -> dict[str, float]:
         "requests": float(sum(record.requests for record in records)),
         "lost": float(sum(sum(record.lost.values()) for record in records)),
         "late": float(sum(latency > settings.late for latency in latencies)),
-        # Of the busiest process: at 1 it cannot send more, whatever the others do.
+        # Of the busiest process: at 1 it cannot send more.
         "client_busy": max(record.cpu / record.elapsed for record in records),
     }
     if answers:

@@ -44,12 +44,12 @@ def total(measurements: Iterable[Measurement], case: Case, figure: str) -> float
 
 
 def cases(measurements: Iterable[Measurement]) -> list[Case]:
-    """All that was measured, once each, in the order of the first time."""
+    """List all cases in the order of their first measurement."""
     return list(dict.fromkeys(m.case for m in measurements))
 
 
 def make_table(measurements: Sequence[Measurement]) -> str:
-    """One row per case; columns that nothing was measured for are left out."""
+    """Make a row per case; columns without a measurement are left out."""
     measured = {figure for m in measurements for figure in m.figures}
     columns = {title: figure for title, figure in COLUMNS.items() if figure in measured}
     header = ["path", "load", "batch limit", *columns, *SUMS]
@@ -62,11 +62,11 @@ def make_table(measurements: Sequence[Measurement]) -> str:
 
 
 def make_remarks(measurements: Sequence[Measurement], floor: Measurement) -> list[str]:
-    """What the table does not say by itself.
+    """Make the lines below the table: ratios, warnings, and what was lost.
 
     Args:
-        measurements: Those of the table.
-        floor: Of the same client at an app that does nothing.
+        measurements: The measurements in the table.
+        floor: Of the client at an app that does nothing.
     """
     busiest = max(m.figures["client_busy"] for m in measurements)
     lines = [
@@ -115,7 +115,7 @@ def _lost(measurements: Sequence[Measurement]) -> Counter[str]:
 
 
 def draw(measurements: Sequence[Measurement], path: Path, title: str) -> None:
-    """Throughput and latency over clients, over the rate of arrivals, and over the batch size."""
+    """Draw throughput and latency over clients, rate of arrivals and batch size."""
     closed = [c for c in cases(measurements) if c.rate is None and c.max_batch_size is None]
     open_ = [c for c in cases(measurements) if c.rate is not None]
     sized = [c for c in cases(measurements) if c.max_batch_size is not None]

@@ -1,6 +1,6 @@
-"""Starts an app under uvicorn, and ends it with all it has started. Runs in the command's process.
+"""Starts an app under uvicorn, and ends it with its workers. Runs in the command's process.
 
-The server leads a process group of its own, so a Ctrl-C reaches the command alone, which then ends
+The server leads a separate process group, so a Ctrl-C reaches the command alone, which then ends
 the server in order; what is left of the group after that is killed and reported.
 """
 
@@ -12,20 +12,19 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
+from benchmarks.harness import ROOT
 from benchmarks.load import tied
 
-ROOT = Path(__file__).resolve().parents[2]
 HOST = "127.0.0.1"
 # Workers import torch and load a model, on a machine that may be busy or have a cold disk.
 START_LIMIT = 180.0
 # uvicorn lets answers finish, then a batcher drains (20 s) and stops its workers (2 s).
 STOP_LIMIT = 40.0
-# Longer than any measurement, so that the server never closes a connection that rests.
+# Longer than any measurement, so that the server never closes an idle connection, seconds.
 KEEP_ALIVE = 3600
-# Lines of the server's log that are kept, for when it fails.
+# Lines of the server's log that an error shows.
 KEPT_LINES = 200
 
 
@@ -52,10 +51,10 @@ class Server:
             if address:
                 self.port = int(address[1])
                 self._is_listening.set()
-        self._is_listening.set()  # it has ended: nobody shall wait for its port
+        self._is_listening.set()  # it has ended, and will never listen
 
     def wait_until_listening(self) -> None:
-        """Wait: uvicorn names its port when the app has started, so the model is loaded by then.
+        """Wait until uvicorn logs its port, which it does when the app has started.
 
         Raises:
             RuntimeError: It did not start; the text is its log.
@@ -65,7 +64,7 @@ class Server:
             raise RuntimeError("the server did not start:\n" + "\n".join(self.log))
 
     def read_cpu(self) -> TreeCpu:
-        """CPU seconds of the server and of the workers that live now."""
+        """Read the CPU seconds of the server and of its living workers."""
         workers = 0.0
         for pid in descendants(self.process.pid):
             try:
@@ -75,20 +74,20 @@ class Server:
         return TreeCpu(api=process_cpu(self.process.pid), workers=workers)
 
     def end(self) -> bool:
-        """End it and everything it started; whether that went by itself when it was asked to."""
+        """End it and everything it started; return whether SIGTERM was enough."""
         try:
             self.process.send_signal(signal.SIGTERM)
-            # Its workers hold the other end of the log: the log's end means that they are gone too.
+            # Its workers hold the other end of the log too: at the log's end all have ended.
             self._reader.join(STOP_LIMIT)
-            went_by_itself = not self._reader.is_alive()
+            ended_in_order = not self._reader.is_alive()
         finally:
             self._kill_group()
             status = self.process.wait()
             self._reader.join()
             assert self.process.stderr is not None
             self.process.stderr.close()
-        # uvicorn ends itself with the signal it was sent, once it has shut down.
-        return went_by_itself and status in (0, -signal.SIGTERM)
+        # Once it has shut down, uvicorn ends itself with the signal that it was sent.
+        return ended_in_order and status in (0, -signal.SIGTERM)
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
@@ -97,14 +96,14 @@ class Server:
 
 @contextmanager
 def serve(app: str, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
-    """Run an app, "module:name", on a free port; from the repository's root.
+    """Run an app on a free port, from the repository's root.
 
     Args:
-        app: What uvicorn is given.
-        environment: Added to this process's.
+        app: "module:name" for uvicorn.
+        environment: Variables besides this process's.
 
     Raises:
-        RuntimeError: The server did not start, or did not end by itself on the way out.
+        RuntimeError: The server did not start, or did not end in order.
     """
     options = ["--host", HOST, "--port", "0", "--no-access-log", "--no-use-colors"]
     options += ["--timeout-keep-alive", str(KEEP_ALIVE)]
@@ -125,4 +124,4 @@ def serve(app: str, environment: Mapping[str, str] | None = None) -> Iterator[Se
         server.end()
         raise
     if not server.end():
-        raise RuntimeError("the server did not end by itself:\n" + "\n".join(server.log))
+        raise RuntimeError("the server did not end in order:\n" + "\n".join(server.log))

@@ -1,8 +1,8 @@
-"""Runs a module as `python -m` does, in a process that ends with the one that started it.
+"""Runs a module like `python -m`, in a process that ends with the one that started it.
 
-A server that survives its load test would burden every measurement after it, so the kernel tells
-it to end whatever became of the load test. Linux only. The signal comes when the *thread* that
-started the process ends: start it from one that lives as long.
+A server that outlives its load test would slow every measurement after it, so the kernel sends it
+SIGTERM however the load test ends. Linux only. The signal comes when the *thread* that started the
+process ends, so start it from a thread that lives as long.
 """
 
 import ctypes
@@ -16,12 +16,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What to start such a process with."""
+    """Make the command that starts this process."""
     return [sys.executable, "-m", "benchmarks.load.tied", str(os.getpid()), module, *arguments]
 
 
 def main() -> None:
-    """Run the module that the second argument names, for the process that the first one does."""
+    """Run the module in the second argument until the process in the first argument ends."""
     parent, module = int(sys.argv[1]), sys.argv[2]
     # SIGTERM, so that a server ends its workers in order.
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM) != 0:

@@ -1,26 +1,19 @@
-"""Simulates the core and the peers' policies in virtual time, prints tables and stores them.
+"""Simulates the scheduler in virtual time beside the exact optimum, prints tables and stores them.
 
-Each part has files of its own, `results/simulation-PART.txt`, `.json` and, where it has a picture,
-`.png`.
-Every number follows from the seeds: the same command gives the same tables on any machine.
+Each part has its own files, `results/simulation-PART.txt` and `.json`. Every number follows from
+the seeds: the same command gives the same tables on any machine.
 """
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
 
-from benchmarks.harness import RESULTS, hardware
-from benchmarks.report import Verdict
-from benchmarks.simulation.cells import ALL_SYSTEMS, FIRST_SEED, RUNS, plan, run_seeds
-from benchmarks.simulation.pictures import draw
+from benchmarks.harness import RESULTS, hardware, store
+from benchmarks.simulation.cells import FIRST_SEED, RUNS, plan, run_seeds
 from benchmarks.simulation.report import Result, tables, verdicts
 
 NAME = "simulation"
@@ -30,13 +23,12 @@ QUICK_SCALE = 0.25
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{NAME}", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--quick", action="store_true", help="minutes, for a rough answer")
+    parser.add_argument("--quick", action="store_true", help="a minute or two, for a rough answer")
     parser.add_argument("--parts", nargs="+", choices=RUNS, default=tuple(RUNS))
-    parser.add_argument("--systems", nargs="+", choices=ALL_SYSTEMS, default=ALL_SYSTEMS)
     parser.add_argument("--seeds", type=int, help=f"{SEEDS}, or {QUICK_SEEDS} if quick")
     parser.add_argument("--scale", type=float, help=f"of lengths: 1, or {QUICK_SCALE} if quick")
     parser.add_argument("--processes", type=int, default=2)
@@ -49,8 +41,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_part(arguments: argparse.Namespace, part: str) -> Iterator[Result]:
-    """Every cell of a part, with progress on stderr."""
-    cells = plan([part], arguments.systems)
+    """Simulate every cell of a part, with progress on stderr."""
+    cells = plan([part])
     # The seeds of a cell share its optimum, so they stay in one process.
     tasks = [(cell, arguments.seeds, arguments.scale) for cell in cells]
     started = monotonic()
@@ -62,58 +54,19 @@ def run_part(arguments: argparse.Namespace, part: str) -> Iterator[Result]:
             yield Result.of(cells[number - 1], outcomes)
 
 
-def store(
-    arguments: argparse.Namespace,
-    path: Path,
-    results: list[Result],
-    found: list[Verdict],
-    seconds: float,
-) -> None:
-    """Print the report, and write it below the path with everything that was counted."""
-    command = shlex.join(["python", "-m", f"benchmarks.{NAME}", *sys.argv[1:]])
-    date, machine = datetime.now(UTC).isoformat(timespec="seconds"), hardware()
-    data = {
-        "benchmark": NAME,
-        "date": date,
-        "command": command,
-        "hardware": machine,
-        "settings": {
-            "seeds": [FIRST_SEED + number for number in range(arguments.seeds)],
-            "scale": arguments.scale,
-        },
-        "verdicts": [{**asdict(v), "holds": v.holds} for v in found],
-    }
-    lines = [
-        f"{command}   {date}",
-        ", ".join(f"{key} {value}" for key, value in machine.items()),
-        f"mean of {arguments.seeds} seeds ± how far its 95 % bound is on either side; "
-        f"{seconds:.0f} s in {arguments.processes} processes",
-        "",
-        tables(results),
-        "",
-        *(str(verdict) for verdict in found),
-    ]
-    report = "\n".join(lines).rstrip() + "\n"
-    print(report, flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # One line per cell: thousands of numbers, which nobody reads one by one.
-    cells = ",\n".join(json.dumps(result.as_data()) for result in results)
-    head = json.dumps(data, indent=1).removesuffix("\n}")
-    path.with_suffix(".json").write_text(f'{head},\n "cells": [\n{cells}\n]}}\n')
-    path.with_suffix(".txt").write_text(report)
-
-
 def main() -> int:
-    """Simulate, print, store, draw; part by part, so that what is done is not lost."""
+    """Simulate, print, store; part by part, so that an interrupt loses only the current one."""
     arguments = parse_arguments()
+    seeds = [FIRST_SEED + number for number in range(arguments.seeds)]
+    settings = {"seeds": seeds, "scale": arguments.scale}
     hold = True
     for part in arguments.parts:
-        started = monotonic()
+        machine = hardware()
         results = list(run_part(arguments, part))
         found = verdicts(results, part)
-        path = arguments.folder / f"{NAME}-{part}{'-quick' * arguments.quick}"
-        store(arguments, path, results, found, monotonic() - started)
-        draw(part, results, path.with_suffix(".png"))
+        path = arguments.folder / f"{NAME}-{part}{'-quick' * arguments.quick}.json"
+        how = f"mean of {len(seeds)} seeds ± the distance of its 95 % bound on either side"
+        store(path, NAME, machine, settings, results, how, tables(results), found, versions={})
         hold = hold and all(verdict.holds for verdict in found)
     return 1 if arguments.check and not hold else 0
 

@@ -10,12 +10,12 @@ import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.messages import Batch, Dispatch, Expire, Request
+from fast_batcher._core.messages import Dispatch, Expire, Request
 from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.stats import Counters
 
-# What `DynBatcher` sets where the user says nothing.
+# The defaults of `DynBatcher`.
 DEFAULT_TIMEOUT = 30.0
 LEAST_QUEUE_SIZE, QUEUE_BATCHES = 1024, 8
 WORKER = 0
@@ -27,14 +27,11 @@ class Ours:
     Args:
         policy: "adaptive", "greedy" or "fixed".
         max_batch_size: Most requests in a batch.
-        max_delay: As of `DynBatcher`, seconds.
+        max_delay: The setting of `DynBatcher`, seconds.
         target: `max_latency`, seconds, or None.
-        costs: Of the requests by their number; batches are filled by them. None to know nothing of
-            costs.
+        costs: Of the requests by their number; batches are then filled by cost.
         max_batch_cost: Most that a batch costs; None for a full batch of requests that cost 1.
     """
-
-    answer_tick = 0.0
 
     def __init__(
         self,
@@ -63,25 +60,19 @@ class Ours:
         )
         self._scheduler.worker_ready(0.0, WORKER)
         self._costs = costs
-        # What `submit_at_once` has decided already.
-        self._sent: tuple[Batch, list[int]] | None = None
-        self._refused: list[Request] = []
+        # Requests that were rejected since the last decision.
+        self._rejected: list[Request] = []
 
     def arrive(self, now: float, requests: list[int]) -> None:
-        """The short way first, as the shell does."""
+        """Submit them."""
         arrived = [Request(request, None) for request in requests]
         if self._costs is not None:
             for request in arrived:
                 request.cost = self._costs[request.value]
-        batch = self._scheduler.submit_at_once(now, arrived)
-        if batch is None:
-            self._refused = self._scheduler.submit(now, arrived)
-        else:
-            self._scheduler.count_batch(batch)
-            self._sent = _described(batch)
+        self._rejected += self._scheduler.submit(now, arrived)
 
     def done(self, now: float, batch: Any) -> Sequence[int]:
-        """Those whose caller still waits."""
+        """Tell the scheduler; return the requests whose caller still waits."""
         found = self._scheduler.batch_done(now, WORKER, batch.id)
         assert found is not None, "the worker answers what it was sent"
         answered = [request for request in found.requests if not request.is_settled]
@@ -91,37 +82,27 @@ class Ours:
         return [request.value for request in answered]
 
     def poll(self, now: float) -> Decision:
-        """Its actions, in their order."""
-        if self._sent is not None:
-            sent, self._sent = self._sent, None
-            return Decision([sent], [], self._scheduler.next_expiry)
-        lost = []
-        if self._refused:
-            lost = [request.value for request in self._refused]
-            self._refused = []
+        """Return the scheduler's actions, in their order."""
+        lost = [request.value for request in self._rejected]
+        self._rejected = []
         actions, wake_at = self._scheduler.poll(now)
         batches = []
         for action in actions:
             if isinstance(action, Dispatch):
-                batches.append(_described(action.batch))
+                requests = [request.value for request in action.batch.requests]
+                batches.append((action.batch, requests))
             elif isinstance(action, Expire):
                 lost.append(action.request.value)
         return Decision(batches, lost, inf if wake_at is None else wake_at)
 
 
-def _described(batch: Batch) -> tuple[Batch, list[int]]:
-    return batch, [request.value for request in batch.requests]
-
-
 class Planned:
-    """Does what a table says.
+    """Sends what a table says.
 
     Args:
         sizes: By queue length while the worker is free, how many to send; 0 to wait for the next
-            arrival. A longer queue is treated as the longest in the table.
+            arrival. A longer queue counts as the longest in the table.
     """
-
-    answer_tick = 0.0
 
     def __init__(self, sizes: npt.NDArray[np.int64]) -> None:
         self._sizes: list[int] = sizes.tolist()
@@ -129,17 +110,17 @@ class Planned:
         self._is_free = True
 
     def arrive(self, now: float, requests: list[int]) -> None:
-        """They wait."""
+        """Let them wait."""
         self._queue.extend(requests)
 
     def done(self, now: float, batch: Any) -> Sequence[int]:
-        """All of it."""
+        """Free the worker; every request of the batch is answered."""
         self._is_free = True
         requests: Sequence[int] = batch
         return requests
 
     def poll(self, now: float) -> Decision:
-        """Look it up."""
+        """Look up how many to send."""
         queue = self._queue
         size = self._sizes[min(len(queue), len(self._sizes) - 1)] if self._is_free else 0
         if size == 0:

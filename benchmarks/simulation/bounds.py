@@ -1,4 +1,4 @@
-"""Means over seeds and their bounds. No process, no clock."""
+"""Means over seeds and their confidence bounds. No process, no clock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,12 @@ from typing import Self
 
 from benchmarks.report import Spread, number
 
-# The 95 % quantile of Student's distribution, by degrees of freedom from 1 on; above, the normal's.
+# The 95 % quantile of Student's distribution, by degrees of freedom from 1 on. Beyond the table it
+# is at most the last value.
 STUDENT = (
     *(6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812),
     *(1.796, 1.782, 1.771, 1.761, 1.753, 1.746, 1.740, 1.734, 1.729, 1.725),
-    *(1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697),
 )
-NORMAL = 1.645
 
 
 @dataclass(frozen=True)
@@ -27,13 +26,13 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Self | None:
-        """None for no values; no bounds for one value."""
+        """Compute it; None for no values, without bounds for one value."""
         if not values:
             return None
         mean, count = fmean(values), len(values)
         if count == 1:
             return cls(mean, -inf, inf)
-        quantile = STUDENT[count - 2] if count - 2 < len(STUDENT) else NORMAL
+        quantile = STUDENT[count - 2] if count - 2 < len(STUDENT) else STUDENT[-1]
         half = quantile * stdev(values) / sqrt(count)
         return cls(mean, mean - half, mean + half)
 
@@ -42,15 +41,10 @@ class Estimate:
 
     @property
     def spread(self) -> Spread:
-        """For a verdict, which compares the mean with its bar."""
+        """What a verdict compares with its bar."""
         return Spread(self.mean, self.low, self.high)
 
 
 def percent_over(values: Sequence[float], others: Sequence[float]) -> Estimate | None:
     """By how many percent the values are over the others, seed by seed."""
     return Estimate.of([100 * (v / o - 1) for v, o in zip(values, others, strict=True)])
-
-
-def difference(values: Sequence[float], others: Sequence[float]) -> Estimate | None:
-    """The values minus the others, seed by seed."""
-    return Estimate.of([v - o for v, o in zip(values, others, strict=True)])

@@ -1,12 +1,12 @@
 """The event loop of virtual time: one load, one batcher, one worker. No process, no clock.
 
-What happens at one moment is told in this order: the worker's answer, the arrivals (those of one
-moment together, like those of one turn of the shell), and then the batcher decides once.
+At each moment the batcher is told in this order: the worker's answer, the arrivals (those of one
+moment together, like those of one turn of the shell); then it decides once.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from math import ceil, inf, nan
+from math import inf, nan
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,26 +14,23 @@ import numpy as np
 from benchmarks.simulation.loads import Load
 from benchmarks.simulation.models import Worker
 
-# Decisions at one moment after which it stands still: more than any batcher needs, and soon over.
+# Decisions at one moment after which virtual time stands still: more than any batcher needs.
 MOST_DECISIONS_AT_ONCE = 10_000
 
 
 class Decision(NamedTuple):
-    """What a batcher wants done."""
+    """A batcher's actions at one moment."""
 
     # Batches and their requests. All go to the one worker, which computes them in this order.
     batches: Sequence[tuple[Any, Sequence[int]]]
     # Requests that leave without an answer.
     lost: Sequence[int]
-    # When it wants to be asked again if nothing happens before; infinite for never.
+    # When it decides again if nothing happens before; infinite for never.
     wake_at: float
 
 
 class Batcher(Protocol):
     """A policy with a queue; requests are numbers that rise with their arrival."""
-
-    # Answers reach their callers at multiples of this, seconds; 0 for at once.
-    answer_tick: float
 
     def arrive(self, now: float, requests: list[int]) -> None:
         """Requests that come at this moment."""
@@ -46,17 +43,17 @@ class Batcher(Protocol):
 
 
 class Record:
-    """What became of each request, by its number."""
+    """The outcome of each request, by its number."""
 
     def __init__(self) -> None:
         self.arrivals: list[float] = []
-        # The moment of the answer, nan where there is none; and of the refusal or expiry.
+        # The moment of the answer, nan where there is none; and of the rejection or expiry.
         self.answers: list[float] = []
         self.losses: list[float] = []
         self.batch_sizes: list[int] = []
 
     def figures(self, start: float, end: float, target: float = inf) -> dict[str, float]:
-        """Over the requests that arrived from `start` until `end`.
+        """Compute figures of the requests that arrived from `start` until `end`.
 
         Args:
             start: Seconds; the warm-up before it does not count.
@@ -103,7 +100,7 @@ class _Server:
             self.done_at = now + self._worker.seconds(now, batch[1])
 
     def finish(self, now: float) -> Any:
-        """The batch that it has finished; it begins with the next one."""
+        """Return the batch that is finished, and begin the next one."""
         batch, _ = self._batches.popleft()
         if self._batches:
             self.done_at = now + self._worker.seconds(now, self._batches[0][1])
@@ -113,7 +110,7 @@ class _Server:
 
 
 class _Simulation:
-    """Tells the batcher what happens, and notes what becomes of the requests."""
+    """Tells the batcher what happens, and records the outcome of each request."""
 
     def __init__(self, batcher: Batcher, load: Load, worker: Worker) -> None:
         self.record = Record()
@@ -123,12 +120,9 @@ class _Simulation:
         self._clients: list[int] = []
 
     def finish_batch(self, now: float) -> None:
-        tick = self.batcher.answer_tick
-        # A moment that rounding has put just behind a tick is at the tick.
-        told_at = ceil(now / tick - 1e-6) * tick if tick else now
         for request in self.batcher.done(now, self.server.finish(now)):
-            self.record.answers[request] = told_at
-            self.load.settled(told_at, self._clients[request])
+            self.record.answers[request] = now
+            self.load.settled(now, self._clients[request])
 
     def arrive(self, now: float) -> None:
         record, load = self.record, self.load
@@ -155,7 +149,7 @@ def simulate(batcher: Batcher, load: Load, worker: Worker, until: float) -> Reco
     """Let virtual time pass until then, or until nothing can happen any more.
 
     Raises:
-        RuntimeError: The batcher wants to be asked again at once, for ever.
+        RuntimeError: The batcher decides again and again at one moment.
     """
     simulation = _Simulation(batcher, load, worker)
     server = simulation.server

@@ -1,7 +1,7 @@
 """Who asks, and when: open and closed loops in virtual time. No process, no clock.
 
-All draws come from a seed and belong to the load alone, so every system meets the same arrivals
-(open loop), or every client has the same pauses in the same order (closed loop).
+All draws depend on the seed alone, so every system meets the same arrivals (open loop), or every
+client has the same pauses in the same order (closed loop).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,37 +10,36 @@ from math import inf
 from random import Random
 from typing import Protocol
 
-# Of the bursty load: the share of capacity that comes in and between bursts, and for how many
-# seconds on average. 0.6 of capacity in the mean, which leaves a batcher with no target at all
-# nothing to do but to choose whom to answer: no system can serve a peak of 1.9 in time.
+# The bursty load: shares of the capacity that arrive in and between bursts, and their mean lengths,
+# seconds; 0.6 of the capacity in the mean. No system can serve a peak of 1.9 in time, so what
+# matters is which requests are answered.
 PEAK, CALM = 1.9, 0.4
 PEAK_SECONDS, CALM_SECONDS = 0.5, 3.25
 
 
 def short_pause(random: Random) -> float:
-    """Of a client between an answer and its next request, uniform from 0.1 to 1.1 ms; seconds.
+    """Draw a client's pause between an answer and its next request: 0.1 to 1.1 ms, in seconds.
 
-    Chosen so that greedy and a 1 ms window answer 32 clients of the gpu model about as often as in
-    the project's policy notes, which do not say what theirs was.
+    Short beside the gpu model's time, where waiting for the clients to return pays.
     """
     return random.uniform(0.1e-3, 1.1e-3)
 
 
 class Load(Protocol):
-    """What arrives next. A client is a number, of no meaning in an open loop."""
+    """The arrivals, one by one. A client is a number; in an open loop it is always 0."""
 
     # The next arrival's moment, infinite if none is known.
     next_at: float
 
     def pop(self) -> int:
-        """The client of the next arrival, which is then in the past."""
+        """Take the next arrival and return its client."""
 
     def settled(self, now: float, client: int) -> None:
-        """This client has its answer or refusal."""
+        """Tell that this client has its answer or rejection."""
 
 
 class OpenLoop:
-    """Requests that come when they come.
+    """Requests that do not depend on answers.
 
     Args:
         moments: Rising, seconds.
@@ -52,17 +51,17 @@ class OpenLoop:
         self.next_at = moments[0] if moments else inf
 
     def pop(self) -> int:
-        """Nobody in particular."""
+        """Take the next arrival; the client is 0."""
         self._next += 1
         self.next_at = self._moments[self._next] if self._next < len(self._moments) else inf
         return 0
 
     def settled(self, now: float, client: int) -> None:
-        """Nobody asks again for it."""
+        """Change nothing."""
 
 
 class ClosedLoop:
-    """Clients that ask again a while after their answer.
+    """Clients that ask again a pause after their answer.
 
     Args:
         clients: How many.
@@ -78,20 +77,20 @@ class ClosedLoop:
         self.next_at = self._heap[0][0]
 
     def pop(self) -> int:
-        """Who asks next."""
+        """Take the next arrival and return its client."""
         client = heappop(self._heap)[1]
         self.next_at = self._heap[0][0] if self._heap else inf
         return client
 
     def settled(self, now: float, client: int) -> None:
-        """It will ask again."""
+        """Draw when this client asks again."""
         moment = now + self._draw(self._randoms[client])
         heappush(self._heap, (moment, client))
         self.next_at = self._heap[0][0]
 
 
 def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """Arrivals of many independent people, in order.
+    """Draw the arrivals of many independent users, in order.
 
     Args:
         rate: Per second.
@@ -108,7 +107,7 @@ def poisson(rate: float, seconds: float, seed: int) -> list[float]:
 
 
 def bursty(capacity: float, seconds: float, seed: int) -> list[float]:
-    """A Markov-modulated Poisson process of two states: PEAK and CALM times the capacity."""
+    """Draw a Markov-modulated Poisson process of two states: PEAK and CALM times the capacity."""
     random = Random(f"bursty {seed}")
     moments = []
     now, is_peak = 0.0, False
@@ -120,17 +119,12 @@ def bursty(capacity: float, seconds: float, seed: int) -> list[float]:
         while now < end:
             moments.append(now)
             now += random.expovariate(rate)
-        # What had not come yet comes at the next state's rate: gaps have no memory.
+        # The next gap is drawn at the next state's rate: exponential gaps have no memory.
         now, is_peak = end, not is_peak
     return moments
 
 
-def stall_moments(every: float, seconds: float, seed: int) -> list[float]:
-    """Moments at which something else holds up the worker, on average `every` so many seconds."""
-    return poisson(1.0 / every, seconds, seed + 1_000_000)
-
-
 def log_normal_costs(count: int, sigma: float, seed: int) -> list[float]:
-    """Costs of `count` requests whose mean is 1 and whose logarithm deviates by `sigma`."""
+    """Draw `count` costs whose mean is 1 and whose logarithm deviates by `sigma`."""
     random = Random(f"costs {seed}")
     return [random.lognormvariate(-sigma * sigma / 2, sigma) for _ in range(count)]

@@ -1,7 +1,6 @@
 """The simulated models: how long a batch takes. No process, no clock.
 
-The front end, the pipe and the event loop cost nothing here, for all systems alike: what is
-compared is the policy alone.
+The front end, the pipe and the event loop cost nothing here: only policies are compared.
 """
 
 from bisect import bisect_right
@@ -18,13 +17,13 @@ class Model:
     each: float
     max_batch_size: int
     # Seconds within which an answer is worth something, in the parts with a target: about three
-    # times a full batch, so that a request may meet a running batch and a full queue for one more.
+    # full batches, so that a request may wait for a running batch and for one before its own.
     target: float
     knee: int = 0
     knee_each: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """How long a batch of this size (or padded cost) takes."""
+        """Seconds that a batch of this size (or padded cost) takes."""
         return self.fixed + self.each * size + self.knee_each * max(0.0, size - self.knee)
 
     @property
@@ -33,8 +32,8 @@ class Model:
         return self.max_batch_size / self.seconds(self.max_batch_size)
 
 
-# A small batch costs what one request costs, up to a knee; half fixed; and nearly nothing fixed.
-# They stand for a GPU, a small model on a GPU, and a CPU. Source: the project's policy notes.
+# They stand for a GPU (a batch costs what one request costs, up to a knee), a small model on a GPU
+# (half of a batch's time is fixed), and a CPU (nearly nothing is fixed).
 MODELS = {
     model.name: model
     for model in (
@@ -46,14 +45,14 @@ MODELS = {
 
 
 class Worker:
-    """Says how long each batch takes on the one worker.
+    """Computes how long each batch takes on the one worker.
 
     Args:
         model: Of all batches.
-        slow_first: How many batches at the start are slow, and how many times as slow.
+        slow_first: How many batches at the start are slow, and by which factor.
         stalls: Moments, rising; the first batch that begins after one of them is slow. Moments and
             not a share of the batches, so that all systems meet the same ones.
-        stall_factor: How many times as slow.
+        stall_factor: By which factor.
         costs: Of the requests by their number; a batch is padded to its most costly one.
     """
 
@@ -75,7 +74,7 @@ class Worker:
         self._costs = costs
 
     def seconds(self, now: float, requests: Sequence[int]) -> float:
-        """How long a batch of these requests takes that begins now."""
+        """Seconds that a batch of these requests takes if it begins now."""
         if self._costs is None:
             seconds = self._times[len(requests)]
         else:
@@ -85,7 +84,7 @@ class Worker:
             self._slow_left -= 1
             seconds *= self._slow_factor
         if self._stalls_met < len(self._stalls) and self._stalls[self._stalls_met] <= now:
-            # Those that fell into one batch, or into idle time, slow down one batch.
+            # All stalls since the last batch began slow down this batch alone.
             self._stalls_met = bisect_right(self._stalls, now)
             seconds *= self._stall_factor
         return seconds

@@ -1,13 +1,13 @@
-"""What nobody can be better than: the exact optimum at Poisson arrivals. No process, no clock.
+"""The exact optimum at Poisson arrivals, which no policy can exceed. No process, no clock.
 
 A semi-Markov decision process. Its state is the number q of waiting requests when the worker is
-free; its actions are to wait for the next arrival and to send n of them, 1 <= n <= min(q, B). What
-it costs is the number of requests in the system, over time; by Little's law the mean of that
-divided by the arrival rate is the mean latency. Gaps have no memory, so waiting for a moment rather
-than an arrival can gain nothing, and neither can the past.
+free; its actions are to wait for the next arrival and to send n of them, 1 <= n <= min(q, B). Its
+cost is the number of requests in the system, over time; by Little's law the mean of that divided by
+the arrival rate is the mean latency. The gaps between arrivals have no memory, so a policy that
+waits for a moment or remembers the past gains nothing.
 
-The queue is cut at `states - 1`: what comes above it is not counted. Howard's policy iteration,
-with the relative value of the empty queue as 0.
+The queue is cut at `states - 1`: arrivals above it are not counted. It is solved by Howard's policy
+iteration, with the relative value of the empty queue as 0.
 
 `most_in_time` is a bound for any arrivals, where only answers within a target count.
 """
@@ -32,20 +32,18 @@ ROUNDING = 1e-9
 
 
 class Optimum:
-    """The optimal policy.
+    """The optimal policy and its mean latency.
 
     Args:
         model: Of the batches.
         rate: Arrivals per second; below the model's capacity.
         states: Queue lengths that are told apart, from 0 on; more than `max_batch_size`.
-        sends_all: Whether a batch always takes all that waits, up to `max_batch_size`.
     """
 
-    def __init__(self, model: Model, rate: float, states: int, *, sends_all: bool = False) -> None:
+    def __init__(self, model: Model, rate: float, states: int) -> None:
         self._rate = rate
         self._most = model.max_batch_size
         self._states = states
-        self._sends_all = sends_all
         times = [model.seconds(size) for size in range(self._most + 1)]
         self._times = np.array(times, dtype=np.float64)
         self._arriving = [poisson_weights(rate * seconds) for seconds in self._times]
@@ -60,7 +58,7 @@ class Optimum:
             self.mean_seconds, values = self.evaluate(sizes)
 
     def evaluate(self, sizes: npt.NDArray[np.int64]) -> tuple[float, Array]:
-        """The mean latency of a policy in seconds, and the relative value of each state.
+        """Compute a policy's mean latency in seconds, and the relative value of each state.
 
         Args:
             sizes: By queue length, how many to send; 0 to wait. The longest queue must send.
@@ -91,7 +89,7 @@ class Optimum:
         return mean_number / self._rate, values
 
     def _cost(self, queue: int, size: int) -> float:
-        """Those that are there, for the time of the batch; and those that come meanwhile."""
+        """The waiting requests for the time of the batch, and the arrivals meanwhile."""
         seconds = float(self._times[size])
         return queue * seconds + self._rate * seconds * seconds / 2
 
@@ -115,44 +113,19 @@ class Optimum:
             is_kept = self.sizes[size:] == size
             found = np.where(is_kept, found - LEAST_GAIN * np.abs(found), found)
             is_better = found < best[size:]
-            if self._sends_all and size < self._most:
-                is_better[1:] = False
             best[size:][is_better] = found[is_better]
             sizes[size:][is_better] = size
         return sizes
 
 
-def ruled_sizes(model: Model, load: float) -> npt.NDArray[np.int64]:
-    """By queue length, what a rule in a closed form sends: near the optimum without its chain.
-
-    It is the rule of `BatchSizes`, for any t(n) and with the true times and the true rate: with
-    batches of n all together wait for t(n) (q + n) / (n - rate t(n)) until the queue is empty.
-    """
-    most = model.max_batch_size
-    times = np.array([model.seconds(size) for size in range(most + 1)])
-    sizes = np.zeros(_count_states(model), dtype=np.int64)
-    for queue in range(1, len(sizes)):
-        candidates = np.arange(1, min(queue, most) + 1)
-        drained = candidates - load * model.capacity * times[candidates]
-        # Where no size empties the queue, all that wait.
-        waited = np.where(
-            drained > 0,
-            times[candidates] * (queue + candidates) / np.where(drained > 0, drained, 1.0),
-            np.inf,
-        )
-        sizes[queue] = 1 + np.argmin(waited) if np.isfinite(waited).any() else len(candidates)
-    sizes[-1] = most
-    return sizes
-
-
 def most_in_time(model: Model, moments: Iterable[float]) -> float:
-    """The share of requests that are answered within the target, at most, whoever decides.
+    """Compute the largest share of requests that any policy can answer within the target.
 
-    Even if it knew all arrivals beforehand and nothing ever held up the worker: a batch of n takes
-    n / capacity or longer, after its last request's arrival and before its first one's target. So
-    each of them has so much of the worker to itself between its own arrival and its own target. Of
-    such equal jobs, whose targets are in the order of arrival, most are done in time if they are
-    done in that order and those that would be late are left out.
+    Even a policy that knew all arrivals beforehand, with a worker that never stalls: a batch of n
+    takes n / capacity or longer, after its last request's arrival and before its first one's
+    target. So each request needs 1 / capacity seconds of the worker between its own arrival and its
+    own target. Of these equal jobs, whose targets are in the order of arrival, most are in time if
+    they are done in that order and each job that would be late is left out.
 
     Args:
         model: Of the batches, with its target.
@@ -170,18 +143,14 @@ def most_in_time(model: Model, moments: Iterable[float]) -> float:
 
 
 def poisson_weights(mean: float) -> Array:
-    """The probabilities of 0, 1, 2, ... arrivals, up to where the rest is below 1e-15."""
+    """Compute the probabilities of 0, 1, 2, ... arrivals, until the rest is below 1e-15."""
     count = int(mean + 12 * sqrt(mean) + 30)
     weights = np.array([exp(k * log(mean) - mean - lgamma(k + 1)) for k in range(count)])
     return np.asarray(weights / weights.sum())
 
 
 @lru_cache(maxsize=64)
-def optimum(model: Model, load: float, *, sends_all: bool = False) -> Optimum:
-    """The optimum at a share of the model's capacity."""
-    rate = load * model.capacity
-    return Optimum(model, rate, _count_states(model), sends_all=sends_all)
-
-
-def _count_states(model: Model) -> int:
-    return max(FULL_BATCHES * model.max_batch_size, LEAST_STATES)
+def optimum(model: Model, load: float) -> Optimum:
+    """Compute the optimum at a share of the model's capacity."""
+    states = max(FULL_BATCHES * model.max_batch_size, LEAST_STATES)
+    return Optimum(model, load * model.capacity, states)

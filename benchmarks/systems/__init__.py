@@ -1,9 +1,9 @@
-"""The systems that are compared; one adapter file each.
+"""The systems that are compared, one adapter file for each.
 
 An adapter has `DISTRIBUTIONS`, whose versions go into the results, and
 `opened(load, **settings)`, an asynchronous context manager that starts the system under the running
-loop, yields the coroutine function that answers one input, and ends the system. It imports only the
-standard library, its own system and the stdlib-only files of `benchmarks`.
+loop, yields the coroutine function that answers one input, and closes the system. It imports only
+the standard library, its own system, and files of `benchmarks` that import no more than that.
 """
 
 from dataclasses import dataclass, field
@@ -21,6 +21,10 @@ class System:
     environment: str | None = None
 
 
+def _peer(adapter: str, environment: str = "", **settings: Any) -> System:
+    return System(adapter, settings, environment or adapter)
+
+
 SYSTEMS: dict[str, System] = {
     "floor": System("floor"),
     "bare loop": System(None),
@@ -30,62 +34,37 @@ SYSTEMS: dict[str, System] = {
     "our thread": System("ours_thread"),
     "thread": System("thread"),
     "process pool": System("process_pool"),
-    "batched.aio": System("batched_aio", environment="batched"),
-    "batched.aio 0.1 ms": System("batched_aio", {"timeout_ms": 0.1}, environment="batched"),
-    "batched.aio 0.1 ms on the loop": System(
-        "batched_aio", {"timeout_ms": 0.1, "on_the_loop": True}, environment="batched"
+    "batched.aio": _peer("batched_aio", "batched"),
+    "batched.aio 0.1 ms": _peer("batched_aio", "batched", timeout_ms=0.1),
+    "batched.aio 0.1 ms on the loop": _peer(
+        "batched_aio", "batched", timeout_ms=0.1, on_the_loop=True
     ),
-    "batched thread": System("batched_thread", environment="batched"),
-    "batched thread 0.1 ms": System("batched_thread", {"timeout_ms": 0.1}, environment="batched"),
-    "fast_dynamic_batcher": System("fast_dynamic_batcher", environment="fast_dynamic_batcher"),
-    "fast_dynamic_batcher tuned": System(
-        "fast_dynamic_batcher", {"tuned": True}, environment="fast_dynamic_batcher"
-    ),
-    "async-batcher": System("async_batcher", environment="async_batcher"),
-    "async-batcher 1 ms": System(
-        "async_batcher", {"max_queue_time": 0.001}, environment="async_batcher"
-    ),
-    "BentoML dispatcher": System("bentoml_dispatcher", environment="bentoml"),
-    "BentoML dispatcher 100 ms": System(
-        "bentoml_dispatcher", {"max_latency_ms": 100}, environment="bentoml"
-    ),
-    "Ray Serve batch": System("ray_serve", environment="ray_serve"),
+    "batched thread": _peer("batched_thread", "batched"),
+    "batched thread 0.1 ms": _peer("batched_thread", "batched", timeout_ms=0.1),
+    "fast_dynamic_batcher": _peer("fast_dynamic_batcher"),
+    "fast_dynamic_batcher tuned": _peer("fast_dynamic_batcher", tuned=True),
+    "async-batcher": _peer("async_batcher"),
+    "async-batcher 1 ms": _peer("async_batcher", max_queue_time=0.001),
+    "BentoML dispatcher": _peer("bentoml_dispatcher", "bentoml"),
+    "BentoML dispatcher 100 ms": _peer("bentoml_dispatcher", "bentoml", max_latency_ms=100),
+    "Ray Serve batch": _peer("ray_serve"),
     # Not 1 ms: it forms batches while another runs, so they would be small and pile up.
-    "Ray Serve batch tuned": System("ray_serve", {"wait": 0.01}, environment="ray_serve"),
+    "Ray Serve batch tuned": _peer("ray_serve", wait=0.01),
 }
 
-# What batches and is not ours, with its defaults and tuned; bars are about these.
+# The other batching libraries, with their defaults and tuned; the bars of `peers` are about these.
 PEERS = tuple(name for name, system in SYSTEMS.items() if system.environment is not None)
-# Choices that one question each is about: not among those that are measured beside all others.
+# The peers whose model has its own process, as ours has.
+PEERS_WITH_A_PROCESS = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")
+# What `peers` measures. Each system below is about one other question.
 COMPARED = tuple(SYSTEMS)
-SYSTEMS |= {
-    "ours greedy": System("ours", {"policy": "greedy"}),
-    "ours greedy, none ahead": System("ours", {"policy": "greedy", "none_ahead": True}),
-    "ours 50 ms": System("ours", {"max_latency": 0.05}),
-    "BentoML dispatcher 50 ms": System(
-        "bentoml_dispatcher", {"max_latency_ms": 50}, environment="bentoml"
-    ),
-    "at once": System("at_once"),
-    "embeddings in order": System("ours_embeddings"),
-    # A full batch of the longest texts, 256 tokens; and a full one of texts of 64, eight of 256.
-    "embeddings by cost": System("ours_embeddings", {"max_batch_tokens": 8192.0}),
-    "embeddings by cost, 2048": System("ours_embeddings", {"max_batch_tokens": 2048.0}),
-}
-# What `benchmarks.payload` compares. Full batches leave because they are full: this wait is several
-# times what 32 arrivals take there, seconds.
+# In `payload` full batches leave because they are full: this wait is several times what 32 arrivals
+# take there, seconds.
 _WAIT = 1.0
 SYSTEMS |= {
+    "ours greedy": System("ours", {"policy": "greedy"}),
     "memcpy": System("floor"),
-    "idle loop": System("floor"),
-    "ours by pipe": System("ours", {"max_shared_bytes": 0}),
     "ours, full batches": System("ours", {"policy": "fixed", "max_delay": _WAIT}),
-    "ours by pipe, full batches": System(
-        "ours", {"policy": "fixed", "max_delay": _WAIT, "max_shared_bytes": 0}
-    ),
-    "fast_dynamic_batcher, full batches": System(
-        "fast_dynamic_batcher", {"max_delay": _WAIT}, environment="fast_dynamic_batcher"
-    ),
+    "fast_dynamic_batcher, full batches": _peer("fast_dynamic_batcher", max_delay=_WAIT),
     "process pool of tensors": System("process_pool", {"tensors": True}),
 }
-# Of those, what has the model in a process of its own, as we have.
-PEERS_WITH_A_PROCESS = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")

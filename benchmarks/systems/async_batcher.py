@@ -18,7 +18,7 @@ async def opened(load: Load, *, max_queue_time: float | None = None) -> AsyncIte
     """Start its task.
 
     By default it waits 10 ms for more and knows no largest batch. With a `max_queue_time` it waits
-    that long, takes batches as large as the load's, and has a thread of its own for the model.
+    that long, takes batches as large as the load's, and has its own thread for the model.
     """
     infer = MODELS[load.model]().infer
 

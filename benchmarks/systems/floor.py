@@ -1,4 +1,4 @@
-"""The floor: what awaiting a future that somebody settles costs, and nothing else.
+"""The floor: what awaiting a future costs that another callback settles, and nothing else.
 
 Fixed for good, so that ratios to it can be compared over the years: each call creates a future and
 appends it; one `call_soon` per loop iteration swaps the list and settles.

@@ -12,70 +12,38 @@ from fast_batcher import DynBatcher, InferenceModel
 DISTRIBUTIONS = ["fast_batcher"]
 
 
-class NoOp(models.NoOp, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
-
-
-class Flat5ms(models.Flat5ms, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
-
-
-class Linear5ms(models.Linear5ms, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
-
-
-class Gpu(models.Gpu, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
-
-
-class Mid(models.Mid, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
-
-
-class ArrayLabel(models.ArrayLabel, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
-
-
-class ArrayRead(models.ArrayRead, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
-
-
-class ArrayStacked(models.ArrayStacked, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
+class ArrayStacked(models.ArrayStacked):
+    """Stacks with the library's own function."""
 
     def stack(self, inputs: list[Any]) -> Any:
-        """By the library's own function."""
+        """Make one array of them, mostly without a copy."""
         return fast_batcher.stack(inputs)
 
 
-class ArrayEcho(models.ArrayEcho, InferenceModel[Any, Any]):
-    """See `benchmarks.models`."""
+MODELS = models.MODELS | {"ArrayStacked": ArrayStacked}
 
 
-MODELS: dict[str, type[InferenceModel[Any, Any]]] = {
-    model.__name__: model
-    for model in (
-        *(NoOp, Flat5ms, Linear5ms, Gpu, Mid),
-        *(ArrayLabel, ArrayRead, ArrayStacked, ArrayEcho),
-    )
-}
+class Model(InferenceModel[Any, Any]):
+    """One of the models, named."""
+
+    def __init__(self, name: str) -> None:
+        self._model = MODELS[name]()
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        """Answer what the model answers."""
+        return self._model.infer(inputs)
 
 
 @asynccontextmanager
-async def opened(
-    load: Load, *, none_ahead: bool = False, **settings: Any
-) -> AsyncIterator[Process]:
+async def opened(load: Load, **settings: Any) -> AsyncIterator[Process]:
     """Start the worker and wait until it is ready.
 
     Args:
         load: Of the model.
-        none_ahead: Whether even a full batch waits until the worker is free, as others do.
         settings: Of the batcher.
     """
-    batcher = DynBatcher(MODELS[load.model], max_batch_size=load.max_batch_size, **settings)
+    batcher = DynBatcher(
+        Model, max_batch_size=load.max_batch_size, model_args=(load.model,), **settings
+    )
     async with batcher:
-        if none_ahead:
-            # There is no setting for it, because no user gains.
-            session: Any = batcher._session  # noqa: SLF001
-            session.scheduler._batches_per_worker = 1  # noqa: SLF001
         yield batcher.process_batched

@@ -1,4 +1,4 @@
-"""No batching: the model in a process of its own, through `concurrent.futures`."""
+"""No batching: the model in a separate process, through `concurrent.futures`."""
 
 import asyncio
 import multiprocessing

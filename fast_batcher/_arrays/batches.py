@@ -189,7 +189,7 @@ def _split_leaf(
         )
     if found is None:
         raise OutputMismatchError(
-            f"{name} has {len(leaf.shape)} axes, so batch_dim={dim} is none of them; return the "
+            f"{name} has {len(leaf.shape)} axes and no axis batch_dim={dim}; return the "
             "batch axis too, or say which it is"
         )
     if found != count:

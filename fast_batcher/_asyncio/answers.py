@@ -15,8 +15,8 @@ from fast_batcher._core.messages import Batch, Request
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
-from fast_batcher._parent.pool import Pool as MemoryService
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import TransportError
 

@@ -86,7 +86,7 @@ def fail(counters: Counters, request: Request, error: BaseException) -> None:
 def set_exception(request: Request, error: BaseException) -> bool:
     """Give one caller an error; False if it has gone."""
     if request.staged is not None:  # a task that never runs again keeps the request
-        request.staged.give_up()
+        request.staged.release()
     try:
         request.caller.set_exception(error)
     except asyncio.InvalidStateError:

@@ -7,8 +7,8 @@ outcomes may also come in several, or lie in the worker's outbox.
 from typing import Any
 
 from fast_batcher._asyncio.futures import Failure
-from fast_batcher._shared_memory.outbox import Answer
-from fast_batcher._shared_memory.outbox import Outbox as OutboxReader
+from fast_batcher._parent.worker import WorkerLink
+from fast_batcher._shared_memory.outbox_reader import Answer
 from fast_batcher._transport.codec import RemoteFailure, loads, one_line
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import InferenceError, TransportError
@@ -23,24 +23,19 @@ class OutcomeReader:
     """Reads the answers of the ready workers."""
 
     def __init__(self) -> None:
-        # Where each worker leaves large answers; None if it sends them through the pipe.
-        self._outboxes: dict[int, OutboxReader | None] = {}
+        # The ready workers by id.
+        self._links: dict[int, WorkerLink] = {}
         # Outcomes that came ahead of the last frame of their batch, by worker: each worker answers
         # one batch at a time.
         self._parts: dict[int, list[Any]] = {}
 
-    def add_worker(self, worker: int, outbox: OutboxReader | None) -> None:
-        """A worker is ready.
-
-        Args:
-            worker: The worker's id.
-            outbox: Where it leaves large answers, None if it sends them through the pipe.
-        """
-        self._outboxes[worker] = outbox
+    def add_worker(self, link: WorkerLink) -> None:
+        """A worker is ready."""
+        self._links[link.id] = link
 
     def remove_worker(self, worker: int) -> None:
         """A worker is lost, and what it had begun to answer with it."""
-        self._outboxes.pop(worker, None)
+        self._links.pop(worker, None)
         self._parts.pop(worker, None)
 
     def keep_part(self, worker: int, frame: Frame) -> None:
@@ -73,7 +68,8 @@ class OutcomeReader:
             Exception: The frame cannot be read.
         """
         start, sizes, frozen, items, failures = loads(frame.body)
-        outbox = self._outboxes.get(worker)
+        link = self._links.get(worker)
+        outbox = None if link is None else link.outbox
         if outbox is None:
             raise TransportError("a worker without an outbox has left something there")
         return SharedOutcomes(outbox.find(start, sizes, frozen, items), failures)

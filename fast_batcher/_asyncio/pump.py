@@ -121,7 +121,7 @@ class Pump:
         self._scheduler.cancel(request)
         # The queue may keep the request for some time.
         if request.staged is not None:
-            request.staged.give_up()
+            request.staged.release()
 
     def reject(self, requests: list[Request], error: Exception) -> None:
         """Fail requests which the scheduler has not taken because of an internal error."""

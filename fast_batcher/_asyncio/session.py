@@ -31,8 +31,10 @@ from fast_batcher._core.messages import Batch, Request
 from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
-from fast_batcher._parent.pool import Exit, Pool
-from fast_batcher._transport.codec import size_of
+from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.worker import Exit, WorkerLink
+from fast_batcher._transport.codec import measure_size
 from fast_batcher._transport.frames import Frame
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -101,7 +103,7 @@ class Session:
             max_batch_size=settings.max_batch_size,
             max_queue_size=settings.queue_limit,
             max_queue_bytes=settings.max_queue_bytes,
-            weigh=_measure_size,
+            weigh=_measure,
             timeout=settings.timeout,
             max_latency=settings.max_latency,
             infer_timeout=settings.infer_timeout,
@@ -110,29 +112,9 @@ class Session:
             packer=packer,
             is_grouped=settings.group_by is not None,
         )
-        self.pool = Pool(model_spec, settings, self, name)
-        pool = self.pool
-        memory = pool
-        from fast_batcher._parent.input_arena import LEAST
-        from fast_batcher._parent.shared_inputs import SharedInputSender
-
-        shared = SharedInputSender(
-            lambda: pool.slabs,
-            pool.lanes,
-            pool.run_in_thread,
-            name,
-            max(settings.shared_memory_threshold, LEAST),
-            settings.max_frame_bytes,
-            settings.max_batch_size,
-        )
-        self.sender = BatchSender(
-            pool.senders,
-            settings.max_frame_bytes,
-            settings.shared_memory_threshold,
-            shared,
-            self._unsendable_found,
-            pool.outboxes,
-        )
+        self.memory = MemoryService(self.loop, settings.max_shared_bytes, name)
+        self.pool = Pool(model_spec, settings, self, self.memory, name)
+        self.sender = BatchSender(settings, self.memory, self._unsendable_found, name)
         self.pump = Pump(
             self.scheduler,
             self.sender,
@@ -143,14 +125,16 @@ class Session:
             settings.max_queue_bytes,
             self.loop,
         )
-        self._answers = Answers(self.scheduler, self.pump, self.sender, self.pool, memory, reports)
+        self._answers = Answers(
+            self.scheduler, self.pump, self.sender, self.pool, self.memory, reports
+        )
 
     # Opening.
 
     def begin(self) -> None:
         """Start the workers; what becomes of them is told by `worker_ready` and the like."""
         self._status.begin()
-        self.pool.open(self.loop)
+        self.pool.open()
 
     async def wait_ready(self) -> None:
         """Wait until the batcher is open, broken or ended."""
@@ -257,11 +241,12 @@ class Session:
 
     # What the pool tells.
 
-    def worker_ready(self, worker: int, times: list[tuple[int, float]]) -> None:
+    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
-        self._answers.reader.add_worker(worker, self.pool.outboxes.get(worker))
-        self.scheduler.worker_ready(monotonic(), worker, times)
-        index = self._reports.index(worker)
+        self.sender.add_worker(worker)
+        self._answers.reader.add_worker(worker)
+        self.scheduler.worker_ready(monotonic(), worker.id, times)
+        index = self._reports.index(worker.id)
         if index in self._seen_ready:
             self.scheduler.counters.restarts += 1
         self._seen_ready.add(index)
@@ -280,7 +265,7 @@ class Session:
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
-        self.sender.forget(worker, exit.inherited)
+        self.sender.remove_worker(worker, exit.inherited)
         self._answers.reader.remove_worker(worker)
         lost = self.scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
@@ -378,6 +363,6 @@ class Session:
         self.pump.unsendable_found(batch, unsendable)
 
 
-def _measure_size(request: Request) -> None:
+def _measure(request: Request) -> None:
     if request.size < 0:
-        request.size = size_of(request.value)
+        request.size = measure_size(request.value)

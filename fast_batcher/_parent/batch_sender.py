@@ -5,12 +5,13 @@ or output that cannot be sent, or a batch that is larger than a frame, harms no 
 """
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
+from fast_batcher._parent.input_arena import InputArena, SharedMemory
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
-from fast_batcher._shared_memory.outbox import Outbox
+from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
@@ -20,6 +21,7 @@ from fast_batcher.errors import (
     RequestTooLargeError,
     UnsendableValueError,
 )
+from fast_batcher.settings import Settings
 
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
 _INPUT_ATOMS = Kind.INPUT_ATOMS
@@ -29,101 +31,119 @@ _value_of = operator.attrgetter("value")
 
 
 class BatchSender:
-    """Sends batches and reads answers.
+    """Sends batches to the workers that are ready, and reads their answers.
 
     Args:
-        senders: How to send one frame (kind, batch id, body) to each ready worker.
-        max_frame_bytes: Longest body of a frame, and most bytes of a batch in shared memory.
-        threshold: Bytes from which on a buffer goes into shared memory.
-        shared_inputs: Sends batches through that.
-        refused_late: Told of requests whose input cannot be sent, of a batch that `send` has taken.
-        outboxes: Where each ready worker leaves large answers, if it does.
+        settings: The batcher's settings.
+        memory: Memory that is shared with the workers, and the thread for large copies.
+        refused_late: Called with a batch that `send` has taken, and the requests of it whose input
+            turns out not to be sendable, each with the reason.
+        name: The batcher's name, for logs.
     """
 
     def __init__(
         self,
-        senders: Mapping[int, Send],
-        max_frame_bytes: int,
-        threshold: int,
-        shared_inputs: SharedInputSender,
+        settings: Settings,
+        memory: SharedMemory,
         refused_late: Callable[[Batch, list[tuple[Request, BatcherError]]], None],
-        outboxes: Mapping[int, Outbox],
+        name: str,
     ) -> None:
-        self._senders = senders
-        self._max_frame_bytes = max_frame_bytes
-        self._shared_inputs = shared_inputs
+        self._max_frame_bytes = settings.max_frame_bytes
+        self._shared_inputs = SharedInputSender(memory, settings, name)
         self._refused_late = refused_late
-        self._outboxes = outboxes
-        self._pickler = PartsPickler(threshold)
+        # The ready workers by id.
+        self._links: dict[int, WorkerLink] = {}
+        self._pickler = PartsPickler(settings.shared_memory_threshold)
 
     @property
-    def arena(self) -> Any:
-        return self._shared_inputs.rows
+    def arena(self) -> InputArena:
+        """Where large inputs are copied when they arrive."""
+        return self._shared_inputs.arena
+
+    def add_worker(self, link: WorkerLink) -> None:
+        """Send batches to this worker from now on: it is ready."""
+        self._links[link.id] = link
+        self._shared_inputs.add_worker(link.id)
+
+    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
+        """Forget a worker that is dead, and end its leases.
+
+        Args:
+            worker_id: The worker.
+            inherited: The last batch of whose inputs children of the worker may have views, None
+                if there is none.
+        """
+        self._links.pop(worker_id, None)
+        self._shared_inputs.remove_worker(worker_id, inherited)
 
     def send(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
         """Send a batch to its worker.
 
         Returns:
             Requests whose input cannot be sent, each with the reason. The worker gets the others;
-            the batch has to be told.
+            the caller removes these from the batch.
         """
         requests = batch.requests
+        link = self._links[batch.worker]
         if requests[0].staged is not None and self._shared_inputs.send_staged(
-            batch, self._senders[batch.worker], self._send_late
+            batch, link, self._send_late
         ):
             return []
-        send = self._senders[batch.worker]
         values = [*map(_value_of, requests)]
         body = dump_atoms(values, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
-            send(_INPUT_ATOMS, batch.id, body)
+            link.send(_INPUT_ATOMS, batch.id, body)
             return []
-        return self._send_apart(batch, values, send)
+        return self._send_apart(batch, values, link)
 
     def _send_apart(
-        self, batch: Batch, values: list[Any], send: Send
+        self, batch: Batch, values: list[Any], link: WorkerLink
     ) -> list[tuple[Request, BatcherError]]:
         """Send a batch whose inputs are pickled one by one: by the pipe, or by shared memory."""
         for request in batch.requests:
-            if request.staged is not None:  # not all have one, so those are of no use
-                request.staged.give_up()
+            if request.staged is not None:  # not all inputs are staged, so these are of no use
+                request.staged.release()
         pickled = self._pickle(values)
         if isinstance(pickled, Parts):
             # The limit of a single output: what comes in may go back.
             fits = codec.fits(pickled.size, self._max_frame_bytes)
-            if fits and self._shared_inputs.send(batch, pickled, send, self._send_late):
+            if fits and self._shared_inputs.send(batch, pickled, link, self._send_late):
                 return []
             pickled.release()
         elif pickled is not None:
             body = dumps(pickled)
             if len(body) <= self._max_frame_bytes:
-                send(Kind.INPUTS, batch.id, body)
+                link.send(Kind.INPUTS, batch.id, body)
                 return []
-        return self._send_items(batch, send)
+        return self._send_items(batch, link.send)
 
     def _pickle(self, values: list[Any]) -> list[bytes] | Parts | None:
-        """Inputs for the pipe or, if they are large, for shared memory; None if one cannot be."""
+        """Pickle inputs for the pipe or, if they are large, for shared memory.
+
+        Returns:
+            None if one of them cannot be pickled.
+        """
         pickler = self._pickler
         try:
             pickler.dump(values)
-            if not pickler.has_enough() or not self._shared_inputs.is_there():
+            if not pickler.has_enough() or not self._shared_inputs.is_available():
                 return pickler.take_items()
-            self._shared_inputs.rows.enable()
+            self.arena.enable()
             if pickler.learn_buffers():
                 pickler.dump(values)
             return pickler.take_parts()
-        except BaseException:  # noqa: BLE001  pickling is the user's code; find out whose
+        except BaseException:  # noqa: BLE001  pickling is the user's code; `_send_items` finds out whose
             pickler.renew()
             return None
 
     def _send_late(self, batch: Batch, send: Send) -> None:
-        """Send a batch that was to be shared, and found no memory."""
+        """Send a batch through the pipe for which there was no shared memory."""
         refused = self._send_items(batch, send)
         if refused:
             self._refused_late(batch, refused)
 
     def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
-        """Send by the pipe what can be sent of a batch, in as many frames as it takes."""
+        """Send the sendable inputs of a batch through the pipe, in as many frames as it takes."""
         items: list[bytes | RemoteFailure] = []
         refused: list[tuple[Request, BatcherError]] = []
         for request in batch.requests:
@@ -139,18 +159,13 @@ class BatchSender:
             send(Kind.INPUTS, batch.id, bodies[-1])
         return refused
 
-    def free(self, worker: int, frame: Frame) -> None:
-        """The worker has no view any more of the batches that it names."""
-        self._shared_inputs.free(worker, loads(frame.body))
+    def free(self, worker_id: int, frame: Frame) -> None:
+        """Free the inputs of the batches that a worker names: it has no view of them any more.
 
-    def forget(self, worker: int, inherited: int | None) -> None:
-        """The worker is lost, and what it had begun to answer with it.
-
-        Args:
-            worker: Which.
-            inherited: As for `SharedInputSender.forget`.
+        Raises:
+            KeyError: It does not have one of them.
         """
-        self._shared_inputs.forget(worker, inherited)
+        self._shared_inputs.free(worker_id, loads(frame.body))
 
     def _dump_item(self, value: Any) -> bytes | BatcherError:
         try:

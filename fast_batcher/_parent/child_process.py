@@ -1,10 +1,10 @@
 """Starts the process of a worker, and takes its exit code. Parent process.
 
-The child is what `multiprocessing` spawns: a new interpreter that reads from a pipe what it is to
-run. `Process.start()` is not used, because it
+The child is what `multiprocessing` spawns: a new interpreter that reads from a pipe what to run.
+`Process.start()` is not used, because it
 
-- refuses to start anything in a daemonic process, as Hypercorn's workers are; ours end with their
-  parent whatever it dies of;
+- refuses to start anything in a daemonic process, as Hypercorn's workers are; our workers end with
+  their parent whatever it dies of;
 - gives the child the environment of the parent, which belongs to the whole program;
 - leaves the descriptors 0 to 2 free in the child if the parent has none there;
 - waits for its children, from any thread, whenever the program starts another.
@@ -23,19 +23,19 @@ from multiprocessing.process import BaseProcess
 
 from fast_batcher._transport.descriptors import PassedDescriptor
 
-# They go to the whole process group, and would end a child that is still importing. It inherits
-# them as blocked, and unblocks them when it has handlers.
+# Signals that go to the whole process group, and would end a child that is still importing. The
+# child inherits them as blocked, and unblocks them when it has handlers.
 _BLOCKED = {signal.SIGINT, signal.SIGTERM}
 
 
 class ChildProcess:
-    """A running process of `multiprocessing`'s kind; its handle owns it.
+    """A running process that `multiprocessing` has described; a `WorkerProcess` owns it.
 
-    It has to be made on a thread that outlives the process: on Linux a worker asks the kernel to be
-    ended with the thread that started it.
+    To be made on a thread that outlives the process: on Linux a worker asks the kernel to end it
+    with the thread that started it.
 
     Args:
-        process: What it runs; not started, and not used afterwards.
+        process: What it runs; it is not started, and not used afterwards.
         environment: All its environment variables.
 
     Raises:
@@ -63,13 +63,13 @@ class ChildProcess:
             raise
         os.close(their_sentinel)
         os.close(source)
-        # A child that has died at once is noticed as every dead child is.
+        # If the child has died already, `death_fd` tells.
         with contextlib.suppress(BrokenPipeError), open(self._sink, "wb", closefd=False) as file:
             file.write(instructions)
         self._pidfd = _open_pidfd(self.pid)
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Pass a descriptor to the child; its number there."""
+        """Pass a descriptor to the child; returns its number there."""
         self._passed.append(fd)
         return fd
 
@@ -107,13 +107,13 @@ class ChildProcess:
             os.close(self._pidfd)
 
     def _pickle(self, process: BaseProcess) -> bytes:
-        """What the child reads first: how to become like this process, and what to run."""
+        """Return what the child reads first: how to set itself up, and what to run."""
         preparation = spawn.get_preparation_data(process.name)
         # "<stdin>" for a program that was read from there.
         if not os.path.isfile(preparation.get("init_main_from_path", "")):
             preparation.pop("init_main_from_path", None)
         file = io.BytesIO()
-        set_spawning_popen(self)  # type: ignore[arg-type]  # it needs no more than this has
+        set_spawning_popen(self)  # type: ignore[arg-type]  # it uses only what this class has
         try:
             reduction.dump(preparation, file)
             reduction.dump(process, file)
@@ -136,16 +136,16 @@ class ChildProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # It is not for `subprocess` to wait for it, nor to warn that it lives.
+        # `subprocess` must not wait for it, nor warn that it lives.
         popen.returncode = 0
         return popen.pid
 
 
 def _stream(number: int) -> int | None:
-    """What the child gets as 0, 1 or 2: None for what lies there in this process.
+    """Return what the child gets as 0, 1 or 2: None for the stream of this process.
 
-    /dev/null if nothing is there, or a file that is not meant to be inherited: the socket of a
-    server that was started without standard streams, for example.
+    /dev/null if there is no stream, or a file that is not inheritable: for example the socket of a
+    server that was started without standard streams.
     """
     with contextlib.suppress(OSError):
         if os.get_inheritable(number):
@@ -155,7 +155,7 @@ def _stream(number: int) -> int | None:
 
 def _open_pidfd(pid: int) -> int | None:
     if sys.platform == "linux":
-        # It is our child and nobody has waited for it, so the pid is its own.
+        # It is our child and has not been waited for, so no other process has its pid.
         with contextlib.suppress(OSError):
             return os.pidfd_open(pid)
     return None

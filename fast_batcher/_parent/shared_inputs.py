@@ -1,31 +1,40 @@
-"""Batches on their way through shared memory. The parent's event loop thread, but for the copying.
+"""Batches on their way through shared memory. API process, event loop's thread.
 
-A batch whose inputs all have rows is named to its worker, as soon as they are copied. Any other is
-copied here: up to `MOST_AT_ONCE` on the spot, a larger one on a thread of the pool while the loop
-goes on. A frame that is not ready keeps its place in the order of what its worker is sent. What
-finds no room, or no memory, goes through the pipe, and that is said once.
+A batch whose inputs are all staged is one frame that says where they lie, sent as soon as they are
+copied. Any other large batch is copied here: up to `MOST_AT_ONCE` bytes by the loop, more by the
+copier thread. A frame that is not ready keeps its place among the frames of its worker. A batch
+that finds no room or no memory goes through the pipe, and one warning says so.
 
-What a worker may read is a *lease*: the slabs of a batch. It ends when the worker says that no view
-of the batch is left, or is dead.
+The slabs that a worker may read are leased to it, batch by batch. A lease ends when the worker says
+that no view of the batch is left, or when the worker is dead.
 """
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable
 
 from fast_batcher._core.messages import Batch
 from fast_batcher._core.scheduler import BATCHES_PER_WORKER
-from fast_batcher._parent.input_arena import MOST_AT_ONCE, InputArena, RunInThread, StagedInput
+from fast_batcher._parent.input_arena import (
+    LEAST_STAGED,
+    MOST_AT_ONCE,
+    CopyState,
+    InputArena,
+    SharedMemory,
+    StagedInput,
+)
+from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
-from fast_batcher._transport.channel import Reservation
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher._transport.pickler import Parts
+from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-# Beside its bytes a pickled array takes less than this, so one that has a row may also go without.
+# A pickled array takes less than this beside its bytes: an input is staged only if it could also
+# go through the pipe.
 MOST_AROUND = 4096
 
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
@@ -35,210 +44,180 @@ Send = Callable[[Kind, int, bytes], None]
 SendInBand = Callable[[Batch, Send], None]
 
 
-class ReservedSend(NamedTuple):
-    """How frames that are not ready yet reach one worker."""
-
-    reserve: Callable[[], Reservation]
-    fill: Callable[[Reservation, list[tuple[Kind, int, bytes]]], None]
-
-
 class SharedInputSender:
     """Sends batches through the memory that is shared with the workers.
 
     Args:
-        find_slabs: Gives that memory; an error if there is none, None if there is to be none.
-        lanes: Those of the ready workers.
-        run_in_thread: Calls its first argument on another thread, and then the second on the
-            loop's, with the error or None.
+        memory: That memory, and the thread for large copies.
+        settings: The batcher's settings.
         name: The batcher's name, for logs.
-        threshold: Bytes from which on an input has a row.
-        max_frame_bytes: Bytes that it takes at most, pickled.
-        max_batch_size: Most inputs of a batch.
     """
 
-    def __init__(
-        self,
-        find_slabs: Callable[[], Slabs | OSError | None],
-        lanes: Mapping[int, ReservedSend],
-        run_in_thread: RunInThread,
-        name: str,
-        threshold: int,
-        max_frame_bytes: int,
-        max_batch_size: int,
-    ) -> None:
-        self._find_slabs = find_slabs
-        self._lanes = lanes
-        self._run_in_thread = run_in_thread
+    def __init__(self, memory: SharedMemory, settings: Settings, name: str) -> None:
+        self._memory = memory
         self._name = name
         self._has_warned = False
-        # The slabs of each batch that a worker may have views of, by worker.
+        # By worker that is ready, the slabs of each batch of which it may have views.
         self._leases: dict[int, dict[int, list[Slab]]] = {}
-        self.rows = InputArena(
-            find_slabs,
-            run_in_thread,
-            lambda error: self._warn(f"{error}"),
-            threshold,
-            max_frame_bytes - MOST_AROUND,
-            max_batch_size,
+        self.arena = InputArena(
+            memory,
+            self._warn,
+            max(settings.shared_memory_threshold, LEAST_STAGED),
+            settings.max_frame_bytes - MOST_AROUND,
+            settings.max_batch_size,
         )
 
-    def is_there(self) -> bool:
-        """Whether there is memory to share."""
-        slabs = self._find_slabs()
-        if isinstance(slabs, OSError):
-            self._warn(f"{slabs}")
-        return isinstance(slabs, Slabs)
+    def add_worker(self, worker_id: int) -> None:
+        """A worker is ready."""
+        self._leases[worker_id] = {}
 
-    def send_staged(self, batch: Batch, send: Send, send_in_band: SendInBand) -> bool:
-        """Send a batch whose inputs all have rows; False, and nothing done, if one has none.
+    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
+        """A worker is dead: end its leases.
 
         Args:
-            batch: The batch; its first request has had a row.
-            send: Sends a frame to its worker.
-            send_in_band: Sends the batch through `Send` if there turns out to be no memory.
+            worker_id: The worker.
+            inherited: The last batch of which children of the worker may have views, so that its
+                slabs, and those of earlier batches, are never free; None if there is none.
         """
-        rows: list[StagedInput] = []
-        leased: dict[Slab, None] = {}
-        for request in batch.requests:
-            row: StagedInput | None = request.staged
-            slab = None if row is None else row.slab
-            if row is None or slab is None:
-                return False
-            rows.append(row)
-            leased[slab] = None
-        body = dumps(_name_runs(rows))
-        pending = [row for row in rows if not row.is_copied]
-        if pending:
-            lane = self._lanes[batch.worker]
-            fill = functools.partial(
-                self._fill_staged, lane, lane.reserve(), body, batch, pending, send_in_band
-            )
-            for row in pending:
-                row.on_copied = fill
-        else:
-            send(_ROWS, batch.id, body)
-        # The worker wakes up meanwhile.
-        self._lease(batch, [*leased])
-        for slab in leased:
-            self.rows.close(slab)
-        for row in rows:
-            row.give_up()
-        return True
-
-    def send(self, batch: Batch, parts: Parts, send: Send, send_in_band: SendInBand) -> bool:
-        """Send a batch; False, and nothing done, if there is no room for it.
-
-        Args:
-            batch: The batch; it `is_there`.
-            parts: Its pickled inputs, which it releases when they are copied.
-            send: As for `send_staged`.
-            send_in_band: As for `send_staged`.
-        """
-        slabs = self._find_slabs()
-        assert isinstance(slabs, Slabs), "the caller has asked"
-        whole = slabs.take(parts.size)
-        if whole is None:
-            self._warn_of_no_room(slabs, parts.size)
-            return False
-        named = dumps((whole.start, whole.length, parts.sizes, parts.items))
-        frame = (Kind.SHARED_INPUTS, batch.id, named)
-        if parts.size > MOST_AT_ONCE:
-            lane = self._lanes[batch.worker]
-            place = lane.reserve()
-            done = functools.partial(
-                self._finish, slabs, lane, whole, place, frame, batch, send_in_band
-            )
-            self._run_in_thread(functools.partial(_copy, slabs, whole, parts), done)
-            return True
-        try:
-            slabs.write(whole, parts, releases_gil=False)
-        except OSError as error:
-            self._give_up(slabs, whole, error)
-            return False
-        parts.release()
-        self._lease(batch, [whole.slab])
-        send(*frame)
-        return True
-
-    def free(self, worker: int, batch_ids: list[int]) -> None:
-        """The worker has no view of these batches any more.
-
-        Raises:
-            KeyError: It never had one.
-        """
-        leases = self._leases.get(worker)
-        if leases is not None:
-            for batch_id in batch_ids:
-                del leases[batch_id]
-
-    def forget(self, worker: int, inherited: int | None) -> None:
-        """The worker is dead.
-
-        Args:
-            worker: Which.
-            inherited: The last batch of which children of it may have views, so that it and those
-                before it are never free; None if there is none.
-        """
-        for batch_id, leased in self._leases.pop(worker, {}).items():
+        for batch_id, leased in self._leases.pop(worker_id, {}).items():
             if inherited is not None and batch_id <= inherited:
                 for slab in leased:
                     slab.leak()
 
-    def _lease(self, batch: Batch, leased: list[Slab]) -> None:
-        """From now on the worker has these slabs."""
-        self._leases.setdefault(batch.worker, {})[batch.id] = leased
+    def is_available(self) -> bool:
+        """Whether there is memory to share; warns once if there should be."""
+        slabs = self._memory.slabs
+        if isinstance(slabs, OSError):
+            self._warn(slabs)
+        return isinstance(slabs, Slabs)
+
+    def send_staged(self, batch: Batch, link: WorkerLink, send_in_band: SendInBand) -> bool:
+        """Send a batch whose inputs are all staged; return False, and do nothing, if one is not.
+
+        Args:
+            batch: The batch; its first request has a staged input.
+            link: Its worker.
+            send_in_band: Sends the batch through the pipe if there turns out to be no memory.
+        """
+        inputs: list[StagedInput] = []
+        leased: dict[Slab, None] = {}
+        for request in batch.requests:
+            staged: StagedInput | None = request.staged
+            slab = None if staged is None else staged.slab
+            if staged is None or slab is None:
+                return False
+            inputs.append(staged)
+            leased[slab] = None
+        body = dumps(_name_runs(inputs))
+        pending = [one for one in inputs if one.state is not CopyState.COPIED]
+        if pending:
+            fill = functools.partial(
+                self._fill_staged, link, link.reserve(), body, batch, pending, send_in_band
+            )
+            for staged in pending:
+                staged.when_copied(fill)
+        else:
+            link.send(_ROWS, batch.id, body)
+        # The worker wakes up meanwhile.
+        self._leases[link.id][batch.id] = [*leased]
+        for slab in leased:
+            self.arena.close_slab(slab)
+        for staged in inputs:
+            staged.release()
+        return True
+
+    def send(self, batch: Batch, parts: Parts, link: WorkerLink, send_in_band: SendInBand) -> bool:
+        """Send a batch; return False, and do nothing, if there is no room for it.
+
+        Args:
+            batch: The batch; the memory `is_available`.
+            parts: Its pickled inputs, which are released when they have been copied.
+            link: Its worker.
+            send_in_band: Sends the batch through the pipe if there turns out to be no memory.
+        """
+        slabs = self._memory.slabs
+        assert isinstance(slabs, Slabs), "the caller has asked"
+        whole = slabs.take(parts.size)
+        if whole is None:
+            self._warn(self._describe_no_room(slabs, parts.size))
+            return False
+        named = dumps((whole.start, whole.length, parts.sizes, parts.items))
+        frame = (Kind.SHARED_INPUTS, batch.id, named)
+        if parts.size > MOST_AT_ONCE:
+            done = functools.partial(
+                self._finish, slabs, link, whole, link.reserve(), frame, batch, send_in_band
+            )
+            self._memory.run_in_thread(functools.partial(_write_parts, slabs, whole, parts), done)
+            return True
+        try:
+            slabs.write(whole, parts, releases_gil=False)
+        except OSError as error:
+            slabs.mark_uncommitted(whole)
+            self._warn(error)
+            return False
+        parts.release()
+        self._leases[link.id][batch.id] = [whole.slab]
+        link.send(*frame)
+        return True
+
+    def free(self, worker_id: int, batch_ids: list[int]) -> None:
+        """End leases: the worker has no view of these batches any more.
+
+        Raises:
+            KeyError: It has no lease of one of them.
+        """
+        leases = self._leases.get(worker_id)
+        if leases is not None:
+            for batch_id in batch_ids:
+                del leases[batch_id]
 
     def _fill_staged(
         self,
-        lane: ReservedSend,
-        place: Reservation,
+        link: WorkerLink,
+        reservation: Reservation,
         body: bytes,
         batch: Batch,
         pending: list[StagedInput],
         send_in_band: SendInBand,
     ) -> None:
-        """One of the rows that a batch waits for has been copied, or could not be."""
-        if not all(row.is_copied or row.has_failed for row in pending):
+        """One of the staged inputs that a batch waits for has been copied, or could not be."""
+        if any(one.state is CopyState.COPYING for one in pending):
             return
-        if self._lanes.get(batch.worker) is not lane:  # it has died, and its leases have ended
+        if link.id not in self._leases:  # the worker has died, and its leases have ended
             return
         frames = [(_ROWS, batch.id, body)]
-        if any(row.has_failed for row in pending):
-            self.free(batch.worker, [batch.id])
+        if any(one.state is CopyState.FAILED for one in pending):
+            self.free(link.id, [batch.id])
             frames.clear()
-            send_in_band(batch, lambda *one: frames.append(one))
-        lane.fill(place, frames)
+            send_in_band(batch, lambda *frame: frames.append(frame))
+        link.fill(reservation, frames)
 
     def _finish(
         self,
         slabs: Slabs,
-        lane: ReservedSend,
+        link: WorkerLink,
         whole: Part,
-        place: Reservation,
+        reservation: Reservation,
         frame: tuple[Kind, int, bytes],
         batch: Batch,
         send_in_band: SendInBand,
         error: BaseException | None,
     ) -> None:
-        """On the loop again: a batch has been copied, or could not be."""
-        if self._lanes.get(batch.worker) is not lane:  # it has died: somebody has seen to the batch
-            if error is not None:
-                slabs.discard(whole)
+        """The copier thread has copied a batch, or could not. On the loop's thread."""
+        if error is not None:
+            slabs.mark_uncommitted(whole)
+        if link.id not in self._leases:  # the worker has died, and the batch with it
             return
         frames = [frame]
         if error is None:
-            self._lease(batch, [whole.slab])
+            self._leases[link.id][batch.id] = [whole.slab]
         else:
-            self._give_up(slabs, whole, error)
+            self._warn(error)
             frames.clear()
             send_in_band(batch, lambda *one: frames.append(one))
-        lane.fill(place, frames)
+        link.fill(reservation, frames)
 
-    def _give_up(self, slabs: Slabs, whole: Part, error: BaseException) -> None:
-        slabs.discard(whole)
-        self._warn(f"{error}")
-
-    def _warn_of_no_room(self, slabs: Slabs, size: int) -> None:
+    def _describe_no_room(self, slabs: Slabs, size: int) -> str:
         text = (
             f"{size} bytes find no room, {slabs.taken_bytes} of max_shared_bytes={slabs.size} are "
             "taken"
@@ -252,37 +231,38 @@ class SharedInputSender:
                 f"of at least {kept} batches: keep copies (array.copy(), tensor.clone()) instead, "
                 "and fork in the constructor"
             )
-        self._warn(text)
+        return text
 
-    def _warn(self, reason: str) -> None:
+    def _warn(self, reason: BaseException | str) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%s: large inputs go through a pipe, which is slower, while there is no shared "
                 "memory for them: %s",
                 self._name,
-                reason,
+                # As text: a record that is kept would keep the error's frames, and their slabs.
+                str(reason),
             )
 
 
-def _name_runs(rows: list[StagedInput]) -> list[tuple[bytes, int, int]]:
-    """Where rows lie: layout, start and number of those that lie one behind the other."""
+def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:
+    """Layout, start and number of the inputs of each run that lies in one piece."""
     runs: list[tuple[bytes, int, int]] = []
-    layout, start, end, count = rows[0].layout, rows[0].start, rows[0].start, 0
-    for row in rows:
-        if row.start != end or row.layout != layout:
+    layout, start, end, count = inputs[0].layout, inputs[0].start, inputs[0].start, 0
+    for one in inputs:
+        if one.start != end or one.layout != layout:
             runs.append((layout, start, count))
-            layout, start, count = row.layout, row.start, 0
+            layout, start, count = one.layout, one.start, 0
         count += 1
-        end = row.end
+        end = one.end
     runs.append((layout, start, count))
     return runs
 
 
-def _copy(slabs: Slabs, whole: Part, parts: Parts) -> None:
-    """On another thread."""
+def _write_parts(slabs: Slabs, whole: Part, parts: Parts) -> None:
+    """Copy a batch on the copier thread."""
     try:
         slabs.write(whole, parts, releases_gil=True)
     finally:
-        # At once, and not when the last reference goes: inputs are locked as long.
+        # Here, and not when the last reference goes: the inputs are locked until then.
         parts.release()

@@ -1,8 +1,8 @@
-"""The environment a worker is started in: how many threads its numeric libraries may use.
+"""The environment of a worker: how many threads its numeric libraries may use.
 
-Runs in the starter thread of the parent, and leaves the parent's own environment alone. Set in the
-child it would come too late: a numeric library reads it when it is imported, and importing the
-user's main module may import one.
+Runs in the starter thread of the parent, and changes nothing in the parent's environment. The child
+could not set it in time: a numeric library reads it when it is imported, and the user's main module
+may import one.
 """
 
 import math
@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# Every thread pool that NumPy, SciPy and PyTorch builds read their size from. With each worker
-# taking all cores, two workers on a CPU are slower than one.
+# Variables from which builds of NumPy, SciPy and PyTorch read the size of their thread pools. If
+# each of two workers uses all cores, they are slower together than one.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",
@@ -22,9 +22,9 @@ THREAD_VARIABLES = (
 
 
 def worker_environment(environ: Mapping[str, str], num_workers: int) -> dict[str, str]:
-    """A copy of `environ` that limits numeric threads to a worker's share of the cores.
+    """Copy `environ`, and limit numeric threads to a worker's share of the cores.
 
-    What the user has set wins.
+    Variables that the user has set keep their values.
     """
     share = str(max(1, usable_cores() // num_workers))
     # Other threads may remove variables during the copy.
@@ -34,7 +34,7 @@ def worker_environment(environ: Mapping[str, str], num_workers: int) -> dict[str
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its CPU affinity, and a container's CPU quota rounded up."""
+    """Count the cores of this process: its CPU affinity, and a container's quota rounded up."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -44,7 +44,7 @@ def usable_cores() -> int:
 
 
 def read_quota(path: Path) -> float | None:
-    """The cores that a cgroup v2 quota file ("max 100000", "150000 100000") allows, or None."""
+    """Read the cores that a cgroup v2 file ("max 100000", "150000 100000") allows, or None."""
     try:
         quota, period = path.read_text().split()
         return None if quota == "max" else int(quota) / int(period)

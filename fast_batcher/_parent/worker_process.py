@@ -1,8 +1,7 @@
-"""The parent's half of one worker process: its pipes, its death, its end.
+"""The parent's half of one worker process: its pipes, its frames, its death.
 
 `spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
-thread that calls `stop()` after the loop. A handle is for one process; a replacement gets a new
-one.
+thread that ends the pool once the loop is closed.
 """
 
 import contextlib
@@ -10,114 +9,96 @@ import logging
 import multiprocessing
 import os
 import signal
+from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple
 
-from fast_batcher._descendants import opened_descendants, send
+from fast_batcher._descendants import opened_descendants, send_signal
 from fast_batcher._parent.child_process import ChildProcess
-from fast_batcher._parent.shared_inputs import ReservedSend
 from fast_batcher._parent.thread_limits import worker_environment
-from fast_batcher._shared_memory.outbox import Outbox
+from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerState
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.slabs import Slabs
-from fast_batcher._transport.channel import LoopChannel, drop, open_pipes
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.frames import Frame, Kind, read_times
+from fast_batcher._transport.loop_channel import Frames, LoopChannel, Reservation
+from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.main import worker_main
+from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop, TimerHandle
 
 logger = logging.getLogger("fast_batcher")
 
 PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
-# Our own context: the start method of the program around us stays what it is. Spawn, because a
-# forked child inherits CUDA state that it cannot use, and our pipe ends.
+# A context of our own, because `set_start_method` would change the whole program. Spawn, because a
+# forked child inherits CUDA state that it cannot use, and the parent's pipe ends.
 _context = multiprocessing.get_context("spawn")
 
+# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
+_LOADING, _READY, _ENDING = WorkerState.LOADING, WorkerState.READY, WorkerState.ENDING
 
-class WorkerProcessEvents(Protocol):
-    """What a handle tells its pool, on the loop's thread."""
 
-    def frame_arrived(self, handle: "WorkerProcess", frame: Frame) -> None:
-        """The worker has said something; an exception means that it talks nonsense."""
+class _Parts(NamedTuple):
+    """What belongs to a process that is alive."""
 
-    def worker_exited(self, handle: "WorkerProcess") -> None:
-        """The process is dead, and everything it had sent has been handed on. Said once."""
+    child: ChildProcess
+    channel: LoopChannel
+    progress: WorkerProgress
 
 
 class WorkerProcess:
-    """One worker process.
+    """One worker process; a `WorkerHandle` of the pool. A replacement is another object.
 
     Args:
-        id: Of this process among all that the pool starts.
+        id: Number of this process among all that the pool starts.
         index: Which of the batcher's workers this is, from 0.
-        model: What it loads.
+        model_spec: What it loads.
         settings: The batcher's settings.
         slabs: Memory in which large inputs reach it, None if there is none.
-        events: Who is told.
+        events: What is told of its start and its death: the pool.
+        on_frame: Called with its id and each frame once it is ready.
     """
 
     def __init__(
         self,
         id: int,
         index: int,
-        model: ModelSpec,
+        model_spec: ModelSpec,
         settings: Settings,
         slabs: Slabs | None,
-        events: WorkerProcessEvents,
+        events: WorkerEvents,
+        on_frame: Callable[[int, Frame], None],
     ) -> None:
         self.id = id
         self.index = index
-        self._model = model
+        self._model_spec = model_spec
         self._settings = settings
         self._slabs = slabs
         self._events = events
-        # None before `spawn` and after `reap`.
-        self._child: ChildProcess | None = None
-        # The process id, None before `spawn`.
-        self.pid: int | None = None
-        self._channel: LoopChannel | None = None
-        # What the worker is doing; read once it is dead.
-        self._progress: WorkerProgress | None = None
-        # How frames that are not ready yet reach it; None before `spawn`.
-        self.lane: ReservedSend | None = None
-        # Where it leaves large answers; None before `spawn`, and if there is to be no such place.
-        self.outbox: Outbox | OSError | None = None
-        # Ids of the batches that it had read and begun last, None before its death or without any.
-        self.taken: int | None = None
-        self.begun: int | None = None
-        # The same of the last batch of which children of it may have views.
-        self.inherited: int | None = None
-        self._loop: AbstractEventLoop | None = None
-        # It has loaded its model.
-        self.is_ready = False
-        # Batches that it has answered; counted only for `max_batches_per_worker`.
+        self._on_frame = on_frame
+
+        self.state = WorkerState.LOADING
         self.batches = 0
-        # What the pool will do about it unless something comes before.
-        self._timer: TimerHandle | None = None
-        # It finishes what it has, and ends.
         self.was_asked_to_end = False
-        # It has closed its end of a pipe, which is what a dying one does first.
-        self.has_hung_up = False
-        # It is being ended by us.
-        self.is_ending = False
-        # How the process ended: "exit code 3", "signal 9 (SIGKILL)"; empty while it lives.
-        self.exit_text = ""
-        # The same as a number, negative for a signal; None while it lives, or if nobody knows.
-        self.exit_code: int | None = None
+        # It has closed its end of a pipe, which is what a dying process does first.
+        self._has_hung_up = False
+        self._timer: TimerHandle | None = None
+        self._loop: AbstractEventLoop | None = None
+        self.is_attached = False
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether there is a process that has not been seen to end."""
-        return self._child is not None
+        # Set by `spawn`.
+        self.pid: int | None = None
+        # Where it leaves large answers, None if it sends them all.
+        self.outbox: OutboxReader | None = None
+        # None before `spawn` and after `reap`: then the cycle with the channel would keep its
+        # buffer until the garbage collector finds it, which may take many minutes.
+        self._parts: _Parts | None = None
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether a loop watches the process, or did until it was closed."""
-        return self._loop is not None
+    # Its start.
 
     def spawn(self) -> None:
         """Start the process. Starter thread.
@@ -125,202 +106,235 @@ class WorkerProcess:
         Raises:
             OSError: The system has no room for another process.
         """
+        settings = self._settings
         ours, theirs = open_pipes(_context)
-        try:
-            self._progress = WorkerProgress()
-            self._channel = LoopChannel(
-                ours, self._settings.max_frame_bytes, self._on_frame, self._on_channel_end
-            )
-            self.lane = ReservedSend(self._channel.reserve, self._channel.fill)
-            self.outbox = self._make_outbox()
+        with contextlib.ExitStack() as undo:
+            for end in (*ours, *theirs):
+                undo.callback(end.close)
+            progress = WorkerProgress()
+            undo.callback(progress.close)
+            channel = LoopChannel(ours, settings.max_frame_bytes, self._dispatch, self._hung_up)
+            outbox = _make_outbox(settings)
+            if isinstance(outbox, OutboxReader):
+                undo.callback(outbox.close)
             process = _context.Process(
                 target=worker_main,
                 args=(
                     theirs,
-                    self._progress,
-                    self._settings.max_frame_bytes,
-                    self._settings.max_batch_size,
+                    progress,
+                    settings.max_frame_bytes,
+                    settings.max_batch_size,
                     os.getpid(),
                     self._slabs,
-                    self.outbox,
+                    outbox,
                 ),
-                name=f"fast_batcher-{self._model.name}-{self.index}",
-                # Not daemonic: a model may have children of its own (data loaders).
+                name=f"fast_batcher-{self._model_spec.name}-{self.index}",
+                # Not daemonic: a model may have children, for example those of a data loader.
                 daemon=False,
             )
-            environment = worker_environment(os.environ, self._settings.num_workers)
+            environment = worker_environment(os.environ, settings.num_workers)
             child = ChildProcess(process, environment)
-        except BaseException:
-            if self._channel is not None:
-                self._channel.close()
-            if self._progress is not None:
-                self._progress.close()
-            self.close_outbox()
-            raise
-        finally:
-            # The child has its own copies; while ours are open there is never an end of file.
-            for end in theirs:
-                end.close()
-        self._progress.close_fd()
-        if isinstance(self.outbox, Outbox):
-            self.outbox.close_fd()
+            undo.pop_all()
+        # The child has its own copies of these.
+        for end in theirs:  # while they are open here, there is never an end of file
+            end.close()
+        progress.close_fd()
+        if isinstance(outbox, OutboxReader):
+            outbox.close_fd()
+            self.outbox = outbox
         self.pid = child.pid
-        # Last: from now on it is alive for the loop's thread.
-        self._child = child
+        # Last: from now on the process is alive for the loop's thread.
+        self._parts = _Parts(child, channel, progress)
 
-    def _make_outbox(self) -> Outbox | OSError | None:
-        if not self._settings.max_shared_bytes:
-            return None
-        try:
-            return Outbox(self._settings.max_shared_bytes, self._settings.shared_memory_threshold)
-        except OSError as error:
-            # Not its frames, which hold this handle.
-            return error.with_traceback(None)
-
-    def close_outbox(self) -> None:
-        """Give its memory back, which takes long if much was in it."""
-        if isinstance(self.outbox, Outbox):
-            self.outbox.close()
-
-    def attach(self, loop: "AbstractEventLoop") -> None:
-        """Let this loop watch the process; a loop that did so before is closed by now."""
-        assert self._channel is not None, "attached after spawn"
-        is_first = self._loop is None
+    def attach(self, loop: AbstractEventLoop) -> None:
+        """Let this event loop watch it; a loop that did so before is closed."""
+        assert self._parts is not None, "attached while it is alive"
         self._loop = loop
-        self._channel.attach(loop)
-        if is_first:
-            self.send(Kind.LOAD, 0, self._model.pickled)
-        loop.add_reader(self.death_fd, self._on_death)
+        self._parts.channel.attach(loop)
+        if not self.is_attached:
+            self.is_attached = True
+            self.send(Kind.LOAD, 0, self._model_spec.pickled)
+        loop.add_reader(self._parts.child.death_fd, self._died)
 
     @property
-    def send(self) -> Callable[[Kind, int, bytes], None]:
-        """Sends a frame (kind, batch id, body) without waiting; one to a dead worker is dropped."""
-        assert self._channel is not None, "sent after spawn"
-        return self._channel.send
+    def is_alive(self) -> bool:
+        """Whether it has been started and not been seen to end."""
+        return self._parts is not None
 
-    def set_timer(self, timer: "TimerHandle | None") -> None:
-        """What is to be done about it later; what was to be done before is not."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = timer
+    # Frames to it.
+
+    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+        """Send a frame without waiting; a frame to a dead worker is dropped."""
+        if self._parts is not None:
+            self._parts.channel.send(kind, batch_id, body)
+
+    def reserve(self) -> Reservation:
+        """Keep a place among the frames that are sent, for frames that are not ready yet."""
+        return Reservation() if self._parts is None else self._parts.channel.reserve()
+
+    def fill(self, reservation: Reservation, frames: Frames) -> None:
+        """Send frames in the place that was reserved for them."""
+        if self._parts is not None:
+            self._parts.channel.fill(reservation, frames)
+
+    def is_sending(self) -> bool:
+        """Whether frames that had to wait have been sent lately, or wait now."""
+        return self._parts is not None and self._parts.channel.is_sending()
+
+    # Frames from it.
+
+    def read_all(self) -> bool:
+        """Dispatch the frames that have arrived; whether the rest of a frame is arriving."""
+        return self._parts is not None and self._parts.channel.drain()
+
+    def _dispatch(self, frame: Frame) -> None:
+        """Do with a frame what its state says: see `WorkerState`."""
+        if self.state is _READY:
+            self._on_frame(self.id, frame)
+        elif self.state is _LOADING:
+            self._finish_loading(frame)
+
+    def _finish_loading(self, frame: Frame) -> None:
+        if frame.kind is Kind.READY:
+            times = read_times(frame.body)
+            self.state = _READY
+            self._events.worker_loaded(self, times)
+        elif frame.kind is Kind.STARTUP_FAILED:
+            failure = RemoteFailure(*codec.loads(frame.body))
+            error = WorkerStartupError(
+                f"worker {self.index} could not load {self._model_spec.name}: {failure.text}"
+            )
+            error.__cause__ = RemoteTraceback(failure.traceback)
+            self._events.start_failed(self, error)
+        else:
+            raise TransportError(f"a worker that is not ready sent {frame.kind.name}")
+
+    # What it does.
+
+    def read_begun(self) -> int | None:
+        """The id of the batch that it has begun last, None without any."""
+        return None if self._parts is None else self._parts.progress.begun
 
     @property
     def rss_bytes(self) -> int:
-        """Resident memory of the process, 0 if it cannot be read. Linux."""
+        """Resident memory, 0 if it cannot be read. Linux."""
         try:
             with open(f"/proc/{self.pid}/statm", "rb") as file:
                 return int(file.read().split()[1]) * PAGE_SIZE
         except (OSError, IndexError):  # it has just died
             return 0
 
-    def read_all(self) -> bool:
-        """Hand on what it has said by now; whether the rest of a frame is coming."""
-        assert self._channel is not None, "it is ready"
-        return self._channel.drain()
+    # Its end.
 
-    def is_sending(self) -> bool:
-        """Whether it has lately been sent what had to wait, or is still to be sent some of it."""
-        assert self._channel is not None, "it is ready"
-        return self._channel.is_sending()
-
-    def read_begun(self) -> int | None:
-        """The id of the batch that it has begun last, None if there is none."""
-        return None if self._progress is None else self._progress.begun
+    def set_timer(self, timer: TimerHandle | None) -> None:
+        """Replace what the pool does about it later; the timer before is cancelled."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
 
     def ask_to_end(self) -> None:
-        """Let it finish what it has and end by itself. Its answers still count."""
+        """Let it finish what it has, and end by itself. Its answers still count."""
         self.was_asked_to_end = True
         self.send(Kind.STOP, 0, b"")
 
-    def deliver_to(self, on_frame: Callable[[Frame], None]) -> None:
-        """From now on frames go there at once, not through `events`: it is ready."""
-        assert self._channel is not None, "a frame has arrived"
-        self._channel.on_frame = on_frame
-
     def ignore(self) -> None:
-        """It is being ended by us: nothing that it says counts any more."""
-        self.is_ending = True
-        if self._channel is not None:
-            self._channel.on_frame = drop
+        """Drop what it says from now on: the parent is ending it."""
+        self.state = _ENDING
 
     def disconnect(self) -> None:
-        """Close the pipes: the worker ends after the batch it computes; nothing is heard of it."""
+        """Close the pipes: it ends after the batch that it computes."""
         self.ignore()
-        if self._channel is not None:
-            self._channel.close()
+        if self._parts is not None:
+            self._parts.channel.close()
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, if it lives, and then the processes that its model has started.
 
-        They are looked for before, because they are nobody's children once it is dead. A worker
+        They are looked for first, because their parent is not known once it is dead. A worker
         ignores every SIGTERM but this one.
         """
-        if self.pid is not None and self.is_alive:
-            if number == signal.SIGTERM and self._progress is not None:
-                self._progress.let_sigterm_end()
-            with opened_descendants(self.pid) as pidfds:
+        parts = self._parts
+        if parts is not None:
+            if number == signal.SIGTERM:
+                parts.progress.let_sigterm_end()
+            with opened_descendants(parts.child.pid) as pidfds:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, number)
-                send(pidfds, number)
+                    os.kill(parts.child.pid, number)
+                send_signal(pidfds, number)
 
     def kill(self) -> None:
-        """End it at once; `worker_exited` follows."""
+        """End it at once; `worker_exited` follows. One that is being spawned ends after that."""
         self.ignore()
         self.signal(signal.SIGKILL)
 
     def kill_on_protocol_error(self, error: Exception) -> None:
-        """It has talked nonsense: end it at once."""
-        if not self.is_ending:
+        """End it at once because it broke the protocol; logs the error."""
+        if self.state is not _ENDING:
             logger.error(
                 "worker %d (pid %s) is replaced: %s", self.index, self.pid, error, exc_info=error
             )
         self.kill()
 
-    def reap(self) -> None:
-        """The process is dead: take its exit status and release what belonged to it."""
-        if self._child is None:
-            return
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._child.death_fd)
-        self.exit_code = self._child.take_exit_code()
-        self.exit_text = describe_exit(self.exit_code)
-        self._child.close()
-        self._child = None
-        if self._channel is not None:
-            self._channel.close()
-        if self._progress is not None:
-            self.taken, self.begun = self._progress.taken, self._progress.begun
-            self.inherited = self._progress.inherited
-            self._progress.close()
-        if isinstance(self.outbox, Outbox) and not self.outbox.is_used:
-            self.outbox.close()
-
     @property
     def death_fd(self) -> int:
-        """Readable once the process is dead; -1 after `reap`."""
-        return -1 if self._child is None else self._child.death_fd
+        """Readable once it is dead; -1 after `reap`."""
+        return -1 if self._parts is None else self._parts.child.death_fd
 
-    def _on_frame(self, frame: Frame) -> None:
-        self._events.frame_arrived(self, frame)
+    def reap(self) -> Exit | None:
+        """Release what belonged to it, now that it is dead; None if that has been done."""
+        if self._parts is None:
+            return None
+        child, channel, progress = self._parts
+        self._parts = None
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(child.death_fd)
+        exit_code = child.take_exit_code()
+        is_ours = self.state is _ENDING and not self._has_hung_up
+        exit = Exit(
+            text=describe_exit(exit_code),
+            is_clean=exit_code == 0 and self.was_asked_to_end,
+            is_ours=is_ours,
+            taken=progress.taken,
+            begun=progress.begun,
+            inherited=progress.inherited,
+            may_be_out_of_memory=exit_code == -signal.SIGKILL and not is_ours,
+        )
+        child.close()
+        channel.close()
+        progress.close()
+        if self.outbox is not None and not self.outbox.is_used:
+            self.outbox.close()
+        return exit
 
-    def _on_channel_end(self, error: Exception | None) -> None:
-        """It has closed its end or talks nonsense. Either way it is of no use any more."""
-        self.has_hung_up = error is None and not self.is_ending
+    def _hung_up(self, error: Exception | None) -> None:
+        """It has closed its end or broken the protocol; it is replaced either way."""
+        self._has_hung_up = error is None and self.state is not _ENDING
         if error is None:
             self.kill()
         else:
             self.kill_on_protocol_error(error)
 
-    def _on_death(self) -> None:
-        # A reply may be read after the death of its writer.
-        if self._channel is not None:
-            self._channel.drain()
-        self.reap()
-        self._events.worker_exited(self)
+    def _died(self) -> None:
+        # Frames of a dead worker can still be read.
+        self.read_all()
+        exit = self.reap()
+        if exit is not None:
+            self._events.worker_exited(self, exit)
+
+
+def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:
+    """Make the memory for large answers; an error if there is none, None if none is wanted."""
+    if not settings.max_shared_bytes:
+        return None
+    try:
+        return OutboxReader(settings.max_shared_bytes, settings.shared_memory_threshold)
+    except OSError as error:
+        # Without its frames, which hold the pipes.
+        return error.with_traceback(None)
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if code is None:
         return "unknown exit status"
     if code >= 0:

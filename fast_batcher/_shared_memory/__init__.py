@@ -1,5 +1,5 @@
 """Memory that the API process and its workers share, for inputs and outputs that are large.
 
-`slabs` is written by the API process and viewed by the workers; `outbox` is written by one worker
-and copied out by the API process.
+The API process writes inputs into `slabs`, and the workers read them through `views`. Each worker
+writes outputs with its `outbox_writer`, and the API process copies them out with `outbox_reader`.
 """

@@ -1,7 +1,7 @@
-"""What rows of shared memory hold: arrays or tensors of one dtype and shape. Both sides.
+"""Arrays and tensors that lie one behind the other in shared memory: dtype, shape, and views.
 
-NumPy and PyTorch are used where they are loaded: the parent is given a value of theirs, and the
-worker reads a dtype.
+Both sides. NumPy and PyTorch are used where they are loaded: the API process is given one of their
+values, and the worker unpickles a dtype.
 """
 
 import functools
@@ -12,53 +12,48 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor
+from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor, view_tensor
 
-# Kinds of NumPy's dtypes: truth values, whole, real and complex numbers, dates and their
-# differences, text and bytes of a fixed length, and unstructured bytes.
+# Kinds of NumPy's dtypes: booleans, integers, real and complex numbers, dates and time differences,
+# text and bytes of a fixed length, and unstructured bytes.
 PLAIN_KINDS = "biufcmMSUV"
 
 
 class Layout(NamedTuple):
-    """What is equal in all that lie in one slab of rows."""
+    """What is equal in all inputs of one slab."""
 
-    # Whether they are tensors, not arrays.
+    # Whether the inputs are tensors, not arrays.
     is_tensor: bool
     dtype: Any
     shape: tuple[int, ...]
-    # There is no other copy of them, so that the model must not write into them.
+    # There is no other copy of the inputs, so the model must not write into them.
     is_read_only: bool = False
 
 
-# What a `Layout` is made of. One is needed for each value, and a plain tuple is made in a tenth of
-# the time.
+# The fields of a `Layout`. One is made for each input, and a plain tuple takes a tenth of the time.
 Key = tuple[Any, ...]
-# By type: what the layout of a value is made of, and its bytes. None if it has fewer than the one
-# or more than the other number, and if its memory is not simply its values.
+# Takes a value, and the least and the most bytes; returns the fields of its layout and its bytes.
+# None if it has another number of bytes, or if its memory is not simply its values.
 LayoutProbe = Callable[[Any, int, int], tuple[Key, int] | None]
 
 
 def find_probes() -> dict[type, LayoutProbe]:
-    """How to look at those that can lie in rows, of the libraries that are loaded."""
+    """Return a probe for each type of array or tensor whose library is loaded."""
     probes: dict[type, LayoutProbe] = {}
     numpy: Any = sys.modules.get("numpy")
     if hasattr(numpy, "ndarray"):  # else it is being imported
-        probes[numpy.ndarray] = _probe_array
+        probes[numpy.ndarray] = _find_array_layout
     torch: Any = sys.modules.get("torch")
     if hasattr(torch, "Tensor"):
-        probes[torch.Tensor] = functools.partial(_probe_tensor, torch)
+        probes[torch.Tensor] = functools.partial(_find_tensor_layout, torch)
     return probes
 
 
 def is_plain_dtype(dtype: Any) -> bool:
-    """Whether values of this dtype are their bytes, and it is what it is equal to.
-
-    Args:
-        dtype: Of an array of NumPy's.
-    """
-    # Dtypes are equal whatever their metadata, also of a field; and with fields they are equal
-    # whether or not they are aligned or records. Those of subarrays change the shape. Those of
-    # other libraries, and NumPy's own for text of any length, may be pointers to the values.
+    """Whether arrays of this NumPy dtype are their bytes, and equal dtypes are interchangeable."""
+    # Not interchangeable are equal dtypes with other metadata, also of a field, and with fields
+    # that are aligned, or records. Dtypes of subarrays change the shape. Arrays of other libraries'
+    # dtypes, and of NumPy's for text of any length, may hold pointers to the values.
     return (
         dtype.kind in PLAIN_KINDS
         and type(dtype).__module__.partition(".")[0] == "numpy"
@@ -70,10 +65,10 @@ def is_plain_dtype(dtype: Any) -> bool:
 
 
 def to_shape(shape: Any) -> tuple[int, ...]:
-    """Whole numbers, as NumPy takes them: one, or several.
+    """Make a shape of one integer or several, of any type that NumPy takes for one.
 
     Raises:
-        TypeError: They are not.
+        TypeError: It is something else.
     """
     try:
         return (operator.index(shape),)
@@ -82,13 +77,25 @@ def to_shape(shape: Any) -> tuple[int, ...]:
 
 
 def address_of(value: Any) -> int:
-    """Where the memory of an array or tensor is that has been looked at; an array's takes 1 us."""
+    """Where the memory of an array or tensor begins; takes 1 us for an array."""
     if hasattr(value, "data_ptr"):
         return int(value.data_ptr())
     return int(value.__array_interface__["data"][0])
 
 
-def _probe_array(array: Any, least: int, most: int) -> tuple[Key, int] | None:
+def view_bytes(value: Any) -> memoryview | None:
+    """The bytes of an array or tensor that a probe has accepted; None for a tensor without NumPy.
+
+    The view keeps them, but the memory of a tensor may be freed meanwhile: see `VolatileBuffer`.
+    """
+    if hasattr(value, "data_ptr"):
+        array = view_tensor(sys.modules["torch"], value)
+    else:
+        array = value.reshape(-1).view("u1")
+    return None if array is None else memoryview(array)
+
+
+def _find_array_layout(array: Any, least: int, most: int) -> tuple[Key, int] | None:
     size = array.nbytes
     dtype = array.dtype
     if (
@@ -101,7 +108,7 @@ def _probe_array(array: Any, least: int, most: int) -> tuple[Key, int] | None:
     return (False, dtype, array.shape), size
 
 
-def _probe_tensor(torch: Any, tensor: Any, least: int, most: int) -> tuple[Key, int] | None:
+def _find_tensor_layout(torch: Any, tensor: Any, least: int, most: int) -> tuple[Key, int] | None:
     if not is_plain_tensor(torch, tensor) or not least <= tensor.nbytes <= most:
         return None
     return (True, tensor.dtype, tuple(tensor.shape)), tensor.nbytes
@@ -110,22 +117,22 @@ def _probe_tensor(torch: Any, tensor: Any, least: int, most: int) -> tuple[Key, 
 def view_rows(
     packed: bytes, memory: memoryview, start: int, count: int
 ) -> tuple[list[Any], memoryview, Any]:
-    """So many rows that lie one behind the other from `start` on.
+    """View inputs that lie one behind the other.
 
     Args:
-        packed: The layout, pickled.
-        memory: What the rows keep; they can be written, if the layout says so. PyTorch has no
-            tensors that cannot be, and gets copies then.
-        start: Bytes.
-        count: Rows, 1 or more.
+        packed: Their layout, pickled.
+        memory: The views keep it. They are writable unless the layout is read-only; PyTorch has no
+            read-only tensors, and gets copies then.
+        start: Where the first input begins, in bytes.
+        count: How many inputs, at least 1.
 
     Returns:
-        They; all of their memory; and the array whose rows they are, None if they are tensors.
+        The inputs; their memory; and the array whose rows they are, None if they are tensors.
     """
     layout, size = _unpack(packed)
     part = memory[start : start + count * size]
     if layout.is_tensor:
-        # Each by itself: a view of a tensor is pickled with all of what it is a view of.
+        # Each from its bytes: a slice of one tensor would be pickled with all of that tensor.
         rows: list[Any] = [
             rebuild_tensor(part[begin : begin + size], layout.dtype, layout.shape)
             for begin in range(0, count * size, size)

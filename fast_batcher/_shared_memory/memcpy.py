@@ -1,15 +1,17 @@
-"""Copying memory by its address. Both sides, any thread.
+"""Copying bytes to an address while other threads run. Both sides, any thread.
 
-A copy that lets other threads run is for threads that nobody waits for: an event loop that has let
-go of the interpreter's lock has to wait for its turn.
+Only a thread for which no event loop waits copies in this way: a thread that has released the
+interpreter's lock waits for its turn to get the lock again, up to 5 ms where another computes.
 """
 
 import ctypes
-from collections.abc import Callable
+
+# Bytes from which on a copy lets other threads run: a shorter one is over before they notice.
+RELEASING_SIZE = 64 * 1024
 
 
 class _Buffer(ctypes.Structure):
-    """CPython's `Py_buffer`, which is the same in all versions from 3.11 on."""
+    """CPython's `Py_buffer`, which is equal in all versions from 3.11 on."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -26,7 +28,8 @@ class _Buffer(ctypes.Structure):
     )
 
 
-# Functions of our own: those of `ctypes.pythonapi` are everybody's, and so are their types.
+# A library object that only this module uses: argument types are attributes of its functions, and
+# every program shares those of `ctypes.pythonapi`.
 _python = ctypes.PyDLL(None)
 _get_buffer = _python.PyObject_GetBuffer
 _get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_Buffer), ctypes.c_int)
@@ -36,21 +39,16 @@ _release_buffer.restype = None
 # Contiguous bytes, which need not be writable.
 _SIMPLE = 0
 
-# From an address to the first, that many bytes.
-Move = Callable[[int, int, int], object]
-# Lets no other thread run.
-move_held: Move = _python.memmove
-_python.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_python.memmove.restype = None
-# Lets other threads run.
-move: Move = ctypes.memmove
 
+def copy_buffer(target: int, piece: bytes | memoryview) -> None:
+    """Copy contiguous bytes to this address; other threads run meanwhile.
 
-def move_piece(target: int, piece: bytes | memoryview, by: Move = move) -> None:
-    """Copy contiguous bytes to this address."""
+    Raises:
+        BufferError: The bytes are not contiguous.
+    """
     buffer = _Buffer()
     _get_buffer(piece, buffer, _SIMPLE)
     try:
-        by(target, buffer.address, buffer.size)
+        ctypes.memmove(target, buffer.address, buffer.size)
     finally:
         _release_buffer(buffer)

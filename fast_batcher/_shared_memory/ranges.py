@@ -1,33 +1,46 @@
-"""Which parts of a file are taken. Pure: numbers in, numbers out; whoever uses it has one thread.
+"""Which ranges of a file are taken, and where buffers begin in one. Pure; used by one thread each.
 
-First fit from the front: what is used again and again stays at the front, where the memory has been
-used before, and the end of the file need not exist. What is given back grows together with what is
-free beside it, so once everything is back, everything fits again.
+First fit from the front: ranges that are used again and again stay at the front, whose memory the
+system has provided already, and the end of the file needs no memory. A range that is given back is
+joined with the free ranges beside it, so once everything is back, everything fits again.
 """
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterable
 from operator import itemgetter
 
 # A range is a whole number of pages, so that no page belongs to two and the system can have them
 # back. The page of most systems; where it is larger, a few pages are given back later.
 PAGE = 4096
+# Where a buffer begins in its slab: a cache line, the alignment that vector instructions like.
+ALIGNMENT = 64
+
+
+def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """The offsets of buffers of these sizes, one behind the other and aligned, and their end."""
+    offsets, end = [], 0
+    for size in sizes:
+        begin = -(-end // ALIGNMENT) * ALIGNMENT
+        offsets.append(begin)
+        end = begin + size
+    return offsets, end
 
 
 def round_up(length: int) -> int:
-    """The length of the range that is taken for so many bytes: one of eight per power of two.
+    """The length of the range that is taken for `length` bytes: one of eight per power of two.
 
-    At most an eighth more than asked for, or one page. Few lengths leave few holes that nothing
-    fits into.
+    At most an eighth more than asked for, or one page. Few different lengths leave few holes that
+    nothing fits into.
     """
     step = max(PAGE, 1 << max(0, length.bit_length() - 4))
     return max(1, -(-length // step)) * step
 
 
 class Ranges:
-    """The taken and the free parts of so many bytes.
+    """The taken and the free parts of a file.
 
     Args:
-        size: Bytes, of which the last, incomplete page is not used.
+        size: Length of the file in bytes; its last, incomplete page is not used.
     """
 
     def __init__(self, size: int) -> None:
@@ -38,12 +51,12 @@ class Ranges:
         self._taken: dict[int, int] = {}
         # Bytes in them.
         self.taken_bytes = 0
-        # The end of the farthest byte that has been taken since `forget_peak`.
+        # The largest end of a range that has been taken since the last `forget_peak`.
         self.peak = 0
 
     @property
     def count(self) -> int:
-        """Ranges that are taken."""
+        """How many ranges are taken."""
         return len(self._taken)
 
     def take(self, length: int) -> int | None:
@@ -58,26 +71,26 @@ class Ranges:
 
     def take_part(self, start: int, end: int) -> None:
         """Take a part that is free; it does not count for the peak."""
-        # The free part that it is in begins there or before.
+        # The free part that contains it begins there or before.
         index = bisect_right(self._free, start, key=itemgetter(0)) - 1
         free_start, free_end = self._free[index]
-        assert free_start <= start < end <= free_end, "it is free"
+        assert free_start <= start < end <= free_end, "the part is free"
         rest = [(free_start, start), (end, free_end)]
         self._free[index : index + 1] = [(low, high) for low, high in rest if low < high]
         self._taken[start] = end
         self.taken_bytes += end - start
 
     def shrink(self, start: int, length: int) -> None:
-        """Of a taken range no more than so many bytes are needed; more than none."""
+        """Give back what a taken range has beyond `length` bytes, which is at least 1."""
         end = start + -(-length // PAGE) * PAGE
         if end < self._taken[start]:
-            # As if what is behind were a range of its own.
+            # Divide it into two ranges, and give the second back.
             self._taken[end] = self._taken[start]
             self._taken[start] = end
             self.give_back(end)
 
     def give_back(self, start: int) -> None:
-        """A range is free again.
+        """Free a range.
 
         Raises:
             KeyError: No taken range starts there.
@@ -93,6 +106,6 @@ class Ranges:
         insort(self._free, (start, end))
 
     def forget_peak(self) -> int:
-        """The peak so far, or the end of what is taken now, from which it is counted anew."""
+        """Return the peak, and start a new one at the end of the ranges that are taken now."""
         peak, self.peak = self.peak, max(self._taken.values(), default=0)
         return max(peak, self.peak)

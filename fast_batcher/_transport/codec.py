@@ -1,8 +1,8 @@
-"""What goes into frame bodies. Pure but for the user's pickling hooks; runs on both sides.
+"""Pickling for frame bodies. Both sides; runs no other code than the user's pickling hooks.
 
-The values of a batch are pickled one by one, so that each request has objects of its own and a bad
-value harms no other request. Exceptions cross as data: many do not survive pickling, and finding
-that out must not happen in the parent.
+The values of a batch are pickled one by one, so that no two requests share an object and a bad
+value harms no other request. Exceptions cross as data: many cannot be unpickled, and the worker
+finds that out, not the API process.
 """
 
 import functools
@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebuild, take_apart
 
-# Pickle one thing, and unpickle one thing, copied out of the body. The two ends are one program.
+# Pickle one object, and unpickle one, copied out of the body. Both ends run the same Python.
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 dumps = functools.partial(pickle.dumps, protocol=PROTOCOL)
 loads = pickle.loads
-# Types whose values cannot be changed: requests may share them, so a batch of nothing else is one
-# pickle. That takes 0.03 us per short string and not 0.3, each way; without it a request would cost
-# the API process 3.2 times the floor of the event loop on uvloop, and not 2.1
-# (`benchmarks/overhead.py`).
+# Types whose values cannot be changed, so that requests may share them: a batch of only these is
+# one pickle, in 0.03 us per short string and not 0.3, each way. Without it a request would cost the
+# API process 3.2 times the floor of the event loop on uvloop, not 2.1 (`benchmarks/overhead.py`).
 ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
-# Those of them that may be long.
+# The atoms that may be long.
 TEXTS = frozenset({str, bytes})
 # Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
 _ITEM_OVERHEAD = 16
@@ -31,10 +30,10 @@ _ITEM_OVERHEAD = 16
 class RemoteFailure(NamedTuple):
     """An exception as data."""
 
-    # In one line: the type and what it said.
+    # In one line: the type and the text.
     text: str
     traceback: str
-    # Its type, arguments and attributes, if they came through a round trip in the worker unharmed.
+    # Its type, arguments and attributes; None if they did not survive a round trip in the worker.
     pickled: bytes | None
 
     def to_error(self) -> InferenceError:
@@ -49,7 +48,7 @@ class RemoteFailure(NamedTuple):
 
 
 def describe(error: BaseException) -> RemoteFailure:
-    """Turn an exception into data that crosses the process boundary, whatever the exception is."""
+    """Turn any exception into data that crosses the process boundary."""
     text = one_line(error)
     try:
         str(error)
@@ -61,11 +60,14 @@ def describe(error: BaseException) -> RemoteFailure:
 
 
 def dump_atoms(values: list[Any], limit: int) -> bytes | None:
-    """Pickle a list of values whose types are in `ATOMS`; None if one is of another type.
+    """Pickle a list of values whose types are all in `ATOMS`.
 
     Args:
         values: The values.
-        limit: None is returned if they have as many characters and bytes together, or more.
+        limit: Characters and bytes in all of them together.
+
+    Returns:
+        None if a value has another type, or the values reach the limit.
     """
     kinds = set(map(type, values))
     if not kinds <= ATOMS:
@@ -75,9 +77,11 @@ def dump_atoms(values: list[Any], limit: int) -> bytes | None:
 
 
 def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) -> Iterator[bytes]:
-    """Pickle items as lists that each fit into a frame; at least one, possibly of an empty list.
+    """Pickle items as lists that each fit into a frame, at least one list.
 
-    Every item must fit by itself.
+    Args:
+        items: Each fits into a frame by itself.
+        max_frame_bytes: Most bytes of a pickled list.
     """
     part: list[bytes | RemoteFailure] = []
     # Room for the list around the items.
@@ -92,17 +96,17 @@ def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) ->
     yield dumps(part)
 
 
-def size_of(value: Any) -> int:
-    """About how many bytes a value takes when it is sent; 0 if it cannot be.
+def measure_size(value: Any) -> int:
+    """Measure roughly how many bytes a value takes when it is sent; 0 if it cannot be sent.
 
-    That of a buffer is known. Anything else is pickled to find out.
+    A buffer knows its size. Any other value is pickled to find out.
     """
     if isinstance(value, bytes | bytearray | str):
         return len(value)
     try:
-        # Arrays and tensors.
+        # Arrays and tensors have `nbytes`.
         return int(value.nbytes) if hasattr(value, "nbytes") else len(dumps(value))
-    except BaseException:  # noqa: BLE001  the user's code; sending it will tell
+    except BaseException:  # noqa: BLE001  the user's code; sending the value reports it
         return 0
 
 
@@ -120,7 +124,7 @@ def _size(item: bytes | RemoteFailure) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an exception and what it says, whatever its `__str__` does."""
+    """The type and the text of an exception, even if its `__str__` raises."""
     name = type(error).__qualname__
     try:
         text = str(error)
@@ -140,7 +144,7 @@ def _short(text: str, *, keep_end: bool = False) -> str:
 
 
 def _pickle_if_it_survives(error: BaseException) -> bytes | None:
-    """The parts of an exception, if they can be put together again."""
+    """The pickled parts of an exception; None if they cannot be put together again."""
     if not isinstance(error, Exception):
         return None
     try:
@@ -148,16 +152,15 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
         rebuild(*loads(pickled))
     except BaseException:  # noqa: BLE001  an exception may hold or be anything
         return None
-    # The body of a 10 MB message is not worth its way; the shortened text is.
+    # A message of 10 MB is not worth sending; its shortened text is.
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
 
 
 def check_outputs(outputs: Any, count: int) -> list[Any] | str:
-    """The outputs as a list of `count`, or what is wrong with them.
+    """Return the outputs of a batch as a list of `count`, or a text that says what is wrong.
 
-    Sequences are taken as they are, arrays and tensors row by row along the first axis. Anything
-    else, and any other length, is refused: pairing what is there with the wrong callers would be
-    worse than an error.
+    Sequences are taken item by item, arrays and tensors row by row. Any other type or length is an
+    error, so that no caller gets the output of another.
     """
     kind = type(outputs).__name__
     if isinstance(outputs, list) and len(outputs) == count:
@@ -172,7 +175,7 @@ def check_outputs(outputs: Any, count: int) -> list[Any] | str:
     if len(outputs) != count:
         return f"infer returned {len(outputs)} outputs for {count} inputs; return one per input"
     if _is_tensor(outputs):
-        # A row is a view, and a pickled view carries the whole batch; clones do not.
+        # A row is a view, and is pickled with the whole batch; a clone is not.
         return [row.clone() for row in outputs.detach().cpu()]
     return list(outputs)
 

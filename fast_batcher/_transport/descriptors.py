@@ -1,4 +1,4 @@
-"""Which numbers the descriptors of ours may have, and which processes get them."""
+"""Which numbers our descriptors may have, and which processes get them."""
 
 import os
 
@@ -6,12 +6,12 @@ import os
 def occupy_stdio() -> None:
     """Open /dev/null at each descriptor from 0 to 2 that is free.
 
-    Called before a file of ours is opened, which would get such a number in a program that was
-    started without standard streams. Native code prints to 1 and 2 without asking what is there, so
-    what it prints would become part of a request.
+    To be called before a pipe is opened: in a program that was started without standard streams the
+    pipe would get one of these numbers, and what native code prints to 1 and 2 would become part of
+    a request.
 
-    The descriptors stay open, for another file of ours could get the number of a closed one. They
-    are close-on-exec: processes that the program starts get what they would have got without us.
+    The descriptors stay open, because another pipe could get the number of a closed one. They are
+    close-on-exec: processes that the program starts get what they would get without this library.
     """
     for number in range(3):
         try:
@@ -23,7 +23,7 @@ def occupy_stdio() -> None:
 
 
 class PassedDescriptor:
-    """A descriptor on its way to a worker, where it has the number that it has in the parent.
+    """A descriptor that is passed to a worker under the number that it has in the parent.
 
     Args:
         fd: The number.
@@ -33,9 +33,9 @@ class PassedDescriptor:
         self._fd = fd
 
     def detach(self) -> int:
-        """The descriptor, which the worker owns from now on. Called in the worker.
+        """Return the descriptor, which the worker owns from now on. Called in the worker.
 
-        Programs that the model starts do not get it.
+        Programs that the model starts do not inherit it.
         """
         os.set_inheritable(self._fd, False)
         return self._fd

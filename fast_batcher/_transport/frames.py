@@ -1,10 +1,10 @@
 """The frame: a fixed header and a body. Pure; runs on both sides of the process boundary.
 
     header  magic u32 | kind u32 | body length u64 | batch id u64 | seconds f64     little endian
-    body    one or more pickles, as `codec` says
+    body    pickles, see `codec`
 
-One frame carries one batch each way. A header that is not ours, or that announces more than
-`max_frame_bytes`, is refused before anything is allocated for it.
+One frame usually carries one batch. A header with another magic number, or one that announces more
+than `max_frame_bytes`, is refused before anything is allocated for its body.
 """
 
 import functools
@@ -20,11 +20,11 @@ _HEADER: Final = struct.Struct("<IIQQd")
 HEADER_SIZE: Final = _HEADER.size
 # "fbt1": makes the chance that garbage passes for a header 1 in 2**32, before kind and length.
 _MAGIC: Final = int.from_bytes(b"fbt1", "little")
-# What one read takes at most: a batch of 128 short strings is 3 KiB, and a reused buffer of this
-# size costs nothing. Larger bodies get a buffer of their own.
+# Most bytes of one read, into a buffer that is used again. A batch of 128 short strings is 3 KiB.
+# A larger body gets a buffer for itself.
 READ_SIZE: Final = 256 * 1024
-# Up to this length a body is copied behind its header, in about 5 us: a second call into the kernel
-# costs more.
+# Bytes up to which a body is copied behind its header. That takes 5 us; a second system call takes
+# longer.
 MAX_JOINED: Final = 64 * 1024
 
 
@@ -40,7 +40,7 @@ class Kind(IntEnum):
     INPUTS = 3  # a batch, or the last part of one: a list of separately pickled inputs
     INPUTS_PART = 4  # a part of a batch that is larger than one frame; more follow
     STOP = 5  # finish what has arrived, then end
-    PING = 6  # say PONG
+    PING = 6  # answer with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     ROWS = 8  # a batch whose inputs lie in rows: a pickled list of (layout, start, count)
     # worker to parent
@@ -49,16 +49,16 @@ class Kind(IntEnum):
     OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `codec.ATOMS`
     OUTPUTS = 19  # the list of outcomes: separately pickled outputs and failures; or its last part
     OUTPUTS_PART = 20  # a part of outcomes that are larger than one frame; more follow
-    # They lie in the outbox: pickled (start, sizes of the parts, which are read-only, items,
-    # failures by position).
+    # Outputs that lie in the outbox: pickled (start, sizes of the parts, which parts are read-only,
+    # items, failures by position).
     SHARED_OUTPUTS = 21
     PONG = 22
     FREED = 27  # a pickled list: ids of batches of which no view is left
-    # One pickled RemoteFailure, for every request of the batch.
-    FAILED = 23  # another try is of no use
+    # Each of these is one pickled RemoteFailure, for every request of the batch.
+    FAILED = 23  # a retry cannot succeed
     RAISED = 24  # `infer` raised
-    OUT_OF_MEMORY = 25  # `infer` raised that
-    FATAL = 26  # `infer` raised something after which this process is of no use
+    OUT_OF_MEMORY = 25  # `infer` ran out of memory
+    FATAL = 26  # `infer` raised, and the process cannot use its device any more
 
 
 _find_kind: Final = {int(kind): kind for kind in Kind}.get
@@ -74,28 +74,23 @@ class Frame(NamedTuple):
     body: memoryview | bytearray | bytes
 
 
-# The same as Frame(...), made without a Python call: once per batch and direction.
-_make_frame = functools.partial(tuple.__new__, Frame)
-
-
-# The bytes of a header: kind, body length, batch id, seconds. Not a Python function: see `read`.
+# Packs a header: kind, body length, batch id, seconds.
 pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
-_unpack_header: Final = _HEADER.unpack_from
 
 
 _TIME: Final = struct.Struct("<Qd")
 
 
 def pack_times(times: list[tuple[int, float]]) -> bytes:
-    """The body that tells how long batches of these sizes took, in seconds."""
+    """Pack sizes of batches and the seconds that they took into a body."""
     return b"".join([_TIME.pack(size, seconds) for size, seconds in times])
 
 
 def read_times(body: memoryview | bytearray | bytes) -> list[tuple[int, float]]:
-    """What `pack_times` has packed.
+    """Unpack what `pack_times` has packed.
 
     Raises:
-        TransportError: It cannot have been that.
+        TransportError: The body is something else.
     """
     if len(body) % _TIME.size:
         raise TransportError(f"a list of times has {len(body)} bytes")
@@ -117,43 +112,29 @@ class FrameReader:
 
     def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int | None]) -> None:
         self._max_frame_bytes = max_frame_bytes
-        # The longest frame that one read can bring whole.
-        self._most_at_once = min(HEADER_SIZE + max_frame_bytes, READ_SIZE)
         self._recv_into = recv_into
         self._view = memoryview(bytearray(READ_SIZE))
-        # Where the next bytes go. Writing there invalidates the body of every frame given out.
+        # Where the next bytes go. Writing there overwrites the body of every frame given out.
         self._space = self._view
         # Bytes of the buffer that have not been given out, and where they begin.
         self.rest = 0
         self._start = 0
-        # A body that does not fit into the buffer, what of it is still to come, and its header.
+        # A body that does not fit into the buffer, while it arrives, and its header.
         self._large: memoryview | None = None
         self._large_header: tuple[Kind, int, float] | None = None
 
     def read(self) -> Frame | None:
-        """Read once; the first complete frame, or None until more bytes come.
+        """Read once; return the first complete frame, or None until more bytes come.
 
-        There may be more frames while there is a `rest`. The usual case, one read that brings one
-        frame, makes no further Python call: after a pause each costs a lone request about 5 us
-        (docs/decisions/0008).
+        While there is a `rest`, `next_frame` may return more.
 
         Raises:
             BlockingIOError: Nothing has come.
             EOFError: The stream has ended.
-            TransportError: The bytes are not a frame of ours; nothing after them can be read.
+            TransportError: The bytes are not a frame; nothing after them can be read.
             OSError: What `recv_into` raises.
         """
         count = self._recv_into(self._space)
-        if (
-            count
-            and HEADER_SIZE <= count <= self._most_at_once
-            and not self.rest
-            and self._large is None
-        ):
-            magic, number, length, batch_id, seconds = _unpack_header(self._view)
-            kind = _find_kind(number)
-            if magic == _MAGIC and kind is not None and HEADER_SIZE + length == count:
-                return _make_frame((kind, batch_id, seconds, self._view[HEADER_SIZE:count]))
         if count is None:
             raise BlockingIOError
         if count == 0:
@@ -165,16 +146,16 @@ class FrameReader:
         return self.next_frame()
 
     def next_frame(self) -> Frame | None:
-        """The next complete frame, or None until more bytes come.
+        """Return the next complete frame that has been read, or None until more bytes come.
 
         Raises:
-            TransportError: The bytes are not a frame of ours; nothing after them can be read.
+            TransportError: The bytes are not a frame; nothing after them can be read.
         """
         start, rest = self._start, self.rest
         if rest < HEADER_SIZE:
             self._make_space()
             return None
-        magic, number, length, batch_id, seconds = _unpack_header(self._view, start)
+        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
         kind = _find_kind(number)
         if magic != _MAGIC or kind is None:
             raise TransportError("the channel carries something that is not a message of ours")
@@ -184,20 +165,19 @@ class FrameReader:
                 f"{self._max_frame_bytes}"
             )
         size = HEADER_SIZE + length
-        if size == rest:  # the usual case; what comes next may go over it
+        if size > READ_SIZE:
+            self._begin_large(length, (kind, batch_id, seconds))
+            return None
+        if size > rest:
+            self._make_space()
+            return None
+        if size == rest:  # the next read starts at the beginning of the buffer
             self._start = self.rest = 0
             self._space = self._view
-        elif size < rest:
-            self._start = start + size
-            self.rest = rest - size
         else:
-            if size > READ_SIZE:
-                self._begin_large(length, (kind, batch_id, seconds))
-            else:
-                self._make_space()
-            return None
-        body = self._view[start + HEADER_SIZE : start + size]
-        return _make_frame((kind, batch_id, seconds, body))
+            self._start += size
+            self.rest -= size
+        return Frame(kind, batch_id, seconds, self._view[start + HEADER_SIZE : start + size])
 
     @property
     def missing(self) -> int | None:
@@ -221,8 +201,9 @@ class FrameReader:
         self._start = self.rest = 0
 
     def _finish_large(self) -> Frame:
+        assert self._large is not None, "it has just been filled"
         assert self._large_header is not None, "set together with the body"
-        frame = Frame(*self._large_header, self._large)  # type: ignore[arg-type]
+        frame = Frame(*self._large_header, self._large)
         self._large = None
         self._space = self._view
         return frame

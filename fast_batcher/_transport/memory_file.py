@@ -1,6 +1,10 @@
-"""Files without a name, in memory: they end with those who have them, whatever they die of."""
+"""Files without a name, in memory: they end with the last process that has them, however it dies.
+
+Both sides, any thread.
+"""
 
 import ctypes
+import errno
 import os
 import sys
 import tempfile
@@ -9,17 +13,19 @@ from fast_batcher._transport.descriptors import occupy_stdio
 
 # linux/memfd.h; `os` has it only together with the function.
 _CLOSE_ON_EXEC = 0x01
+# linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE.
+_KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 def make_memory_file(size: int) -> int:
-    """The descriptor of a new one, of so many bytes; elsewhere than on Linux a file on a disk.
+    """Make a file of `size` bytes and return its descriptor; not on Linux, it lies on a disk.
 
     Raises:
-        OSError: The system has no such memory, or not so much.
+        OSError: The system does not provide a file of this size.
     """
-    # Before it is mapped, too: a mapping keeps a descriptor of its own.
+    # Before it is mapped, too: a mapping keeps a descriptor for itself.
     occupy_stdio()
-    fd = _open()
+    fd = _open_memory_file()
     try:
         os.ftruncate(fd, size)
     except BaseException:
@@ -28,7 +34,31 @@ def make_memory_file(size: int) -> int:
     return fd
 
 
-def _open() -> int:
+def make_shared_file(size: int) -> int:
+    """Make a file of `size` bytes for arrays, which is always in memory, and return its descriptor.
+
+    Raises:
+        OSError: The system does not provide a file of this size, or is not Linux.
+    """
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, "memory is shared on Linux only")
+    return make_memory_file(size)
+
+
+def punch(fd: int, start: int, length: int) -> None:
+    """Give the memory of a part of a file back to the system; the part reads as zeros then.
+
+    Raises:
+        OSError: The system cannot take it back.
+    """
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong)
+    if fallocate(fd, _KEEP_SIZE_AND_PUNCH_HOLE, start, length) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def _open_memory_file() -> int:
     if sys.platform != "linux":
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())
@@ -43,5 +73,5 @@ def _open() -> int:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         return fd
-    # What `multiprocessing.shared_memory` is made of, without a name that could be left behind.
+    # `multiprocessing.shared_memory` uses the same file system, with a name that may be left over.
     return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)

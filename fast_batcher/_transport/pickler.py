@@ -1,10 +1,12 @@
 """Pickling that leaves large buffers where they are, so that they are copied once. Both sides.
 
-The values of a batch are pickled one after the other, each with a memo of its own, so that two
-requests never share an object. A pickle is made as pieces: bytes of the stream, among them the
-value's own large `bytes` objects, and, out of band (PEP 574), the buffers of arrays and tensors.
-Nothing large is copied for that, but text has to be encoded. As long as no large batch has come,
-no buffer is kept out of band.
+The values of a batch are pickled one after the other, each with a separate memo, so that two
+requests never share an object. A pickle is a list of pieces: bytes of the stream, among them large
+`bytes` objects of the value, and, out of band (PEP 574), the buffers of arrays and tensors. No
+piece that is large is copied; text is encoded. Until a large batch has come, all buffers are in the
+stream.
+
+The event loop's thread pickles inputs, and the worker's main thread outputs.
 """
 
 import copyreg
@@ -13,22 +15,21 @@ import pickle
 import sys
 from typing import TYPE_CHECKING, Any
 
-from fast_batcher._shared_memory.slabs import VolatileBuffer, lay_out
+from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.codec import PROTOCOL
 from fast_batcher._transport.frames import READ_SIZE
-from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor
+from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor, view_tensor
 from fast_batcher.errors import forget_frames
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# From here on the pickler of CPython passes on the object itself where it has bytes to write, and
-# before that it writes the stream in pieces of about this size (its FRAME_SIZE_TARGET).
+# CPython's FRAME_SIZE_TARGET: its pickler writes the stream in pieces of about this size, and where
+# it has at least this many bytes to write, it passes on the object itself.
 PIECE_SIZE = 64 * 1024
 # Below this many bytes a buffer costs more to describe than to copy.
 LEAST_BUFFER = 4 * 1024
-# What is shorter is sent faster through a pipe: a frame of it is read in one piece, and needs no
-# memory of its own.
+# A shorter batch is sent faster through a pipe: a frame with it is read in one piece.
 LEAST_SHARED = READ_SIZE
 
 
@@ -36,9 +37,9 @@ class Parts:
     """Pickled values in pieces.
 
     Args:
-        stream: The pickles themselves, one behind the other.
-        buffers: What belongs to them out of band; locked against being resized until `release`.
-        items: What belongs to each value, in order: bytes of the stream, and a number of buffers.
+        stream: The pickles, one behind the other.
+        buffers: Their buffers out of band; locked against being resized until `release`.
+        items: For each value, in order, its bytes in the stream and its number of buffers.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Parts:
         return [index for index, buffer in enumerate(self._buffers) if buffer.readonly]
 
     def release(self) -> None:
-        """Forget the values; nothing of them is locked any more."""
+        """Unlock and forget the values."""
         for piece in (*self._stream, *self._buffers):
             if isinstance(piece, memoryview):
                 piece.release()
@@ -81,13 +82,13 @@ def load_items(
     items: "Iterable[tuple[int, int]]",
     on_error: "Callable[[BaseException], Any]",
 ) -> list[Any]:
-    """Unpickle the values whose parts these are.
+    """Unpickle the values that were taken apart into these parts.
 
     Args:
-        stream: Their pickles, one behind the other; copied from where it has to be.
-        buffers: What belongs to them out of band; the values are made on it.
-        items: What belongs to each value, as for `Parts`.
-        on_error: Gives what stands in the place of a value that cannot be unpickled.
+        stream: Their pickles, one behind the other; the values do not refer to it.
+        buffers: Their buffers out of band; arrays and tensors are views of them.
+        items: For each value its bytes in the stream and its number of buffers.
+        on_error: Returns what stands in the place of a value that cannot be unpickled.
     """
     values = []
     begin = used = 0
@@ -106,13 +107,13 @@ def _load_item(
         return pickle.loads(stream, buffers=buffers)
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code
         outcome = on_error(error)
-        # An error is often kept by a frame of its own, and they hold the memory.
+        # An error is often kept by one of its frames, and those hold the memory.
         forget_frames(error)
         return outcome
 
 
 def view_parts(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[memoryview]]:
-    """The stream and the buffers that lie in this view, as `Parts.sizes` tells."""
+    """The stream and the buffers that lie in this view; see `Parts.sizes`."""
     offsets, _ = lay_out(sizes)
     stream, *buffers = (
         view[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)
@@ -130,10 +131,10 @@ class PartsPickler:
     """
 
     def __init__(self, least: int) -> None:
-        # A longer one has a piece of the stream for itself, and so costs as much there. And what
-        # is shorter is not worth asking a buffer for.
+        # From PIECE_SIZE on a buffer is a piece of the stream too, and costs as much there. Below
+        # LEAST_BUFFER it is not worth it.
         self.least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
-        # Whether something large has come.
+        # Whether large buffers stay out of the stream.
         self._keeps_buffers = False
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
@@ -144,11 +145,10 @@ class PartsPickler:
         self._large = [0]
 
     def dump(self, values: "Iterable[Any]") -> None:
-        """Pickle values one after the other, each as if it were alone.
+        """Pickle values one after the other, each for itself.
 
         Raises:
-            BaseException: What pickling one of them raises, which is the user's code; `renew` is
-                all that can be done then.
+            BaseException: What the user's code raises while one is pickled; call `renew` then.
         """
         if not self._keeps_buffers:
             self._chunks.extend([pickle.dumps(value, PROTOCOL) for value in values])
@@ -163,7 +163,7 @@ class PartsPickler:
             self._ends.append((len(self._chunks), len(self._buffers)))
 
     def renew(self) -> None:
-        """Forget what has been pickled."""
+        """Forget the pickled values."""
         self._chunks.clear()
         self._ends.clear()
         self._large[0] = 0
@@ -171,22 +171,22 @@ class PartsPickler:
             self._buffers.pop().release()
 
     def has_enough(self) -> bool:
-        """Whether what has just been pickled is so much that it pays to share it."""
+        """Whether the pickled values are large enough to go through shared memory."""
         if self._buffers:
             return True
         length = _length if self._keeps_buffers else len
         return sum(map(length, self._chunks)) >= LEAST_SHARED
 
     def take_items(self) -> list[bytes]:
-        """What has just been pickled, of which there is nothing out of band: a pickle per value.
+        """Return a pickle per value; only if not `has_enough`, so that no buffer is out of band.
 
         Raises:
-            BufferError: An input was resized meanwhile; `renew` is all that can be done.
+            BufferError: An input was resized meanwhile; call `renew` then.
         """
         if not self._keeps_buffers:
             items, self._chunks = self._chunks, []
             return items
-        assert not self._buffers, "there is not enough for that"
+        assert not self._buffers, "buffers stay in the stream until there is enough to share"
         stream = _hold(self._chunks)
         begin, items = 0, []
         for end, _ in self._ends:
@@ -196,10 +196,10 @@ class PartsPickler:
         return items
 
     def take_parts(self) -> Parts:
-        """What has just been pickled.
+        """Return the pickled values in parts.
 
         Raises:
-            BufferError: An input was resized meanwhile; `renew` is all that can be done.
+            BufferError: An input was resized meanwhile; call `renew` then.
         """
         stream, buffers = _hold(self._chunks), self._buffers[:]
         items, begin, used = [], 0, 0
@@ -211,10 +211,10 @@ class PartsPickler:
         return Parts(stream, buffers, items)
 
     def learn_buffers(self) -> bool:
-        """Leave large buffers where they are from now on; those of tensors too, if there are any.
+        """Leave large buffers of arrays where they are from now on, and of tensors once they exist.
 
         Returns:
-            Whether that is new; then nothing is pickled, and what was has to be once more.
+            Whether this changes anything; the values are forgotten then, and to be dumped again.
         """
         torch: Any = sys.modules.get("torch")
         learns_tensors = self._reducers is None and hasattr(torch, "Tensor")
@@ -233,7 +233,7 @@ def _length(chunk: Any) -> int:
 
 
 class _Sink:
-    """What a pickler takes for a file."""
+    """A file to which a pickler writes."""
 
     __slots__ = ("write",)
 
@@ -242,18 +242,18 @@ class _Sink:
 
 
 class _Reducers(dict[type, Any]):
-    """Ours, and those that everybody has registered."""
+    """Our reducers, and those that any module has registered with `copyreg`."""
 
-    # No function of Python's: it is asked for each object of a type that is not built in.
+    # Not a Python function: it is called for each object of a type that is not built in.
     __missing__ = copyreg.dispatch_table.__getitem__
 
 
 def _keep_large(
     buffers: list[memoryview], least: int, total: list[int]
 ) -> "Callable[[pickle.PickleBuffer], bool]":
-    """A function that keeps a buffer, or says that it goes into the stream.
+    """Make a function that keeps a buffer, or returns True for one that goes into the stream.
 
-    All go there until there is so much in large ones that it pays to share it.
+    All go into the stream until the large ones together are worth sharing.
     """
 
     def keep(buffer: pickle.PickleBuffer) -> bool:
@@ -272,13 +272,13 @@ def _keep_large(
 
 
 def _hold(chunks: list[Any]) -> "list[bytes | memoryview]":
-    """The pieces of a stream, which nobody can resize any more.
+    """Lock the pieces of a stream against being resized.
 
     Raises:
-        BufferError: Another thread has, behind the length that is in the stream.
+        BufferError: Another thread has resized one since its length was written into the stream.
     """
     stream = [_view(chunk) for chunk in chunks]
-    # Any other is held by its PickleBuffer.
+    # A PickleBuffer locks any other buffer from the beginning.
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, bytearray):
             length = len(stream[index]).to_bytes(8, "little")
@@ -293,42 +293,11 @@ def _view(chunk: Any) -> "bytes | memoryview":
     return chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else memoryview(chunk)
 
 
-class _Shown(VolatileBuffer):
-    """The bytes of a tensor, as NumPy asks for them; whoever has the tensor may resize it."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor
-        data, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
-        self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
-
-
-class OutOfBandBytes:
-    """Bytes that are kept out of the pickle as other buffers are, which plain ones are not."""
-
-    __slots__ = ("_raw",)
-
-    def __init__(self, raw: bytes) -> None:
-        self._raw = raw
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _put_down, (pickle.PickleBuffer(self._raw),)
-
-
-def _put_down(raw: bytes) -> bytes:
-    return raw
-
-
 def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
-    """A large plain tensor by its buffer, any other as PyTorch pickles it."""
+    """Pickle a large plain tensor by its buffer, and any other tensor as PyTorch does it."""
     if is_plain_tensor(torch, tensor) and tensor.nbytes >= least:
-        numpy: Any = sys.modules.get("numpy")
-        try:
-            # As bytes: NumPy lacks some of the types.
-            # Not by `numpy()`: for ever after the caller could not resize the tensor.
-            buffer = numpy.asarray(_Shown(tensor.view(torch.uint8)))
-        except (RuntimeError, TypeError, AttributeError):
-            pass
-        else:
+        array = view_tensor(torch, tensor)
+        if array is not None:
             shape = tuple(tensor.shape)
-            return rebuild_tensor, (pickle.PickleBuffer(buffer), tensor.dtype, shape)
+            return rebuild_tensor, (pickle.PickleBuffer(array), tensor.dtype, shape)
     return tensor.__reduce_ex__(PROTOCOL)

@@ -1,16 +1,17 @@
-"""Tensors that are simply their bytes: which are, and how one is made of bytes again. Both sides.
+"""Plain tensors: which tensors are simply their bytes, and how to get from one to the other.
 
-Everything else that PyTorch calls a tensor (quantized, sparse, nested, conjugated, on a device, of
-a class of its own) has more to it than its bytes, and is left to PyTorch's own pickling.
+Both sides, any thread. Everything else that PyTorch calls a tensor (quantized, sparse, nested,
+conjugated, on a device, of a derived class) has more to it than its bytes, and PyTorch pickles it.
 """
 
 import functools
 import math
+import sys
 from typing import Any
 
-# Types of numbers whose tensors can be made of any bytes. A list of what is known to be safe:
-# PyTorch reads memory that it does not own, and ends the process, when it is given some of the
-# others, for example quantized ones. A name that the installed PyTorch lacks is left out.
+# Types of numbers whose tensors can be made of any bytes. Only types that are known to be safe:
+# with some others, for example quantized ones, PyTorch reads memory that it does not own, and ends
+# the process. A name that the installed PyTorch lacks is left out.
 PLAIN_DTYPES = (
     "bool",
     "uint8",
@@ -38,7 +39,7 @@ def _plain_dtypes(torch: Any) -> frozenset[Any]:
 
 
 def is_plain_tensor(torch: Any, tensor: Any) -> bool:
-    """Whether a tensor is its dtype, its shape and its bytes in the memory of the CPU, no more.
+    """Whether a tensor is only its dtype, its shape and its bytes in the memory of the CPU.
 
     Args:
         torch: The module.
@@ -64,12 +65,42 @@ def is_plain_tensor(torch: Any, tensor: Any) -> bool:
             and tensor.untyped_storage().nbytes()
             >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
         )
-    except (RuntimeError, TypeError, AttributeError):  # one of the kinds that have none of these
+    except (RuntimeError, TypeError, AttributeError):  # a kind of tensor that lacks one of these
         return False
 
 
+class VolatileBuffer:
+    """The bytes of a tensor, as NumPy asks for them; their owner may free them at any moment.
+
+    Args:
+        tensor: Of bytes, and contiguous.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        # As long as it exists, its memory is freed only by resizing its storage.
+        self._tensor = tensor
+        data, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
+        self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
+
+
+def is_volatile(piece: memoryview) -> bool:
+    """Whether the memory of this buffer may be freed while the buffer exists."""
+    return isinstance(getattr(piece.obj, "base", None), VolatileBuffer)
+
+
+def view_tensor(torch: Any, tensor: Any) -> Any:
+    """A NumPy array of the bytes of a plain tensor; None without NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    try:
+        # As bytes, because NumPy lacks some of the types. Not by `tensor.numpy()`: the caller could
+        # never resize the tensor again.
+        return numpy.asarray(VolatileBuffer(tensor.view(torch.uint8)))
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+
+
 def rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """The tensor that lies in this buffer, which it keeps.
+    """Make the tensor that lies in this buffer; it keeps the buffer.
 
     Raises:
         TypeError: The dtype is not one of `PLAIN_DTYPES`.

@@ -1,4 +1,4 @@
-"""A model that wants one batch instead of a list, as the worker's loop sees it. Worker process."""
+"""Wraps a model that takes one batch, so that it takes a list of inputs. Worker process."""
 
 import copy
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ from fast_batcher.errors import CollationError, ConfigurationError, OutputMismat
 
 
 def collate(model: Any) -> Any:
-    """The model as one that takes a list and returns a list: itself, if it declares no collation.
+    """Return a model that takes and returns lists: the model itself if it declares no collation.
 
     Raises:
-        ConfigurationError: What it declares is no `Collation`.
+        ConfigurationError: What it declares is not a `Collation`.
     """
     collation = getattr(model, "collation", None)
     if collation is None:
@@ -32,7 +32,7 @@ class CollatedModel:
 
     Args:
         model: Its `infer` takes and returns batches.
-        collation: How they are joined and split.
+        collation: How inputs are joined and outputs split.
     """
 
     def __init__(self, model: Any, collation: Collation) -> None:
@@ -40,7 +40,7 @@ class CollatedModel:
         self._collation = collation
 
     def warmup_inputs(self) -> list[Any]:
-        """What the model has for that: rows, as a caller sends them."""
+        """Return the model's examples: rows, as a caller sends them."""
         warmup_inputs = getattr(self._model, "warmup_inputs", None)
         return [] if warmup_inputs is None else list(warmup_inputs())
 
@@ -48,8 +48,8 @@ class CollatedModel:
         """Compute rows, in as many calls of the model as they need.
 
         Returns:
-            One output per input; an error for one that cannot be joined to any other, or that is
-            unlike most of the others, and for all of a call that returned something else than rows.
+            One output per input. It is an error for an input that cannot be joined, for one that
+            differs from most of the others, and for every input of a call that did not return rows.
 
         Raises:
             CollationError: The inputs differ, and no kind of them is more than half.
@@ -64,16 +64,16 @@ class CollatedModel:
                 outcomes[position] = error
         parts = list(self._divide(rows, outcomes))
         for positions in parts:
-            computed = self._compute([rows[position] for position in positions])
+            computed = self._infer_rows([rows[position] for position in positions])
             if len(parts) > 1:
-                # The next call may write into the memory in which this one has returned them.
+                # The next call may return its outputs in the same memory.
                 computed = copy.deepcopy(computed)
             for position, outcome in zip(positions, computed, strict=True):
                 outcomes[position] = outcome
         return outcomes
 
     def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> Iterator[list[int]]:
-        """The positions of the inputs of each call; those of none of them get their errors."""
+        """Yield the positions of each call's inputs; sets the errors of inputs that are in none."""
         groups: dict[Any, list[int]] = {}
         for position, row in rows.items():
             groups.setdefault(row.signature, []).append(position)
@@ -81,7 +81,7 @@ class CollatedModel:
         if len(kinds) > 1 and self._collation.unequal == "error":
             kinds.sort(key=len, reverse=True)
             most, *others = kinds
-            if 2 * len(most) <= len(rows):  # which of them are wrong is not known
+            if 2 * len(most) <= len(rows):  # it is not known which of them are wrong
                 raise self._difference(rows, most, others[0])
             for few in others:
                 for position in few:
@@ -97,8 +97,8 @@ class CollatedModel:
         difference = describe_difference(rows[most[0]], rows[few[0]])
         return CollationError(f"{difference}; send inputs of one kind, or use unequal='group'")
 
-    def _compute(self, rows: list[Row]) -> list[Any]:
-        """The outputs of one call."""
+    def _infer_rows(self, rows: list[Row]) -> list[Any]:
+        """Return the outputs of one call."""
         count = len(rows)
         sizes = self._collation.allowed_batch_sizes
         size = next((allowed for allowed in sizes if allowed >= count), count)
@@ -107,5 +107,5 @@ class CollatedModel:
         try:
             return split(outputs, size, self._collation, to_cpu=True)[:count]
         except OutputMismatchError as error:
-            # Another try with fewer of them would be of no use.
+            # A retry with fewer inputs cannot succeed.
             return [error] * count

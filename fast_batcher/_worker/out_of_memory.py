@@ -1,4 +1,4 @@
-"""Out of memory: giving back what a batch has left there. Worker process."""
+"""Frees the memory of a batch that was too large. Worker process."""
 
 import logging
 import sys
@@ -9,14 +9,14 @@ logger = logging.getLogger("fast_batcher.worker")
 
 
 def free_memory(error: BaseException) -> None:
-    """Give back what the batch that was too large has left in memory."""
-    # Its frames hold the tensors of the batch.
+    """Free what the batch that raised this error has left in memory."""
+    # The frames of the error hold the tensors of the batch.
     clear_frames(error)
     _empty_cuda_cache()
 
 
 def _empty_cuda_cache() -> None:
-    """Give back what PyTorch keeps for reuse: in other sizes it may be of use to the next batch."""
+    """Free what PyTorch keeps for reuse: the next batch may need it in other sizes."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return

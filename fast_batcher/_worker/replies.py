@@ -1,7 +1,7 @@
-"""Outputs on their way to the parent: by the pipe or, if they are large, through the outbox.
+"""Outputs to frames: for the pipe or, if they are large, through the outbox. Worker process.
 
-The main thread of the worker. Each output is pickled by itself, so that one that cannot be sent
-fails alone, and no two callers are given the same object.
+Each output is pickled by itself, so that one that cannot be sent fails alone, and no two callers
+get the same object.
 """
 
 import logging
@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps
 from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandBytes, Parts, PartsPickler
+from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
 from fast_batcher.errors import InferenceError, forget_frames
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fast_batcher._shared_memory.outbox import OutboxWriter
+    from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 
-# On Python 3.11 looking up a member of an enumeration costs as much as a call.
-_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
+# The frames that answer a batch, as kinds and bodies; one or more.
+Reply = list[tuple[Kind, bytes]]
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -29,7 +29,8 @@ class ReplyEncoder:
     """Packs the outputs of batches.
 
     Args:
-        outbox: Where large ones go, an error if there is none, None if there is to be none.
+        outbox: Where large outputs go, an error if there is no memory, None if the settings want
+            none.
         max_frame_bytes: Longest body of a frame, and most bytes of an answer in the outbox.
     """
 
@@ -40,23 +41,20 @@ class ReplyEncoder:
         if outbox is not None and not isinstance(outbox, OSError):
             least = outbox.least
         self._pickler = PartsPickler(least)
-        # Whether an answer was large: from then on large buffers stay out of the pickles.
-        self._expects_large = False
         self._has_warned = False
 
-    def pack(
-        self, outputs: list[Any], failures: dict[int, RemoteFailure]
-    ) -> list[tuple[Kind, bytes]]:
-        """The frames, as kinds and bodies, that answer a batch.
+    def pack(self, outputs: list[Any], failures: dict[int, RemoteFailure]) -> Reply:
+        """Return the frames that answer a batch.
 
         Args:
-            outputs: Anything where there is a failure. An exception is the failure of its request.
-            failures: Those that are known already, by position; those that are found are added.
+            outputs: One per input; anything where there is a failure. An exception is the failure
+                of its request.
+            failures: The failures that are known, by position; the ones found here are added.
         """
         body = None if failures else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
-            return [(_OUTPUT_ATOMS, body)]
-        # By type: an object of the model's may say anything about its class, and they are few.
+            return [(Kind.OUTPUT_ATOMS, body)]
+        # By type: an object of the model may lie about its class, and there are few types.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             for position, output in enumerate(outputs):
                 if issubclass(type(output), BaseException):
@@ -67,31 +65,20 @@ class ReplyEncoder:
         try:
             return self._pack_apart(sent, failures)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
-            # An error is often kept by a frame of its own, and they hold the outputs.
+            # A frame often keeps the error, and its frames keep the outputs.
             forget_frames(error)
             self._pickler.renew()
             return self._pack_items([self._pack_item(output) for output in sent], failures)
 
-    def _pack_apart(
-        self, outputs: list[Any], failures: dict[int, RemoteFailure]
-    ) -> list[tuple[Kind, bytes]]:
-        """Pack outputs that can all be pickled, by the pipe or through the outbox.
+    def _pack_apart(self, outputs: list[Any], failures: dict[int, RemoteFailure]) -> Reply:
+        """Pack outputs that can all be pickled, for the pipe or through the outbox.
 
         Raises:
-            BaseException: One cannot be pickled.
+            BaseException: An output cannot be pickled.
         """
         pickler = self._pickler
-        # Long `bytes` are not copied into the pickle, nor by who reads it.
-        pickler.dump(
-            [
-                OutOfBandBytes(one) if one.__class__ is bytes and len(one) >= pickler.least else one
-                for one in outputs
-            ]
-            if self._expects_large
-            else outputs
-        )
+        pickler.dump(outputs)
         if pickler.has_enough() and self._has_outbox():
-            self._expects_large = True
             if pickler.learn_buffers():
                 return self._pack_apart(outputs, failures)
             packed = self._pack_parts(failures, pickler.take_parts())
@@ -100,8 +87,8 @@ class ReplyEncoder:
             return self._pack_items([self._pack_item(output) for output in outputs], failures)
         return self._pack_items(pickler.take_items(), failures)
 
-    def rest(self) -> None:
-        """There is nothing to do."""
+    def give_back_unused(self) -> None:
+        """Give back memory that no answer has used for long. To be called while idle."""
         if self._outbox is not None and not isinstance(self._outbox, OSError):
             self._outbox.rest()
 
@@ -111,11 +98,9 @@ class ReplyEncoder:
             self._outbox = None
         return self._outbox is not None
 
-    def _pack_parts(
-        self, failures: dict[int, RemoteFailure], parts: Parts
-    ) -> list[tuple[Kind, bytes]] | None:
-        """One frame for what has been pickled in parts; None if there is no room for it."""
-        # What is wrong with some goes into the frame, beside the few bytes about the others.
+    def _pack_parts(self, failures: dict[int, RemoteFailure], parts: Parts) -> Reply | None:
+        """Put what has been pickled in parts into the outbox; None if there is no room for it."""
+        # The failures go into the frame, beside the few bytes about the outputs.
         most = self._max_frame_bytes
         fits = parts.size <= most and len(dumps(failures)) <= most // 2
         start = self._put(parts) if fits else None
@@ -126,8 +111,8 @@ class ReplyEncoder:
 
     def _pack_items(
         self, items: "Sequence[bytes | RemoteFailure]", failures: dict[int, RemoteFailure]
-    ) -> list[tuple[Kind, bytes]]:
-        """Frames for outputs that have been pickled one by one."""
+    ) -> Reply:
+        """Return the frames for outputs that have been pickled one by one."""
         if not failures:
             body = dumps(items)
             if len(body) <= self._max_frame_bytes:

@@ -1,7 +1,7 @@
 """The warm-up: compute the model's own examples before the first request. Worker process.
 
-It has two purposes: kernels are loaded and caches filled when the worker is called ready, and the
-parent learns how long a batch of one and a full batch take, before it has to decide anything.
+When the worker says that it is ready, kernels are loaded and caches are filled, and the parent
+learns how long a batch of one and a full batch take.
 """
 
 import logging
@@ -20,16 +20,16 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     """Compute a batch of one and full batches of the model's `warmup_inputs`, and time them.
 
     The full batches hold all the inputs, repeated from the first on until the last batch is full.
-    Each of the two sizes is then computed once more, and it is this second time that counts. That
-    memory does not suffice for a full batch is no reason not to start: batches will become smaller
-    when requests run out of it too.
+    Each of the two sizes is then computed once more, and this second time counts. A worker that
+    runs out of memory with a full batch starts all the same: the scheduler makes batches smaller
+    when requests run out of memory, too.
 
     Args:
-        model: Maybe without `warmup_inputs`, or without any of them.
-        max_batch_size: What is full.
+        model: May have no `warmup_inputs`, or return none.
+        max_batch_size: Inputs of a full batch.
 
     Returns:
-        Sizes and seconds; none without inputs.
+        Sizes and seconds; empty without inputs.
 
     Raises:
         OutputMismatchError: The model returned something other than one output per input.
@@ -40,18 +40,18 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     inputs = list(warmup_inputs()) if warmup_inputs is not None else []
     if not inputs:
         return []
-    _compute(model, inputs[:1])
-    times = [(1, _compute(model, inputs[:1]))]
+    _time_batch(model, inputs[:1])
+    times = [(1, _time_batch(model, inputs[:1]))]
     if max_batch_size == 1:
         for one in inputs[1:]:
-            _compute(model, [one])
+            _time_batch(model, [one])
         return times
     batches = -(-len(inputs) // max_batch_size)
     repeated = list(islice(cycle(inputs), batches * max_batch_size))
     try:
         for start in range(0, len(repeated), max_batch_size):
-            _compute(model, repeated[start : start + max_batch_size])
-        times.append((max_batch_size, _compute(model, repeated[:max_batch_size])))
+            _time_batch(model, repeated[start : start + max_batch_size])
+        times.append((max_batch_size, _time_batch(model, repeated[:max_batch_size])))
     except BaseException as error:
         if not is_out_of_memory(error):
             raise
@@ -60,9 +60,10 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     return times
 
 
-def _compute(model: Any, inputs: list[Any]) -> float:
+def _time_batch(model: Any, inputs: list[Any]) -> float:
+    """Compute a batch, check its outputs, and return the seconds that `infer` took."""
     count = len(inputs)
-    batch = [_copy(one) for one in inputs]
+    batch = [_copy_input(one) for one in inputs]
     started = monotonic()
     outputs = model.infer(batch)
     seconds = monotonic() - started
@@ -70,15 +71,15 @@ def _compute(model: Any, inputs: list[Any]) -> float:
     if isinstance(checked, str):
         raise OutputMismatchError(f"during warm-up: {checked}")
     for output in checked:
-        # No request is to blame, so it is the declaration or the model.
+        # There is no request yet, so the cause is the declaration or the model.
         if isinstance(output, CollationError | OutputMismatchError):
             raise output
     return seconds
 
 
-def _copy(one: Any) -> Any:
-    """As a request would bring it: `infer` may change its inputs, or read them up."""
+def _copy_input(value: Any) -> Any:
+    """Copy an input, as sending it would: `infer` may change its inputs, or consume them."""
     try:
-        return codec.loads(codec.dumps(one))
-    except Exception:  # noqa: BLE001  it need not be one that can be sent
-        return one
+        return codec.loads(codec.dumps(value))
+    except Exception:  # noqa: BLE001  an example that cannot be sent will do
+        return value

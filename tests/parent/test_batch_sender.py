@@ -1,4 +1,4 @@
-"""Batches to frames: which frames are sent, and which inputs cannot be."""
+"""Batches to frames and frames to outcomes: which frames are sent, and who gets what from them."""
 
 from typing import Any
 
@@ -7,42 +7,37 @@ from sample_models import RefusesPickling
 
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._parent.batch_sender import BatchSender
-from fast_batcher._parent.shared_inputs import SharedInputSender
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
     RequestTooLargeError,
     UnsendableValueError,
 )
+from fast_batcher.settings import Settings
 
-MAX_FRAME_BYTES = 1000
-THRESHOLD = 100
+MAX_FRAME_BYTES = 2**20
 WORKER = 3
 BATCH_ID = 17
 
 
-def refuse(*_: object) -> None:
-    raise AssertionError("no worker shares memory: nothing is done aside, or known late")
-
-
 class Wire:
-    """A sender, and what it has sent to its only worker."""
+    """A `BatchSender`, and the frames of its only worker; there is no shared memory."""
+
+    id = WORKER
+    slabs = outbox = None
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int, bytes]] = []
-        shared_inputs = SharedInputSender(
-            lambda: None, {}, refuse, "name", THRESHOLD, MAX_FRAME_BYTES, 32
-        )
-        self.sender = BatchSender(
-            {WORKER: self._send},
-            MAX_FRAME_BYTES,
-            THRESHOLD,
-            shared_inputs,
-            refuse,
-            {},
-        )
+        settings = Settings(max_frame_bytes=MAX_FRAME_BYTES)
+        self.sender = BatchSender(settings, self, self._refuse, "name")
+        self.sender.add_worker(self)
 
-    def _send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+    def _refuse(self, *_: object) -> Any:
+        raise AssertionError("without shared memory nothing is copied, or found out later")
+
+    run_in_thread = reserve = fill = _refuse
+
+    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
         self.sent.append((kind, batch_id, body))
 
@@ -51,7 +46,7 @@ class Wire:
         return [kind for kind, _, _ in self.sent]
 
     def items(self) -> list[Any]:
-        """The items that were sent apart, unpickled."""
+        """The items that were sent one by one, unpickled."""
         return [codec.loads(item) for _, _, body in self.sent for item in codec.loads(body)]
 
 
@@ -62,16 +57,13 @@ def wire() -> Wire:
 
 def batch_of(*values: Any) -> Batch:
     requests = [Request(value, None, deadline=1.0) for value in values]
-    for number, request in enumerate(requests):
-        request.id = number
-        request.arrival = 0.0
     return Batch(BATCH_ID, WORKER, requests, Release.FULL, 0.0, 1.0)
 
 
 # --- sending --------------------------------------------------------------------------------------
 
 
-def test_a_batch_that_nobody_can_change_is_one_pickle(wire: Wire) -> None:
+def test_a_batch_of_atoms_is_one_pickle(wire: Wire) -> None:
     assert wire.sender.send(batch_of("a", None, 3)) == []
     ((kind, batch_id, body),) = wire.sent
     assert (kind, batch_id) == (Kind.INPUT_ATOMS, BATCH_ID)
@@ -89,12 +81,12 @@ def test_a_batch_of_anything_else_is_one_frame_with_a_pickle_for_each(wire: Wire
 
 
 class Text(str):
-    """One that can be changed."""
+    """It can be changed."""
 
     __slots__ = ("note",)
 
 
-def test_a_class_derived_from_one_that_nobody_can_change_is_pickled_apart(wire: Wire) -> None:
+def test_a_value_of_a_class_derived_from_an_atom_is_pickled_by_itself(wire: Wire) -> None:
     wire.sender.send(batch_of(Text("a"), Text("b")))
     assert wire.kinds == [Kind.INPUTS]
 
@@ -122,7 +114,7 @@ def test_nothing_is_sent_when_nothing_can_be(wire: Wire) -> None:
 
 
 def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
-    values = [bytes([number]) * 300 for number in range(8)]
+    values = [bytes([number]) * 300_000 for number in range(8)]
     assert wire.sender.send(batch_of(*values)) == []
     assert len(wire.kinds) > 2
     assert set(wire.kinds[:-1]) == {Kind.INPUTS_PART}
@@ -131,9 +123,18 @@ def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
 
 
 def test_an_input_that_is_too_large_is_refused_and_the_others_are_sent(wire: Wire) -> None:
-    batch = batch_of(b"small", bytes(2000), b"other")
+    batch = batch_of(b"small", bytes(MAX_FRAME_BYTES), b"other")
     ((request, refusal),) = wire.sender.send(batch)
     assert request is batch.requests[1]
     assert isinstance(refusal, RequestTooLargeError)
-    assert "more than max_frame_bytes=1000" in str(refusal)
+    assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(refusal)
     assert wire.items() == [b"small", b"other"]
+
+
+def test_a_worker_that_is_lost_gets_nothing_more(wire: Wire) -> None:
+    wire.sender.remove_worker(WORKER, None)
+    with pytest.raises(KeyError):
+        wire.sender.send(batch_of("a"))
+    wire.sender.add_worker(wire)
+    assert wire.sender.send(batch_of("a")) == []
+    assert wire.kinds == [Kind.INPUT_ATOMS]

@@ -1,6 +1,6 @@
 """Large batches through shared memory: which way they take, in which order, and what is left.
 
-`SharedInputSender` by itself first, with a list for its worker and real slabs; then real workers.
+First without a worker, with real slabs; then with real workers.
 """
 
 import asyncio
@@ -20,18 +20,22 @@ from desk import (
     MEBI,
     SIZE,
     SMALL,
-    WORKER,
     Desk,
     copier_held,
     filled,
     free,
+    give_back_unused,
+    has_slabs,
+    is_free,
     no_threads,
     opened,
     slabs_of,
+    stage_inputs,
     sums,
     until_copying,
     wait_until_copied,
 )
+from fast_batcher._transport.channel import Reservation
 from inside import session_of
 from memory import memory_of, refuse_memory
 from sample_models import (
@@ -49,10 +53,8 @@ from sample_models import (
 from waits import LIMIT, SOON, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._core.messages import Batch, Release, Request
-from fast_batcher._transport.channel import Reservation
-from fast_batcher._transport.codec import ATOMS, loads
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.codec import ATOMS, dumps, loads
+from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
     BatcherClosedError,
     DeadlineExceededError,
@@ -64,7 +66,7 @@ from fast_batcher.errors import (
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
-    """One that has seen nothing large yet."""
+    """One that has seen no large input yet."""
     desk = Desk()
     yield desk
     desk.close()
@@ -77,7 +79,6 @@ def desk() -> Iterator[Desk]:
         b"x" * 60_000,
         "text" * 1000,
         [*range(10_000)],
-        np.arange(100),
         np.arange(2048),
         [np.arange(2048) for _ in range(15)],
         [b"x" * 70_000, "y" * 70_000, bytearray(70_000)],
@@ -85,13 +86,15 @@ def desk() -> Iterator[Desk]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any, is_first: bool) -> None:
+def test_an_input_that_is_not_large_goes_through_the_pipe(
+    desk: Desk, value: Any, is_first: bool
+) -> None:
     if not is_first:
-        desk.send(np.zeros(SMALL, np.uint8))
+        desk.batch(np.zeros(SMALL, np.uint8))
         desk.read()
         desk.free()
     for _ in range(3):
-        desk.send(value)
+        desk.batch(value)
         assert desk.kinds == [Kind.INPUT_ATOMS if type(value) in ATOMS else Kind.INPUTS]
         assert pickle.dumps(desk.read()[0]) == pickle.dumps(value)
     assert desk.slabs.count == 0
@@ -109,8 +112,8 @@ def test_what_is_not_large_goes_through_the_pipe(desk: Desk, value: Any, is_firs
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_is_large_is_shared(desk: Desk, value: Any) -> None:
-    desk.send("first", value)
+def test_a_large_input_is_shared(desk: Desk, value: Any) -> None:
+    desk.batch("first", value)
     assert desk.kinds == [Kind.SHARED_INPUTS]
     first, got = desk.read()
     assert first == "first"
@@ -118,87 +121,85 @@ def test_what_is_large_is_shared(desk: Desk, value: Any) -> None:
     assert desk.slabs.count == 1
 
 
-def test_many_small_ones_are_large_together(desk: Desk) -> None:
+def test_many_small_inputs_are_large_together(desk: Desk) -> None:
     values = [bytes([number]) * 5000 for number in range(60)]
-    desk.send(*values)
+    desk.batch(*values)
     assert desk.kinds == [Kind.SHARED_INPUTS]
     assert desk.read() == values
 
 
-def test_a_large_batch_is_copied_aside_and_keeps_its_place(desk: Desk) -> None:
-    desk.send("before")
-    desk.send(np.full(LARGE, 1, np.uint8))
-    desk.send("between")
-    desk.send(np.full(LARGE, 2, np.uint8))
-    desk.send("after")
+def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(LARGE // 4)
+    desk.batch(tensor)
+    desk.run_jobs()
+    _, _, body = desk.queue[0]
+    assert loads(body)[2][1:] == [tensor.nbytes]
+    assert torch.equal(desk.read()[0], tensor)
+
+
+def test_a_large_batch_is_copied_by_the_thread_and_keeps_its_place(desk: Desk) -> None:
+    for value in ("before", filled(1, LARGE), "between", filled(2, LARGE), "after"):
+        desk.batch(value)
     small = Kind.INPUT_ATOMS
     assert desk.kinds == [small, None, small, None, small]
-    desk.run_job()
-    desk.run_job()
+    desk.run_jobs()
     got = [desk.read()[0] for _ in range(5)]
-    assert [one if isinstance(one, str) else one.sum() for one in got] == [
-        "before",
-        LARGE,
-        "between",
-        2 * LARGE,
-        "after",
-    ]
+    assert got[::2] == ["before", "between", "after"]
+    assert sums(got[1::2]) == [1, 2]
 
 
-def test_an_input_is_locked_until_it_is_copied_and_no_longer(desk: Desk) -> None:
-    at_once, aside = bytearray(SMALL), bytearray(LARGE)
-    desk.send(at_once)
-    at_once.append(1)
-    desk.send(aside)
+def test_an_input_is_locked_until_it_is_copied(desk: Desk) -> None:
+    by_loop, by_thread = bytearray(SMALL), bytearray(LARGE)
+    desk.batch(by_loop)
+    by_loop.append(1)
+    desk.batch(by_thread)
     with pytest.raises(BufferError):
-        aside.append(1)
-    desk.run_job()
-    aside.append(1)
+        by_thread.append(1)
+    desk.run_jobs()
+    by_thread.append(1)
 
 
 def test_a_slab_that_is_free_is_taken_again(desk: Desk) -> None:
-    for _ in range(100):
-        desk.send(np.zeros(LARGE, np.uint8))
-        desk.run_job()
-        desk.done_jobs.clear()
+    for _ in range(20):
+        desk.batch(np.zeros(LARGE, np.uint8))
+        desk.run_jobs()
         desk.read()
         desk.free()
     assert desk.slabs.count == 0
     assert desk.slabs._used_end < 2 * LARGE
 
 
-def test_what_a_lost_worker_had_is_free(desk: Desk) -> None:
+def test_the_slabs_of_a_lost_worker_are_free(desk: Desk) -> None:
+    lost = desk.worker.id
     for _ in range(2):
-        desk.send(np.zeros(SMALL, np.uint8))
-    desk.shared_inputs.forget(WORKER, None)
+        desk.batch(np.zeros(SMALL, np.uint8))
+    desk.replace_worker()
     assert desk.slabs.count == 0
-    desk.shared_inputs.free(WORKER, [0])  # it can say so no more
-    desk.shared_inputs.forget(WORKER, None)
+    desk.sender.free(lost, Frame(Kind.FREED, 0, 0.0, dumps([0])))  # it says so too late
+    desk.sender.remove_worker(lost, None)
 
 
-def test_what_children_of_a_lost_worker_may_see_is_never_free(desk: Desk) -> None:
+def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(desk: Desk) -> None:
     for _ in range(3):
-        desk.send(np.zeros(SMALL, np.uint8))
+        desk.batch(np.zeros(SMALL, np.uint8))
     desk.read()
     desk.free()
-    # Of the two that are left, the worker had the first when it forked.
+    # Of the two batches that are left, the worker had the first when it forked.
     start, *_ = loads(desk.queue[0][2])
-    desk.shared_inputs.forget(WORKER, 1)
+    desk.sender.remove_worker(desk.worker.id, 1)
     assert desk.slabs.count == 1
     assert [*desk.slabs._ranges._taken] == [start]
 
 
-def test_what_was_copied_for_a_worker_that_died_meanwhile_is_free_when_it_has_been(
-    desk: Desk,
-) -> None:
-    desk.send(np.zeros(LARGE, np.uint8))
+def test_a_batch_whose_worker_dies_while_it_is_copied_is_free_when_it_has_been(desk: Desk) -> None:
+    desk.batch(np.zeros(LARGE, np.uint8))
     queue = desk.queue
     desk.replace_worker()
     assert desk.slabs.count == 1
-    desk.run_job()
-    desk.done_jobs.clear()
+    desk.run_jobs()
     assert desk.slabs.count == 0
-    # The memory that it has got is known, so that the system can have it back.
+    # It is known that the system has provided memory, which can be given back.
     assert desk.slabs.take_unused() is None  # it was used just now
     unused = desk.slabs.take_unused()
     assert unused is not None
@@ -207,20 +208,19 @@ def test_what_was_copied_for_a_worker_that_died_meanwhile_is_free_when_it_has_be
     assert desk.queue == []
 
 
-def test_a_worker_cannot_free_what_it_does_not_have(desk: Desk) -> None:
-    desk.send(np.zeros(SMALL, np.uint8))
+def test_a_worker_cannot_free_a_batch_that_it_does_not_have(desk: Desk) -> None:
+    desk.batch(np.zeros(SMALL, np.uint8))
     with pytest.raises(KeyError):
-        desk.shared_inputs.free(WORKER, [17])
+        desk.free(17)
 
 
-def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
+def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
     arrays = [np.full(5_000_000, number, np.uint8) for number in range(5)]
     for array in arrays:
-        desk.send(array)
-        while desk.jobs:
-            desk.run_job()
+        desk.batch(array)
+        desk.run_jobs()
     assert desk.kinds == [*[Kind.SHARED_INPUTS] * 3, Kind.INPUTS, Kind.INPUTS]
     for array in arrays:
         assert np.array_equal(desk.read()[0], array)
@@ -230,24 +230,21 @@ def test_what_finds_no_room_goes_through_the_pipe_and_one_warning_says_so(
     assert "keeps views of the inputs of at least 1 batches" in record.message
 
 
-def test_where_there_is_no_memory_the_pipe_is_left(
-    desk: Desk, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_memory_there_is_the_pipe(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
     refuse_memory(desk.slabs._fd)
-    desk.send(np.full(SMALL, 1, np.uint8))
-    desk.send(np.full(LARGE, 2, np.uint8))
-    desk.send("after")
+    desk.batch(filled(1))
+    desk.batch(filled(2, LARGE))
+    desk.batch("after")
     assert desk.kinds == [Kind.INPUTS, None, Kind.INPUT_ATOMS]
-    desk.run_job()
-    got = [desk.read()[0] for _ in range(3)]
-    assert (got[0].sum(), got[1].sum(), got[2]) == (SMALL, 2 * LARGE, "after")
-    desk.done_jobs.clear()
+    desk.run_jobs()
+    assert sums([*desk.read(), *desk.read()]) == [1, 2]
+    assert desk.read() == ["after"]
     assert desk.slabs.count == 0
     (record,) = caplog.records
     assert "Bad file descriptor" in record.message
 
 
-def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
+def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Desk) -> None:
     class Once:
         def __init__(self) -> None:
             self._is_used = False
@@ -260,8 +257,8 @@ def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
 
     desk.sender._pickler.learn_buffers()  # for which a large batch may be pickled once more
     refuse_memory(desk.slabs._fd)
-    batch = desk.send(Once(), np.zeros(LARGE, np.uint8))
-    desk.run_job()
+    batch = desk.batch(Once(), np.zeros(LARGE, np.uint8))
+    desk.run_jobs()
     ((request, error),) = desk.refused
     assert request is batch.requests[0]
     assert isinstance(error, UnsendableValueError)
@@ -269,39 +266,30 @@ def test_what_cannot_be_pickled_a_second_time_is_told(desk: Desk) -> None:
     assert len(got) == LARGE
 
 
-def test_a_batch_larger_than_a_frame_goes_apart_and_what_is_larger_alone_is_refused(
+def test_a_batch_larger_than_a_frame_is_divided_and_an_input_larger_than_one_is_refused(
     desk: Desk,
 ) -> None:
     small, large = np.zeros(3 * MEBI, np.uint8), np.zeros(MAX_FRAME_BYTES + 1, np.uint8)
-    requests = [Request(value, None, deadline=1.0) for value in (small, large, small.copy())]
-    batch = Batch(0, WORKER, requests, Release.FULL, 0.0, 1.0)
-    ((request, error),) = desk.sender.send(batch)
+    desk.batch(small, large, small.copy(), small.copy())
+    ((request, error),) = desk.refused
     assert request.value is large
     assert isinstance(error, RequestTooLargeError)
-    assert desk.kinds == [Kind.INPUTS]
-    assert [len(one) for one in desk.read()] == [3 * MEBI, 3 * MEBI]
+    assert desk.kinds == [Kind.INPUTS_PART, Kind.INPUTS]
+    assert [len(one) for one in desk.read()] == [3 * MEBI] * 3
     assert desk.slabs.count == 0
-    # Nothing is locked any more.
+    # It is not locked any more.
+    del request, error
+    desk.refused.clear()
     large.resize(1, refcheck=False)
 
 
-def test_one_that_cannot_be_pickled_harms_no_other(desk: Desk) -> None:
+def test_an_input_that_cannot_be_pickled_harms_no_other(desk: Desk) -> None:
     raw = bytearray(LARGE)
-    requests = [Request(value, None, 1.0) for value in (raw, RefusesPickling(ValueError("no")))]
-    ((request, _),) = desk.sender.send(Batch(0, WORKER, requests, Release.FULL, 0.0, 1.0))
-    assert request is requests[1]
+    batch = desk.batch(raw, RefusesPickling(ValueError("no")))
+    ((request, _),) = desk.refused
+    assert request is batch.requests[1]
     assert desk.read() == [raw]
     raw.append(1)
-
-
-def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
-    torch = pytest.importorskip("torch")
-    tensor = torch.arange(LARGE // 4)
-    desk.send(tensor)
-    desk.run_job()
-    _, _, body = desk.queue[0]
-    assert loads(body)[2][1:] == [tensor.nbytes]
-    assert torch.equal(desk.read()[0], tensor)
 
 
 # --- real workers ---------------------------------------------------------------------------------
@@ -342,13 +330,13 @@ async def test_every_payload_arrives_whole() -> None:
 @pytest.mark.slow
 @anyio
 @pytest.mark.parametrize(
-    ("make", "has_rows", "size"),
+    ("make", "stages", "size"),
     [(payloads, False, 8 * MEBI), (arrays_of_few_layouts, True, 12 * MEBI)],
     ids=["any", "arrays"],
 )
 async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
     make: Callable[[int], list[Any]],
-    has_rows: bool,
+    stages: bool,
     size: int,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -363,7 +351,7 @@ async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
         "max_restarts": None,
         "restart_backoff": 0.01,
     }
-    async with opened(Digests, has_rows=has_rows, **settings) as batcher:
+    async with opened(Digests, stages=stages, **settings) as batcher:
         tasks = []
         for number, value in enumerate(values):
             tasks.append(call(batcher, value))
@@ -381,8 +369,8 @@ async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
         await free(batcher)
 
 
-# Whether inputs have rows at once, or only after the first large batch.
-both_ways = pytest.mark.parametrize("has_rows", [False, True])
+# Whether large inputs are staged at once, or only after the first large batch.
+both_ways = pytest.mark.parametrize("stages", [False, True])
 
 
 @pytest.mark.slow
@@ -390,10 +378,10 @@ both_ways = pytest.mark.parametrize("has_rows", [False, True])
 @both_ways
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(
-    size: int, has_rows: bool
+    size: int, stages: bool
 ) -> None:
     arrays = [filled(number, size) for number in range(4)]
-    async with opened(WritesInputs, max_batch_size=4, has_rows=has_rows) as batcher:
+    async with opened(WritesInputs, max_batch_size=4, stages=stages) as batcher:
         for _ in range(3):
             got = await asyncio.gather(*map(batcher.process_batched, arrays))
             assert sums(got) == [1, 2, 3, 4]
@@ -405,11 +393,11 @@ async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(
 @anyio
 @both_ways
 async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs(
-    has_rows: bool, caplog: pytest.LogCaptureFixture
+    stages: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It answers with the sums of all that it has kept so far."""
     settings: dict[str, Any] = {"max_batch_size": 1, "max_shared_bytes": 8 * MEBI}
-    async with opened(KeepsInputs, has_rows=has_rows, **settings) as batcher:
+    async with opened(KeepsInputs, stages=stages, **settings) as batcher:
         for number in range(8):
             got = await batcher.process_batched(filled(number, LARGE))
             assert got == [LARGE * one for one in range(number + 1)]
@@ -424,8 +412,8 @@ async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_input
 @pytest.mark.slow
 @anyio
 @both_ways
-async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, has_rows: bool) -> None:
-    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, has_rows=has_rows) as batcher:
+async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stages: bool) -> None:
+    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, stages=stages) as batcher:
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         for number in range(2, 6):
@@ -439,15 +427,14 @@ async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, has_
 @anyio
 @both_ways
 async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended(
-    gate: Gate, has_rows: bool
+    gate: Gate, stages: bool
 ) -> None:
-    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, has_rows=has_rows) as batcher:
+    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, stages=stages) as batcher:
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         (await gate.visit()).let_on()
         (await gate.visit()).let_on()
-        rows = session_of(batcher).sender.arena
         async with asyncio.timeout(LIMIT):
-            while slabs_of(batcher).count > len(rows._open):
+            while not is_free(batcher):
                 # The worker tells it with an answer.
                 assert await batcher.process_batched(np.ones(1)) == 1
 
@@ -456,14 +443,14 @@ async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended
 @anyio
 @both_ways
 async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
-    gate: Gate, has_rows: bool
+    gate: Gate, stages: bool
 ) -> None:
     settings: dict[str, Any] = {"max_batch_size": 1, "restart_backoff": 0.01}
-    async with opened(ForksAndKeeps, gate.path, has_rows=has_rows, **settings) as batcher:
+    async with opened(ForksAndKeeps, gate.path, stages=stages, **settings) as batcher:
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         # The model's child lives on.
-        (handle,) = session_of(batcher).pool.remaining()
+        (handle,) = session_of(batcher).pool.live.remaining()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.stats.restarts == 1)
@@ -530,10 +517,10 @@ async def test_an_input_that_breaks_on_arrival_harms_no_other() -> None:
 @pytest.mark.slow
 @anyio
 @both_ways
-async def test_what_is_being_copied_is_answered_before_the_batcher_ends(has_rows: bool) -> None:
+async def test_what_is_being_copied_is_answered_before_the_batcher_ends(stages: bool) -> None:
     arrays = [filled(number, LARGE) for number in range(6)]
     settings: dict[str, Any] = {"timeout": None, "drain_timeout": 10 * LIMIT}
-    async with opened(Digests, max_batch_size=2, has_rows=has_rows, **settings) as batcher:
+    async with opened(Digests, max_batch_size=2, stages=stages, **settings) as batcher:
         with copier_held(batcher):
             tasks = [call(batcher, array) for array in arrays]
             await until_copying(batcher)
@@ -546,8 +533,11 @@ async def test_what_is_being_copied_is_answered_before_the_batcher_ends(has_rows
 
 @pytest.mark.slow
 @anyio
-async def test_memory_that_no_batch_has_used_is_closed_beside_the_loop_too() -> None:
+@pytest.mark.parametrize("is_used", [False, True])
+async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
     async with opened(Digests) as batcher:
+        if is_used:
+            await batcher.process_batched(bytes(LARGE))
         slabs = slabs_of(batcher)
         with copier_held(batcher):
             closing = asyncio.create_task(batcher.aclose())
@@ -560,8 +550,8 @@ async def test_memory_that_no_batch_has_used_is_closed_beside_the_loop_too() -> 
 @pytest.mark.slow
 @anyio
 @both_ways
-async def test_a_batcher_may_be_stopped_while_it_copies(has_rows: bool) -> None:
-    async with opened(Digests, max_batch_size=2, has_rows=has_rows) as batcher:
+async def test_a_batcher_may_be_stopped_while_it_copies(stages: bool) -> None:
+    async with opened(Digests, max_batch_size=2, stages=stages) as batcher:
         with copier_held(batcher):
             tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
             await until_copying(batcher)
@@ -618,10 +608,10 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
             slabs = slabs_of(batcher)
             assert memory_of(slabs._fd)
             for _ in range(2):
-                session_of(batcher).pool._give_back_memory(slabs)
+                give_back_unused(batcher)
             await free(batcher)
             assert memory_of(slabs._fd) == 0
-            (handle,) = session_of(batcher).pool.remaining()
+            (handle,) = session_of(batcher).pool.live.remaining()
             handle.kill()
             assert await batcher.process_batched(value) == digest(value)
         assert await batcher.process_batched(value) == digest(value)
@@ -636,7 +626,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
         with copier_held(batcher):
             tasks = [call(batcher, bytes(LARGE)) for _ in range(3)]
             await until_copying(batcher)
-            (handle,) = session_of(batcher).pool.remaining()
+            (handle,) = session_of(batcher).pool.live.remaining()
             handle.kill()
             await until(lambda: batcher.stats.restarts == 1)
             # Its memory is that of the batch which was to be copied first.
@@ -651,7 +641,7 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
 @both_ways
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
-    size: int, has_rows: bool
+    size: int, stages: bool
 ) -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher(Digests, max_batch_size=2)
     tasks: list[Any] = []
@@ -670,8 +660,8 @@ def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
 
     loop = asyncio.new_event_loop()
     loop.run_until_complete(batcher.open())
-    if has_rows:
-        session_of(batcher).sender.arena.enable()
+    if stages:
+        stage_inputs(batcher)
     with copier_held(batcher):
         loop.run_until_complete(begin())
         loop.close()
@@ -690,7 +680,7 @@ def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
     async with opened(Digests, max_shared_bytes=0) as batcher:
-        assert session_of(batcher).pool.slabs is None
+        assert not has_slabs(batcher)
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
             assert await batcher.process_batched(value) == digest(bytes(size))
 
@@ -708,21 +698,6 @@ async def test_the_memory_ends_with_the_batcher() -> None:
 
 @pytest.mark.slow
 @anyio
-async def test_memory_that_was_used_is_given_back_beside_the_loop() -> None:
-    async with opened(Digests) as batcher:
-        await batcher.process_batched(bytes(LARGE))
-        slabs = slabs_of(batcher)
-        with copier_held(batcher):
-            closing = asyncio.create_task(batcher.aclose())
-            # It is the copier that gives it back.
-            await until_copying(batcher)
-            assert slabs._fd != -1
-        await closing
-    assert slabs._fd == -1
-
-
-@pytest.mark.slow
-@anyio
 async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> None:
     async with opened(Digests) as batcher:
         slabs = slabs_of(batcher)
@@ -730,9 +705,9 @@ async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> Non
         assert await batcher.process_batched(value) == digest(value)
         await free(batcher)
         assert memory_of(slabs._fd)
-        session_of(batcher).pool._give_back_memory(slabs)  # it has been used since the one before
+        give_back_unused(batcher)  # it has been used since the one before
         assert slabs.count == 0
-        session_of(batcher).pool._give_back_memory(slabs)
+        give_back_unused(batcher)
         assert slabs.count == 1
         await free(batcher)
         assert memory_of(slabs._fd) == 0

@@ -1,19 +1,25 @@
 """The parent's half of one real worker: started, talked to, ended, and seen to be dead."""
 
 import asyncio
+import importlib
+import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from multiprocessing import spawn
 from typing import Any
 
 import pytest
-from sample_models import Closes, Echo, ExitsOnLoad, Forks, Gated, TalksNonsense
+from sample_models import Closes, Echo, ExitsOnLoad, Forks, Gated, RaisesOnLoad, TalksNonsense
 from waits import LIMIT, Gate, Watch
 
+from fast_batcher._parent.worker import Exit, WorkerHandle, WorkerState
 from fast_batcher._parent.worker_process import WorkerProcess, describe_exit
 from fast_batcher._transport import codec
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.frames import Frame, Kind, pack_header, pack_times
+from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import Settings
 
@@ -23,32 +29,45 @@ SETTINGS = Settings()
 
 
 class Owner:
-    """Starts workers on a thread that lives as long as they do, and remembers what they say."""
+    """Starts workers on a thread that lives as long as they do, and remembers what they tell."""
 
     def __init__(self) -> None:
+        self.ready: list[WorkerHandle] = []
+        self.start_errors: list[WorkerStartupError] = []
         self.frames: list[tuple[Kind, Any]] = []
-        self.exits: list[WorkerProcess] = []
+        self.exits: list[Exit] = []
         self._changed = asyncio.Event()
-        self._handles: list[WorkerProcess] = []
+        self._workers: list[WorkerProcess] = []
         self._is_over = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def frame_arrived(self, handle: WorkerProcess, frame: Frame) -> None:
-        self.frames.append((frame.kind, codec.loads(frame.body) if len(frame.body) else None))
+    def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+        self.ready.append(worker)
         self._changed.set()
 
-    def worker_exited(self, handle: WorkerProcess) -> None:
-        self.exits.append(handle)
+    def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
+        self.start_errors.append(error)
         self._changed.set()
+
+    def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
+        self.exits.append(exit)
+        self._changed.set()
+
+    def _frame_arrived(self, worker_id: int, frame: Frame) -> None:
+        self.frames.append((frame.kind, codec.loads(frame.body)))
+        self._changed.set()
+
+    def make(self, model: Any, *args: Any) -> WorkerProcess:
+        spec = check_model(model, args, None, SETTINGS.max_frame_bytes)
+        return WorkerProcess(0, 0, spec, SETTINGS, None, self, self._frame_arrived)
 
     async def spawn(self, model: Any, *args: Any) -> WorkerProcess:
         """Start a worker and watch it."""
-        spec = check_model(model, args, None, SETTINGS.max_frame_bytes)
-        handle = WorkerProcess(0, 0, spec, SETTINGS, None, self)
+        worker = self.make(model, *args)
         is_started = threading.Event()
 
         def work() -> None:
-            handle.spawn()
+            worker.spawn()
             is_started.set()
             # The kernel ends the worker when this thread ends.
             self._is_over.wait()
@@ -56,16 +75,15 @@ class Owner:
         self._threads.append(threading.Thread(target=work))
         self._threads[-1].start()
         assert is_started.wait(LIMIT)
-        self._handles.append(handle)
-        handle.attach(asyncio.get_running_loop())
-        return handle
+        self._workers.append(worker)
+        worker.attach(asyncio.get_running_loop())
+        return worker
 
-    async def ready(self, model: Any, *args: Any) -> WorkerProcess:
-        """The same, and wait until it is ready."""
-        handle = await self.spawn(model, *args)
-        await self.until(lambda: (Kind.READY, None) in self.frames)
-        self.frames.clear()
-        return handle
+    async def load(self, model: Any, *args: Any) -> WorkerProcess:
+        """Start a worker, and wait until it is ready."""
+        worker = await self.spawn(model, *args)
+        await self.until(lambda: self.ready == [worker])
+        return worker
 
     async def until(self, is_so: Callable[[], bool]) -> None:
         """Wait until what was told makes this true."""
@@ -74,18 +92,18 @@ class Owner:
                 self._changed.clear()
                 await self._changed.wait()
 
-    async def exit_of(self, handle: WorkerProcess) -> str:
+    async def exit_of(self, worker: WorkerProcess) -> str:
         """Wait for its end; how it ended."""
-        await self.until(lambda: handle in self.exits)
-        assert not handle.is_alive
-        assert handle.death_fd == -1
-        return handle.exit_text
+        await self.until(lambda: bool(self.exits))
+        assert not worker.is_alive
+        assert worker.death_fd == -1
+        return self.exits[-1].text
 
     async def close(self) -> None:
-        for handle in self._handles:
-            if handle.is_alive:
-                handle.kill()
-                await self.exit_of(handle)
+        for worker in self._workers:
+            if worker.is_alive:
+                worker.kill()
+                await self.exit_of(worker)
         self._is_over.set()
         for thread in self._threads:
             thread.join()
@@ -99,102 +117,141 @@ async def owner() -> AsyncIterator[Owner]:
 
 
 async def test_a_worker_loads_answers_and_ends_when_it_is_asked_to(owner: Owner) -> None:
-    handle = await owner.spawn(Echo)
-    assert handle.is_alive
-    assert handle.is_attached
-    await owner.until(lambda: owner.frames == [(Kind.READY, None)])
-    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
-    handle.ask_to_end()
-    assert await owner.exit_of(handle) == "exit code 0"
-    # What it said before its end has all been told before its end was.
-    assert owner.frames[1:] == [(Kind.OUTPUT_ATOMS, ["a"])]
-    assert owner.exits == [handle]
+    worker = await owner.spawn(Echo)
+    assert worker.is_alive
+    states = [worker.state]
+    await owner.until(lambda: owner.ready == [worker])
+    assert [*states, worker.state] == [WorkerState.LOADING, WorkerState.READY]
+    worker.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
+    worker.ask_to_end()
+    assert await owner.exit_of(worker) == "exit code 0"
+    # What it said before its end was told before its end.
+    assert owner.frames == [(Kind.OUTPUT_ATOMS, ["a"])]
+    (exit,) = owner.exits
+    assert (exit.is_clean, exit.taken, exit.begun) == (True, 1, 1)
 
 
 async def test_a_killed_worker_is_told_once(owner: Owner) -> None:
-    handle = await owner.ready(Echo)
-    assert handle.pid is not None
-    os.kill(handle.pid, signal.SIGKILL)
-    assert await owner.exit_of(handle) == "signal 9 (SIGKILL, possibly out of memory)"
-    handle.kill()
-    handle.signal(signal.SIGTERM)
-    handle.reap()
-    handle.send(Kind.INPUT_ATOMS, 1, b"to nobody")
-    assert owner.exits == [handle]
+    worker = await owner.load(Echo)
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    assert await owner.exit_of(worker) == "signal 9 (SIGKILL, possibly out of memory)"
+    worker.kill()
+    worker.signal(signal.SIGTERM)
+    assert worker.reap() is None
+    worker.send(Kind.INPUT_ATOMS, 1, b"to a dead worker")
+    worker.fill(worker.reserve(), [(Kind.INPUT_ATOMS, 1, b"to a dead worker")])
+    (exit,) = owner.exits
+    assert (exit.is_ours, exit.may_be_out_of_memory) == (False, True)
 
 
-async def test_frames_may_be_delivered_to_somebody_else(owner: Owner) -> None:
-    handle = await owner.ready(Echo)
-    delivered: list[Any] = []
-
-    def take(frame: Frame) -> None:
-        delivered.append(codec.loads(frame.body))
-        handle.kill()
-
-    handle.deliver_to(take)
-    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
-    await owner.exit_of(handle)
-    assert delivered == [["a"]]
-    assert owner.frames == []
+async def test_a_worker_that_the_parent_kills_was_not_out_of_memory(owner: Owner) -> None:
+    worker = await owner.load(Echo)
+    worker.kill()
+    assert (await owner.exit_of(worker)).startswith("signal 9")
+    (exit,) = owner.exits
+    assert (exit.is_ours, exit.may_be_out_of_memory) == (True, False)
 
 
-async def test_what_an_ignored_worker_says_is_dropped(owner: Owner, gate: Gate) -> None:
-    handle = await owner.ready(Gated, gate.path)
-    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
+async def test_what_an_ending_worker_says_is_dropped(owner: Owner, gate: Gate) -> None:
+    worker = await owner.load(Gated, gate.path)
+    worker.send(Kind.INPUT_ATOMS, 1, codec.dumps(["a"]))
     visit = await gate.visit()
-    handle.ignore()
-    handle.ask_to_end()
+    worker.ignore()
+    worker.ask_to_end()
     visit.let_on()
-    assert await owner.exit_of(handle) == "exit code 0"
+    assert await owner.exit_of(worker) == "exit code 0"
     assert owner.frames == []
 
 
 async def test_a_disconnected_worker_finishes_its_batch_and_ends(
-    owner: Owner, gate: Gate, tmp_path: Any
+    owner: Owner, tmp_path: Any
 ) -> None:
     path = tmp_path / "log"
-    handle = await owner.ready(Closes, str(path))
-    handle.disconnect()
-    assert await owner.exit_of(handle) == "exit code 0"
+    worker = await owner.load(Closes, str(path))
+    worker.disconnect()
+    assert await owner.exit_of(worker) == "exit code 0"
     assert path.read_text() == "closed\n"
 
 
-async def test_a_worker_that_talks_nonsense_is_killed(
+async def test_a_worker_that_breaks_the_protocol_is_killed(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    handle = await owner.ready(TalksNonsense)
-    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps([b"nonsense" * 10]))
-    assert (await owner.exit_of(handle)).startswith("signal 9")
+    worker = await owner.load(TalksNonsense)
+    worker.send(Kind.INPUT_ATOMS, 1, codec.dumps([b"nonsense" * 10]))
+    assert (await owner.exit_of(worker)).startswith("signal 9")
     assert "worker 0" in caplog.text
     assert "not a message of ours" in caplog.text
 
 
+class SpeaksEarly:
+    """Sends a frame of its own while it is loaded, by the only pipe that it can write into."""
+
+    def __init__(self, kind: int, body: bytes) -> None:
+        (ends,) = importlib.import_module("fast_batcher._worker.main")._kept_open
+        os.write(ends[1].fileno(), pack_header(kind, len(body), 0, 0.0) + body)
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (Kind.READY, b"x"),
+        (Kind.READY, pack_times([(0, 1.0)])),
+        (Kind.READY, pack_times([(1, math.nan)])),
+        (Kind.OUTPUT_ATOMS, codec.dumps([1])),
+    ],
+)
+async def test_a_worker_that_says_something_else_than_how_its_start_went_is_killed(
+    owner: Owner, caplog: pytest.LogCaptureFixture, kind: Kind, body: bytes
+) -> None:
+    worker = await owner.spawn(SpeaksEarly, int(kind), body)
+    assert (await owner.exit_of(worker)).startswith("signal 9")
+    assert owner.ready == []
+    assert "worker 0" in caplog.text
+
+
+async def test_a_worker_that_cannot_load_tells_why(owner: Owner) -> None:
+    worker = await owner.spawn(RaisesOnLoad)
+    assert await owner.exit_of(worker) == "exit code 1"
+    (error,) = owner.start_errors
+    assert "worker 0 could not load RaisesOnLoad: FileNotFoundError" in str(error)
+
+
 async def test_a_worker_that_exits_while_it_loads(owner: Owner) -> None:
-    handle = await owner.spawn(ExitsOnLoad, "exit 3")
-    assert await owner.exit_of(handle) == "exit code 3"
-    assert owner.frames == []
+    worker = await owner.spawn(ExitsOnLoad, "exit 3")
+    assert await owner.exit_of(worker) == "exit code 3"
+    assert (owner.ready, owner.start_errors) == ([], [])
 
 
 async def test_a_death_is_noticed_though_a_child_holds_the_pipe_open(
     owner: Owner, gate: Gate
 ) -> None:
-    handle = await owner.ready(Forks, gate.path)
-    handle.send(Kind.INPUT_ATOMS, 1, codec.dumps([None]))
+    worker = await owner.load(Forks, gate.path)
+    worker.send(Kind.INPUT_ATOMS, 1, codec.dumps([None]))
     visit = await gate.visit()
     with Watch([visit.note]) as child:
         os.kill(visit.pid, signal.SIGKILL)
-        assert (await owner.exit_of(handle)).startswith("signal 9")
+        assert (await owner.exit_of(worker)).startswith("signal 9")
         assert child.survivors(0.0) == [visit.note]
         os.kill(visit.note, signal.SIGKILL)
 
 
-async def test_a_spawn_that_fails_leaves_nothing(owner: Owner) -> None:
-    spec = check_model(Echo, (), None, SETTINGS.max_frame_bytes)
-    handle = WorkerProcess(0, 0, spec, SETTINGS, None, owner)
-    handle.kill()
-    handle.reap()
-    assert not handle.is_alive
-    assert handle.pid is None
+async def test_a_start_that_fails_leaves_nothing(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture for every test sees that no descriptor is left."""
+    worker = owner.make(Echo)
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(spawn, "_python_exe", b"/nowhere/python")
+    with pytest.raises(OSError, match="nowhere"):
+        worker.spawn()
+    worker.kill()
+    assert worker.reap() is None
+    assert not worker.is_alive
+    assert worker.pid is None
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from fast_batcher import (
     PoisonRequestError,
     WorkerLostError,
 )
+from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 
@@ -110,7 +111,7 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
     """The worker has answered and is dead before the loop looks for either."""
     answer = pack(Kind.OUTPUT_ATOMS, 0, dumps(["one", "two"]))
     async with DynBatcher(TalksNonsense) as batcher:
-        (pid,) = [handle.pid for handle in session_of(batcher).pool.remaining()]
+        (pid,) = [handle.pid for handle in session_of(batcher).pool.live.remaining()]
         assert pid is not None
         calls = [call(batcher, answer), call(batcher, b"die")]
         with Watch([pid]) as worker:
@@ -124,10 +125,11 @@ async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_
     """Fault F04."""
     async with DynBatcher(Grows, idempotent=False, max_shared_bytes=0) as batcher:
         large = call(batcher, 50 * 2**20)
-        (handle,) = session_of(batcher).pool.remaining()
-        assert handle._channel is not None
+        (handle,) = session_of(batcher).pool.live.remaining()
+        assert isinstance(handle, WorkerProcess)
+        assert handle._parts is not None
         assert handle.pid is not None
-        reader = handle._channel._reader
+        reader = handle._parts.channel._reader
         # The first part of it has come, and the worker waits for us to take the rest.
         await until(lambda: reader._large is not None)
         os.kill(handle.pid, signal.SIGKILL)
@@ -317,7 +319,7 @@ async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
 
         monkeypatch.setattr(session_of(batcher), "workers_given_up", tell)
         needed.unlink()
-        (handle,) = session_of(batcher).pool.remaining()
+        (handle,) = session_of(batcher).pool.live.remaining()
         assert handle.pid is not None
         os.kill(handle.pid, signal.SIGKILL)
         await until(lambda: batcher.state == "broken")
@@ -347,11 +349,11 @@ async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) ->
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 1, "restart_backoff": 0.01}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         needed.unlink()
-        first, second = [handle.pid for handle in session_of(batcher).pool.remaining()]
+        first, second = [handle.pid for handle in session_of(batcher).pool.live.remaining()]
         assert first is not None
         assert second is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: bool(session_of(batcher).pool._given_up))
+        await until(lambda: any(one.is_given_up for one in session_of(batcher).pool._places))
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)
@@ -368,16 +370,16 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         pool = session_of(batcher).pool
 
         def kill(index: int) -> None:
-            (pid,) = [handle.pid for handle in pool.remaining() if handle.index == index]
+            (pid,) = [handle.pid for handle in pool.live if handle.index == index]
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
 
         kill(0)
-        await until(lambda: pool._given_up == {0})
+        await until(lambda: pool._places[0].is_given_up)
         await until(lambda: batcher.stats.workers_ready == 2)
         needed.unlink()
         kill(1)
-        await until(lambda: 1 in pool._given_up)
+        await until(lambda: pool._places[1].is_given_up)
         assert batcher.state == "open"
         assert await batcher.process_batched("fine") == "fine"
 

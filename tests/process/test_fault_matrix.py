@@ -123,5 +123,5 @@ async def test_a_model_that_fails_in_close_leaves_no_process(how: str) -> None:
             settings: dict[str, Any] = {"stop_timeout": 0.2}
             async with DynBatcher(Minefield, model_args=("close", how), **settings) as batcher:
                 assert await batcher.process_batched("first") == "first"
-                pids = [handle.pid for handle in session_of(batcher).pool.remaining()]
+                pids = [handle.pid for handle in session_of(batcher).pool.live.remaining()]
     assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]

@@ -160,7 +160,7 @@ async def test_nothing_of_a_worker_that_was_never_ready_waits_for_it_either() ->
     gc.disable()
     try:
         await batcher.open(wait_ready=False)
-        worker = weakref.ref(next(iter(session_of(batcher).pool._handles.values())))
+        worker = weakref.ref(next(iter(session_of(batcher).pool.live)))
         await until(lambda: worker() is None)
     finally:
         gc.enable()
@@ -175,7 +175,7 @@ async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> 
     gc.disable()
     try:
         async with DynBatcher(Whereabouts, **settings) as batcher:
-            worker = weakref.ref(next(iter(session_of(batcher).pool._handles.values())))
+            worker = weakref.ref(next(iter(session_of(batcher).pool.live)))
             assert worker() is not None
             pid = await batcher.process_batched(None)
             if way == "killed":
@@ -253,7 +253,7 @@ async def test_a_worker_that_dies_while_its_successor_loads_is_replaced_by_it(ga
     settings: dict[str, Any] = {"max_batches_per_worker": 1, "max_restarts": 0}
     async with DynBatcher(Whereabouts, **settings) as batcher:
         first = await batcher.process_batched(None)
-        assert session_of(batcher).pool._successor is not None
+        assert session_of(batcher).pool._places[0].successor is not None
         os.kill(first, signal.SIGKILL)
         second = await batcher.process_batched(None)
         assert second != first

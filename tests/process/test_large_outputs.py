@@ -29,7 +29,7 @@ from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
-from fast_batcher._shared_memory.outbox import Outbox
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
@@ -53,8 +53,10 @@ SIZES = sorted(
 )
 
 
-def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[Outbox]:
-    return [*session_of(batcher).pool.outboxes.values()]
+def outboxes_of(batcher: DynBatcher[Any, Any]) -> list[OutboxReader]:
+    return [
+        one.outbox for one in session_of(batcher).pool._serving.values() if one.outbox is not None
+    ]
 
 
 def is_used(batcher: DynBatcher[Any, Any]) -> bool:
@@ -245,7 +247,7 @@ async def test_an_answer_that_is_being_copied_outlives_its_worker(
             tasks = [call(batcher, one) for one in asked]
             await until_answered(batcher, 3)
             (old,) = outboxes_of(batcher)
-            (handle,) = session_of(batcher).pool.remaining()
+            (handle,) = session_of(batcher).pool.live.remaining()
             assert handle.pid is not None
             os.kill(handle.pid, 9)
             await until(lambda: batcher.stats.restarts == 1)

@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -14,16 +13,15 @@ import pytest
 from memory import memory_of, refuse_memory
 from waits import LIMIT
 
-from fast_batcher._shared_memory.outbox import (
+from fast_batcher._shared_memory.memcpy import RELEASING_SIZE
+from fast_batcher._shared_memory.outbox_reader import Answer, OutboxReader, _BufferType
+from fast_batcher._shared_memory.outbox_writer import (
     RESTS_TO_KEEP_MEMORY,
-    Answer,
-    Outbox,
     OutboxWriter,
-    _Kind,
-    _open,
+    open_writer,
 )
-from fast_batcher._shared_memory.slabs import ALIGNMENT, RELEASING_SIZE
-from fast_batcher._transport.pickler import OutOfBandBytes, Parts, PartsPickler
+from fast_batcher._shared_memory.ranges import ALIGNMENT
+from fast_batcher._transport.pickler import Parts, PartsPickler
 from fast_batcher.errors import TransportError
 
 MEBI = 2**20
@@ -33,14 +31,14 @@ LARGE = 300_000
 
 
 @pytest.fixture
-def outbox() -> Iterator[Outbox]:
-    outbox = Outbox(SIZE, LEAST)
+def outbox() -> Iterator[OutboxReader]:
+    outbox = OutboxReader(SIZE, LEAST)
     yield outbox
     outbox.close()
 
 
 @pytest.fixture
-def writer(outbox: Outbox) -> Iterator[OutboxWriter]:
+def writer(outbox: OutboxReader) -> Iterator[OutboxWriter]:
     """The other side, in this process."""
     writer = OutboxWriter(os.dup(outbox._fd), SIZE, LEAST)
     yield writer
@@ -73,7 +71,7 @@ def left(
     return start, parts.sizes, frozen, parts.items
 
 
-def left_answer(outbox: Outbox, writer: OutboxWriter, value: Any) -> Answer:
+def left_answer(outbox: OutboxReader, writer: OutboxWriter, value: Any) -> Answer:
     return outbox.find(*left(writer, value))
 
 
@@ -82,7 +80,7 @@ VALUES = {
     "rows": [np.full(LARGE, number, np.uint8) for number in range(4)],
     "columns": np.arange(LARGE).reshape(300, -1).T,
     "Fortran": np.asfortranarray(np.arange(LARGE).reshape(300, -1)),
-    "small beside large": ["text", 1.5, np.arange(3), np.arange(LARGE), None],
+    "small releasing large": ["text", 1.5, np.arange(3), np.arange(LARGE), None],
     "just releasing": [
         np.ones(RELEASING_SIZE - 1, np.uint8),
         np.ones(LARGE),
@@ -98,7 +96,7 @@ VALUES = {
 @pytest.mark.parametrize("releases_gil", [None, False, True])
 @pytest.mark.parametrize("value", VALUES.values(), ids=VALUES.keys())
 def test_a_value_comes_out_as_it_went_in(
-    outbox: Outbox, writer: OutboxWriter, value: Any, releases_gil: bool | None
+    outbox: OutboxReader, writer: OutboxWriter, value: Any, releases_gil: bool | None
 ) -> None:
     answer = left_answer(outbox, writer, value)
     if releases_gil is not None:
@@ -109,7 +107,7 @@ def test_a_value_comes_out_as_it_went_in(
 
 @pytest.mark.parametrize("releases_gil", [None, True])
 def test_what_was_read_is_memory_of_its_own_and_can_be_written(
-    outbox: Outbox, writer: OutboxWriter, releases_gil: bool | None
+    outbox: OutboxReader, writer: OutboxWriter, releases_gil: bool | None
 ) -> None:
     answer = left_answer(outbox, writer, [np.full(LARGE, 1, np.uint8), np.full(LARGE, 2, np.uint8)])
     if releases_gil:
@@ -125,44 +123,28 @@ def test_what_was_read_is_memory_of_its_own_and_can_be_written(
 
 
 def test_other_threads_run_while_large_buffers_are_copied(
-    outbox: Outbox, writer: OutboxWriter, monkeypatch: pytest.MonkeyPatch
+    outbox: OutboxReader, writer: OutboxWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is copied aside goes through a function that lets them; whether one runs is chance."""
-    beside: list[tuple[type, int]] = []
-    copy_beside = _Kind.copy_beside
+    """Large buffers are copied without the lock; whether a thread runs then is chance."""
+    releasing: list[tuple[type, int]] = []
+    copy_releasing = _BufferType.copy_releasing
 
-    def note(kind: _Kind, part: memoryview) -> Any:
-        beside.append((kind.type, part.nbytes))
-        return copy_beside(kind, part)
+    def note(kind: _BufferType, part: memoryview) -> Any:
+        releasing.append((kind.type, part.nbytes))
+        return copy_releasing(kind, part)
 
-    monkeypatch.setattr(_Kind, "copy_beside", note)
+    monkeypatch.setattr(_BufferType, "copy_releasing", note)
     value = [bytearray(LARGE), bytearray(RELEASING_SIZE), bytearray(RELEASING_SIZE - 1)]
     arrays = [np.frombuffer(one, np.uint8) for one in value]
-    answer = left_answer(outbox, writer, [*arrays, OutOfBandBytes(bytes(LARGE))])
+    arrays.append(np.frombuffer(bytes(LARGE), np.uint8))
+    answer = left_answer(outbox, writer, arrays)
     answer.copy(releases_gil=True)
     answer.copy(releases_gil=True)
-    assert load(answer)[3] == bytes(LARGE)
-    assert beside == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
+    assert load(answer)[3].tobytes() == bytes(LARGE)
+    assert releasing == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
 
 
-@pytest.mark.parametrize("releases_gil", [None, False, True])
-def test_bytes_that_were_lifted_are_bytes_again(
-    outbox: Outbox, writer: OutboxWriter, releases_gil: bool | None
-) -> None:
-    raws = [bytes([number]) * LARGE for number in range(3)]
-    answer = left_answer(outbox, writer, [OutOfBandBytes(raw) for raw in raws])
-    if releases_gil is not None:
-        answer.copy(releases_gil=releases_gil)
-    assert load(answer) == raws
-
-
-def test_short_bytes_that_were_lifted_are_bytes_again(outbox: Outbox, writer: OutboxWriter) -> None:
-    value = [b"short", b"", b"x" * LEAST]
-    got = load(left_answer(outbox, writer, [np.zeros(LARGE), *map(OutOfBandBytes, value)]))
-    assert got[1:] == value
-
-
-def test_an_answer_that_is_over_makes_room(outbox: Outbox, writer: OutboxWriter) -> None:
+def test_an_answer_that_is_over_makes_room(outbox: OutboxReader, writer: OutboxWriter) -> None:
     value = np.zeros(3 * MEBI, np.uint8)
     first, second = left_answer(outbox, writer, value), left_answer(outbox, writer, value)
     parts = parts_of(value)
@@ -175,10 +157,12 @@ def test_an_answer_that_is_over_makes_room(outbox: Outbox, writer: OutboxWriter)
     assert writer.put(parts) is not None
 
 
-def test_what_cannot_be_unpickled_makes_room_too(outbox: Outbox, writer: OutboxWriter) -> None:
+def test_what_cannot_be_unpickled_makes_room_too(
+    outbox: OutboxReader, writer: OutboxWriter
+) -> None:
     answer = left_answer(outbox, writer, [_Unreadable(), np.zeros(LARGE)])
     assert isinstance(load(answer), ValueError)
-    writer._take_back()
+    writer._free_copied()
     assert writer._ranges.count == 0
 
 
@@ -191,9 +175,9 @@ def _refuse() -> None:
     raise ValueError("not here")
 
 
-def test_results_that_are_kept_take_no_room(outbox: Outbox, writer: OutboxWriter) -> None:
+def test_results_that_are_kept_take_no_room(outbox: OutboxReader, writer: OutboxWriter) -> None:
     kept = [load(left_answer(outbox, writer, [np.full(LARGE, number)])) for number in range(100)]
-    writer._take_back()
+    writer._free_copied()
     assert writer._ranges.count == 0
     assert [array[0] for (array,) in kept] == [*range(100)]
     assert memory_of(outbox._fd) < 2 * 8 * LARGE
@@ -217,7 +201,9 @@ def test_results_that_are_kept_take_no_room(outbox: Outbox, writer: OutboxWriter
         ("0", [10]),
     ],
 )
-def test_an_answer_is_nowhere_but_in_the_outbox(outbox: Outbox, start: Any, sizes: Any) -> None:
+def test_an_answer_is_nowhere_but_in_the_outbox(
+    outbox: OutboxReader, start: Any, sizes: Any
+) -> None:
     items = [(sizes[0] if sizes else 0, len(sizes) - 1)]
     with pytest.raises(TransportError, match="where there can be none"):
         outbox.find(start, sizes, [], items)
@@ -226,22 +212,23 @@ def test_an_answer_is_nowhere_but_in_the_outbox(outbox: Outbox, start: Any, size
 @pytest.mark.parametrize(
     "items", [[], [(9, 1)], [(11, 1)], [(10, 0)], [(10, 2)], [(10, 1), (1, 0)], [(5, 1), (5, 1)]]
 )
-def test_an_answer_whose_items_are_not_its_parts_is_none(outbox: Outbox, items: Any) -> None:
+def test_an_answer_whose_items_are_not_its_parts_is_none(outbox: OutboxReader, items: Any) -> None:
     with pytest.raises(TransportError, match="where there can be none"):
         outbox.find(0, [10, 20], [], items)
 
 
-def test_the_last_byte_of_the_outbox_can_be_an_answers(outbox: Outbox) -> None:
+def test_the_last_byte_of_the_outbox_can_be_an_answers(outbox: OutboxReader) -> None:
     answer = outbox.find(SIZE - ALIGNMENT - 10, [10], [], [(10, 0)])
     assert isinstance(load(answer), pickle.UnpicklingError)
 
 
 def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
-    outbox = Outbox(SIZE, LEAST)
+    outbox = OutboxReader(SIZE, LEAST)
     writer = OutboxWriter(os.dup(outbox._fd), SIZE, LEAST)
+    was_used = outbox.is_used
     answer = left_answer(outbox, writer, np.full(LARGE, 5))
     writer.close()
-    assert outbox.is_used
+    assert (was_used, outbox.is_used) == (False, True)
     outbox.close()
     assert not outbox.is_open
     assert load(answer).sum() == 5 * LARGE
@@ -249,12 +236,8 @@ def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
         outbox.find(0, [10], [], [(10, 0)])
 
 
-def test_an_outbox_from_which_nothing_was_read_is_not_used(outbox: Outbox) -> None:
-    assert not outbox.is_used
-
-
 def test_too_little_memory_is_an_error_and_takes_no_room(
-    outbox: Outbox, writer: OutboxWriter
+    outbox: OutboxReader, writer: OutboxWriter
 ) -> None:
     load(left_answer(outbox, writer, np.zeros(LARGE)))
     refuse_memory(writer._fd)
@@ -265,7 +248,7 @@ def test_too_little_memory_is_an_error_and_takes_no_room(
 
 
 def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
-    outbox: Outbox, writer: OutboxWriter
+    outbox: OutboxReader, writer: OutboxWriter
 ) -> None:
     load(left_answer(outbox, writer, np.zeros(LARGE)))
     for _ in range(RESTS_TO_KEEP_MEMORY):  # it has been used since the last time
@@ -279,7 +262,7 @@ def test_memory_that_is_not_used_for_long_goes_back_to_the_system(
 
 
 def test_memory_that_the_system_does_not_take_back_is_used_on(
-    outbox: Outbox, writer: OutboxWriter
+    outbox: OutboxReader, writer: OutboxWriter
 ) -> None:
     load(left_answer(outbox, writer, np.zeros(LARGE)))
     refuse_memory(writer._fd)
@@ -305,7 +288,7 @@ def answer_there(writer: OutboxWriter, sender: Any) -> None:
 @pytest.mark.slow
 def test_another_process_leaves_an_answer_and_dies() -> None:
     context = multiprocessing.get_context("spawn")
-    outbox = Outbox(SIZE, LEAST)
+    outbox = OutboxReader(SIZE, LEAST)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=answer_there, args=(outbox, sender))
     process.start()
@@ -322,7 +305,7 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     outbox.close()
 
 
-def test_a_worker_without_room_for_it_is_told_why(outbox: Outbox) -> None:
+def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
     class Duplicate:
         """A descriptor in the other process, as `multiprocessing` passes it."""
 
@@ -330,12 +313,12 @@ def test_a_worker_without_room_for_it_is_told_why(outbox: Outbox) -> None:
             # One that may only be read cannot be mapped to be written.
             return os.open(f"/proc/self/fd/{outbox._fd}", os.O_RDONLY)
 
-    error = _open(Duplicate(), SIZE, LEAST)
+    error = open_writer(Duplicate(), SIZE, LEAST)
     assert isinstance(error, PermissionError)
     assert error.__traceback__ is None
 
 
-def test_a_fork_of_the_app_gives_its_copy_back(outbox: Outbox, writer: OutboxWriter) -> None:
+def test_a_fork_of_the_app_gives_its_copy_back(outbox: OutboxReader, writer: OutboxWriter) -> None:
     left(writer, np.zeros(LARGE))
     pid = os.fork()
     if pid == 0:
@@ -345,13 +328,7 @@ def test_a_fork_of_the_app_gives_its_copy_back(outbox: Outbox, writer: OutboxWri
     assert outbox.is_open
 
 
-def test_elsewhere_there_is_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(OSError, match="Linux only"):
-        Outbox(SIZE, LEAST)
-
-
-def test_two_threads_may_copy_two_answers(outbox: Outbox, writer: OutboxWriter) -> None:
+def test_two_threads_may_copy_two_answers(outbox: OutboxReader, writer: OutboxWriter) -> None:
     answers = [left_answer(outbox, writer, [np.full(LARGE, number)]) for number in range(3)]
     threads = [
         threading.Thread(target=answer.copy, kwargs={"releases_gil": True}) for answer in answers

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fast_batcher._shared_memory.ranges import PAGE, Ranges, round_up
+from fast_batcher._shared_memory.ranges import ALIGNMENT, PAGE, Ranges, lay_out, round_up
 
 SIZE = 64 * PAGE
 
@@ -122,3 +122,13 @@ def test_what_is_not_taken_cannot_be_given_back() -> None:
     ranges.give_back(0)
     with pytest.raises(KeyError):
         ranges.give_back(0)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_buffers_lie_one_behind_the_other_and_aligned(sizes: list[int]) -> None:
+    offsets, length = lay_out(sizes)
+    ends = [0, *(offset + size for offset, size in zip(offsets, sizes, strict=True))]
+    assert all(offset % ALIGNMENT == 0 for offset in offsets)
+    for offset, end in zip(offsets, ends, strict=False):
+        assert 0 <= offset - end < ALIGNMENT
+    assert length == ends[-1]

@@ -1,4 +1,4 @@
-"""Memory that two sides share: what is written is seen, and is free when nobody can see it."""
+"""Memory for inputs: what is written is seen, and a range is free when no process can see it."""
 
 import ctypes
 import errno
@@ -18,23 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from memory import memory_of, refuse_memory
 from waits import LIMIT
 
-from fast_batcher._shared_memory.memcpy import move
+from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
 from fast_batcher._shared_memory.ranges import PAGE
-from fast_batcher._shared_memory.slabs import (
-    ALIGNMENT,
-    RELEASING_SIZE,
-    Part,
-    Slab,
-    Slabs,
-    SlabViews,
-    _open,
-    lay_out,
-)
+from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
+from fast_batcher._shared_memory.views import SlabViews, open_views
+from fast_batcher._transport.tensors import VolatileBuffer
 
 MEBI = 2**20
 SIZE = 8 * MEBI
@@ -51,7 +42,7 @@ def slabs() -> Iterator[Slabs]:
 
 @pytest.fixture
 def views(slabs: Slabs) -> Iterator[SlabViews]:
-    """The other side, in this process."""
+    """The worker's half, in this process."""
     views = SlabViews(os.dup(slabs._fd), SIZE)
     yield views
     gc.collect()
@@ -70,18 +61,15 @@ def reserved(slabs: Slabs, length: int) -> Slab:
     return slab
 
 
-@given(st.lists(st.integers(0, 1000), max_size=20))
-def test_buffers_lie_one_behind_the_other_and_aligned(sizes: list[int]) -> None:
-    offsets, length = lay_out(sizes)
-    ends = [0, *(offset + size for offset, size in zip(offsets, sizes, strict=True))]
-    assert all(offset % ALIGNMENT == 0 for offset in offsets)
-    for offset, end in zip(offsets, ends, strict=False):
-        assert 0 <= offset - end < ALIGNMENT
-    assert length == ends[-1]
+def write(slabs: Slabs, part: Part, data: bytes = b"x") -> None:
+    slabs.write(part, [(0, data)], releases_gil=False)
+
+
+# --- writing --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("releases_gil", [False, True])
-def test_the_other_side_sees_what_was_written(
+def test_the_worker_sees_what_was_written(
     slabs: Slabs, views: SlabViews, releases_gil: bool
 ) -> None:
     random = np.random.default_rng(1)
@@ -102,44 +90,170 @@ def test_the_other_side_sees_what_was_written(
     assert before.start + before.length == slab.start
 
 
-@pytest.mark.parametrize("releases_gil", [False, True])
-def test_the_other_side_sees_what_was_copied(
-    slabs: Slabs, views: SlabViews, releases_gil: bool
-) -> None:
-    array = np.arange(1000.0)
-    slab = reserved(slabs, MEBI)
-    address = array.__array_interface__["data"][0]
-    slabs.copy(slabs.part(slab, slab.start + 8, array.nbytes), address, releases_gil=releases_gil)
-    got = np.frombuffer(views.view(BATCH), np.float64, 1000, slab.start + 8)
-    assert np.array_equal(got, array)
-    # It has memory for what was written.
-    assert 0 < memory_of(slabs._fd) < MEBI
+@pytest.mark.parametrize("piece", [b"bytes", memoryview(b"read-only"), memoryview(bytearray(9))])
+def test_any_buffer_is_copied_to_an_address_and_nothing_behind_it(piece: Any) -> None:
+    target = np.zeros(len(piece) + 1, np.uint8)
+    copy_buffer(target.ctypes.data, piece)
+    assert target.tobytes() == bytes(piece) + b"\0"
+    with pytest.raises(BufferError):
+        copy_buffer(target.ctypes.data, memoryview(bytes(4))[::2])
 
 
-def test_an_array_is_put_where_there_is_memory(slabs: Slabs, views: SlabViews) -> None:
-    array = np.arange(1000.0)
+def volatile(address: int, size: int) -> memoryview:
+    """Bytes that their owner may free."""
+    owner = SimpleNamespace(data_ptr=lambda: address, nbytes=size)
+    array: Any = np.asarray(VolatileBuffer(owner))
+    return memoryview(array)
+
+
+def test_memory_that_was_freed_is_an_error_and_not_the_end(slabs: Slabs) -> None:
+    gone = mmap.mmap(-1, MEBI)
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(gone))
+    gc.collect()
+    gone.close()
+    with pytest.raises(OSError, match="resized"):
+        slabs.write(taken(slabs, MEBI), [(0, volatile(address, MEBI))], releases_gil=True)
+
+
+def test_memory_that_may_be_freed_is_copied_whole(slabs: Slabs, views: SlabViews) -> None:
+    source = np.random.default_rng(0).integers(0, 255, 3 * MEBI, np.uint8)
+    part = taken(slabs, 3 * MEBI)
+    slabs.write(part, [(0, volatile(source.ctypes.data, source.nbytes))], releases_gil=True)
+    assert views.view(BATCH)[part.start : part.start + 3 * MEBI] == source.tobytes()
+
+
+def test_the_app_may_write(slabs: Slabs, views: SlabViews) -> None:
     slab = reserved(slabs, MEBI)
-    start = slab.start
-    end = start + array.nbytes
-    assert not slabs.put(start, end, array)
+    lent = slabs.lend(slabs.part(slab, slab.start + 64, 5))
+    lent[:] = b"hello"
+    assert bytes(views.view(BATCH)[slab.start + 64 : slab.start + 69]) == b"hello"
+    address = np.frombuffer(lent, np.uint8).__array_interface__["data"][0]
+    assert slabs.offset_of(address) == slab.start + 64
+    # Its owner lives as long as there is a view.
+    watch = weakref.ref(lent.obj)
+    kept = lent[2:]
+    del lent
+    assert watch() is not None
+    del kept
+    assert watch() is None
+
+
+# --- memory of the system -------------------------------------------------------------------------
+
+
+def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Slabs) -> None:
+    slab = reserved(slabs, MEBI)
+    assert slab.start == 0
+    lengths = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
+    parts = [slabs.part(slab, begin, length) for begin, length in lengths]
+    # From there on, or from the end if the pages of other parts are enough.
+    assert [part.fresh_from for part in parts] == [0, 2000, PAGE, 3000 + 2 * PAGE]
     assert memory_of(slabs._fd) == 0
-    slabs.copy(slabs.part(slab, start, PAGE), slabs._address, releases_gil=False)
-    # Which is less than its 8000 bytes.
-    assert not slabs.put(start, end, array)
-    slabs.copy(slabs.part(slab, start, 2 * PAGE), slabs._address, releases_gil=False)
-    assert slabs.put(start, end, array)
-    got = views.view(BATCH)[start : end + 1]
-    assert bytes(got[:-1]) == array.tobytes()
-    assert got[-1] == 0
-    # Another thread has resized it.
-    assert not slabs.put(start, end, array[:999])
-    assert not slabs.put(start, end, np.arange(2000.0)[::2])
-    slabs.close()
-    assert not slabs.put(start, end, array)
+    for part in parts:
+        write(slabs, part)
+    assert memory_of(slabs._fd) == 3 * PAGE
 
 
-def test_a_batch_is_free_when_the_last_view_of_it_has_died(slabs: Slabs, views: SlabViews) -> None:
-    """Above all: not as long as there is a reshape of a slice of a view."""
+def test_a_part_that_begins_in_a_page_gets_this_page_as_well(slabs: Slabs) -> None:
+    """The part before it may have failed to get it."""
+    slab = reserved(slabs, MEBI)
+    slabs.part(slab, slab.start, PAGE + 100)
+    write(slabs, slabs.part(slab, slab.start + PAGE + 100, PAGE))
+    assert memory_of(slabs._fd) == 2 * PAGE
+
+
+def test_memory_that_was_not_used_for_long_is_given_back(slabs: Slabs) -> None:
+    small, large = taken(slabs, MEBI), taken(slabs, 4 * MEBI)
+    write(slabs, small, b"small")
+    write(slabs, large, b"large")
+    del large
+    assert slabs.take_unused() is None  # it has just been used
+    unused = slabs.take_unused()
+    assert unused is not None
+    assert (unused.start, unused.length) == (MEBI, 4 * MEBI)
+    # While it is being given back it is not taken, nor given back twice.
+    assert slabs.take_unused() is None
+    other = taken(slabs, PAGE)
+    assert other.start == 5 * MEBI
+    slabs.punch(unused)
+    slabs.mark_uncommitted(unused)
+    del unused
+    assert memory_of(slabs._fd) == MEBI
+    assert slabs._memory[:5] == b"small"
+    again = taken(slabs, MEBI)
+    assert again.start == MEBI
+    write(slabs, again, b"again")
+    assert memory_of(slabs._fd) == 2 * MEBI
+    assert slabs.take_unused() is None
+
+
+def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
+    small = taken(slabs, MEBI)
+    write(slabs, small, b"before")
+    refuse_memory(slabs._fd)
+    large = taken(slabs, 4 * MEBI)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        write(slabs, large)
+    slabs.mark_uncommitted(large)
+    del large
+    assert memory_of(slabs._fd) == MEBI
+    # It is known that the memory is not there, and the memory that is there can be used.
+    assert taken(slabs, MEBI).fresh_from == MEBI
+    del small
+    write(slabs, taken(slabs, MEBI), b"after")
+
+
+# --- ranges ---------------------------------------------------------------------------------------
+
+
+def test_a_slab_is_taken_as_long_as_there_is_a_reference_to_it_or_a_part_of_it(
+    slabs: Slabs,
+) -> None:
+    slab = reserved(slabs, MEBI)
+    part = slabs.part(slab, slab.start, PAGE)
+    del slab
+    assert slabs.count == 1
+    del part
+    assert slabs.count == 0
+    leaked = reserved(slabs, MEBI)
+    leaked.leak()
+    del leaked
+    assert slabs.count == 1
+
+
+def test_any_thread_may_drop_the_last_reference(slabs: Slabs) -> None:
+    held = [taken(slabs, SIZE)]
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join(LIMIT)
+    assert taken(slabs, SIZE).start == 0
+
+
+def test_without_room_there_is_no_slab(slabs: Slabs) -> None:
+    assert slabs.take(SIZE + 1) is None
+    slab = taken(slabs, SIZE)
+    assert slabs.take(1) is None
+    assert (slabs.count, slabs.taken_bytes) == (1, SIZE)
+    del slab
+    assert (slabs.count, slabs.taken_bytes) == (0, 0)
+
+
+def test_the_end_of_a_slab_that_is_not_needed_is_free(slabs: Slabs) -> None:
+    slab = reserved(slabs, 6 * MEBI)
+    assert slab.start == 0
+    slabs.shrink(slab, MEBI + 1)
+    assert slabs.taken_bytes == MEBI + PAGE
+    slabs.shrink(slab, 2 * MEBI)  # a slab does not grow
+    assert taken(slabs, MEBI).start == MEBI + PAGE
+    del slab
+    assert taken(slabs, MEBI).start == 0
+
+
+# --- views ----------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_free_when_the_last_view_of_it_has_died(views: SlabViews) -> None:
+    """Not as long as there is a reshape of a slice of a view."""
     view = views.view(BATCH)
     array = np.frombuffer(view[64 : 64 + 4 * 3000], np.float32)
     kept = array[10:2010].reshape(20, 100)[3:, ::2]
@@ -163,7 +277,7 @@ def test_a_tensor_is_a_view(views: SlabViews) -> None:
     assert views.take_freed() == [BATCH]
 
 
-def test_each_batch_has_views_of_its_own(views: SlabViews) -> None:
+def test_each_batch_is_free_for_itself(views: SlabViews) -> None:
     one, two = views.view(1), views.view(2)
     del two
     assert views.take_freed() == [2]
@@ -175,12 +289,15 @@ def test_each_batch_has_views_of_its_own(views: SlabViews) -> None:
     assert views.take_freed() == [3]
 
 
+# --- forks ----------------------------------------------------------------------------------------
+
+
 class Child:
     """A forked child of this process, which lives until it is told to end.
 
     Args:
         views: What it inherits.
-        in_between: Whether it has a child of its own in its place, and ends.
+        in_between: Whether it forks a child that takes its place, and ends.
     """
 
     def __init__(self, views: SlabViews, *, in_between: bool = False) -> None:
@@ -211,7 +328,7 @@ class Child:
             os.waitpid(self._pid, 0)
 
 
-def test_what_a_child_may_view_is_free_when_it_has_ended(views: SlabViews) -> None:
+def test_a_batch_that_a_child_may_view_is_free_when_the_child_has_ended(views: SlabViews) -> None:
     told: list[int] = []
     views.on_fork = told.append
     Child(views).end()
@@ -228,13 +345,13 @@ def test_what_a_child_may_view_is_free_when_it_has_ended(views: SlabViews) -> No
     assert views.take_freed() == []
 
 
-def test_what_two_children_may_view_is_free_when_both_have_ended(views: SlabViews) -> None:
+def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(views: SlabViews) -> None:
     told: list[int] = []
     views.on_fork = told.append
     kept, other = views.view(1), views.view(2)
     first = Child(views)
     del other
-    second = Child(views)  # it has only the first
+    second = Child(views)  # it has only the first batch
     del kept
     second.end()
     assert views.take_freed() == []
@@ -243,7 +360,7 @@ def test_what_two_children_may_view_is_free_when_both_have_ended(views: SlabView
     assert told == [2, 2, 2, -1]
 
 
-def test_what_is_viewed_here_is_not_free_when_a_child_has_ended(views: SlabViews) -> None:
+def test_a_batch_that_is_viewed_here_is_not_free_when_a_child_has_ended(views: SlabViews) -> None:
     held = views.view(1)
     Child(views).end()
     assert views.take_freed() == []
@@ -251,7 +368,7 @@ def test_what_is_viewed_here_is_not_free_when_a_child_has_ended(views: SlabViews
     assert views.take_freed() == [1]
 
 
-def test_what_a_child_of_a_child_may_view_is_not_free(views: SlabViews) -> None:
+def test_a_batch_that_a_child_of_a_child_may_view_is_not_free(views: SlabViews) -> None:
     held = views.view(1)
     child = Child(views, in_between=True)
     del held
@@ -261,7 +378,7 @@ def test_what_a_child_of_a_child_may_view_is_not_free(views: SlabViews) -> None:
     assert views.take_freed() == [1]
 
 
-def test_without_a_descriptor_for_a_pipe_what_a_child_may_view_is_never_free(
+def test_without_a_descriptor_for_a_pipe_a_batch_that_a_child_may_view_is_never_free(
     views: SlabViews,
 ) -> None:
     held = views.view(1)
@@ -274,211 +391,6 @@ def test_without_a_descriptor_for_a_pipe_what_a_child_may_view_is_never_free(
     views.after_fork_in_parent()
     del held
     assert views.take_freed() == []
-
-
-def test_what_is_copied_aside_is_copied_as_the_slabs_were_told() -> None:
-    moved: list[int] = []
-
-    def note(target: int, source: int, size: int) -> None:
-        moved.append(size)
-        move(target, source, size)
-
-    slabs = Slabs(SIZE, note)
-    source = np.ones(MEBI, np.uint8)
-    for releases_gil in (False, True):
-        slabs.copy(taken(slabs, MEBI), source.ctypes.data, releases_gil=releases_gil)
-        slabs.write(taken(slabs, MEBI), [(0, source.data)], releases_gil=releases_gil)
-        assert moved == [MEBI] * 2 * releases_gil
-    slabs.close()
-
-
-def test_memory_that_is_gone_is_an_error_and_not_the_end(slabs: Slabs) -> None:
-    gone = mmap.mmap(-1, MEBI)
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(gone))
-    gc.collect()
-    gone.close()
-    part = taken(slabs, MEBI)
-    with pytest.raises(OSError, match="resized"):
-        slabs.copy(part, address, releases_gil=True, may_be_freed=True)
-
-
-def test_memory_that_may_go_is_copied_whole(slabs: Slabs, views: SlabViews) -> None:
-    source = np.random.default_rng(0).integers(0, 255, 3 * MEBI, np.uint8)
-    part = taken(slabs, 3 * MEBI)
-    slabs.copy(part, source.ctypes.data, releases_gil=True, may_be_freed=True)
-    assert views.view(BATCH)[part.start : part.start + 3 * MEBI] == source.tobytes()
-
-
-def test_a_part_that_begins_in_a_page_gets_this_page_as_well(slabs: Slabs) -> None:
-    """Whoever was to write the part before it may have failed to get it."""
-    slab = reserved(slabs, MEBI)
-    before = memory_of(slabs._fd)
-    slabs._committed_end = slab.start
-    slabs.part(slab, slab.start, PAGE + 100)
-    lent = slabs.lend(slabs.part(slab, slab.start + PAGE + 100, PAGE))
-    assert memory_of(slabs._fd) - before == 2 * PAGE
-    lent.release()
-
-
-def test_a_slab_is_taken_as_long_as_somebody_has_it_or_a_part_of_it(slabs: Slabs) -> None:
-    slab = reserved(slabs, MEBI)
-    part = slabs.part(slab, slab.start, PAGE)
-    del slab
-    assert slabs.count == 1
-    del part
-    assert slabs.count == 0
-
-
-def test_a_slab_may_be_kept_for_ever(slabs: Slabs) -> None:
-    slab = reserved(slabs, MEBI)
-    slab.leak()
-    del slab
-    assert slabs.count == 1
-
-
-def test_any_thread_may_be_the_last_to_have_a_slab(slabs: Slabs) -> None:
-    held = [taken(slabs, SIZE)]
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join(LIMIT)
-    assert taken(slabs, SIZE).start == 0
-
-
-def test_what_a_slab_does_not_need_is_anothers(slabs: Slabs) -> None:
-    slab = reserved(slabs, 6 * MEBI)
-    assert slab.start == 0
-    slabs.shrink(slab, MEBI + 1)
-    assert slabs.taken_bytes == MEBI + PAGE
-    slabs.shrink(slab, 2 * MEBI)  # nothing grows
-    assert taken(slabs, MEBI).start == MEBI + PAGE
-    del slab
-    assert taken(slabs, MEBI).start == 0
-
-
-PARTS = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
-
-
-def test_memory_is_asked_for_once_where_parts_follow_each_other(slabs: Slabs) -> None:
-    slab = reserved(slabs, MEBI)
-    assert slab.start == 0
-    parts = [slabs.part(slab, begin, length) for begin, length in PARTS]
-    # From there on, or from its end if the pages of the others are enough.
-    assert [part.fresh for part in parts] == [0, 2000, PAGE, 3000 + 2 * PAGE]
-    for part in parts:
-        slabs.write(part, [(0, b"x")], releases_gil=False)
-    assert memory_of(slabs._fd) == 3 * PAGE
-
-
-def test_somebody_else_may_write(slabs: Slabs, views: SlabViews) -> None:
-    slab = reserved(slabs, MEBI)
-    lent = slabs.lend(slabs.part(slab, slab.start + 64, 5))
-    lent[:] = b"hello"
-    assert bytes(views.view(BATCH)[slab.start + 64 : slab.start + 69]) == b"hello"
-    address = np.frombuffer(lent, np.uint8).__array_interface__["data"][0]
-    assert slabs.offset_of(address) == slab.start + 64
-    # As long as there is a view.
-    watch = weakref.ref(lent.obj)
-    kept = lent[2:]
-    del lent
-    assert watch() is not None
-    del kept
-    assert watch() is None
-
-
-def test_what_is_lent_stays_when_the_slabs_are_closed() -> None:
-    slabs = Slabs(SIZE)
-    part = taken(slabs, MEBI)
-    lent = slabs.lend(part)
-    slabs.close()
-    assert slabs._fd == -1
-    lent[:5] = b"hello"
-    assert bytes(lent[:5]) == b"hello"
-    with pytest.raises(OSError, match="closed"):
-        slabs.lend(part)
-
-
-def test_no_room_is_none(slabs: Slabs) -> None:
-    assert slabs.take(SIZE + 1) is None
-    slab = taken(slabs, SIZE)
-    assert slabs.take(1) is None
-    assert (slabs.count, slabs.taken_bytes) == (1, SIZE)
-    del slab
-    assert (slabs.count, slabs.taken_bytes) == (0, 0)
-
-
-def test_it_takes_memory_when_it_is_written(slabs: Slabs) -> None:
-    assert memory_of(slabs._fd) == 0
-    slab = taken(slabs, MEBI)
-    assert memory_of(slabs._fd) == 0
-    slabs.write(slab, [(0, b"x")], releases_gil=False)
-    assert memory_of(slabs._fd) == MEBI
-
-
-def test_what_was_not_used_for_long_is_given_back_to_the_system(slabs: Slabs) -> None:
-    small, large = taken(slabs, MEBI), taken(slabs, 4 * MEBI)
-    slabs.write(small, [(0, b"small")], releases_gil=False)
-    slabs.write(large, [(0, b"large")], releases_gil=False)
-    del large
-    assert slabs.take_unused() is None  # it has just been used
-    unused = slabs.take_unused()
-    assert unused is not None
-    assert (unused.start, unused.length) == (MEBI, 4 * MEBI)
-    # Nobody gets it while it is being given back, nor is it given back twice.
-    assert slabs.take_unused() is None
-    other = taken(slabs, PAGE)
-    assert other.start == 5 * MEBI
-    slabs.punch(unused)
-    slabs.discard(unused)
-    del unused
-    assert memory_of(slabs._fd) == MEBI
-    assert slabs._memory[:5] == b"small"
-    again = taken(slabs, MEBI)
-    assert again.start == MEBI
-    slabs.write(again, [(0, b"again")], releases_gil=False)
-    assert memory_of(slabs._fd) == 2 * MEBI
-    assert slabs.take_unused() is None
-
-
-def test_what_is_in_use_is_not_given_back_to_the_system(slabs: Slabs) -> None:
-    slab = taken(slabs, MEBI)
-    slabs.write(slab, [(0, b"x")], releases_gil=False)
-    assert slabs.take_unused() is None
-    assert slabs.take_unused() is None
-
-
-def test_after_the_end_nothing_is_taken_or_written() -> None:
-    slabs = Slabs(SIZE)
-    slab = taken(slabs, PAGE)
-    slabs.close()
-    slabs.close()
-    assert slabs.take(1) is None
-    assert slabs.take_unused() is None
-    with pytest.raises(OSError, match="closed"):
-        slabs.write(slab, [(0, b"x")], releases_gil=False)
-    with pytest.raises(OSError, match="closed"):
-        slabs.punch(slab)
-
-
-def test_the_memory_stays_until_what_is_being_copied_has_been() -> None:
-    slabs = Slabs(SIZE)
-    slab = taken(slabs, MEBI)
-    copying, go_on = threading.Event(), threading.Event()
-
-    def pieces() -> Iterator[tuple[int, bytes | memoryview]]:
-        copying.set()
-        assert go_on.wait(LIMIT)
-        yield 0, bytes(MEBI)
-
-    thread = threading.Thread(target=lambda: slabs.write(slab, pieces(), releases_gil=True))
-    thread.start()
-    assert copying.wait(LIMIT)
-    slabs.close()
-    fd = slabs._fd
-    os.fstat(fd)
-    go_on.set()
-    thread.join(LIMIT)
-    assert slabs._fd == -1
-    assert not hasattr(slabs, "_memory")
 
 
 def read(slabs: SlabViews, start: int, length: int, sender: Any) -> None:
@@ -503,7 +415,7 @@ def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() 
     context = multiprocessing.get_context("spawn")
     slabs = Slabs(SIZE)
     slab = taken(slabs, PAGE)
-    slabs.write(slab, [(0, b"hello")], releases_gil=False)
+    write(slabs, slab, b"hello")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=read, args=(slabs, slab.start, slab.length, sender))
     process.start()
@@ -519,14 +431,65 @@ def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() 
 
 
 def test_a_fork_of_the_app_gives_its_copy_back_whatever_a_thread_is_doing(slabs: Slabs) -> None:
-    slabs.write(taken(slabs, MEBI), [(0, bytes(MEBI))], releases_gil=False)
+    write(slabs, taken(slabs, MEBI), bytes(MEBI))
     with slabs._lock:
         pid = os.fork()
         if pid == 0:
             os._exit(slabs._fd != -1)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0
+    assert os.waitpid(pid, 0)[1] == 0
     assert memory_of(slabs._fd) == MEBI
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def test_after_the_end_nothing_is_taken_or_written() -> None:
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, PAGE)
+    slabs.close()
+    slabs.close()
+    assert slabs.take(1) is None
+    assert slabs.take_unused() is None
+    with pytest.raises(OSError, match="closed"):
+        write(slabs, slab)
+    with pytest.raises(OSError, match="closed"):
+        slabs.punch(slab)
+    with pytest.raises(OSError, match="closed"):
+        slabs.lend(slab)
+
+
+def test_a_view_of_the_app_outlives_the_slabs() -> None:
+    slabs = Slabs(SIZE)
+    lent = slabs.lend(taken(slabs, MEBI))
+    slabs.close()
+    assert slabs._fd == -1
+    lent[:5] = b"hello"
+    assert bytes(lent[:5]) == b"hello"
+
+
+def test_the_memory_stays_until_a_copy_that_is_being_made_is_over() -> None:
+    slabs = Slabs(SIZE)
+    slab = taken(slabs, MEBI)
+    copying, go_on = threading.Event(), threading.Event()
+
+    def pieces() -> Iterator[tuple[int, bytes | memoryview]]:
+        copying.set()
+        assert go_on.wait(LIMIT)
+        yield 0, bytes(MEBI)
+
+    thread = threading.Thread(target=lambda: slabs.write(slab, pieces(), releases_gil=True))
+    thread.start()
+    assert copying.wait(LIMIT)
+    slabs.close()
+    fd = slabs._fd
+    os.fstat(fd)
+    go_on.set()
+    thread.join(LIMIT)
+    assert slabs._fd == -1
+    assert not hasattr(slabs, "_memory")
+
+
+# --- systems that refuse --------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -546,32 +509,10 @@ except OSError as error:
     assert int(done.stdout) == errno.EFBIG
 
 
-def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
-    small = taken(slabs, MEBI)
-    slabs.write(small, [(0, b"before")], releases_gil=False)
-    refuse_memory(slabs._fd)
-    large = taken(slabs, 4 * MEBI)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        slabs.write(large, [(0, b"x")], releases_gil=False)
-    slabs.discard(large)
-    del large
-    assert memory_of(slabs._fd) == MEBI
-    # It is known that the memory is not there, and what is there can still be used.
-    assert taken(slabs, MEBI).fresh == MEBI
-    del small
-    slabs.write(taken(slabs, MEBI), [(0, b"after")], releases_gil=False)
-
-
-def test_elsewhere_there_is_no_such_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(OSError, match="Linux only"):
-        Slabs(SIZE)
-
-
-def test_a_process_that_may_not_have_so_much_is_told(slabs: Slabs) -> None:
+def test_a_process_that_may_not_map_that_much_gets_an_error(slabs: Slabs) -> None:
     pid = os.fork()
     if pid == 0:
         resource.setrlimit(resource.RLIMIT_AS, (MEBI, MEBI))
         duplicate = SimpleNamespace(detach=lambda: os.dup(slabs._fd))
-        os._exit(isinstance(_open(duplicate, SIZE), OSError))
+        os._exit(isinstance(open_views(duplicate, SIZE), OSError))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

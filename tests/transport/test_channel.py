@@ -18,8 +18,10 @@ import uvloop
 from packing import pack
 from waits import LIMIT
 
-from fast_batcher._transport.channel import PIPE_SIZE, BlockingChannel, LoopChannel, open_pipes
+from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.loop_channel import LoopChannel
+from fast_batcher._transport.pipes import PIPE_SIZE, open_pipes
 from fast_batcher.errors import TransportError
 
 pytestmark = pytest.mark.anyio
@@ -72,14 +74,17 @@ class Ends:
         self.frames: list[tuple[Kind, int, bytes]] = []
         self.ends: list[Exception | None] = []
         self._changed = asyncio.Event()
-        self.channel = LoopChannel(ours, MAX_FRAME_BYTES, self.on_frame, self._on_end)
+        # What is done with a frame after it was noted.
+        self.then: Callable[[Frame], None] = lambda frame: None
+        self.channel = LoopChannel(ours, MAX_FRAME_BYTES, self._on_frame, self._on_end)
         if loop is not None:
             self.channel.attach(loop)
         self._threads: list[threading.Thread] = []
 
-    def on_frame(self, frame: Frame) -> None:
+    def _on_frame(self, frame: Frame) -> None:
         self.frames.append((frame.kind, frame.batch_id, bytes(frame.body)))
         self._changed.set()
+        self.then(frame)
 
     def _on_end(self, error: Exception | None) -> None:
         self.ends.append(error)
@@ -259,34 +264,15 @@ async def test_a_frame_that_makes_no_sense_to_its_reader_ends_the_channel(ends: 
     def refuse(frame: Frame) -> None:
         raise TransportError(f"batch {frame.batch_id}?")
 
-    ends.channel.on_frame = refuse
+    ends.then = refuse
     with ends.raw() as raw:
         raw.send(pack(Kind.OUTPUTS, 5, b"") * 2)
         await ends.until(lambda: len(ends.ends) == 1)
     assert [str(error) for error in ends.ends] == ["batch 5?"]
 
 
-async def test_whoever_reads_may_be_replaced_between_two_frames_of_one_read(ends: Ends) -> None:
-    first: list[int] = []
-
-    def take_one(frame: Frame) -> None:
-        first.append(frame.batch_id)
-        ends.channel.on_frame = ends.on_frame
-
-    ends.channel.on_frame = take_one
-    with ends.raw() as raw:
-        raw.send(b"".join(pack(Kind.OUTPUTS, n, b"") for n in range(3)))
-        await ends.until(lambda: len(ends.frames) == 2)
-    assert first == [0]
-    assert [batch_id for _, batch_id, _ in ends.frames] == [1, 2]
-
-
 async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends) -> None:
-    def close(frame: Frame) -> None:
-        ends.on_frame(frame)
-        ends.channel.close()
-
-    ends.channel.on_frame = close
+    ends.then = lambda frame: ends.channel.close()
     with ends.raw() as raw:
         raw.send(pack(Kind.OUTPUTS, 5, b"") * 3)
         await ends.until(lambda: len(ends.frames) == 1)
@@ -361,14 +347,11 @@ def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> Non
     raw.close()
 
 
-# --- the worker's end -----------------------------------------------------------------------------
-
-
-# --- places ---------------------------------------------------------------------------------------
+# --- reservations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", range(10))
-async def test_frames_keep_the_order_of_their_places_whatever_order_they_are_filled_in(
+async def test_frames_keep_the_order_of_their_reservations_whatever_order_they_are_filled_in(
     ends: Ends, seed: int
 ) -> None:
     choice = random.Random(seed)
@@ -398,24 +381,7 @@ async def test_frames_keep_the_order_of_their_places_whatever_order_they_are_fil
     assert ends.frames == expected
 
 
-async def test_nothing_overtakes_a_place(ends: Ends) -> None:
-    ends.worker(echo)
-    place = ends.channel.reserve()
-    ends.channel.send(Kind.INPUTS, 2, b"behind")
-    ends.channel.fill(place, [(Kind.INPUTS, 1, b"first")])
-    await ends.until(lambda: len(ends.frames) == 2)
-    assert [batch_id for _, batch_id, _ in ends.frames] == [1, 2]
-
-
-async def test_a_place_may_be_given_up(ends: Ends) -> None:
-    ends.worker(echo)
-    place = ends.channel.reserve()
-    ends.channel.send(Kind.INPUTS, 2, b"behind")
-    ends.channel.fill(place, [])
-    await ends.until(lambda: len(ends.frames) == 1)
-
-
-async def test_a_place_in_a_channel_that_is_over_is_nowhere(ends: Ends) -> None:
+async def test_frames_for_a_channel_that_has_ended_are_dropped(ends: Ends) -> None:
     early = ends.channel.reserve()
     ends.channel.close()
     late = ends.channel.reserve()
@@ -424,7 +390,7 @@ async def test_a_place_in_a_channel_that_is_over_is_nowhere(ends: Ends) -> None:
     assert not ends.channel._backlog
 
 
-async def test_a_place_in_a_pipe_that_nobody_reads_any_more_is_nowhere(ends: Ends) -> None:
+async def test_frames_for_a_dead_worker_are_dropped(ends: Ends) -> None:
     ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
     place = ends.channel.reserve()
     source, _ = ends.theirs
@@ -436,7 +402,7 @@ async def test_a_place_in_a_pipe_that_nobody_reads_any_more_is_nowhere(ends: End
     assert ends.ends == []
 
 
-def test_a_place_is_kept_for_the_next_loop() -> None:
+def test_a_reservation_is_kept_for_the_next_loop() -> None:
     first = asyncio.new_event_loop()
     ends = Ends(first)
     place = ends.channel.reserve()
@@ -454,6 +420,9 @@ def test_a_place_is_kept_for_the_next_loop() -> None:
 
     asyncio.run(go_on())
     assert [body for _, _, body in ends.frames] == [b"first", b"behind"]
+
+
+# --- the worker's side ----------------------------------------------------------------------------
 
 
 def blocking_pair() -> tuple[BlockingChannel, BlockingChannel]:
@@ -487,21 +456,9 @@ def test_the_workers_end_reads_the_end_when_the_parent_has_died_with_bytes_unrea
 
 def test_the_workers_end_refuses_garbage() -> None:
     one, two = blocking_pair()
-    one.write_rest(b"nonsense" * 10, 0)
+    one.send_packed(b"nonsense" * 10)
     with pytest.raises(TransportError):
         two.receive()
-    one.close()
-    two.close()
-
-
-def test_the_workers_end_goes_on_where_a_write_was_interrupted() -> None:
-    one, two = blocking_pair()
-    data = pack(Kind.OUTPUTS, 1, b"body")
-    assert one.write(data[:10]) == 10
-    one.write_rest(data, 10)
-    frame = two.receive()
-    assert frame is not None
-    assert bytes(frame.body) == b"body"
     one.close()
     two.close()
 
@@ -509,7 +466,7 @@ def test_the_workers_end_goes_on_where_a_write_was_interrupted() -> None:
 def test_pipes_have_room_for_large_batches() -> None:
     with blocking_and_raw() as (channel, raw):
         # It would wait for ever otherwise: nobody reads meanwhile.
-        channel.write_rest(bytes(PIPE_SIZE), 0)
+        channel.send_packed(bytes(PIPE_SIZE))
         assert len(raw.receive_all(PIPE_SIZE)) == PIPE_SIZE
 
 

@@ -255,7 +255,7 @@ def test_a_row_of_a_tensor_is_pickled_without_the_others() -> None:
 )
 def test_the_size_of_a_buffer_is_its_length(value: Any, size: int | None) -> None:
     expected = len(codec.dumps(value)) if size is None else size
-    assert codec.size_of(value) == expected
+    assert codec.measure_size(value) == expected
 
 
 def test_the_size_of_an_array_is_not_measured_by_pickling_it() -> None:
@@ -265,11 +265,11 @@ def test_the_size_of_an_array_is_not_measured_by_pickling_it() -> None:
         def __reduce__(self) -> Any:
             raise AssertionError("pickled")
 
-    assert codec.size_of(Array()) == 602_112
+    assert codec.measure_size(Array()) == 602_112
 
 
 def test_what_cannot_be_pickled_has_no_size() -> None:
-    assert codec.size_of(threading.Lock()) == 0
+    assert codec.measure_size(threading.Lock()) == 0
 
 
 @pytest.mark.parametrize(

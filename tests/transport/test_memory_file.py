@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._transport.memory_file import make_memory_file
+from fast_batcher._transport.memory_file import make_memory_file, make_shared_file
 
 SIZE = 100_000
 
@@ -53,6 +53,8 @@ def test_elsewhere_it_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.fstat(fd).st_size == SIZE
     assert os.fstat(fd).st_nlink == 0
     os.close(fd)
+    with pytest.raises(OSError, match="Linux only"):
+        make_shared_file(SIZE)
 
 
 @pytest.mark.parametrize("has_memfd", [True, False])

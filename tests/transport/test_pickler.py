@@ -136,14 +136,6 @@ def test_what_has_buffers_inside_comes_back() -> None:
     assert got["array"].tolist() == [1.0]
 
 
-def test_one_array_twice_is_one_array() -> None:
-    array = np.arange(LARGE)
-    parts = parts_of([array, array])
-    assert len(parts.sizes) == 2
-    one, two = load(write(parts), parts)
-    assert one is two
-
-
 def test_nothing_large_is_copied_but_text() -> None:
     values: list[Any] = [np.arange(LARGE), b"x" * LARGE, bytearray(LARGE)]
     addresses = {

@@ -1,0 +1,152 @@
+"""The writer's half of an outbox, in which a worker leaves large outputs. Main thread of a worker.
+
+`outbox_reader` explains what an outbox is.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import os
+from typing import TYPE_CHECKING, Any
+
+from fast_batcher._fork import at_fork
+from fast_batcher._shared_memory.memcpy import copy_buffer
+from fast_batcher._shared_memory.ranges import ALIGNMENT, PAGE, Ranges
+from fast_batcher._transport.memory_file import punch
+
+if TYPE_CHECKING:
+    from fast_batcher._transport.pickler import Parts
+
+# The byte ahead of an answer: what it says, and the room that it takes so that the answer is
+# aligned.
+TAKEN, FREE = 1, 0
+HEADER_SIZE = ALIGNMENT
+# Bytes from which on a copy lets the threads of the model run meanwhile, which costs 1.4 us. More
+# than in the API process: a shorter copy takes some tens of microseconds, and no event loop waits
+# for it.
+LEAST_RELEASING = 256 * 1024
+# Memory that no answer has used while this many pings came goes back to the system. An idle worker
+# gets one every five seconds: that makes a minute, which is also the time for inputs.
+RESTS_TO_KEEP_MEMORY = 12
+
+
+class OutboxWriter:
+    """Puts answers into the outbox of this worker.
+
+    Args:
+        fd: Of the file, which is taken over.
+        size: Its length in bytes.
+        least: Bytes from which on a buffer is kept out of the pickle.
+
+    Raises:
+        OSError: This process may not map that much memory.
+    """
+
+    def __init__(self, fd: int, size: int, least: int) -> None:
+        self.least = least
+        self._size = size
+        self._fd = fd
+        try:
+            # A program that the model starts has no use for it, and would keep the memory.
+            os.set_inheritable(fd, False)
+            self._memory = mmap.mmap(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
+        self._ranges = Ranges(size)
+        # Where answers begin that had not been copied at the last look.
+        self._starts: list[int] = []
+        # The system has provided all memory up to here.
+        self._committed_end = 0
+        self._rests = 0
+
+    def put(self, parts: "Parts") -> int | None:
+        """Write an answer; where it lies, or None if there is no room for it.
+
+        Raises:
+            OSError: There is no memory left.
+        """
+        self._free_copied()
+        start = self._ranges.take(HEADER_SIZE + parts.size)
+        if start is None:
+            return None
+        try:
+            self._get_memory(start + HEADER_SIZE + parts.size)
+        except OSError:
+            self._ranges.give_back(start)
+            raise
+        for offset, piece in parts:
+            self._write_piece(start + HEADER_SIZE + offset, piece)
+        self._memory[start] = TAKEN
+        self._starts.append(start)
+        return start
+
+    def rest(self) -> None:
+        """Use an idle moment: now and then, give back memory that was not used for long."""
+        self._free_copied()
+        self._rests += 1
+        if self._rests % RESTS_TO_KEEP_MEMORY:
+            return
+        before = self._committed_end
+        self._committed_end = min(before, self._ranges.forget_peak())
+        if self._committed_end < before:
+            with contextlib.suppress(OSError):
+                punch(self._fd, self._committed_end, before - self._committed_end)
+
+    def describe_room(self) -> str:
+        """Say in words how much room there is, and how much of it is taken."""
+        return f"{self._ranges.taken_bytes} of max_shared_bytes={self._size} are taken"
+
+    def close(self) -> None:
+        """Give the memory back; may be called again."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            self._memory.close()
+
+    def _free_copied(self) -> None:
+        """Free the answers that the API process has copied."""
+        left = []
+        for start in self._starts:
+            # Read once: the API process may clear it at any moment.
+            if self._memory[start] == FREE:
+                self._ranges.give_back(start)
+            else:
+                left.append(start)
+        self._starts = left
+
+    def _get_memory(self, end: int) -> None:
+        """Have the system provide all memory up to here: to write without it is a fatal signal."""
+        end = -(-end // PAGE) * PAGE  # part of a page could not be given back
+        if self._committed_end < end:
+            os.posix_fallocate(self._fd, self._committed_end, end - self._committed_end)
+            self._committed_end = end
+
+    def _write_piece(self, start: int, piece: bytes | memoryview) -> None:
+        size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
+        if size >= LEAST_RELEASING:
+            copy_buffer(self._address + start, piece)
+        else:
+            self._memory[start : start + size] = piece
+
+
+def open_writer(duplicate: Any, size: int, least: int) -> OutboxWriter | OSError:
+    """Make the writer of a worker process; this is what unpickling an `OutboxReader` calls there.
+
+    Args:
+        duplicate: Of the file's descriptor, as `multiprocessing` passes it.
+        size: Length of the file in bytes.
+        least: Bytes from which on a buffer is kept out of the pickle.
+
+    Returns:
+        The writer, or an error if this process may not map that much memory: the worker reports it
+        when it needs the outbox.
+    """
+    try:
+        writer = OutboxWriter(duplicate.detach(), size, least)
+    except OSError as error:
+        return error.with_traceback(None)
+    # A child that the model forks would keep the memory as long as it lives.
+    at_fork(writer, in_child=OutboxWriter.close)
+    return writer

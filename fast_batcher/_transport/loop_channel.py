@@ -1,0 +1,216 @@
+"""The parent's side of a worker's pipes. It belongs to the event loop's thread and never blocks.
+
+What a pipe does not take at once is kept, and written when the pipe takes more. A channel does not
+know what a batch is.
+"""
+
+import io
+import os
+from asyncio import AbstractEventLoop
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from fast_batcher._transport.frames import MAX_JOINED, Frame, FrameReader, Kind, pack_header
+from fast_batcher._transport.pipes import Ends
+from fast_batcher.errors import TransportError
+
+# Each is a kind, a batch id and a body.
+Frames = Iterable[tuple[Kind, int, bytes]]
+
+
+class Reservation:
+    """Keeps a place among the frames that are sent, for frames that are not ready yet."""
+
+    __slots__ = ("frames",)
+
+    def __init__(self) -> None:
+        # None until they are known.
+        self.frames: Frames | None = None
+
+
+class LoopChannel:
+    """Sends frames to one worker and dispatches those that it sends.
+
+    Args:
+        ends: The parent's ends of the pipes; the channel owns them from now on.
+        max_frame_bytes: Longest body that is accepted.
+        on_frame: Called with each frame, whose body is valid during the call only.
+        on_end: Called once, with None if the worker has closed its end, or with the error after
+            which nothing can be read: what arrived is not a frame, or `on_frame` raised.
+    """
+
+    def __init__(
+        self,
+        ends: Ends,
+        max_frame_bytes: int,
+        on_frame: Callable[[Frame], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        self._ends = ends
+        self._source, self._sink = (end.fileno() for end in ends)
+        os.set_blocking(self._source, False)
+        os.set_blocking(self._sink, False)
+        self._reader = FrameReader(max_frame_bytes, io.FileIO(self._source, closefd=False).readinto)
+        # Returns how many bytes the pipe has taken, None for none.
+        self._write = io.FileIO(self._sink, "w", closefd=False).write
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._loop: AbstractEventLoop | None = None
+        # `FrameReader.missing` when `drain` was called last.
+        self._missing: int | None = None
+        # What the pipe has not taken yet. Bounded by the batches a worker is given at once.
+        self._backlog: deque[memoryview | Reservation] = deque()
+        # Whether some of the backlog has been sent since `is_sending` was called last.
+        self._has_sent = False
+        self._is_over = False
+
+    def attach(self, loop: AbstractEventLoop) -> None:
+        """Let this loop watch the pipes; a loop that did so before is closed by now."""
+        self._loop = loop
+        loop.add_reader(self._source, self._read)
+        if self._backlog:
+            loop.add_writer(self._sink, self._write_backlog)
+
+    def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
+        """Send a frame now, or when the pipe takes it. A channel that has ended drops it."""
+        if self._is_over:
+            return
+        first = pack_header(kind, len(body), batch_id, 0.0)
+        is_whole = len(body) <= MAX_JOINED
+        if is_whole:
+            first += body
+        sent = 0
+        if not self._backlog:
+            try:
+                sent = self._write(first) or 0
+            except OSError:  # the worker is gone; `death_fd` tells the pool
+                return
+            if sent == len(first) and is_whole:
+                return
+            assert self._loop is not None, "nothing is sent before a loop is attached"
+            self._loop.add_writer(self._sink, self._write_backlog)
+        self._backlog.append(memoryview(first)[sent:])
+        if not is_whole:
+            self._backlog.append(memoryview(body))
+
+    def reserve(self) -> Reservation:
+        """Keep a place for frames that are not ready: what is sent later stays behind them.
+
+        `fill` has to be called with it.
+        """
+        reservation = Reservation()
+        if not self._is_over:
+            self._backlog.append(reservation)
+        return reservation
+
+    def fill(self, reservation: Reservation, frames: Frames) -> None:
+        """Send frames, none or more, in the place that was reserved for them."""
+        reservation.frames = frames
+        # The backlog is empty if the worker is dead and the channel has not noticed its end.
+        if self._is_over or not self._backlog or self._backlog[0] is not reservation:
+            return
+        if not self._write_some():
+            assert self._loop is not None, "nothing is sent before a loop is attached"
+            self._loop.add_writer(self._sink, self._write_backlog)
+
+    def is_sending(self) -> bool:
+        """Whether frames that had to wait were sent since the last call, or are not ready."""
+        if self._backlog and self._loop is not None:
+            self._write_backlog()
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent or (bool(self._backlog) and isinstance(self._backlog[0], Reservation))
+
+    def drain(self) -> bool:
+        """Dispatch the frames that have arrived; those of a dead worker can still be read.
+
+        Not to be called from `on_frame`: the frame there would be overwritten.
+
+        Returns:
+            Whether a frame has arrived in part, with more of it than at the last call.
+        """
+        while self._read():
+            pass
+        missing = None if self._is_over else self._reader.missing
+        before, self._missing = self._missing, missing
+        return missing is not None and missing != before
+
+    def close(self) -> None:
+        """Drop what has not been sent and close the ends; may be called again."""
+        self._stop_watching()
+        self._backlog.clear()
+        for end in self._ends:
+            end.close()
+
+    def _read(self) -> bool:
+        """Read once and dispatch the frames; False if nothing has come or the stream has ended."""
+        if self._is_over:
+            return False
+        reader = self._reader
+        try:
+            frame = reader.read()
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):  # a reset is an end like another
+            self._finish(None)
+            return False
+        except TransportError as error:
+            self._finish(error)
+            return False
+        try:
+            while frame is not None:
+                self._on_frame(frame)
+                frame = reader.next_frame() if reader.rest and not self._is_over else None
+        except Exception as error:  # noqa: BLE001  after any error the stream cannot be read
+            self._finish(error)
+            return False
+        return True
+
+    def _write_backlog(self) -> None:
+        """Write what the pipe takes; the loop calls this until the backlog is empty."""
+        assert self._loop is not None, "the loop calls this"
+        if self._write_some():
+            self._loop.remove_writer(self._sink)
+
+    def _write_some(self) -> bool:
+        """Write what the pipe takes; True if nothing that is ready is left."""
+        backlog = self._backlog
+        try:
+            while backlog:
+                head = backlog[0]
+                if isinstance(head, Reservation):
+                    if head.frames is None:  # `fill` goes on
+                        break
+                    backlog.popleft()
+                    backlog.extendleft(reversed([*_cut(head.frames)]))
+                    continue
+                sent = self._write(head)
+                if sent is None:
+                    return False
+                self._has_sent = True
+                if sent < len(head):
+                    backlog[0] = head[sent:]
+                    return False
+                backlog.popleft()
+        except OSError:
+            backlog.clear()
+        return True
+
+    def _finish(self, error: Exception | None) -> None:
+        self._stop_watching()
+        self._on_end(error)
+
+    def _stop_watching(self) -> None:
+        self._is_over = True
+        # A closed loop watches nothing, and raises when it is asked to stop.
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._source)
+            self._loop.remove_writer(self._sink)
+        self._loop = None
+
+
+def _cut(frames: Frames) -> Iterator[memoryview]:
+    """Headers and bodies of frames, in pieces, so that no body is copied."""
+    for kind, batch_id, body in frames:
+        yield memoryview(pack_header(kind, len(body), batch_id, 0.0))
+        if body:
+            yield memoryview(body)

@@ -1,0 +1,94 @@
+"""Frames to inputs: from the pipe, or from memory that the parent shares. Worker process."""
+
+from typing import TYPE_CHECKING, Any
+
+from fast_batcher._arrays import stacking
+from fast_batcher._shared_memory.layouts import view_rows
+from fast_batcher._transport import codec
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.frames import Frame, Kind, pack_header
+from fast_batcher._transport.pickler import load_items, view_parts
+
+if TYPE_CHECKING:
+    from fast_batcher._shared_memory.views import SlabViews
+
+# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
+_INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
+
+# Positions in a batch of inputs that cannot be unpickled, and why.
+Failures = dict[int, RemoteFailure]
+
+
+class InputReader:
+    """Reads the inputs of batches.
+
+    Args:
+        slabs: Memory in which large inputs arrive, None if there is none.
+    """
+
+    def __init__(self, slabs: "SlabViews | None") -> None:
+        self._slabs = slabs
+        # Inputs that came ahead of the last frame of their batch, by batch id.
+        self._parts: dict[int, list[bytes]] = {}
+
+    def keep_part(self, frame: Frame) -> None:
+        """Keep a part of a batch that is larger than one frame, until the last part comes."""
+        self._parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+
+    def read(self, frame: Frame) -> tuple[list[Any], Failures]:
+        """Return the inputs of a batch that can be unpickled, and why the others cannot.
+
+        Inputs in shared memory are lent to `stack` until `forget_lent`.
+        """
+        if frame.kind is _INPUT_ATOMS:
+            return codec.loads(frame.body), {}
+        if frame.kind is _INPUTS:
+            items = self._parts.pop(frame.batch_id, []) + codec.loads(frame.body)
+            values = [_unpickle_item(item) for item in items]
+        else:
+            values = self._load_shared(frame)
+        failures = {at: one for at, one in enumerate(values) if type(one) is RemoteFailure}
+        if failures:
+            values = [one for one in values if type(one) is not RemoteFailure]
+        return values, failures
+
+    def forget_lent(self) -> None:
+        """End what `stack` may use: the batch has been computed."""
+        stacking.lent.clear()
+
+    def pack_freed(self) -> bytes:
+        """Return a frame with the batches of which no view is left; empty if there is none."""
+        slabs = self._slabs
+        if slabs is None or not (slabs.freed or slabs.forks):
+            return b""
+        freed = slabs.take_freed()
+        if not freed:  # a child that the model has forked still has views
+            return b""
+        body = codec.dumps(freed)
+        return pack_header(Kind.FREED, len(body), 0, 0.0) + body
+
+    def _load_shared(self, frame: Frame) -> list[Any]:
+        """Return views of a batch in shared memory; a `RemoteFailure` for an unreadable input."""
+        slabs = self._slabs
+        assert slabs is not None, "the parent knows that it shares no memory"
+        named = codec.loads(frame.body)
+        memory = slabs.view(frame.batch_id)
+        if frame.kind is _SHARED_INPUTS:
+            start, length, sizes, items = named
+            view = memory[start : start + length]
+            stacking.lend(slabs.address + start, view)
+            stream, buffers = view_parts(view, sizes)
+            return load_items(stream, buffers, items, codec.describe)
+        inputs: list[Any] = []
+        for layout, start, count in named:
+            rows, view, whole = view_rows(layout, memory, start, count)
+            inputs += rows
+            stacking.lend(slabs.address + start, view, whole, () if whole is None else rows)
+        return inputs
+
+
+def _unpickle_item(item: bytes) -> Any:
+    try:
+        return codec.loads(item)
+    except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+        return codec.describe(error)

@@ -1,0 +1,61 @@
+"""Makes the model's instance in the worker process."""
+
+import importlib
+from typing import Any
+
+from fast_batcher._transport import codec
+from fast_batcher.errors import WorkerStartupError
+from fast_batcher.model_spec import describe_arguments, find_model_fault
+
+
+def load_model(pickled: bytes | bytearray | memoryview) -> Any:
+    """Make the model's instance.
+
+    Args:
+        pickled: `(class or "module:Class", args, kwargs)`.
+
+    Raises:
+        WorkerStartupError: The string does not name a model.
+        Exception: What the import or the constructor raised.
+    """
+    model, args, kwargs = codec.loads(pickled)
+    if isinstance(model, str):
+        cls = _resolve(model)
+        fault = "it is not a class" if not isinstance(cls, type) else find_model_fault(cls)
+        if fault is not None:
+            raise WorkerStartupError(f"model={model!r}: {fault}")
+        model_name, model = model, cls
+    else:
+        model_name = f"{model.__module__}:{model.__qualname__}"
+    try:
+        return model(*args, **kwargs)
+    except TypeError as error:
+        error.add_note(f"while calling {model_name} with {describe_arguments(args, kwargs)}")
+        raise
+
+
+def _resolve(name: str) -> Any:
+    """Import the object that "module:Class" names.
+
+    Raises:
+        WorkerStartupError: There is no such module or attribute.
+        Exception: What a module that exists raises while it is imported.
+    """
+    module_name, _, path = name.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise WorkerStartupError(
+            f"model={name!r}: there is no module {error.name!r} on the worker's path; write the "
+            "name as you would import it"
+        ) from error
+    for attribute in path.split("."):
+        try:
+            target = getattr(target, attribute)
+        except AttributeError as error:
+            raise WorkerStartupError(
+                f"model={name!r}: module {module_name!r} has no {path!r}"
+            ) from error
+    return target

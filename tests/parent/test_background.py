@@ -1,0 +1,93 @@
+"""The thread beside an event loop: its jobs, their order, and which loop is told."""
+
+import asyncio
+import threading
+
+import pytest
+from waits import LIMIT
+
+from fast_batcher._parent.background import JobThread
+
+pytestmark = pytest.mark.anyio
+
+
+class Told:
+    """What a thread has told an event loop."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException | None] = []
+        self.has_come = asyncio.Event()
+
+    def done(self, error: BaseException | None) -> None:
+        self.errors.append(error)
+        self.has_come.set()
+
+
+def fail() -> None:
+    raise SystemExit(3)
+
+
+async def test_jobs_are_done_in_order_and_the_loop_is_told_their_errors() -> None:
+    thread, told, order = JobThread(asyncio.get_running_loop(), "tested"), Told(), list[int]()
+    last = Told()
+    thread.run(lambda: order.append(1), told.done)
+    thread.run(fail, told.done)
+    thread.run(lambda: order.append(2), last.done)
+    await asyncio.wait_for(last.has_come.wait(), LIMIT)
+    thread.stop()
+    assert order == [1, 2]
+    none, error = told.errors
+    assert none is None
+    assert isinstance(error, SystemExit)
+    # Its frames would hold what the job used.
+    assert error.__traceback__ is None
+
+
+async def test_no_job_is_begun_once_the_thread_is_held() -> None:
+    thread, told = JobThread(asyncio.get_running_loop(), "tested"), Told()
+    is_running, is_over = threading.Event(), threading.Event()
+    order: list[int] = []
+
+    def wait() -> None:
+        is_running.set()
+        is_over.wait(LIMIT)
+        order.append(1)
+
+    thread.run(wait, told.done)
+    thread.run(lambda: order.append(2), told.done)
+    assert is_running.wait(LIMIT)
+    threading.Timer(0.0, is_over.set).start()
+    thread.hold()
+    assert order == [1]
+    thread.stop()
+    assert order == [1]
+    assert "tested" not in {one.name for one in threading.enumerate()}
+    # What it had to tell is forgotten.
+    thread.take_outcomes()
+    assert told.errors == []
+
+
+@pytest.mark.parametrize("is_closed_first", [True, False])
+def test_an_outcome_that_a_closed_loop_has_not_taken_is_told_to_the_next(
+    is_closed_first: bool,
+) -> None:
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    thread = JobThread(first, "tested")
+    told: list[BaseException | None] = []
+    is_over, has_begun_next = threading.Event(), threading.Event()
+    thread.run(lambda: assert_set(is_over), told.append)
+    thread.run(has_begun_next.set, told.append)
+    if is_closed_first:
+        first.close()
+    is_over.set()
+    # Jobs are done one after the other, so the loop has been told of the first.
+    assert has_begun_next.wait(LIMIT)
+    first.close()
+    thread.rebind(second)
+    assert told[:1] == [None]
+    thread.stop()
+    second.close()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(LIMIT)

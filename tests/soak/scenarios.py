@@ -1,0 +1,38 @@
+"""The scenarios by name, and how one of them runs in a fresh process."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import uvloop
+
+from soak.kills import s1, s2
+from soak.lives import s3, s5, s7
+from soak.payloads import s6
+from soak.report import Findings
+from soak.steady import s4
+
+SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
+    "S1": s1,
+    "S2": s2,
+    "S3": s3,
+    "S4": s4,
+    "S5": s5,
+    "S6": s6,
+    "S7": s7,
+}
+
+
+def run(name: str, short: bool, seed: int, loop: str) -> Findings:
+    """Run one scenario in this process."""
+    scenario = SCENARIOS[name](short, seed)
+    return uvloop.run(scenario) if loop == "uvloop" else asyncio.run(scenario)
+
+
+def run_afresh(*arguments: Any) -> Findings:
+    """Run one scenario in a new process, so that no earlier scenario's memory counts."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+        return pool.submit(run, *arguments).result()

@@ -1,0 +1,38 @@
+"""What objects do when the process forks."""
+
+import os
+
+from fast_batcher._fork import at_fork
+
+
+class Noted:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        at_fork(
+            self,
+            before=lambda one: one.told.append("before"),
+            in_parent=lambda one: one.told.append("parent"),
+            in_child=lambda one: one.told.append("child"),
+        )
+
+
+def test_an_object_is_told_before_a_fork_and_on_both_sides_after_it() -> None:
+    noted = Noted()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(noted.told != ["before", "child"])
+    assert os.waitpid(pid, 0)[1] == 0
+    assert noted.told == ["before", "parent"]
+
+
+def test_an_object_that_is_gone_is_not_told_and_the_others_are() -> None:
+    gone, kept = Noted(), Noted()
+    told = gone.told
+    del gone
+    pid = os.fork()
+    if pid == 0:
+        os._exit(kept.told != ["before", "child"])
+    assert os.waitpid(pid, 0)[1] == 0
+    assert told == []

@@ -1,0 +1,448 @@
+"""What a worker does with batches: `Server` in a thread, against real pipes.
+
+What it does to its process (signals, the end with the parent) is tested with real processes.
+"""
+
+import fcntl
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_models import (
+    EXCEPTIONS,
+    UNPICKLABLE,
+    Alarmed,
+    BrokenAndRaises,
+    BrokenOnArrival,
+    ChangesInputs,
+    Echo,
+    FailsPositions,
+    Grows,
+    Numbers,
+    Raises,
+    Returns,
+    Says,
+    Slow,
+    StreamsInput,
+    UnpicklableOutputs,
+)
+from waits import LIMIT, Gate
+
+from fast_batcher import stack
+from fast_batcher._arrays import stacking
+from fast_batcher._shared_memory.layouts import Layout
+from fast_batcher._shared_memory.outbox_reader import OutboxReader
+from fast_batcher._shared_memory.outbox_writer import OutboxWriter
+from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.views import SlabViews
+from fast_batcher._transport import codec
+from fast_batcher._transport.blocking_channel import BlockingChannel
+from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.pipes import open_pipes
+from fast_batcher._transport.progress import WorkerProgress
+from fast_batcher._worker.inputs import InputReader
+from fast_batcher._worker.main import worker_main
+from fast_batcher._worker.replies import ReplyEncoder
+from fast_batcher._worker.serving import Server
+from fast_batcher.errors import InferenceError, OutputMismatchError
+
+MEBI = 2**20
+
+
+class Served:
+    """The parent's side of a model that is served in a thread."""
+
+    def __init__(
+        self, model: Any, max_frame_bytes: int = MEBI, encoder: ReplyEncoder | None = None
+    ) -> None:
+        ours, theirs = open_pipes(multiprocessing.get_context())
+        self.channel = BlockingChannel(ours, 2**30)
+        self._theirs = BlockingChannel(theirs, max_frame_bytes)
+        self.progress = WorkerProgress()
+        encoder = encoder or ReplyEncoder(None, max_frame_bytes)
+        server = Server(self._theirs, model, self.progress, InputReader(None), encoder)
+        self.thread = threading.Thread(target=server.serve)
+        self.thread.start()
+
+    def answer(self) -> Frame:
+        frame = self.channel.receive()
+        assert frame is not None, "it has ended"
+        return frame._replace(body=bytes(frame.body))
+
+    def ask(self, *inputs: Any) -> Frame:
+        """Send a batch in one pickle, which is for inputs that cannot be changed; its answer."""
+        self.channel.send(Kind.INPUT_ATOMS, 5, codec.dumps(list(inputs)))
+        return self.answer()
+
+    def ask_items(self, *inputs: Any) -> Frame:
+        """Send a batch item by item; its answer."""
+        self.channel.send(Kind.INPUTS, 6, codec.dumps([codec.dumps(one) for one in inputs]))
+        return self.answer()
+
+    def close(self) -> None:
+        self.channel.close()
+        self.thread.join(LIMIT)
+        assert not self.thread.is_alive()
+        self._theirs.close()
+        self.progress.close()
+
+
+@pytest.fixture
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """The model that the test is parametrised with."""
+    served = Served(request.param())
+    yield served
+    served.close()
+
+
+def serves(model: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("served", [model], indirect=True, ids=[""])
+
+
+def failure_in(frame: Frame, kind: Kind = Kind.FAILED) -> Any:
+    assert frame.kind is kind
+    return RemoteFailure(*codec.loads(frame.body)).to_error()
+
+
+def outcomes_in(frame: Frame) -> list[Any]:
+    """Outputs, and errors where there are none."""
+    if frame.kind is Kind.OUTPUT_ATOMS:
+        return list(codec.loads(frame.body))
+    assert frame.kind is Kind.OUTPUTS
+    return [
+        codec.loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        for item in codec.loads(frame.body)
+    ]
+
+
+# --- serving --------------------------------------------------------------------------------------
+
+
+@serves(Echo)
+def test_a_batch_is_answered_under_its_number(served: Served) -> None:
+    frame = served.ask("a", None, 3)
+    assert (frame.kind, frame.batch_id) == (Kind.OUTPUT_ATOMS, 5)
+    assert codec.loads(frame.body) == ["a", None, 3]
+    assert frame.seconds >= 0
+
+
+@serves(lambda: Slow(0.02))
+def test_the_answer_tells_how_long_the_model_took(served: Served) -> None:
+    assert served.ask(1, 2).seconds >= 0.04
+    assert served.ask_items(1).seconds >= 0.02
+
+
+@serves(Echo)
+def test_batches_are_answered_in_their_order(served: Served) -> None:
+    for number in range(20):
+        served.channel.send(Kind.INPUT_ATOMS, number, codec.dumps([number]))
+    for number in range(20):
+        frame = served.answer()
+        assert (frame.batch_id, codec.loads(frame.body)) == (number, [number])
+
+
+@serves(Echo)
+def test_stop_comes_after_what_was_sent_before(served: Served) -> None:
+    served.channel.send(Kind.INPUT_ATOMS, 1, codec.dumps(["last"]))
+    served.channel.send(Kind.STOP)
+    served.channel.send(Kind.INPUT_ATOMS, 2, codec.dumps(["never read"]))
+    assert codec.loads(served.answer().body) == ["last"]
+    served.thread.join(LIMIT)
+    assert not served.thread.is_alive()
+
+
+@serves(Echo)
+def test_the_end_of_the_parent_is_the_end(served: Served) -> None:
+    served.channel.close()
+    served.thread.join(LIMIT)
+    assert not served.thread.is_alive()
+
+
+@pytest.mark.slow
+def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Gate) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = open_pipes(context)
+    # One page, so that the worker waits in the middle of its answer until somebody reads.
+    fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
+    progress = WorkerProgress()
+    arguments = (theirs, progress, MEBI, 32, os.getpid(), None, None)
+    process = context.Process(target=worker_main, args=arguments)
+    process.start()
+    for end in theirs:
+        end.close()
+    channel = BlockingChannel(ours, MEBI)
+    channel.send(Kind.LOAD, 0, codec.dumps((Alarmed, (gate.path,), {})))
+    ready = channel.receive()
+    assert ready is not None
+    assert ready.kind is Kind.READY
+    inputs = [b"x" * 50_000]
+    channel.send(Kind.INPUT_ATOMS, 1, codec.dumps(inputs))
+    for _ in range(3):
+        gate.wait().let_on()
+    answer = channel.receive()
+    assert answer is not None
+    assert codec.loads(answer.body) == inputs
+    assert (progress.taken, progress.begun) == (1, 1)
+    progress.close()
+    channel.close()
+    process.join(LIMIT)
+    assert process.exitcode == 0
+    process.close()
+
+
+@serves(Raises)
+@pytest.mark.parametrize("name", EXCEPTIONS)
+def test_whatever_the_model_raises_is_told_and_it_serves_on(served: Served, name: str) -> None:
+    for frame in (served.ask("fine", name), served.ask_items(name)):
+        assert isinstance(failure_in(frame, Kind.RAISED), InferenceError)
+    assert codec.loads(served.ask("fine").body) == ["fine"]
+
+
+@serves(Says)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (Kind.FATAL, "CUDA error: device-side assert triggered"),
+        (Kind.FATAL, "CUDA error: an illegal memory access was encountered"),
+        (Kind.FATAL, "cuDNN: unspecified launch failure"),
+        # Inputs may say anything.
+        (Kind.RAISED, "cannot read 'CUDA error: device-side assert triggered'"),
+        (Kind.RAISED, "cannot read 'CUDA out of memory'"),
+        (Kind.OUT_OF_MEMORY, "CUDA out of memory. Tried to allocate 20.00 MiB"),
+        (Kind.OUT_OF_MEMORY, "CUDA error: out of memory"),
+        (Kind.RAISED, "the file system is out of memory cards"),
+        (Kind.RAISED, "cuda is nice"),
+    ],
+)
+def test_what_the_model_raises_tells_what_can_be_done(
+    served: Served, kind: Kind, text: str
+) -> None:
+    assert text in str(failure_in(served.ask(text), kind))
+
+
+@serves(StreamsInput)
+def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served) -> None:
+    assert served.ask("large").kind is Kind.OUT_OF_MEMORY
+    assert codec.loads(served.ask("small").body) == [1]
+
+
+@serves(Numbers)
+def test_an_error_of_another_type_is_not_cudas_whatever_it_says(served: Served) -> None:
+    assert "CUDA error" in str(failure_in(served.ask("CUDA error"), Kind.RAISED))
+
+
+@serves(Says)
+def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Served) -> None:
+    fatal = codec.dumps(["CUDA error: unspecified launch failure"])
+    served.channel.send(Kind.INPUT_ATOMS, 1, fatal)
+    served.channel.send(Kind.INPUT_ATOMS, 2, codec.dumps(["fine"]))
+    assert served.answer().kind is Kind.FATAL
+    served.thread.join(LIMIT)
+    assert not served.thread.is_alive()
+    assert (served.progress.taken, served.progress.begun) == (1, 1)
+
+
+@serves(BrokenAndRaises)
+def test_an_input_that_cannot_be_read_keeps_its_own_error_when_the_model_raises(
+    served: Served,
+) -> None:
+    bad = BrokenOnArrival("parent", KeyError("its own"))
+    first, second = outcomes_in(served.ask_items("a", bad))
+    assert isinstance(first, ValueError)
+    assert isinstance(second, KeyError)
+
+
+@serves(Echo)
+def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> None:
+    assert (served.progress.taken, served.progress.begun) == (None, None)
+    served.ask("a")
+    assert (served.progress.taken, served.progress.begun) == (5, 5)
+    served.ask_items("a")
+    assert (served.progress.taken, served.progress.begun) == (6, 6)
+
+
+def test_a_run_of_rows_is_lent_as_one_array() -> None:
+    slabs = Slabs(MEBI)
+    views = SlabViews(os.dup(slabs._fd), MEBI)
+    layout = codec.dumps(Layout(False, np.dtype("u1"), (4096,)))
+    body = codec.dumps([(layout, 0, 2), (layout, 3 * 4096, 1)])
+    inputs, failures = InputReader(views).read(Frame(Kind.ROWS, 5, 0.0, body))
+    assert failures == {}
+    assert [(piece.whole.shape, len(piece.rows)) for piece in stacking.lent] == [
+        ((2, 4096), 2),
+        ((1, 4096), 1),
+    ]
+    # Of the array that the rows are of: not made anew.
+    assert stack(inputs[:2]).base is inputs[0].base
+    stacking.lent.clear()
+    del inputs
+    views.close()
+    slabs.close()
+
+
+@serves(Echo)
+def test_a_ping_is_answered(served: Served) -> None:
+    served.channel.send(Kind.PING)
+    assert served.answer().kind is Kind.PONG
+
+
+@serves(Returns)
+def test_a_wrong_number_of_outputs_is_told_to_all(served: Served) -> None:
+    error = failure_in(served.ask("fewer", "x", "y"))
+    assert isinstance(error, OutputMismatchError)
+    assert "2 outputs for 3 inputs" in str(error)
+    assert isinstance(failure_in(served.ask_items("more", "x")), OutputMismatchError)
+
+
+@serves(ChangesInputs)
+def test_a_model_may_empty_the_list_it_is_given(served: Served) -> None:
+    assert codec.loads(served.ask("a", "b").body) == ["a", "b"]
+    assert outcomes_in(served.ask_items("a", "b")) == ["a", "b"]
+
+
+@serves(FailsPositions)
+def test_an_exception_among_the_outputs_fails_its_position(served: Served) -> None:
+    for frame in (served.ask("a", "bad", "c"), served.ask_items("a", "bad", "c")):
+        one, bad, three = outcomes_in(frame)
+        assert (one, three) == ("a", "c")
+        assert isinstance(bad, ValueError)
+
+
+@serves(UnpicklableOutputs)
+@pytest.mark.parametrize("name", UNPICKLABLE)
+def test_an_output_that_cannot_be_pickled_fails_its_position(served: Served, name: str) -> None:
+    for frame in (served.ask("a", name), served.ask_items("a", name)):
+        one, bad = outcomes_in(frame)
+        assert one == "a"
+        assert "cannot be pickled" in str(bad)
+        assert type(UNPICKLABLE[name]()).__name__ in str(bad)
+
+
+@serves(Echo)
+def test_an_exception_is_found_whatever_outputs_came_before(served: Served) -> None:
+    batches: list[list[Any]] = [[1, 2], ["one", 2.0], [None, (), {}], [b"", 1]]
+    for outputs in batches * 2:
+        assert outcomes_in(served.ask(*outputs)) == outputs
+    first, second = outcomes_in(served.ask(1, KeyError("second")))
+    assert first == 1
+    assert isinstance(second, InferenceError)
+    (lone,) = outcomes_in(served.ask(KeyError("lone")))
+    assert isinstance(lone, InferenceError)
+    assert outcomes_in(served.ask(1, "two")) == [1, "two"]
+
+
+@serves(Echo)
+def test_an_input_that_cannot_be_unpickled_fails_alone(served: Served) -> None:
+    # This thread is in the "parent" process, so that is the side on which it breaks.
+    bad = BrokenOnArrival("parent", SystemExit(3))
+    one, error, three = outcomes_in(served.ask_items("a", bad, "c"))
+    assert (one, three) == ("a", "c")
+    assert "SystemExit: 3" in str(error)
+
+
+class SharesOutputs:
+    """Answers all with one object, which it changes afterwards."""
+
+    def __init__(self) -> None:
+        self.answer: dict[str, list[int]] = {"seen": []}
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        self.answer["seen"].append(len(inputs))
+        return [self.answer for _ in inputs]
+
+
+@serves(SharesOutputs)
+def test_an_output_that_several_requests_get_is_an_object_for_each(served: Served) -> None:
+    one, two = outcomes_in(served.ask("a", "b"))
+    assert one == two == {"seen": [2]}
+    one["seen"].append(0)
+    assert two == {"seen": [2]}
+
+
+@serves(Echo)
+def test_the_model_is_not_called_when_no_input_can_be_read(served: Served) -> None:
+    bad = BrokenOnArrival("parent", ValueError("broken"))
+    assert all(isinstance(one, ValueError) for one in outcomes_in(served.ask_items(bad, bad)))
+
+
+@serves(Echo)
+def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> None:
+    def part(*values: str) -> bytes:
+        return codec.dumps([codec.dumps(value) for value in values])
+
+    send = served.channel.send
+    send(Kind.INPUTS_PART, 1, part("a"))
+    send(Kind.INPUTS_PART, 1, part("b", "c"))
+    send(Kind.INPUTS, 1, part("d"))
+    assert outcomes_in(served.answer()) == ["a", "b", "c", "d"]
+    send(Kind.INPUTS, 1, part("e"))
+    assert outcomes_in(served.answer()) == ["e"]
+
+
+@serves(Grows)
+def test_outputs_larger_than_a_frame_come_in_parts(served: Served) -> None:
+    served.channel.send(Kind.INPUT_ATOMS, 5, codec.dumps([400_000] * 7))
+    sizes = []
+    while (frame := served.answer()).kind is Kind.OUTPUTS_PART:
+        assert len(frame.body) <= MEBI
+        sizes += [len(codec.loads(item)) for item in codec.loads(frame.body)]
+    sizes += [len(output) for output in outcomes_in(frame)]
+    assert sizes == [400_000] * 7
+
+
+@serves(Grows)
+def test_one_output_larger_than_a_frame_fails_its_position(served: Served) -> None:
+    for frame in (served.ask(10, 2 * MEBI), served.ask_items(10, 2 * MEBI)):
+        small, large = outcomes_in(frame)
+        assert len(small) == 10
+        assert "more than max_frame_bytes=1048576" in str(large)
+
+
+class PicklingCounted:
+    """Outputs that know how often they were pickled."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def infer(self, inputs: list[int]) -> list[Any]:
+        self.counts.append(0)
+        return [_Counted(self.counts, b"x" * one) for one in inputs]
+
+
+class _Counted:
+    def __init__(self, counts: list[int], value: bytes) -> None:
+        self._counts = counts
+        self._value = value
+
+    def __reduce__(self) -> Any:
+        self._counts[-1] += 1
+        return bytes, (self._value,)
+
+
+def test_outputs_are_pickled_once_whatever_their_size() -> None:
+    outbox = OutboxReader(8 * MEBI, 5000)
+    writer = OutboxWriter(os.dup(outbox._fd), 8 * MEBI, 5000)
+    model = PicklingCounted()
+    served = Served(model, encoder=ReplyEncoder(writer, MEBI))
+    kinds = []
+    for size in (10, 70_000, 200_000, 300_000, 400_000, 10, 200_000, 300_000):
+        frame = served.ask(size)
+        kinds.append(frame.kind)
+        if frame.kind is Kind.SHARED_OUTPUTS:
+            *where, failures = codec.loads(frame.body)
+            assert failures == {}
+            assert outbox.find(*where).load(lambda error: error) == [b"x" * size]
+        else:
+            assert outcomes_in(frame) == [b"x" * size]
+    served.close()
+    writer.close()
+    outbox.close()
+    small, large = Kind.OUTPUTS, Kind.SHARED_OUTPUTS
+    assert kinds == [small, small, small, large, large, small, small, large]
+    # But for the first time that they are large.
+    assert model.counts == [1, 1, 1, 2, 1, 1, 1, 1]
