@@ -201,11 +201,6 @@ class WritesAtExit(Echo):
         atexit.register(Path(path).write_text, "ended\n")
 
 
-class RaisesOnClose(Echo):
-    def close(self) -> None:
-        raise ValueError("cannot close")
-
-
 # Ends of a worker.
 
 
@@ -732,19 +727,6 @@ class Reuses(InferenceModel[int, bytearray]):
         return [self._buffer for _ in inputs]
 
 
-class CrashesOnArrival:
-    """Ends the worker process when it is unpickled there."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _crash_in_worker, ()
-
-
-def _crash_in_worker() -> CrashesOnArrival:
-    if multiprocessing.parent_process() is not None:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return CrashesOnArrival()
-
-
 class Leaks(InferenceModel[Any, int]):
     """Keeps so many more bytes with each batch; answers with its process id."""
 
@@ -933,9 +915,6 @@ class Namespace:
 
     class Inner(Echo):
         pass
-
-
-not_a_class = 5
 
 
 class DuckModel:

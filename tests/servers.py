@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx2
@@ -57,10 +58,16 @@ class Server:
         options: More of its command line.
         folder: Where the module is, if not here.
         command: Another server, with its whole command line.
+        limit: Seconds after which it is killed, so that no wait for it lasts for ever.
     """
 
     def __init__(
-        self, app: str, *options: str, folder: Path | None = None, command: Sequence[str] = ()
+        self,
+        app: str,
+        *options: str,
+        folder: Path | None = None,
+        command: Sequence[str] = (),
+        limit: float = LIMIT,
     ) -> None:
         environment = {**os.environ, "PYTHONPATH": str(TESTS)}
         if folder is not None:
@@ -74,8 +81,7 @@ class Server:
             # A group of its own, that a signal can be sent to.
             start_new_session=True,
         )
-        # Ends the wait for a line that never comes.
-        self._watchdog = threading.Timer(LIMIT, self.process.kill)
+        self._watchdog = threading.Timer(limit, self.process.kill)
         self._watchdog.start()
         self.output = ""
 
@@ -103,6 +109,13 @@ class Server:
         self._watchdog.join()
 
 
+def find_free_port() -> int:
+    """A port for a server that does not tell which one it has chosen."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
 def uvicorn_command(app: str, *options: str) -> list[str]:
     where = ["--app-dir", str(TESTS), "--host", "127.0.0.1", "--port", "0", "--no-use-colors"]
     return [sys.executable, "-m", "uvicorn", app, *where, *options]
@@ -112,8 +125,8 @@ def uvicorn_command(app: str, *options: str) -> list[str]:
 def serve() -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def start(app: str, *options: str) -> Server:
-        servers.append(Server(app, *options))
+    def start(app: str, *options: str, **more: Any) -> Server:
+        servers.append(Server(app, *options, **more))
         return servers[-1]
 
     yield start

@@ -6,19 +6,17 @@ import contextlib
 import gc
 import logging
 import math
-import os
 import random
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import anyio
-import httpx2
 import psutil
 import pytest
-from fastapi import Depends, FastAPI
 from sample_models import (
     BatchSize,
     Closes,
@@ -39,7 +37,21 @@ from sample_models import (
     Warm,
     Whereabouts,
 )
-from waits import LIMIT, SOON, Gate, Watch, assert_balance, call, outcome, turns, until, within
+from waits import (
+    LIMIT,
+    ONE_LOOP,
+    SOON,
+    Gate,
+    Visit,
+    Watch,
+    assert_balance,
+    both_loops,
+    call,
+    outcome,
+    turns,
+    until,
+    within,
+)
 
 from fast_batcher import (
     BatcherClosedError,
@@ -50,9 +62,23 @@ from fast_batcher import (
     QueueFullError,
     WorkerStartupError,
 )
-from fast_batcher.fastapi import health_router, install_exception_handlers, request_timeout
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """One loop, but for tests that are marked with `both_loops`."""
+    return getattr(request, "param", ONE_LOOP)
+
+
+async def begin(
+    batcher: DynBatcher[Any, Any], gate: Gate, *values: Any
+) -> tuple[list["asyncio.Task[Any]"], Visit]:
+    """Call with these values; the calls, and the visit of their batch, which has begun."""
+    calls = [call(batcher, value) for value in values]
+    return calls, await gate.visit()
+
 
 # --- settings that change -------------------------------------------------------------------------
 
@@ -79,23 +105,20 @@ async def test_settings_change_while_it_runs(gate: Gate) -> None:
         assert await asyncio.gather(*calls) == ["running", *range(8)]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+async def test_one_wrong_setting_changes_none() -> None:
+    wrong: list[dict[str, Any]] = [
         {"max_batch_size": 0},
         {"max_batch_size": 8, "max_latency": -1.0},
         {"max_latency": 0.1, "max_queue_size": 1.5},
         {"max_batch_size": 8, "max_delay": math.nan},
         {"max_batch_size": 8, "num_workers": 2},
-    ],
-    ids=str,
-)
-async def test_one_wrong_setting_changes_none(changes: dict[str, Any]) -> None:
+    ]
     async with DynBatcher(BatchSize, 4) as batcher:
-        with pytest.raises(ConfigurationError):
-            batcher.reconfigure(**changes)
-        calls = [call(batcher, number) for number in range(8)]
-        assert await asyncio.gather(*calls) == [4] * 8
+        for changes in wrong:
+            with pytest.raises(ConfigurationError):
+                batcher.reconfigure(**changes)
+            calls = [call(batcher, number) for number in range(8)]
+            assert await asyncio.gather(*calls) == [4] * 8
 
 
 async def test_settings_are_kept_for_the_next_opening() -> None:
@@ -113,44 +136,11 @@ async def test_settings_are_kept_for_the_next_opening() -> None:
         assert await batcher.process_batched("again") == 1
 
 
+@both_loops
 async def test_settings_belong_to_the_loops_thread() -> None:
     async with DynBatcher(Echo) as batcher:
         with pytest.raises(RuntimeError, match="belongs to the thread of the event loop"):
             await asyncio.to_thread(batcher.reconfigure, max_batch_size=2)
-
-
-# --- targets --------------------------------------------------------------------------------------
-
-
-async def test_a_call_that_cannot_be_answered_in_time_is_refused_at_once(gate: Gate) -> None:
-    async with DynBatcher(Slow, 1, model_args=(0.05,)) as batcher:
-        await batcher.process_many(range(8), timeout=LIMIT)
-        calls = [call(batcher, number) for number in range(20)]
-        await turns()
-        began_at = batcher.stats.completed
-        with pytest.raises(DeadlineExceededError, match="the answer would take") as caught:
-            await batcher.process_batched("late", timeout=0.2)
-        assert caught.value.retry_after is not None
-        assert batcher.stats.completed <= began_at + 1
-        assert batcher.stats.rejected == 1
-        await asyncio.gather(*calls)
-        assert_balance(batcher)
-
-
-async def test_a_service_with_a_target_refuses_what_it_cannot_answer_in_time() -> None:
-    async with DynBatcher(Slow, 1, model_args=(0.02,), max_latency=0.2) as batcher:
-        for number in range(4):
-            assert await batcher.process_batched(number) == number
-        outcomes = await asyncio.gather(
-            *[call(batcher, number) for number in range(100)], return_exceptions=True
-        )
-        refused = [one for one in outcomes if isinstance(one, DeadlineExceededError)]
-        assert len(refused) > 50
-        assert all(one.retry_after is not None for one in refused)
-        assert outcomes[0] == 0
-        assert await batcher.process_batched("after") == "after"
-        stats = assert_balance(batcher)
-        assert stats.rejected + stats.expired == len(refused)
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -169,25 +159,7 @@ async def test_falsy_inputs_come_back_as_they_went() -> None:
         assert [type(output) for output in outputs] == [type(value) for value in values]
 
 
-async def test_calls_of_one_turn_share_a_batch() -> None:
-    async with DynBatcher(BatchSize, max_batch_size=4) as batcher:
-        calls = [call(batcher, number) for number in range(3)]
-        assert await asyncio.gather(*calls) == [3, 3, 3]
-        assert batcher.stats.batch_sizes == {3: 1}
-
-
-async def test_no_batch_is_larger_than_it_may_be(gate: Gate) -> None:
-    async with DynBatcher(Gated, 4, model_args=(gate.path,)) as batcher:
-        calls = [call(batcher, number) for number in range(10)]
-        batches = []
-        for _ in range(3):
-            visit = await gate.visit()
-            batches.append(visit.note)
-            visit.let_on()
-        assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-        assert await asyncio.gather(*calls) == list(range(10))
-
-
+@both_loops
 async def test_each_caller_gets_its_own_answer() -> None:
     async with DynBatcher(Echo, 7) as batcher:
         values = list(range(1000))
@@ -227,15 +199,16 @@ async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
         assert (stats.completed, stats.failed) == (2, 1)
 
 
-@pytest.mark.parametrize("timeout", [0, -1, math.nan, "1", True, [1]], ids=repr)
-async def test_a_wrong_timeout_is_refused_and_nothing_is_queued(timeout: Any) -> None:
+async def test_a_wrong_timeout_is_refused_and_nothing_is_queued() -> None:
     async with DynBatcher(Echo) as batcher:
-        with pytest.raises(ConfigurationError, match=r"timeout=.*more than 0"):
-            await batcher.process_batched(1, timeout=timeout)
-        with pytest.raises(ConfigurationError, match="timeout="):
-            await batcher.process_many([1], timeout=timeout)
-        with pytest.raises(ConfigurationError, match="timeout="):
-            batcher.submit(1, timeout=timeout)
+        for timeout in [0, -1, math.nan, "1", True, [1]]:
+            wrong: Any = {"timeout": timeout}
+            with pytest.raises(ConfigurationError, match=r"timeout=.*more than 0"):
+                await batcher.process_batched(1, **wrong)
+            with pytest.raises(ConfigurationError, match="timeout="):
+                await batcher.process_many([1], **wrong)
+            with pytest.raises(ConfigurationError, match="timeout="):
+                batcher.submit(1, **wrong)
         assert batcher.stats.submitted == 0
         assert await batcher.process_batched(1, timeout=math.inf) == 1
 
@@ -283,9 +256,10 @@ Cancellable = Callable[[DynBatcher[Any, Any], Any], tuple["asyncio.Task[Any]", A
 ways_to_cancel = pytest.mark.parametrize("start", [task_cancel, cancel_scope, task_group])
 
 
+@both_loops
 @ways_to_cancel
-@pytest.mark.parametrize("victims", [{1}, {0, 2}], ids=str)
-async def test_some_of_a_running_batch_are_cancelled_and_the_others_get_their_answers(
+@pytest.mark.parametrize("victims", [{1}, {0, 2}, {0, 1, 2}], ids=str)
+async def test_requests_of_a_running_batch_are_cancelled_and_all_others_get_their_own_answers(
     gate: Gate, start: Cancellable, victims: set[int]
 ) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
@@ -298,73 +272,42 @@ async def test_some_of_a_running_batch_are_cancelled_and_the_others_get_their_an
             assert isinstance(await outcome(started[victim][0]), asyncio.CancelledError)
         stats = assert_balance(batcher)
         assert (stats.cancelled, stats.running) == (len(victims), 3 - len(victims))
+        late = call(batcher, "late")
         visit.let_on()
         for number in {0, 1, 2} - victims:
             assert await outcome(started[number][0]) == number
-        stats = assert_balance(batcher)
-        assert (stats.completed, stats.cancelled) == (3 - len(victims), len(victims))
-
-
-@ways_to_cancel
-async def test_a_running_batch_is_cancelled_whole_and_the_next_call_gets_its_own_answer(
-    gate: Gate, start: Cancellable
-) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        started = [start(batcher, number) for number in range(3)]
-        visit = await gate.visit()
-        for task, cancel in started:
-            cancel()
-            assert isinstance(await outcome(task), asyncio.CancelledError)
-        late = call(batcher, "late")
-        visit.let_on()
         visit = await gate.visit()
         assert visit.note == ["late"]
         visit.let_on()
         assert await outcome(late) == "late"
         stats = assert_balance(batcher)
-        assert (stats.cancelled, stats.completed) == (3, 1)
+        assert (stats.completed, stats.cancelled) == (4 - len(victims), len(victims))
 
 
 @ways_to_cancel
+@pytest.mark.parametrize("victims", [{0, 2}, {0, 1, 2, 3}], ids=str)
 async def test_a_waiting_request_that_is_cancelled_is_never_computed(
-    gate: Gate, start: Cancellable
+    gate: Gate, start: Cancellable, victims: set[int]
 ) -> None:
+    others = sorted({0, 1, 2, 3} - victims)
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        first = call(batcher, "first")
-        visit = await gate.visit()
+        (first,), visit = await begin(batcher, gate, "first")
         started = [start(batcher, number) for number in range(4)]
         await turns()
         assert assert_balance(batcher).waiting == 4
-        for number in (0, 2):
+        for number in victims:
             started[number][1]()
             assert isinstance(await outcome(started[number][0]), asyncio.CancelledError)
         stats = assert_balance(batcher)
-        assert (stats.waiting, stats.cancelled) == (2, 2)
+        assert (stats.waiting, stats.cancelled) == (len(others), len(victims))
         visit.let_on()
-        visit = await gate.visit()
-        assert visit.note == [1, 3]
-        visit.let_on()
-        calls = [first, started[1][0], started[3][0]]
-        assert [await outcome(task) for task in calls] == ["first", 1, 3]
-
-
-@ways_to_cancel
-async def test_all_waiting_requests_are_cancelled_and_the_queue_is_empty(
-    gate: Gate, start: Cancellable
-) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        first = call(batcher, "first")
-        visit = await gate.visit()
-        started = [start(batcher, number) for number in range(4)]
-        await turns()
-        for task, cancel in started:
-            cancel()
-            assert isinstance(await outcome(task), asyncio.CancelledError)
-        stats = assert_balance(batcher)
-        assert (stats.waiting, stats.cancelled, stats.running) == (0, 4, 1)
-        visit.let_on()
+        if others:
+            visit = await gate.visit()
+            assert visit.note == others
+            visit.let_on()
         assert await outcome(first) == "first"
-        assert batcher.stats.batches == 1
+        assert [await outcome(started[number][0]) for number in others] == others
+        assert batcher.stats.batches == 1 + bool(others)
 
 
 async def test_a_call_is_cancelled_in_the_turn_in_which_it_was_made() -> None:
@@ -380,29 +323,22 @@ async def test_a_call_is_cancelled_in_the_turn_in_which_it_was_made() -> None:
         assert (stats.submitted, stats.cancelled, stats.completed) == (3, 1, 2)
 
 
-async def test_move_on_after_gives_up_on_a_running_batch(gate: Gate) -> None:
+async def test_a_timeout_of_asyncio_or_anyio_gives_up_on_a_running_batch(gate: Gate) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         patient = call(batcher, "patient")
         with anyio.move_on_after(SOON) as scope:
             await batcher.process_batched("impatient")
         assert scope.cancelled_caught
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(SOON):
+                await batcher.process_batched("waiting")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(batcher.process_batched("waiting"), SOON)
         visit = await gate.visit()
         assert sorted(visit.note) == ["impatient", "patient"]
         visit.let_on()
         assert await outcome(patient) == "patient"
-
-
-async def test_asyncio_timeout_and_wait_for_give_up_as_well(gate: Gate) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        patient = call(batcher, "patient")
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(SOON):
-                await batcher.process_batched("impatient")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(batcher.process_batched("waiting"), SOON)
-        (await gate.visit()).let_on()
-        assert await outcome(patient) == "patient"
-        assert assert_balance(batcher).cancelled == 2
+        assert assert_balance(batcher).cancelled == 3
 
 
 async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate) -> None:
@@ -417,8 +353,9 @@ async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate)
         assert_balance(batcher)
 
 
+@both_loops
 @pytest.mark.slow
-async def test_a_storm_of_cancellations_harms_nobody_else() -> None:
+async def test_a_storm_of_cancellations_harms_no_other_call() -> None:
     async with DynBatcher(
         Slow, 8, model_args=(0.0001,), num_workers=2, max_queue_size=2000
     ) as batcher:
@@ -448,8 +385,7 @@ async def test_a_storm_of_cancellations_harms_nobody_else() -> None:
 
 async def test_a_waiting_request_expires_while_the_worker_is_busy(gate: Gate) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        first = call(batcher, "first")
-        visit = await gate.visit()
+        (first,), visit = await begin(batcher, gate, "first")
         with pytest.raises(
             DeadlineExceededError, match=rf"still waiting after its timeout of {SOON} seconds"
         ) as caught:
@@ -463,6 +399,7 @@ async def test_a_waiting_request_expires_while_the_worker_is_busy(gate: Gate) ->
         assert batcher.stats.batches == 1
 
 
+@both_loops
 async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call_is_right(
     gate: Gate,
 ) -> None:
@@ -502,19 +439,18 @@ async def test_a_timeout_error_names_the_timeout_and_no_difference_of_clocks(
         assert_balance(batcher)
 
 
-async def test_a_worker_that_computes_for_nobody_beyond_the_timeout_is_not_ready_until_it_answers(
+async def test_a_worker_that_computes_longer_than_the_timeout_is_not_ready_until_it_answers(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
-        hasty = [call(batcher, number) for number in range(2)]
-        visit = await gate.visit()
+        hasty, visit = await begin(batcher, gate, *range(2))
         assert batcher.stats.workers_ready == 1
         for task in hasty:
             assert isinstance(await outcome(task), DeadlineExceededError)
         await until(lambda: not batcher.is_ready)
         assert batcher.stats.workers_ready == 0
         with pytest.raises(NotReadyError, match=rf"within its timeout of {SOON} seconds"):
-            await batcher.process_batched("nobody there")
+            await batcher.process_batched("not ready")
         warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
         assert len(warnings) == 1
         assert f"it has computed one batch for timeout={SOON} seconds" in warnings[0].getMessage()
@@ -530,7 +466,7 @@ async def test_a_worker_that_computes_for_nobody_beyond_the_timeout_is_not_ready
 async def test_a_worker_whose_last_caller_leaves_beyond_the_timeout_is_not_ready(
     gate: Gate,
 ) -> None:
-    """Nothing else happens then that would make anybody look."""
+    """No other event makes the scheduler look at the worker then."""
     async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
         patient = call(batcher, "patient", timeout=LIMIT)
         await gate.visit()
@@ -542,27 +478,14 @@ async def test_a_worker_whose_last_caller_leaves_beyond_the_timeout_is_not_ready
         gate.close()
 
 
-async def test_a_client_in_a_hurry_does_not_take_the_server_out_of_service(
+async def test_a_caller_with_a_short_timeout_does_not_make_the_worker_not_ready(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    batcher = DynBatcher(Gated, model_args=(gate.path,))
-    app = FastAPI(lifespan=batcher.lifespan)
-    app.include_router(health_router(batcher))
-    install_exception_handlers(app)
-
-    @app.get("/")
-    async def infer(timeout: Annotated[float, Depends(request_timeout(batcher))]) -> str:
-        output: str = await batcher.process_batched("hurried", timeout=timeout)
-        return output
-
-    transport = httpx2.ASGITransport(app=app)
-    async with (
-        app.router.lifespan_context(app),
-        httpx2.AsyncClient(transport=transport, base_url="http://test") as client,
-    ):
-        hurried = await client.get("/", headers={"X-Request-Timeout": str(SOON)})
-        assert hurried.status_code == 504
-        assert (await client.get("/readyz")).status_code == 200
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        hurried = call(batcher, "hurried", timeout=SOON)
+        assert isinstance(await outcome(hurried), DeadlineExceededError)
+        await turns()
+        assert batcher.is_ready
         assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
         gate.close()
 
@@ -592,8 +515,7 @@ async def test_the_batchers_timeout_holds_where_a_call_names_none(gate: Gate) ->
 
 async def test_without_a_timeout_a_request_waits_as_long_as_it_takes(gate: Gate) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,), timeout=None) as batcher:
-        unlimited = call(batcher, "unlimited")
-        visit = await gate.visit()
+        (unlimited,), visit = await begin(batcher, gate, "unlimited")
         with pytest.raises(DeadlineExceededError):
             await batcher.process_batched("limited", timeout=SOON)
         assert not unlimited.done()
@@ -601,10 +523,10 @@ async def test_without_a_timeout_a_request_waits_as_long_as_it_takes(gate: Gate)
         assert await outcome(unlimited) == "unlimited"
 
 
+@both_loops
 async def test_deadlines_are_kept_whatever_order_they_come_in(gate: Gate) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        first = call(batcher, "first")
-        visit = await gate.visit()
+        (first,), visit = await begin(batcher, gate, "first")
         seconds = [LIMIT] * 8 + [0.01 * number for number in range(1, 9)]
         random.shuffle(seconds)
         calls = [(timeout, call(batcher, timeout, timeout=timeout)) for timeout in seconds]
@@ -625,6 +547,7 @@ async def test_deadlines_are_kept_whatever_order_they_come_in(gate: Gate) -> Non
 INFER_TIMEOUT = 0.5
 
 
+@both_loops
 @pytest.mark.slow
 async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
     gate: Gate, caplog: pytest.LogCaptureFixture
@@ -647,21 +570,19 @@ async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
+@pytest.mark.parametrize("how", ["holding the GIL", "ignoring SIGTERM"])
 async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None:
     """Fault F21."""
     async with DynBatcher(
         Stuck, model_args=(gate.path, how), infer_timeout=INFER_TIMEOUT, stop_timeout=0.2
     ) as batcher:
-        stuck = call(batcher, "stuck")
-        visit = await gate.visit()
+        (stuck,), visit = await begin(batcher, gate, "stuck")
         with Watch([visit.pid]) as worker:
             assert isinstance(await outcome(stuck), DeadlineExceededError)
             await worker.until_dead()
-        next_call = call(batcher, "next")
-        visit = await gate.visit()
-        assert visit.note == ["next"]
-        next_call.cancel()
+        (following,), visit = await begin(batcher, gate, "following")
+        assert visit.note == ["following"]
+        following.cancel()
 
 
 # --- the queue's limit ----------------------------------------------------------------------------
@@ -670,8 +591,7 @@ async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None
 async def test_a_full_queue_refuses_at_once_and_has_room_again_later(gate: Gate) -> None:
     """Fault F62."""
     async with DynBatcher(Holds, model_args=(gate.path,), max_queue_size=3) as batcher:
-        first = call(batcher, "hold")
-        visit = await gate.visit()
+        (first,), visit = await begin(batcher, gate, "hold")
         waiting = [call(batcher, number) for number in range(3)]
         await turns()
         with pytest.raises(QueueFullError, match=r"3 requests wait already \(max_queue_size=3\)"):
@@ -733,49 +653,25 @@ async def test_many_wait_for_room_in_bytes_as_well() -> None:
         assert batcher.stats.rejected == 0
 
 
-async def test_of_the_calls_of_one_turn_those_are_taken_that_came_first(gate: Gate) -> None:
-    async with DynBatcher(Holds, model_args=(gate.path,), max_queue_size=3) as batcher:
-        first = call(batcher, "hold")
-        visit = await gate.visit()
-        calls = [call(batcher, number) for number in range(5)]
-        await turns()
-        assert [task.done() for task in calls] == [False, False, False, True, True]
-        visit.let_on()
-        results = [await outcome(task) for task in (first, *calls)]
-        assert results[:4] == ["hold", 0, 1, 2]
-        assert all(isinstance(result, QueueFullError) for result in results[4:])
-        assert results[4] is not results[5]
-
-
 # --- many -----------------------------------------------------------------------------------------
 
 
-async def test_many_come_back_in_order() -> None:
+async def test_many_come_back_in_order_and_nothing_is_an_empty_list() -> None:
+    """Fault F70."""
     async with DynBatcher(Echo, 4) as batcher:
+        assert await batcher.process_many([]) == []
+        assert batcher.stats.submitted == 0
         assert await batcher.process_many(range(101)) == list(range(101))
         assert await batcher.process_many(iter("abc")) == ["a", "b", "c"]
         assert assert_balance(batcher).completed == 104
 
 
-async def test_process_many_of_nothing_is_an_empty_list_and_sends_nothing() -> None:
-    """Fault F70."""
-    async with DynBatcher(Echo) as batcher:
-        assert await batcher.process_many([]) == []
-        assert batcher.stats.submitted == 0
-
-
-async def test_many_may_be_more_than_the_queue_holds() -> None:
-    async with DynBatcher(Echo, 2, max_queue_size=3) as batcher:
-        assert await batcher.process_many(range(50)) == list(range(50))
-        assert assert_balance(batcher).rejected == 0
-
-
-async def test_two_callers_of_many_share_a_small_queue() -> None:
+async def test_two_callers_of_many_share_a_queue_that_holds_less() -> None:
     async with DynBatcher(Echo, 2, max_queue_size=8) as batcher:
-        one = asyncio.create_task(batcher.process_many(range(50)))
-        two = asyncio.create_task(batcher.process_many(range(50, 100)))
-        assert await outcome(one) == list(range(50))
-        assert await outcome(two) == list(range(50, 100))
+        starts = [0, 50]
+        calls = [asyncio.create_task(batcher.process_many(range(n, n + 50))) for n in starts]
+        assert [await outcome(one) for one in calls] == [[*range(n, n + 50)] for n in starts]
+        assert assert_balance(batcher).rejected == 0
 
 
 async def test_other_callers_get_their_turns_between_many(gate: Gate) -> None:
@@ -816,8 +712,9 @@ async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -
         await batcher.process_many(range(4), timeout=LIMIT)
         calls = [call(batcher, number, timeout=LIMIT) for number in range(32)]
         await turns()
-        with pytest.raises(DeadlineExceededError, match="the answer would take"):
+        with pytest.raises(DeadlineExceededError, match="the answer would take") as caught:
             await batcher.process_batched("in a hurry", timeout=SOON)
+        assert caught.value.retry_after is not None
         with pytest.raises(DeadlineExceededError) as caught:
             await batcher.process_many(["patient"])
         assert caught.value.retry_after is None
@@ -874,18 +771,6 @@ async def test_a_call_that_fails_keeps_its_input_no_longer_than_its_error() -> N
             gc.enable()
 
 
-async def test_an_iterable_that_raises_abandons_what_it_gave(gate: Gate) -> None:
-    def values() -> Iterator[int]:
-        yield from range(3)
-        raise ZeroDivisionError
-
-    async with DynBatcher(Echo) as batcher:
-        with pytest.raises(ZeroDivisionError):
-            await batcher.process_many(values())
-        assert assert_balance(batcher).cancelled == 3
-        assert await batcher.process_batched(1) == 1
-
-
 async def test_the_deadline_of_many_is_that_of_all_together(gate: Gate) -> None:
     async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
         many = asyncio.create_task(batcher.process_many(range(20), timeout=SOON))
@@ -911,6 +796,7 @@ def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 Threads = concurrent.futures.ThreadPoolExecutor
 
 
+@both_loops
 async def test_submit_serves_many_threads_at_once(threads: Threads) -> None:
     """Fault F48."""
     async with DynBatcher(Echo, 8) as batcher:
@@ -928,7 +814,7 @@ async def test_submit_serves_many_threads_at_once(threads: Threads) -> None:
         assert assert_balance(batcher).completed == 800
 
 
-async def test_submit_tells_errors_as_a_call_does(threads: Threads, gate: Gate) -> None:
+async def test_submit_raises_the_errors_of_a_call(threads: Threads, gate: Gate) -> None:
     async with DynBatcher(Raises, max_queue_size=2) as batcher:
         future = batcher.submit("value")
         error = await asyncio.wrap_future(_errors_of(future))
@@ -950,35 +836,27 @@ def _errors_of(
     return errors
 
 
-async def test_a_submitted_request_is_cancelled_from_its_thread_while_it_waits(
+async def test_a_submitted_request_is_cancelled_from_its_thread(
     threads: Threads, gate: Gate
 ) -> None:
+    """Two that run and three that wait; the second of each is cancelled."""
+    loop = asyncio.get_running_loop()
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        first = batcher.submit("first")
+        running = [batcher.submit(number) for number in range(2)]
         visit = await gate.visit()
-        futures = [batcher.submit(number) for number in range(3)]
+        waiting = [batcher.submit(number) for number in range(2, 5)]
         await turns()
-        assert await asyncio.get_running_loop().run_in_executor(threads, futures[1].cancel)
+        for future in (running[1], waiting[1]):
+            assert await loop.run_in_executor(threads, future.cancel)
         await turns()
         stats = assert_balance(batcher)
-        assert (stats.waiting, stats.cancelled) == (2, 1)
+        assert (stats.waiting, stats.cancelled) == (2, 2)
         visit.let_on()
         visit = await gate.visit()
-        assert visit.note == [0, 2]
+        assert visit.note == [2, 4]
         visit.let_on()
-        results = [await asyncio.wrap_future(one) for one in (first, futures[0], futures[2])]
-        assert results == ["first", 0, 2]
-
-
-async def test_a_submitted_request_is_cancelled_while_it_runs(gate: Gate) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        futures = [batcher.submit(number) for number in range(2)]
-        visit = await gate.visit()
-        assert futures[0].cancel()
-        visit.let_on()
-        assert await asyncio.wrap_future(futures[1]) == 1
-        stats = assert_balance(batcher)
-        assert (stats.completed, stats.cancelled) == (1, 1)
+        results = [await asyncio.wrap_future(one) for one in (running[0], *waiting[::2])]
+        assert results == [0, 2, 4]
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -1006,70 +884,36 @@ async def test_a_submitted_request_is_cancelled_before_the_loop_has_seen_it() ->
         assert (stats.waiting, stats.running) == (0, 0)
 
 
-async def test_submit_needs_an_open_batcher() -> None:
-    batcher = DynBatcher(Echo, auto_open=False)
-    with pytest.raises(NotReadyError, match=r"opened.*FastAPI\(lifespan=.*TestClient"):
-        batcher.submit(1)
-    await batcher.open()
-    assert await asyncio.wrap_future(batcher.submit(1)) == 1
-    batcher.begin_drain()
-    with pytest.raises(BatcherClosedError, match="draining"):
-        batcher.submit(2)
-    await batcher.aclose()
-    with pytest.raises(BatcherClosedError, match="closed"):
-        batcher.submit(3)
-
-
-async def test_what_was_submitted_fails_when_the_batcher_is_stopped(gate: Gate) -> None:
-    batcher = DynBatcher(Gated, model_args=(gate.path,), stop_timeout=0.1)
-    await batcher.open()
-    running = batcher.submit("running")
-    await gate.visit()
-    waiting = batcher.submit("waiting")
-    await turns()
-    unseen = batcher.submit("unseen")
-    batcher.stop()
-    for future in (running, waiting, unseen):
-        error = await asyncio.wrap_future(_errors_of(future))
-        assert isinstance(error, BatcherClosedError)
-    assert_balance(batcher)
-
-
-def test_what_was_submitted_to_a_loop_that_closed_fails_when_the_batcher_is_stopped() -> None:
+def test_when_the_loop_has_closed_what_was_submitted_fails_at_the_stop_and_no_more_is_taken() -> (
+    None
+):
     loop = asyncio.new_event_loop()
     batcher = DynBatcher(Echo)
     loop.run_until_complete(batcher.open())
     # The loop will never have the turn in which it would see this.
     future = batcher.submit(1)
     loop.close()
+    with pytest.raises(NotReadyError, match="the event loop that served it is closed"):
+        batcher.submit(2)
     batcher.stop()
     with pytest.raises(BatcherClosedError):
         future.result(LIMIT)
-
-
-def test_submit_after_the_loop_has_been_closed_is_refused() -> None:
-    loop = asyncio.new_event_loop()
-    batcher = DynBatcher(Echo)
-    loop.run_until_complete(batcher.open())
-    loop.close()
-    with pytest.raises(NotReadyError, match="the event loop that served it is closed"):
-        batcher.submit(1)
-    batcher.stop()
 
 
 # --- opening --------------------------------------------------------------------------------------
 
 
 def test_constructing_without_a_loop_starts_nothing() -> None:
-    before = psutil.Process().children()
+    before = psutil.Process().children(), threading.active_count()
     batcher = DynBatcher(Echo)
     assert batcher.state == "new"
     assert not batcher.is_ready
-    assert psutil.Process().children() == before
+    assert (psutil.Process().children(), threading.active_count()) == before
     batcher.stop()
     assert batcher.state == "closed"
 
 
+@both_loops
 async def test_constructing_on_a_running_loop_begins_to_open() -> None:
     batcher = DynBatcher(Echo)
     assert batcher.state == "new"
@@ -1085,15 +929,24 @@ async def test_without_auto_open_a_call_says_what_to_do() -> None:
     batcher = DynBatcher(Echo, auto_open=False)
     await asyncio.sleep(0)
     assert batcher.state == "new"
-    with pytest.raises(NotReadyError, match=r"FastAPI\(lifespan=batcher.lifespan\).*TestClient"):
+    remedy = r"opened.*FastAPI\(lifespan=batcher.lifespan\).*TestClient"
+    with pytest.raises(NotReadyError, match=remedy):
         await batcher.process_batched(1)
-    with pytest.raises(NotReadyError):
+    with pytest.raises(NotReadyError, match=remedy):
         await batcher.process_many([1])
+    with pytest.raises(NotReadyError, match=remedy):
+        batcher.submit(1)
     async with batcher:
         assert await batcher.process_batched(1) == 1
+        assert await asyncio.wrap_future(batcher.submit(1)) == 1
+        batcher.begin_drain()
+        with pytest.raises(BatcherClosedError, match="draining"):
+            batcher.submit(2)
+    with pytest.raises(BatcherClosedError, match="closed"):
+        batcher.submit(3)
 
 
-async def test_the_first_call_opens_a_batcher_that_nobody_has_opened() -> None:
+async def test_the_first_call_opens_a_batcher_that_is_not_open() -> None:
     batcher = await asyncio.to_thread(DynBatcher, Echo)
     assert batcher.state == "new"
     assert await batcher.process_batched(1) == 1
@@ -1115,8 +968,7 @@ async def test_open_need_not_wait_for_the_model(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
     await batcher.open(wait_ready=False)
     assert (batcher.state, batcher.is_ready) == ("opening", False)
-    early = call(batcher, "early")
-    visit = await gate.visit()
+    (early,), visit = await begin(batcher, gate, "early")
     assert assert_balance(batcher).waiting == 1
     visit.let_on()
     assert await outcome(early) == "early"
@@ -1138,6 +990,7 @@ async def test_open_waits_for_every_worker(gate: Gate) -> None:
     await batcher.aclose()
 
 
+@both_loops
 async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
     opening = asyncio.create_task(batcher.open())
@@ -1150,6 +1003,7 @@ async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
     await batcher.aclose()
 
 
+@both_loops
 async def test_cancelling_the_start_of_async_with_leaves_nothing(gate: Gate) -> None:
     async def run() -> None:
         async with DynBatcher(NeverLoads, model_args=(gate.path,)):
@@ -1163,6 +1017,7 @@ async def test_cancelling_the_start_of_async_with_leaves_nothing(gate: Gate) -> 
         assert worker.survivors(0.0) == []
 
 
+@both_loops
 async def test_a_closed_batcher_can_be_opened_again() -> None:
     batcher = DynBatcher(Whereabouts)
     pids = set()
@@ -1176,6 +1031,7 @@ async def test_a_closed_batcher_can_be_opened_again() -> None:
     assert (stats.state, stats.completed, stats.rejected) == ("closed", 3, 3)
 
 
+@both_loops
 async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_before(
     gate: Gate,
 ) -> None:
@@ -1193,6 +1049,7 @@ async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_befo
     await batcher.aclose()
 
 
+@both_loops
 async def test_calls_around_a_stop_and_an_opening_in_one_turn_all_end() -> None:
     batcher = DynBatcher(Echo)
     await batcher.open()
@@ -1220,6 +1077,7 @@ async def test_a_batcher_whose_start_failed_can_be_tried_again(tmp_path: Path) -
         assert batcher.start_error is None
 
 
+@both_loops
 @pytest.mark.parametrize("end", ["stop", "aclose"])
 async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, end: str) -> None:
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), stop_timeout=SOON)
@@ -1234,11 +1092,10 @@ async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, e
     assert isinstance(await outcome(opening), BatcherClosedError)
 
 
-async def test_open_does_not_wait_for_ever_when_draining_begins_while_it_opens(gate: Gate) -> None:
+async def test_open_fails_when_draining_begins_while_it_opens(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
     opening = asyncio.create_task(batcher.open())
-    early = call(batcher, "early")
-    visit = await gate.visit()
+    (early,), visit = await begin(batcher, gate, "early")
     batcher.begin_drain()
     visit.let_on()
     assert await outcome(early) == "early"
@@ -1246,6 +1103,7 @@ async def test_open_does_not_wait_for_ever_when_draining_begins_while_it_opens(g
     await batcher.aclose()
 
 
+@both_loops
 async def test_stop_before_the_first_worker_has_been_started() -> None:
     batcher = DynBatcher(Echo)
     opening = asyncio.create_task(batcher.open())
@@ -1260,12 +1118,18 @@ async def test_stop_before_the_first_worker_has_been_started() -> None:
 # --- closing --------------------------------------------------------------------------------------
 
 
-async def test_aclose_finishes_what_has_been_accepted(gate: Gate) -> None:
+@both_loops
+@pytest.mark.parametrize("way", ["aclose", "begin_drain"])
+async def test_the_end_refuses_new_calls_and_finishes_what_has_been_accepted(
+    gate: Gate, way: str
+) -> None:
     batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
     await batcher.open()
-    accepted = [call(batcher, number) for number in range(7)]
-    visit = await gate.visit()
-    closing = asyncio.create_task(batcher.aclose())
+    accepted, visit = await begin(batcher, gate, *range(7))
+    assert (batcher.state, batcher.is_ready) == ("open", True)
+    batcher.begin_drain()
+    batcher.begin_drain()
+    closing = asyncio.create_task(batcher.aclose() if way == "aclose" else turns())
     await turns()
     assert (batcher.state, batcher.is_ready) == ("draining", False)
     with pytest.raises(BatcherClosedError, match="draining"):
@@ -1273,13 +1137,16 @@ async def test_aclose_finishes_what_has_been_accepted(gate: Gate) -> None:
     with Watch([visit.pid]) as worker:
         gate.close()
         assert [await outcome(task) for task in accepted] == list(range(7))
-        async with asyncio.timeout(LIMIT):
-            await closing
+        assert await outcome(closing) is None
+        if way == "begin_drain":
+            assert batcher.state == "draining"
+            await batcher.aclose()
         assert worker.survivors(0.0) == []
     stats = assert_balance(batcher)
     assert (stats.state, stats.completed, stats.rejected) == ("closed", 7, 1)
 
 
+@both_loops
 async def test_calls_of_the_turn_in_which_aclose_is_called_are_still_finished() -> None:
     batcher = DynBatcher(Echo)
     await batcher.open()
@@ -1289,7 +1156,7 @@ async def test_calls_of_the_turn_in_which_aclose_is_called_are_still_finished() 
     assert [await outcome(task) for task in accepted] == [0, 1, 2]
 
 
-async def test_draining_waits_for_nobody_under_the_fixed_policy() -> None:
+async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy() -> None:
     batcher = DynBatcher(Echo, policy="fixed", max_delay=LIMIT)
     await batcher.open()
     accepted = [call(batcher, number) for number in range(3)]
@@ -1301,13 +1168,13 @@ async def test_draining_waits_for_nobody_under_the_fixed_policy() -> None:
     assert batcher.stats.releases == {"drain": 1}
 
 
+@both_loops
 async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> None:
     batcher = DynBatcher(
         Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=SOON, stop_timeout=SOON
     )
     await batcher.open()
-    accepted = [call(batcher, number) for number in range(5)]
-    visit = await gate.visit()
+    accepted, visit = await begin(batcher, gate, *range(5))
     with Watch([visit.pid]) as worker:
         async with asyncio.timeout(LIMIT):
             await batcher.aclose()
@@ -1322,8 +1189,7 @@ async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> No
 async def test_aclose_waits_no_longer_for_callers_that_have_gone(gate: Gate) -> None:
     batcher = DynBatcher(Gated, model_args=(gate.path,), drain_timeout=2 * LIMIT)
     await batcher.open()
-    running = call(batcher, "running")
-    visit = await gate.visit()
+    (running,), visit = await begin(batcher, gate, "running")
     waiting = call(batcher, "waiting")
     closing = asyncio.create_task(batcher.aclose())
     await turns()
@@ -1346,18 +1212,6 @@ async def test_aclose_waits_for_deadlines_as_well(gate: Gate) -> None:
     async with asyncio.timeout(LIMIT):
         await batcher.aclose()
     assert isinstance(await outcome(running), DeadlineExceededError)
-
-
-async def test_closing_twice_and_together_is_closing_once() -> None:
-    """Fault F50."""
-    batcher = DynBatcher(Echo)
-    await batcher.open()
-    await asyncio.gather(batcher.aclose(), batcher.aclose(), batcher.aclose())
-    await batcher.aclose()
-    batcher.stop()
-    batcher.stop()
-    batcher.begin_drain()
-    assert batcher.state == "closed"
 
 
 async def test_closing_before_opening_is_the_end_too() -> None:
@@ -1396,6 +1250,7 @@ async def test_an_exception_in_the_body_closes_and_goes_on() -> None:
     assert batcher.state == "closed"
 
 
+@both_loops
 async def test_a_cancelled_body_closes_and_nothing_is_left(gate: Gate) -> None:
     batcher = DynBatcher(Gated, model_args=(gate.path,))
 
@@ -1414,12 +1269,12 @@ async def test_a_cancelled_body_closes_and_nothing_is_left(gate: Gate) -> None:
     assert batcher.state == "closed"
 
 
+@both_loops
 async def test_in_a_cancelled_scope_closing_kills_and_leaves_nothing(gate: Gate) -> None:
     """A cancel scope cancels again at every wait, so `aclose` cannot wait for anything."""
     batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), drain_timeout=2 * LIMIT)
     await batcher.open()
-    running = call(batcher, "running")
-    visit = await gate.visit()
+    (running,), visit = await begin(batcher, gate, "running")
     with Watch([visit.pid]) as worker:
         with anyio.CancelScope() as scope:
             scope.cancel()
@@ -1430,6 +1285,7 @@ async def test_in_a_cancelled_scope_closing_kills_and_leaves_nothing(gate: Gate)
     assert_balance(batcher)
 
 
+@both_loops
 @pytest.mark.parametrize("while_it", ["drains", "ends its workers"])
 async def test_a_cancelled_aclose_kills_the_workers_at_once(gate: Gate, while_it: str) -> None:
     drain_timeout = 2 * LIMIT if while_it == "drains" else 0.0
@@ -1440,8 +1296,7 @@ async def test_a_cancelled_aclose_kills_the_workers_at_once(gate: Gate, while_it
         stop_timeout=2 * LIMIT,
     )
     await batcher.open()
-    running = call(batcher, "running")
-    visit = await gate.visit()
+    (running,), visit = await begin(batcher, gate, "running")
     closing = asyncio.create_task(batcher.aclose())
     also_closing = asyncio.create_task(batcher.aclose())
     if while_it == "drains":
@@ -1458,49 +1313,37 @@ async def test_a_cancelled_aclose_kills_the_workers_at_once(gate: Gate, while_it
     assert_balance(batcher)
 
 
-async def test_stop_fails_what_is_running_and_waiting(gate: Gate) -> None:
-    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), stop_timeout=SOON)
+@both_loops
+@pytest.mark.parametrize("how", ["plainly", "ignoring SIGTERM"])
+@pytest.mark.parametrize("thread", ["this thread", "another thread"])
+async def test_stop_fails_what_is_running_and_waiting_and_ends_the_worker(
+    gate: Gate, how: str, thread: str
+) -> None:
+    batcher = DynBatcher(Stuck, model_args=(gate.path, how), stop_timeout=SOON)
     await batcher.open()
-    running = [call(batcher, number) for number in range(2)]
-    visit = await gate.visit()
-    waiting = [call(batcher, number) for number in range(2)]
+    accepted, visit = await begin(batcher, gate, 0, 1)
+    accepted += [call(batcher, number) for number in (2, 3)]
+    submitted = [batcher.submit("waiting")]
     await turns()
-    unseen = call(batcher, "unseen")
+    accepted.append(call(batcher, "unseen"))
     await turns(1)
+    submitted.append(batcher.submit("unseen"))
     with Watch([visit.pid]) as worker:
-        batcher.stop()
+        if thread == "this thread":
+            batcher.stop()
+        else:
+            await asyncio.to_thread(batcher.stop)
         assert worker.survivors(0.0) == []
-    for task in (*running, *waiting, unseen):
+    for task in accepted:
         assert isinstance(await outcome(task), BatcherClosedError)
-    assert assert_balance(batcher).failed == 5
+    for future in submitted:
+        assert isinstance(await asyncio.wrap_future(_errors_of(future)), BatcherClosedError)
+    stats = assert_balance(batcher)
+    assert (stats.submitted, stats.failed) == (7, 7)
     batcher.stop()
 
 
-async def test_stop_ends_a_worker_that_ignores_sigterm_too(gate: Gate) -> None:
-    batcher = DynBatcher(Stuck, model_args=(gate.path, "ignoring SIGTERM"), stop_timeout=SOON)
-    await batcher.open()
-    running = call(batcher, "running")
-    visit = await gate.visit()
-    with Watch([visit.pid]) as worker:
-        batcher.stop()
-        assert worker.survivors(0.0) == []
-    assert isinstance(await outcome(running), BatcherClosedError)
-
-
-async def test_stop_may_be_called_from_another_thread(gate: Gate) -> None:
-    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), stop_timeout=SOON)
-    await batcher.open()
-    running, submitted = call(batcher, "running"), batcher.submit("submitted")
-    visit = await gate.visit()
-    with Watch([visit.pid]) as worker:
-        await asyncio.to_thread(batcher.stop)
-        assert worker.survivors(0.0) == []
-    assert isinstance(await outcome(running), BatcherClosedError)
-    assert isinstance(await asyncio.wrap_future(_errors_of(submitted)), BatcherClosedError)
-    await asyncio.to_thread(batcher.stop)
-    assert_balance(batcher)
-
-
+@both_loops
 async def test_stop_may_be_called_by_the_callback_of_an_answer(gate: Gate) -> None:
     """In the middle of settling a batch: the others of it have their answers all the same."""
     batcher = DynBatcher(Holds, 3, model_args=(gate.path,), stop_timeout=SOON)
@@ -1528,48 +1371,39 @@ async def test_an_idle_worker_ends_by_itself_when_it_is_stopped(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("answered", [0, 3])
-async def test_aclose_lets_the_model_close(tmp_path: Path, answered: int) -> None:
+async def test_aclose_lets_the_model_close_and_may_be_called_again(
+    tmp_path: Path, answered: int
+) -> None:
+    """Fault F50."""
     path = tmp_path / "log"
-    async with DynBatcher(Closes, model_args=(str(path),), num_workers=2) as batcher:
-        await batcher.process_many(range(answered))
-    assert path.read_text() == "closed\nclosed\n"
-
-
-async def test_begin_drain_refuses_new_calls_and_finishes_the_old(gate: Gate) -> None:
-    batcher = DynBatcher(Gated, model_args=(gate.path,))
+    batcher = DynBatcher(Closes, model_args=(str(path),), num_workers=2)
     await batcher.open()
-    running = call(batcher, "running")
-    visit = await gate.visit()
-    waiting = call(batcher, "waiting")
-    await turns(1)
-    assert (batcher.state, batcher.is_ready) == ("open", True)
-    batcher.begin_drain()
-    batcher.begin_drain()
-    assert (batcher.state, batcher.is_ready) == ("draining", False)
-    with pytest.raises(BatcherClosedError, match="draining"):
-        await batcher.process_batched("new")
-    gate.close()
-    visit.let_on()
-    assert [await outcome(running), await outcome(waiting)] == ["running", "waiting"]
-    assert batcher.state == "draining"
+    await batcher.process_many(range(answered))
+    await asyncio.gather(batcher.aclose(), batcher.aclose(), batcher.aclose())
+    assert path.read_text() == "closed\nclosed\n"
     await batcher.aclose()
+    batcher.stop()
+    batcher.stop()
+    batcher.begin_drain()
+    assert batcher.state == "closed"
 
 
-async def test_a_lifespan_opens_and_closes() -> None:
-    batcher = DynBatcher(Echo)
-    async with batcher.lifespan(object()):
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_lifespan_opens_and_closes_and_need_not_wait_for_the_model(
+    gate: Gate, waits: bool
+) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    if waits:
+        gate.close()
+    async with (batcher.lifespan if waits else batcher.lifespan(wait_ready=False))(object()):
+        assert batcher.state == ("open" if waits else "opening")
+        if not waits:
+            (await gate.visit()).let_on()
         assert await batcher.process_batched(1) == 1
     assert batcher.state == "closed"
 
 
-async def test_a_lifespan_need_not_wait_for_the_model(gate: Gate) -> None:
-    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
-    async with batcher.lifespan(wait_ready=False)(object()):
-        assert batcher.state == "opening"
-        (await gate.visit()).let_on()
-        assert await batcher.process_batched(1) == 1
-
-
+@both_loops
 async def test_the_workers_of_a_failed_start_are_gone_and_every_call_tells_why() -> None:
     before = psutil.Process().children()
     batcher = DynBatcher(RaisesOnLoad, num_workers=2)
@@ -1665,8 +1499,7 @@ async def test_repr_is_a_status_line(gate: Gate) -> None:
     new = "<DynBatcher 'embedder' new workers=0/1 waiting=0 running=0 completed=0 failed=0>"
     assert repr(batcher) == new
     await batcher.open()
-    held = call(batcher, "hold")
-    visit = await gate.visit()
+    (held,), visit = await begin(batcher, gate, "hold")
     waiting = call(batcher, 1)
     await turns()
     busy = "<DynBatcher 'embedder' open workers=1/1 waiting=1 running=1 completed=0 failed=0>"
@@ -1676,12 +1509,6 @@ async def test_repr_is_a_status_line(gate: Gate) -> None:
     await batcher.aclose()
     end = "<DynBatcher 'embedder' closed workers=0/1 waiting=0 running=0 completed=2 failed=0>"
     assert repr(batcher) == end
-
-
-def test_the_name_is_the_models_unless_another_is_given() -> None:
-    assert DynBatcher(Echo).name == "Echo"
-    assert DynBatcher("sample_models:Namespace.Inner").name == "Namespace.Inner"
-    assert DynBatcher(Echo, name="other").name == "other"
 
 
 async def test_every_move_of_its_life_is_one_line_in_the_log(
@@ -1702,43 +1529,13 @@ async def test_every_move_of_its_life_is_one_line_in_the_log(
 # --- several workers ------------------------------------------------------------------------------
 
 
-async def test_two_workers_share_the_load(gate: Gate) -> None:
-    async with DynBatcher(Gated, 2, model_args=(gate.path,), num_workers=2) as batcher:
-        calls = [call(batcher, number) for number in range(2)]
-        first = await gate.visit()
-        # The other worker is free, so it gets the next batch although that is not full.
-        calls.append(call(batcher, 2))
-        second = await gate.visit()
-        assert first.pid != second.pid
-        assert (first.note, second.note) == ([0, 1], [2])
-        # Both are busy: full batches wait behind the running ones, one at each.
-        calls += [call(batcher, number) for number in range(3, 10)]
-        await turns()
-        stats = assert_balance(batcher)
-        assert (stats.running, stats.waiting) == (7, 3)
-        second.let_on()
-        third = await gate.visit()
-        assert third.pid == second.pid
-        assert third.note == [5, 6] or third.note == [3, 4]
-        gate.close()
-        assert [await outcome(task) for task in calls] == list(range(10))
-
-
 async def test_a_stuck_worker_does_not_keep_the_other_from_working(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), num_workers=2) as batcher:
-        held = call(batcher, "hold")
-        visit = await gate.visit()
+        (held,), visit = await begin(batcher, gate, "hold")
         for number in range(20):
             assert await batcher.process_batched(number) == number
         visit.let_on()
         assert await outcome(held) == "hold"
-
-
-def test_more_workers_than_cores_are_a_warning() -> None:
-    cores = os.cpu_count() or 1
-    with pytest.warns(RuntimeWarning, match=rf"num_workers={cores + 1} is more than the {cores}"):
-        DynBatcher(Echo, num_workers=cores + 1)
-    DynBatcher(Echo, num_workers=cores)
 
 
 async def test_two_batchers_do_not_know_of_each_other() -> None:

@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import venv
 from importlib import metadata
@@ -23,6 +22,7 @@ import pytest
 import yaml
 from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
+from servers import find_free_port
 
 from fast_batcher import DynBatcher
 
@@ -305,13 +305,6 @@ class Build:
             stdout=stdout,
             stderr=subprocess.STDOUT if stdout else None,
         )
-
-
-def find_free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 @pytest.mark.slow

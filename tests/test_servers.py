@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,15 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from servers import LIMIT, Gate, Server, gate, serve, thread
+from servers import LIMIT, Gate, Server, find_free_port, gate, serve, thread
 from waits import within
 
 __all__ = ["gate", "serve", "thread"]
 
 TESTS = Path(__file__).parent
 URL = r"(?i:running on|listening at:) (http://[\d.:]+)"
+GUNICORN = ["gunicorn", "--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", str(TESTS)]
+GUNICORN += ["--bind", "127.0.0.1:0", "--workers", "2"]
 SAID = r"server (\d+) has worker (\d+) of (\d+)"
 
 pytestmark = pytest.mark.slow
@@ -36,6 +37,14 @@ def workers_below(pid: int) -> list[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def end_quietly(server: Server) -> None:
+    """End a server without load with SIGTERM; all its processes end."""
+    everyone = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_for_exit() in (0, -signal.SIGTERM)
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
 
 
 def test_readiness_ends_with_the_signal_and_what_runs_is_answered(
@@ -108,17 +117,13 @@ def test_sigterm_to_the_group_leaves_the_worker_to_answer_what_was_accepted(
     assert not re.search("is replaced|ended with|Traceback", server.output)
 
 
-@pytest.fixture
-def reloaded(tmp_path: Path) -> Iterator[Server]:
-    app = tmp_path / "reloaded.py"
-    shutil.copy(TESTS / "apps" / "whole.py", app)
-    server = Server("reloaded:app", "--reload", "--reload-dir", str(tmp_path), folder=tmp_path)
-    yield server
-    server.close()
-
-
-def test_reloading_leaves_the_number_of_workers_unchanged(reloaded: Server, tmp_path: Path) -> None:
+def test_reloading_leaves_the_number_of_workers_unchanged(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
     """Fault F57."""
+    shutil.copy(TESTS / "apps" / "whole.py", tmp_path / "reloaded.py")
+    options = ["--reload", "--reload-dir", str(tmp_path)]
+    reloaded = serve("reloaded:app", *options, folder=tmp_path)
     url = reloaded.wait_for(URL)[1]
     seen: set[str] = set()
     for number in range(6):
@@ -131,10 +136,7 @@ def test_reloading_leaves_the_number_of_workers_unchanged(reloaded: Server, tmp_
             with (tmp_path / "reloaded.py").open("a") as file:
                 file.write(f"# {number}\n")
     assert len(seen) == 6
-    everyone = psutil.Process(reloaded.process.pid).children(recursive=True)
-    reloaded.process.send_signal(signal.SIGTERM)
-    reloaded.wait_for_exit()
-    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+    end_quietly(reloaded)
 
 
 def test_four_uvicorn_workers_have_four_times_the_processes(
@@ -146,31 +148,20 @@ def test_four_uvicorn_workers_have_four_times_the_processes(
     said = [server.wait_for(SAID).groups() for _ in range(4)]
     assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == 4
     assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
-    everyone = psutil.Process(server.process.pid).children(recursive=True)
-    server.process.send_signal(signal.SIGTERM)
-    server.wait_for_exit()
-    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+    end_quietly(server)
 
 
-def test_gunicorn_with_preload_has_a_batcher_per_process() -> None:
+def test_gunicorn_with_preload_has_a_batcher_per_process(serve: Callable[..., Server]) -> None:
     """Fault F49: the batcher is constructed before the fork and opened after it."""
-    command = ["gunicorn", "--preload", "--workers", "2", "--bind", "127.0.0.1:0"]
-    worker_class = ["--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", str(TESTS)]
-    server = Server("", command=[*command, *worker_class, "apps.whole:app"])
-    try:
-        url = server.wait_for(URL)[1]
-        said = [server.wait_for(SAID).groups() for _ in range(2)]
-        assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == 2
-        assert all(parent == one for one, _, parent in said)
-        server.wait_for("Application startup complete")
-        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
-        everyone = psutil.Process(server.process.pid).children(recursive=True)
-        server.process.send_signal(signal.SIGTERM)
-        assert server.wait_for_exit() == 0
-        assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
-        assert not re.search("Traceback|leaked", server.output)
-    finally:
-        server.close()
+    server = serve("", command=[*GUNICORN, "--preload", "apps.whole:app"])
+    url = server.wait_for(URL)[1]
+    said = [server.wait_for(SAID).groups() for _ in range(2)]
+    assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == 2
+    assert all(parent == one for one, _, parent in said)
+    server.wait_for("Application startup complete")
+    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+    end_quietly(server)
+    assert not re.search("Traceback|leaked", server.output)
 
 
 # --- under load -----------------------------------------------------------------------------------
@@ -183,8 +174,6 @@ BEGINS = r"server (\d+) begins"
 ENDS = r"server \d+ has answered (\d+) of (\d+)"
 APP = "apps.counted:app"
 UVICORN = ["uvicorn", APP, "--port", "0", "--no-use-colors", "--no-access-log"]
-GUNICORN = ["gunicorn", "--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", str(TESTS)]
-GUNICORN += ["--bind", "127.0.0.1:0", "--workers", "2", APP]
 
 
 class Load:
@@ -255,19 +244,6 @@ def load() -> Iterator[Callable[[str], Load]]:
         load.stop()
 
 
-@pytest.fixture
-def run() -> Iterator[Callable[..., Server]]:
-    servers: list[Server] = []
-
-    def start(*command: str) -> Server:
-        servers.append(Server("", command=command))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
-
-
 def end(server: Server, load: Load, *, is_group: bool = True) -> None:
     """End a server under load with SIGTERM, as a supervisor does; all its processes end.
 
@@ -293,22 +269,15 @@ def assert_nothing_was_lost(server: Server, load: Load) -> None:
     assert re.findall(complaint, server.output) == []
 
 
-def free_port() -> int:
-    """For a server that does not tell which port it has chosen."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
-
-
 @pytest.mark.parametrize(
     "command",
-    [UVICORN, [*UVICORN, "--workers", "2"], [*GUNICORN, "--preload"]],
+    [UVICORN, [*UVICORN, "--workers", "2"], [*GUNICORN, "--preload", APP]],
     ids=["uvicorn", "uvicorn, two workers", "gunicorn, preloaded"],
 )
 def test_sigterm_to_the_group_loses_nothing_that_was_accepted(
-    run: Callable[..., Server], load: Callable[[str], Load], command: list[str]
+    serve: Callable[..., Server], load: Callable[[str], Load], command: list[str]
 ) -> None:
-    server = run(*command)
+    server = serve("", command=[*command])
     clients = load(server.wait_for(URL)[1])
     end(server, clients)
     assert_nothing_was_lost(server, clients)
@@ -316,37 +285,39 @@ def test_sigterm_to_the_group_loses_nothing_that_was_accepted(
 
 @pytest.mark.parametrize("is_group", [False, True], ids=["to one", "to the group"])
 def test_granian_loses_nothing_that_was_accepted_at_sigterm(
-    run: Callable[..., Server], load: Callable[[str], Load], *, is_group: bool
+    serve: Callable[..., Server], load: Callable[[str], Load], *, is_group: bool
 ) -> None:
-    port = str(free_port())
-    server = run("granian", "--interface", "asgi", "--workers", "2", "--port", port, APP)
+    port = str(find_free_port())
+    server = serve(
+        "", command=["granian", "--interface", "asgi", "--workers", "2", "--port", port, APP]
+    )
     clients = load(server.wait_for(URL)[1])
     end(server, clients, is_group=is_group)
     assert_nothing_was_lost(server, clients)
 
 
 def test_hypercorn_loses_nothing_that_was_accepted_at_sigterm(
-    run: Callable[..., Server], load: Callable[[str], Load]
+    serve: Callable[..., Server], load: Callable[[str], Load]
 ) -> None:
     """Its server process is daemonic."""
-    server = run("hypercorn", "--bind", "127.0.0.1:0", APP)
+    server = serve("", command=["hypercorn", "--bind", "127.0.0.1:0", APP])
     clients = load(server.wait_for(URL)[1])
     end(server, clients, is_group=False)
     assert_nothing_was_lost(server, clients)
 
 
 def test_nothing_of_hypercorn_is_left_when_sigterm_reaches_its_group(
-    run: Callable[..., Server], load: Callable[[str], Load]
+    serve: Callable[..., Server], load: Callable[[str], Load]
 ) -> None:
     """Its server processes handle no SIGTERM, so they end at once and their connections close."""
-    server = run("hypercorn", "--workers", "2", "--bind", "127.0.0.1:0", APP)
+    server = serve("", command=["hypercorn", "--workers", "2", "--bind", "127.0.0.1:0", APP])
     end(server, load(server.wait_for(URL)[1]))
 
 
 def test_gunicorn_that_recycles_its_processes_loses_nothing(
-    run: Callable[..., Server], load: Callable[[str], Load]
+    serve: Callable[..., Server], load: Callable[[str], Load]
 ) -> None:
-    server = run(*GUNICORN, "--max-requests", "40")
+    server = serve("", command=[*GUNICORN, "--max-requests", "40", APP])
     clients = load(server.wait_for(URL)[1])
     for _ in range(4):  # two at first, then one for each that has ended
         server.wait_for(BEGINS)
@@ -355,13 +326,13 @@ def test_gunicorn_that_recycles_its_processes_loses_nothing(
 
 
 def test_uvicorn_that_reloads_loses_nothing(
-    run: Callable[..., Server], load: Callable[[str], Load], tmp_path: Path
+    serve: Callable[..., Server], load: Callable[[str], Load], tmp_path: Path
 ) -> None:
     app = tmp_path / "reloaded.py"
     shutil.copy(TESTS / "apps" / "counted.py", app)
     command = [one if one != APP else "reloaded:app" for one in UVICORN]
     folder = str(tmp_path)
-    server = run(*command, "--reload", "--reload-dir", folder, "--app-dir", folder)
+    server = serve("", command=[*command, "--reload", "--reload-dir", folder, "--app-dir", folder])
     clients = load(server.wait_for(URL)[1])
     server.wait_for(BEGINS)
     clients.wait_for(UNDER_WAY)

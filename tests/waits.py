@@ -37,6 +37,14 @@ AT_ONCE = 100
 # in the codec, and that both loops tell the same of a worker is tested by itself.
 ONE_LOOP: Any = ("asyncio", {"use_uvloop": True})
 one_loop = pytest.mark.parametrize("anyio_backend", [ONE_LOOP], ids=["uvloop"], indirect=True)
+# Runs a test of a module with one loop on both: opening and closing, threads,
+# timers, reading pipes.
+both_loops = pytest.mark.parametrize(
+    "anyio_backend",
+    [("asyncio", {"use_uvloop": False}), ONE_LOOP],
+    ids=["asyncio", "uvloop"],
+    indirect=True,
+)
 
 # What was waited for, seconds it took, and the printed figure; the end of the run shows them.
 MEASURED: list[tuple[str, float, float]] = []

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import PREAMBLE, TESTS, Start, program
 from sample_models import HandlesSigterm, Holds, LeavesDescriptors, Terminates
-from test_batcher_processes import PREAMBLE, TESTS, Start, program
 from waits import LIMIT, Gate, Watch, call, one_loop, outcome
 
 from fast_batcher import DynBatcher

@@ -17,8 +17,6 @@ from sample_models import (
     AlarmedLate,
     Crashes,
     CrashesAbove,
-    CrashesOnArrival,
-    Echo,
     Grows,
     Holds,
     NeedsFile,
@@ -56,11 +54,7 @@ ENDS = {
 }
 
 
-def test_every_crash_of_the_sample_has_its_row() -> None:
-    assert set(ENDS) == set(CRASHES)
-
-
-@pytest.mark.parametrize("way", ENDS)
+@pytest.mark.parametrize("way", CRASHES)
 async def test_the_callers_are_told_how_their_worker_ended_and_the_others_are_served(
     way: str,
 ) -> None:
@@ -90,7 +84,7 @@ async def test_the_batch_behind_a_fatal_one_and_the_queue_are_kept(gate: Gate) -
         os.kill(visit.pid, signal.SIGKILL)
         for task in running:
             assert isinstance(await outcome(task), WorkerLostError)
-        # Nobody had begun with these, so they are not computed twice.
+        # The worker had not begun with these, so they are not computed twice.
         assert [await outcome(task) for task in behind] == [1, 2]
         assert await outcome(waiting) == "waiting"
 
@@ -168,16 +162,6 @@ async def test_a_poisonous_request_fails_after_two_deaths_and_its_mates_are_answ
         )
         assert await batcher.process_batched("next") == "next"
         assert (batcher.stats.restarts, assert_balance(batcher).failed) == (2, 1)
-
-
-async def test_a_request_that_kills_the_worker_that_unpickles_it_fails_alone() -> None:
-    """Fault F15."""
-    async with DynBatcher(Echo, 3) as batcher:
-        calls = [call(batcher, value) for value in (1, CrashesOnArrival(), 3)]
-        first, poison, third = [await outcome(task) for task in calls]
-        assert (first, third) == (1, 3)
-        assert isinstance(poison, PoisonRequestError)
-        assert batcher.stats.restarts == 3
 
 
 async def test_the_requests_of_a_killed_worker_are_answered_by_another_at_once(
@@ -264,7 +248,11 @@ async def test_a_worker_that_dies_all_the_time_breaks_the_batcher() -> None:
         assert "restarted max_restarts=2 times within restart_window=60.0 seconds" in str(error)
         assert error.retry_after is not None
         assert 50 < error.retry_after <= 60
+        assert "max_restarts=2" in str(batcher.start_error)
         assert_balance(batcher)
+    assert batcher.start_error is None
+    with pytest.raises(BatcherClosedError):
+        await batcher.process_batched("fine")
 
 
 async def test_waiting_requests_fail_when_the_restart_budget_is_spent(gate: Gate) -> None:
@@ -331,17 +319,6 @@ async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
         assert batcher.stats.waiting == 0
 
 
-async def test_a_broken_batcher_tells_why_until_it_is_closed() -> None:
-    """Fault F11."""
-    async with DynBatcher(Crashes, max_restarts=0, idempotent=False) as batcher:
-        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
-        await until(lambda: batcher.state == "broken")
-        assert "max_restarts=0" in str(batcher.start_error)
-    assert batcher.start_error is None
-    with pytest.raises(BatcherClosedError):
-        await batcher.process_batched("fine")
-
-
 async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) -> None:
     """Fault F14."""
     needed = tmp_path / "weights"
@@ -384,7 +361,7 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         assert await batcher.process_batched("fine") == "fine"
 
 
-async def test_a_batcher_that_breaks_while_it_drains_lets_nobody_wait(gate: Gate) -> None:
+async def test_a_batcher_that_breaks_while_it_drains_fails_its_calls_and_closes(gate: Gate) -> None:
     batcher = DynBatcher(Holds, model_args=(gate.path,), max_restarts=0)
     await batcher.open()
     held = call(batcher, "hold")

@@ -20,7 +20,6 @@ from fast_batcher import (
     InferenceError,
     PoisonRequestError,
     UnsendableValueError,
-    WorkerStartupError,
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -45,6 +44,14 @@ def anyio_backend() -> Any:
     return ONE_LOOP
 
 
+# What the error of the caller says, besides "boom".
+TEXTS = {
+    "dump task": "send plain data instead",
+    "dump result": "cannot be pickled",
+    "load result": "cannot be unpickled",
+}
+
+
 def expected(where: str, how: str) -> type[BatcherError]:
     if how in ("crash", "exit"):
         return PoisonRequestError
@@ -62,11 +69,17 @@ async def test_a_call_ends_with_its_error_and_harms_no_other_call(where: str, ho
             async with asyncio.timeout(limit):
                 first, bomb, last = [await outcome(task) for task in calls]
             assert type(bomb) is expected(where, how) or isinstance(bomb, expected(where, how))
-            if how == "hang":  # nobody can say whose fault it is
+            if how == "hang":  # which input is to blame is unknown
                 assert isinstance(first, DeadlineExceededError)
                 assert isinstance(last, DeadlineExceededError)
             else:
                 assert (first, last) == ("first", "last")
+            if how in HERE:
+                assert "boom" in f"{bomb}{bomb.__cause__}"
+                assert TEXTS.get(where, "") in str(bomb)
+                lone = await outcome(call(batcher, Bomb(where, how)))
+                assert isinstance(lone, expected(where, how))
+                assert batcher.stats.restarts == 0
             assert await batcher.process_batched("next") == "next"
         stats = assert_balance(batcher)
         assert (stats.waiting, stats.running) == (0, 0)
@@ -83,6 +96,7 @@ async def test_an_iterable_that_fails_in_process_many_harms_no_later_call(how: s
 
         error = await outcome(asyncio.create_task(batcher.process_many(values())))
         assert "boom" in str(error)
+        assert assert_balance(batcher).cancelled == 1
         assert await batcher.process_batched("next") == "next"
         await until(lambda: batcher.stats.running == 0)
         assert_balance(batcher)
@@ -107,17 +121,9 @@ async def test_a_caller_that_fails_with_its_answer_harms_no_other_call(how: str)
 
 
 @pytest.mark.parametrize("how", IN_WORKER)
-async def test_a_model_that_fails_to_load_is_a_start_error(how: str) -> None:
-    batcher = DynBatcher(Minefield, model_args=("load", how), start_timeout=1.0)
-    with within(10.0, f"load x {how}") as limit:
-        async with asyncio.timeout(limit):
-            with pytest.raises(WorkerStartupError):
-                await batcher.open()
-    await batcher.aclose()
-
-
-@pytest.mark.parametrize("how", IN_WORKER)
-async def test_a_model_that_fails_in_close_leaves_no_process(how: str) -> None:
+async def test_a_model_that_fails_in_close_leaves_no_process(
+    how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with within(10.0, f"close x {how}") as limit:
         async with asyncio.timeout(limit):
             settings: dict[str, Any] = {"stop_timeout": 0.2}
@@ -125,3 +131,4 @@ async def test_a_model_that_fails_in_close_leaves_no_process(how: str) -> None:
                 assert await batcher.process_batched("first") == "first"
                 pids = [handle.pid for handle in session_of(batcher).pool.live.remaining()]
     assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]
+    assert how not in HERE or "boom" in capfd.readouterr().err
