@@ -77,7 +77,7 @@ class Desk:
         # The requests that turned out not to be sendable, with the reasons.
         self.refused: list[Any] = []
         settings = Settings(
-            max_frame_bytes=max_frame_bytes, shared_memory_threshold=1000, max_batch_size=8
+            max_frame_bytes=max_frame_bytes, shared_memory_threshold=4096, max_batch_size=8
         )
         self.sender = BatchSender(
             settings, self, lambda _, refused: self.refused.extend(refused), "name"

@@ -359,7 +359,7 @@ def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) ->
     assert not top_levels(loaded) & {*HEAVY, "multiprocessing"}
 
 
-def test_only_the_batcher_of_processes_imports_batcher_among_what_is_local() -> None:
+def test_no_decorator_imports_what_makes_processes() -> None:
     local = [name for name in SOURCES if FLOORS[SOURCES[name].part] == FLOORS["_local"]]
     decorators = [name for name in local if name.split(".")[0] in DECORATORS]
     importers = {
@@ -368,7 +368,7 @@ def test_only_the_batcher_of_processes_imports_batcher_among_what_is_local() -> 
         for target in SOURCES[name].imports()
         if (ours(target) or "").split(".")[0] in ("batcher", "_parent", "_worker")
     }
-    assert importers == {"_local.process_batcher"}
+    assert importers == set()
 
 
 def test_where_heavy_things_are_installed_they_are_not_loaded() -> None:
@@ -458,78 +458,42 @@ def forbidden_uses(tree: ast.Module) -> list[str]:
 
 # Tests.
 
-# Files whose tests have another name, because what they promise is promised elsewhere.
-TESTED_ELSEWHERE = {
-    "_core.batch_times": "core/test_admission.py",
-    "_core.deadline_batches": "core/test_admission.py",
-    "_core.limits": "core/test_scheduler.py",
-    "_core.load": "core/test_policy.py",
-    "_core.workers": "core/test_scheduler.py",
-    "aio.inference": "test_aio_inference.py",
-    "_local": "test_architecture.py",
-    # What stands behind the decorators has no face of its own.
-    "_local.batcher": "test_dynamic.py",
-    "_local.cache": "test_aio.py",
-    "_local.callers": "test_dynamic.py",
-    "_local.decorated": "test_dynamic.py",
-    "_local.engine": "test_dynamic.py",
-    "_local.features": "test_inference.py",
-    "_local.function_model": "local/test_process_batcher.py",
-    "_local.loop_shell": "test_aio.py",
-    "_local.task_worker": "test_aio.py",
-    "_local.thread_worker": "test_dynamic.py",
-    "types": "test_aio.py",
+# Where each package and each module beside them is tested, through what others use of it.
+TESTS = {
     "": "test_public_api.py",
+    "_arrays": "arrays",
+    "_asyncio": "asyncio_shell",
+    "_clock": "test_clock.py",
+    "_core": "core",
+    "_descendants": "test_descendants.py",
+    "_fork": "shared_memory",
+    "_local": "local",
+    "_parent": "parent",
+    "_shared_memory": "shared_memory",
+    "_transport": "transport",
+    "_worker": "worker",
+    "aio": "test_aio.py",
+    "batcher": "test_batcher.py",
     "dyn_batcher": "test_public_api.py",
+    "dynamic": "test_dynamic.py",
+    "errors": "test_errors.py",
+    "fastapi": "test_fastapi.py",
+    "inference": "test_inference.py",
     "inference_template": "test_public_api.py",
     "model": "test_public_api.py",
-    "_arrays": "test_architecture.py",
-    "_core": "test_architecture.py",
-    "_transport": "test_architecture.py",
-    "_transport.blocking_channel": "transport/test_channel.py",
-    "_transport.loop_channel": "transport/test_channel.py",
-    "_transport.pipes": "transport/test_channel.py",
-    "_parent": "test_architecture.py",
-    "_parent.live_workers": "parent/test_pool.py",
-    "_parent.shutdown": "parent/test_pool.py",
-    "_parent.starter": "parent/test_pool.py",
-    "_parent.worker": "parent/test_worker_process.py",
-    "_parent.worker_place": "parent/test_pool.py",
-    "_worker": "test_architecture.py",
-    "_worker.inputs": "worker/test_serving.py",
-    "_worker.main": "worker/test_serving.py",
-    "_worker.process_setup": "parent/test_child_process.py",
-    "_shared_memory": "test_architecture.py",
-    # The two halves of one memory are tested together.
-    "_shared_memory.memcpy": "shared_memory/test_slabs.py",
-    "_shared_memory.views": "shared_memory/test_slabs.py",
-    "_shared_memory.outbox_reader": "shared_memory/test_outbox.py",
-    "_shared_memory.outbox_writer": "shared_memory/test_outbox.py",
-    "_asyncio": "test_architecture.py",
-    "_asyncio.cost_evaluator": "asyncio_shell/test_cost_evaluator.py",
-    "_asyncio.futures": "asyncio_shell/test_futures.py",
-    "_asyncio.offload": "asyncio_shell/test_offload.py",
-    "_asyncio.signals": "asyncio_shell/test_signals.py",
+    "model_spec": "test_model_spec.py",
     "settings": "test_batcher_settings.py",
-    # The package is tested through an app, but for its readers of bodies.
-    "fastapi.bodies": "test_bodies.py",
-    "fastapi.dependencies": "test_fastapi.py",
-    "fastapi.errors": "test_fastapi.py",
-    "fastapi.health": "test_fastapi.py",
-    "fastapi.lifespan": "test_fastapi.py",
+    "stats": "test_stats.py",
+    "types": "test_aio.py",
 }
 
 
-@every_source
-def test_every_file_has_a_test_file_of_its_name(name: str) -> None:
-    """So that one knows where to look, and what a new file lacks."""
-    if name in TESTED_ELSEWHERE:
-        expected = ROOT / "tests" / TESTED_ELSEWHERE[name]
-    else:
-        *folders, file = name.split(".")
-        folder = [one.strip("_") for one in folders]
-        expected = ROOT.joinpath("tests", *folder, f"test_{file.strip('_')}.py")
-    assert expected.is_file(), f"no {expected.relative_to(ROOT)}"
+def test_every_package_has_its_tests() -> None:
+    """So that one knows where to look, and what a new package lacks."""
+    assert sorted({source.part for source in SOURCES.values()}) == sorted(TESTS)
+    for place in TESTS.values():
+        path = ROOT / "tests" / place
+        assert path.is_file() or [*path.glob("test_*.py")], place
 
 
 def test_every_test_file_says_what_it_is_about() -> None:

@@ -35,7 +35,6 @@ from desk import (
     until_copying,
     wait_until_copied,
 )
-from fast_batcher._transport.channel import Reservation
 from inside import session_of
 from memory import memory_of, refuse_memory
 from sample_models import (
@@ -55,6 +54,7 @@ from waits import LIMIT, SOON, Gate, call, outcome, turns, until
 from fast_batcher import DynBatcher
 from fast_batcher._transport.codec import ATOMS, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher.errors import (
     BatcherClosedError,
     DeadlineExceededError,
@@ -77,7 +77,7 @@ def desk() -> Iterator[Desk]:
     "value",
     [
         b"x" * 60_000,
-        "text" * 1000,
+        "text" * 2000,
         [*range(10_000)],
         np.arange(2048),
         [np.arange(2048) for _ in range(15)],
