@@ -58,6 +58,7 @@ class Server:
         options: More of its command line.
         folder: Where the module is, if not here.
         command: Another server, with its whole command line.
+        python: The interpreter; another one than that of these tests sees no path of theirs.
         limit: Seconds after which it is killed, so that no wait for it lasts for ever.
     """
 
@@ -67,13 +68,16 @@ class Server:
         *options: str,
         folder: Path | None = None,
         command: Sequence[str] = (),
+        python: str = sys.executable,
         limit: float = LIMIT,
     ) -> None:
         environment = {**os.environ, "PYTHONPATH": str(TESTS)}
+        if python != sys.executable:
+            environment = {}
         if folder is not None:
             options = (*options, "--app-dir", str(folder))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *command] if command else uvicorn_command(app, *options),
+            [python, *(["-m", *command] if command else uvicorn_command(app, *options)[1:])],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

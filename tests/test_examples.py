@@ -31,9 +31,9 @@ LIMIT = 100
 
 
 @contextmanager
-def serve(app: str, directory: Path) -> Iterator[str]:
+def serve(app: str, directory: Path, python: str = sys.executable) -> Iterator[str]:
     """Run an app as its reader would; on the way out it must end by itself, with its workers."""
-    server = Server(app, "--no-access-log", folder=directory, limit=3 * LIMIT)
+    server = Server(app, "--no-access-log", folder=directory, python=python, limit=3 * LIMIT)
     try:
         yield server.url()
         server.process.send_signal(signal.SIGTERM)

@@ -184,7 +184,7 @@ def test_the_first_command_serves_the_first_program() -> None:
 @pytest.mark.parametrize("app", APPS)
 def test_an_installed_package_serves_each_app(app: str, installed: str, saved: Path) -> None:
     with (
-        serve(app, saved, installed, {}) as address,
+        serve(app, saved, installed) as address,
         httpx2.Client(base_url=address, timeout=LIMIT) as client,
     ):
         if app == "pixels:app":
