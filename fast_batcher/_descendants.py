@@ -58,7 +58,7 @@ def send_signal(pidfds: list[int], number: signal.Signals) -> None:
 def _open_children(parent: int, session: int) -> Iterator[int]:
     # The kernel lists them by the thread that started them.
     for path in Path(f"/proc/{parent}/task").glob("*/children"):
-        for pid in map(int, _read(path).split()):
+        for pid in map(int, _read_text(path).split()):
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError:  # it has ended, or there is no descriptor left for it
@@ -73,13 +73,13 @@ def _open_children(parent: int, session: int) -> Iterator[int]:
 
 def _is_child(pid: int, parent: int, session: int) -> bool:
     # The name of the program comes before this, in parentheses, and may contain anything.
-    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = _read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     is_ours = len(fields) > 3 and (int(fields[1]), int(fields[3])) == (parent, session)
     # A resource tracker, of `multiprocessing` or joblib, ends by itself after all its users.
-    return is_ours and "resource_tracker" not in _read(Path(f"/proc/{pid}/cmdline"))
+    return is_ours and "resource_tracker" not in _read_text(Path(f"/proc/{pid}/cmdline"))
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace")
     except OSError:  # the process has ended

@@ -4,7 +4,6 @@ There is no Docker here: `Build` does what a build does, in a folder, with the i
 """
 
 import fnmatch
-import inspect
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 from servers import find_free_port
 
-from fast_batcher import DynBatcher
+from fast_batcher.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
@@ -32,7 +31,7 @@ DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 STEP_LIMIT = 400
 # Seconds for the server to be healthy, and to end.
 SERVER_LIMIT = 100
-DEFAULTS = inspect.signature(DynBatcher).parameters
+DEFAULTS = Settings()
 
 each_image = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 
@@ -113,14 +112,14 @@ def test_the_command_is_in_exec_form_and_grants_less_than_the_grace_period(path:
     granted = float(command[command.index("--timeout-graceful-shutdown") + 1])
     for service in read_services().values():
         grace = seconds(service["stop_grace_period"])
-        assert grace >= granted + DEFAULTS["stop_timeout"].default + 5
-        assert grace >= DEFAULTS["drain_timeout"].default + 5
+        assert grace >= granted + DEFAULTS.stop_timeout + 5
+        assert grace >= DEFAULTS.drain_timeout + 5
 
 
 @each_image
 def test_the_health_check_asks_readyz_and_waits_as_long_as_a_model_may_load(path: Path) -> None:
     options, command = read_health_check(path)
-    assert seconds(options["start-period"]) >= DEFAULTS["start_timeout"].default
+    assert seconds(options["start-period"]) >= DEFAULTS.start_timeout
     assert command[0] == "python"
     assert "/readyz" in command[-1]
     (text,) = values(path, "CMD")

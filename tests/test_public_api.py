@@ -26,6 +26,7 @@ from fast_batcher import (
     inference,
     types,
 )
+from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher.errors import BatcherError
 from fast_batcher.settings import BatcherOptions, Settings
 
@@ -158,11 +159,14 @@ def test_the_decorators_take_what_those_of_batched_take() -> None:
     }
     for decorate, expected in wanted.items():
         parameters = list(inspect.signature(decorate).parameters.values())
-        assert [(one.name, one.default) for one in parameters][: len(expected)] == expected
+        named = {one.name: one.default for one in parameters}
+        # The others are options, whose defaults are those of the settings.
+        for name, default in expected:
+            assert named.get(name, getattr(DecoratorSettings, name, None)) == default
         keyword_only = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
         if decorate is fast_batcher.dynamically:  # whose own may be positional
             keyword_only |= {name for name, _ in first[1:]}
-        assert keyword_only == {one.name for one in parameters} - {"func"}
+        assert keyword_only == named.keys() - {"func", "options"}
 
 
 def test_the_constructor() -> None:

@@ -40,7 +40,7 @@ async def process_many(
     priority = checked_priority(priority)
     limit = settings.timeout if timeout is None else checked_timeout(timeout)
     deadline = math.inf if limit is None else monotonic() + limit
-    window = _window(settings)
+    window = _most_in_flight(settings)
     loop = get_running_loop()
     outputs: list[Any] = []
     in_flight: deque[Request] = deque()
@@ -74,7 +74,7 @@ async def process_many(
     return outputs
 
 
-def _window(settings: Settings) -> int:
+def _most_in_flight(settings: Settings) -> int:
     """Most requests of one call that may be in flight."""
     # With a target, a batch that waits behind another one of its call might be rejected.
     batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1

@@ -82,11 +82,11 @@ def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
     here = running_loop()
     for loop, pairs in resolved.items():
         if loop is None or loop is here:
-            _resolve(pairs)
+            _set_outcomes(pairs)
         else:
             # A closed loop has no callers left that could be told.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(_resolve, pairs)
+                loop.call_soon_threadsafe(_set_outcomes, pairs)
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -97,7 +97,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
-def _resolve(pairs: list[tuple[CallerFuture, Any]]) -> None:
+def _set_outcomes(pairs: list[tuple[CallerFuture, Any]]) -> None:
     for future, outcome in pairs:
         try:
             if type(outcome) is FailedOutput:

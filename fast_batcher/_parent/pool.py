@@ -61,8 +61,7 @@ class Pool:
         self._settings = settings
         self._events = events
         self._memory = memory
-        self._name = name
-        self.stop_timeout = settings.stop_timeout
+        self._name, self.stop_timeout = name, settings.stop_timeout
         # The process, the event loop and the loop's thread that the pool belongs to.
         self.owner_pid = os.getpid()
         self.loop = asyncio.get_running_loop()

@@ -51,9 +51,13 @@ class SlabViews:
         # Ids of batches without a view of which `take_freed` has not told the writer yet.
         self.freed: list[int] = []
         # Called with the last batch of which a child may have views, -1 if no child has any.
-        self.on_fork: Callable[[int], object] | None = None
+        self._on_fork: Callable[[int], object] | None = None
         # Held during that call: the last call counts. A child has a copy, and calls nothing.
         self._telling = threading.Lock()
+
+    def report_forks(self, report: "Callable[[int], object]") -> None:
+        """Report the last batch of which children may have views, -1 if there is none any more."""
+        self._on_fork = report
 
     def view(self, batch_id: int) -> memoryview:
         """The whole memory, for one batch, which reads and writes only its own slabs.
@@ -141,9 +145,9 @@ class SlabViews:
         self._tell_last_viewed()
 
     def _tell_last_viewed(self) -> None:
-        if self.on_fork is not None:
+        if self._on_fork is not None:
             with self._telling:
-                self.on_fork(max((max(fork.batch_ids) for fork in self.forks[:]), default=-1))
+                self._on_fork(max((max(fork.batch_ids) for fork in self.forks[:]), default=-1))
 
     def _free_unviewed(self, batch_id: int) -> None:
         """Free a batch if neither this process nor a child has a view of it."""

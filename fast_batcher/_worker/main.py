@@ -102,7 +102,7 @@ def _load_and_serve(
     try:
         channel.send(Kind.READY, body=pack_times(times))
         if views is not None:
-            views.on_fork = progress.note_inherited
+            views.report_forks(progress.note_inherited)
         Server(channel, computing, progress, InputReader(views), encoder).serve()
     finally:
         _close_model(model)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from waits import LIMIT
+from waits import LIMIT, until
 
 from fast_batcher._parent.background import JobThread
 
@@ -56,8 +56,11 @@ async def test_no_job_is_begun_once_the_thread_is_held() -> None:
     thread.run(wait, told.done)
     thread.run(lambda: order.append(2), told.done)
     assert is_running.wait(LIMIT)
-    threading.Timer(0.0, is_over.set).start()
-    thread.hold()
+    holding = threading.Thread(target=thread.hold)
+    holding.start()
+    await until(lambda: thread._is_held)
+    is_over.set()
+    holding.join()
     assert order == [1]
     thread.stop()
     assert order == [1]

@@ -330,7 +330,7 @@ class Child:
 
 def test_a_batch_that_a_child_may_view_is_free_when_the_child_has_ended(views: SlabViews) -> None:
     told: list[int] = []
-    views.on_fork = told.append
+    views.report_forks(told.append)
     Child(views).end()
     assert told == []  # there was nothing to see
     held = [views.view(batch_id) for batch_id in (1, 2)]
@@ -347,7 +347,7 @@ def test_a_batch_that_a_child_may_view_is_free_when_the_child_has_ended(views: S
 
 def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(views: SlabViews) -> None:
     told: list[int] = []
-    views.on_fork = told.append
+    views.report_forks(told.append)
     kept, other = views.view(1), views.view(2)
     first = Child(views)
     del other
