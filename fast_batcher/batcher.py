@@ -337,7 +337,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A NumPy array for one large input, for example a body that is read in pieces.
 
         Filled, and given to a call as it is or with another dtype or shape of as many bytes, it
-        reaches the worker without another copy, and read-only: there is none for a second try. It
+        reaches the worker without another copy, and read-only: a second try is not possible. It
         should not be changed until the call returns, and may be used again then, unless the model
         keeps views of its inputs. Arrays that are kept occupy the memory; and for good if they were
         there when the process forked, as its child sees what is written there later.
@@ -532,7 +532,7 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Args:
             changes: `max_batch_size`, `max_delay`, `max_queue_size` and `max_latency`, each as at
-                construction; those that are left out stay as they are.
+                construction; whatever is left out stays as it is.
 
         Raises:
             ConfigurationError: A setting is wrong; nothing has been changed.

@@ -1,6 +1,6 @@
 """What the user's functions say about an input: its cost and its group. On the event loop's thread.
 
-They may raise or answer nonsense; that is an error of this one request, and nobody else's.
+They may raise or answer nonsense; that is an error of this one request alone.
 """
 
 import logging
@@ -45,7 +45,7 @@ class CostEvaluator:
         self._group_by = group_by
         self._max_request_cost = math.inf if max_request_cost is None else max_request_cost
         self._name = name
-        # Those that requests in the queue or in a batch have; the others forget themselves.
+        # Kept while a request in the queue or in a batch has it.
         self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
         self._has_warned = False
 

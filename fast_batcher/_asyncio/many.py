@@ -31,7 +31,7 @@ async def process_many(
     request of a call that has none in flight is accepted or rejected at once.
 
     Args:
-        find_session: Returns the session that takes calls now, or raises why there is none.
+        find_session: Returns the session that takes calls now, or raises why there is no session.
         values: The inputs.
         settings: The batcher's settings.
         timeout: Seconds for all of them together, None for the batcher's `timeout`.

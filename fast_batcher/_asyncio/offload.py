@@ -31,7 +31,7 @@ async def offload(is_long: bool, work: Callable[..., T], *args: Any) -> T:
             outcome.append((False, work(*args)))
         except BaseException as error:  # noqa: BLE001  whoever waits raises it
             outcome.append((True, error))
-        with contextlib.suppress(RuntimeError):  # a closed loop has nobody left who waits
+        with contextlib.suppress(RuntimeError):  # on a closed loop no caller is left
             loop.call_soon_threadsafe(_wake, has_ended)
 
     thread = threading.Thread(target=run, name="fast_batcher aside", daemon=True)

@@ -94,7 +94,7 @@ class Pump:
             self._loop.call_soon(self._run)
 
     def has_room(self, request: Request) -> bool:
-        """Whether the queue has room for a request behind those that have just arrived."""
+        """Whether the queue has room for a request behind the requests that have just arrived."""
         if not self._has_place():
             return False
         if not self._is_weighed:
@@ -136,7 +136,7 @@ class Pump:
         set_exception(request, error)
 
     def take_arrivals(self, now: float, more: Sequence[Request] = ()) -> None:
-        """Give the scheduler the requests that have arrived, and fail those that it rejects.
+        """Give the scheduler the requests that have arrived, and fail the requests that it rejects.
 
         Args:
             now: The moment.
@@ -291,7 +291,7 @@ class Pump:
         self.run_soon()
 
     async def wait_until_drained(self, seconds: float) -> None:
-        """Wait until no request waits or runs, at most so many seconds."""
+        """Wait until no request waits or runs, at most `seconds`."""
         drained = self._drained = self._loop.create_future()
         try:
             self.notice_drained()

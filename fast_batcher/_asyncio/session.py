@@ -80,7 +80,7 @@ class Session:
         # The same loop while calls are taken: neither draining, nor broken, nor ended.
         self.serving_loop: asyncio.AbstractEventLoop | None = self.loop
         self.has_ended = False
-        # Done when the `aclose` under way is over, None while there is none.
+        # Done when the `aclose` under way is over, else None.
         self.closing: asyncio.Future[None] | None = None
         # Requests of other threads that the loop's thread has not taken yet.
         self._submitted: deque[Request] = deque()

@@ -44,7 +44,7 @@ def call_on_sigterm(
         if callable(before):
             before(number, frame)
         elif before is signal.SIG_DFL:
-            # Nobody else would end the program.
+            # Nothing else would end the program.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
 

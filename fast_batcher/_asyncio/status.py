@@ -67,7 +67,7 @@ class Status:
         self.move(Event.START_FAILED)
 
     def give_up(self, reason: str, seconds: float) -> None:
-        """Break: every worker has spent its restarts, and the next try is in so many seconds."""
+        """Break: every worker has spent its restarts, and the next try is `seconds` away."""
         self._given_up = _GivenUp(reason, monotonic() + seconds)
         if self.state in (State.OPENING, State.OPEN):
             self.move(Event.GIVEN_UP)

@@ -146,7 +146,7 @@ class AdaptivePolicy:
         self._last_batch = self._last_idle = -inf
 
     def _plan(self, now: float, load: Load) -> float:
-        """The moment until which to wait for the largest gain; `now` if there is none."""
+        """The moment until which to wait for the largest gain; `now` if waiting gains nothing."""
         room = self._room(load)
         if room <= 0 or not load.service.is_known:
             return now

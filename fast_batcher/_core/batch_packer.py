@@ -100,7 +100,7 @@ class BatchPacker:
         del chosen[best_size:]
 
     def _work_per_second(self, work: float, charge: float) -> float:
-        """The same for all until something is known; 0 if there is no work."""
+        """Equal for all until something is known; 0 without work."""
         seconds = self.service.median(charge) if self.service.is_known else 0.0
         return work / seconds if seconds else 0.0
 

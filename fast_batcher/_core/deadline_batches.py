@@ -18,7 +18,7 @@ from fast_batcher._core.size_cap import SizeCap
 
 
 class Selection(NamedTuple):
-    """The requests of the batch that leaves, and those that were dropped for it."""
+    """The requests of the batch that leaves, and the requests dropped for it."""
 
     requests: list[Request]
     # Out of the queue and not settled yet.

@@ -10,7 +10,7 @@ from typing import Final
 # Between pings, and so the longest that an idle worker may take to answer one. Often enough that a
 # stuck worker is found within ten seconds, rarely enough to cost nothing.
 INTERVAL: Final = 5.0
-# A tick that comes later than this says that this process itself did not run: then nobody is
+# A tick that comes later than this says that this process itself did not run: then no worker is
 # judged, as a whole group that was stopped for ten seconds is not dead.
 LATENESS: Final = 1.0
 
@@ -30,7 +30,7 @@ class Heartbeat:
             idle: The workers that are ready and have nothing to do.
 
         Returns:
-            The workers to send a ping now, and those that have left the last one unanswered: a
+            The workers to send a ping now, and the workers that left the last one unanswered: a
             worker that was given work since had the ping before it.
         """
         is_late = now > self._next_tick + LATENESS

@@ -97,7 +97,7 @@ class Request:
     # nothing: see `Admission`. None until the scheduler sets one. The shell sets it to infinity if
     # an explicit deadline is not to become a target.
     target: float | None = None
-    # The copy of the input in shared memory, None if there is none. The shell sets it, and the core
+    # The copy of the input in shared memory, or None. The shell sets it, and the core
     # never looks at it.
     staged: Any = None
     # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.

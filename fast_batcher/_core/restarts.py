@@ -16,7 +16,7 @@ class NextTry(NamedTuple):
 
     # Seconds from now.
     delay: float
-    # Whether the budget is spent, so that nobody should wait for it.
+    # Whether the budget is spent, so that waiting for it is pointless.
     is_given_up: bool
 
 
@@ -36,7 +36,7 @@ class Restarts:
         self._backoff = backoff
         self._delay = backoff
         self._ready_at: float | None = None
-        # The moments of those that count.
+        # The moments of the restarts that count.
         self._restarts: deque[float] = deque()
 
     def ready(self, now: float) -> None:
@@ -54,7 +54,7 @@ class Restarts:
             restarts.popleft()
         if self._max_restarts is not None and len(restarts) >= self._max_restarts:
             return NextTry(self._window, is_given_up=True)
-        if self._max_restarts is not None:  # else nobody would ever look at them
+        if self._max_restarts is not None:  # else they are never read
             restarts.append(now)
         delay = self._delay
         self._delay = min(2 * self._delay, max(MAX_DELAY, self._backoff))

@@ -206,8 +206,8 @@ class Scheduler:
 
         Args:
             worker: Which one.
-            taken: The id of the batch that it read last, None if there is none.
-            begun: The id of the batch that it began to compute last, None if there is none.
+            taken: The id of the batch that it read last, or None.
+            begun: The id of the batch that it began to compute last, or None.
             out_of_memory: Whether it may have died of that; then batches become smaller.
 
         Returns:

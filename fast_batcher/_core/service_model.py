@@ -1,4 +1,4 @@
-"""How long does a batch of n take? Learned from those that ran. Pure; on the scheduler's thread.
+"""How long does a batch of n take? Learned from batches that ran. Pure; on the scheduler's thread.
 
 Sizes are put into buckets of powers of two; each bucket tracks the median and the 95 % quantile of
 its times by multiplicative steps, which need no history and which one outlier moves by one step.
@@ -22,7 +22,7 @@ FIRST_STEP, LAST_STEP = 0.08, 0.02
 STEADY_RUN, MOST_DOUBLINGS = 4, 4
 # The high quantile falls nineteen times more slowly than it rises: two slow batches among the first
 # five of a size, far above all that follow, would be believed for two thousand more. So while a
-# bucket is young and its quantile is so many times its median, a run of so many times below it has
+# bucket is young and its quantile is `FAR` times its median, a run of `QUIET_RUN` below it has
 # its steps double too, up to a quarter. Chance alone makes one run of 27 as long where one time in
 # twenty is above, one of 850 where one in ten is; and it takes long to rise again, hence the age.
 QUIET_RUN, FAR, YOUNG, MOST_QUIET_DOUBLINGS = 64, 2.0, 512, 8
@@ -120,7 +120,7 @@ class ServiceModel:
         self.is_known = False
         self._count = 0
         self._buckets: dict[int, _Bucket] = {}
-        # The lines that are read, None when they have to be worked out anew, which is at the latest
+        # The lines that are read, None when they have to be computed again, which is at the latest
         # with this observation.
         self._next_line = 0
         self._median: _Line | None = None

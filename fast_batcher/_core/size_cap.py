@@ -7,7 +7,7 @@ limit is unknown, it moves, and only failures show it.
 from typing import Final
 
 # Full batches that must go well before a larger one is tried. A try that fails costs its requests
-# one more batch, so it should be rare among those that go well.
+# one more batch, so it should be rare among batches that go well.
 FIRST_WAIT: Final = 32
 # It doubles with each failure, up to where a try costs less than a thousandth of the work.
 MAX_WAIT: Final = 4096

@@ -88,7 +88,7 @@ class WorkerTable:
         return sum([batch.open_count for batch in self.all_batches()])
 
     def all_batches(self) -> Iterator[Batch]:
-        """The batches that workers have, and those that are being copied out."""
+        """The batches that workers have, and the batches that are being copied out."""
         yield from self.batches.values()
         yield from self.copying_out.values()
 
@@ -125,7 +125,7 @@ class WorkerTable:
         return batch if batch is not None and batch.worker == worker else None
 
     def least_loaded(self, below: int) -> WorkerSlot | None:
-        """The worker with the fewest batches among those that have fewer than `below`."""
+        """The worker with the fewest batches, fewer than `below`."""
         found = None
         for slot in self.slots.values():
             if len(slot.batches) < below and not slot.is_stalled and not slot.is_retired:
@@ -133,7 +133,7 @@ class WorkerTable:
         return found
 
     def give(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
-        """A worker gets a batch, behind those that it has."""
+        """A worker gets a batch, behind the batches that it has."""
         slot.batches.append(batch)
         self.batches[batch.id] = batch
         if slot.batches[0] is batch:
@@ -180,7 +180,7 @@ class WorkerTable:
         Args:
             now: The moment.
             worker: Which one.
-            begun: The id of the batch that it began to compute last, None if there is none.
+            begun: The id of the batch that it began to compute last, or None.
         """
         slot = self.slots.get(worker)
         if slot is None or not slot.batches or slot.started_at == inf:

@@ -42,7 +42,7 @@ class OutputCache:
     async def process(
         self, items: Sequence[Any], compute: Callable[[list[Any]], Awaitable[list[Any]]]
     ) -> list[Any]:
-        """The outputs of the items. Those that the cache does not have are computed together.
+        """The outputs of the items. Items that the cache does not have are computed together.
 
         Tasks store what was computed; the caller does not wait for them. `settle` does.
         """

@@ -70,8 +70,8 @@ class BatchSender:
 
         Args:
             worker_id: The worker.
-            inherited: The last batch of whose inputs children of the worker may have views, None
-                if there is none.
+            inherited: The last batch of whose inputs children of the worker may have views, or
+                None.
         """
         self._links.pop(worker_id, None)
         self._shared_inputs.remove_worker(worker_id, inherited)

@@ -24,8 +24,8 @@ class MemoryService:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_shared_bytes: int, name: str) -> None:
-        # Memory in which large inputs reach the workers, or why there is none; None if the settings
-        # want none.
+        # Memory in which large inputs reach the workers, or why it could not be made; None if the
+        # settings want none.
         self.slabs: Slabs | OSError | None = None
         if max_shared_bytes:
             try:

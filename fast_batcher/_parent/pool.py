@@ -323,7 +323,7 @@ class Pool:
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
 
     def _beat(self) -> None:
-        """Ping the idle workers, and replace those that have not answered the last ping."""
+        """Ping the idle workers, and replace the workers that have not answered the last ping."""
         # The answers to the last pings may have arrived while the loop was blocked.
         self.read_all()
         serving = self._serving

@@ -77,7 +77,7 @@ class SharedInputSender:
         Args:
             worker_id: The worker.
             inherited: The last batch of which children of the worker may have views, so that its
-                slabs, and those of earlier batches, are never free; None if there is none.
+                slabs, and those of earlier batches, are never free; or None.
         """
         for batch_id, leased in self._leases.pop(worker_id, {}).items():
             if inherited is not None and batch_id <= inherited:

@@ -58,7 +58,7 @@ class WorkerProcess:
         index: Which of the batcher's workers this is, from 0.
         model_spec: What it loads.
         settings: The batcher's settings.
-        slabs: Memory in which large inputs reach it, None if there is none.
+        slabs: Memory in which large inputs reach it, or None.
         events: What is told of its start and its death: the pool.
         on_frame: Called with its id and each frame once it is ready.
         name: The batcher's name, for logs.
@@ -331,7 +331,7 @@ class WorkerProcess:
 
 
 def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:
-    """Make the memory for large answers; an error if there is none, None if none is wanted."""
+    """Make the memory for large answers; an error if that fails, None if it is not wanted."""
     if not settings.max_shared_bytes:
         return None
     try:

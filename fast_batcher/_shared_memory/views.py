@@ -56,7 +56,7 @@ class SlabViews:
         self._telling = threading.Lock()
 
     def report_forks(self, report: "Callable[[int], object]") -> None:
-        """Report the last batch of which children may have views, -1 if there is none any more."""
+        """Report the last batch of which children may have views, -1 if no view is left."""
         self._on_fork = report
 
     def view(self, batch_id: int) -> memoryview:
@@ -104,7 +104,7 @@ class SlabViews:
             os.close(write_end)
 
     def after_fork_in_child(self) -> None:
-        """Keep the end that tells of this child, and close those that tell of others."""
+        """Keep the end that tells of this child, and close the ends that tell of others."""
         self._write_ends.pop(threading.get_ident(), None)
         for fd in (*self._write_ends.values(), *(fork.read_end for fork in self.forks)):
             if fd >= 0:
@@ -161,7 +161,7 @@ class SlabViews:
 class _Fork(NamedTuple):
     """A child of this process that may have views."""
 
-    # Of a pipe; at its end when the child has ended or runs another program. -1 if there is none.
+    # Of a pipe; at its end when the child has ended or runs another program. -1 without a pipe.
     read_end: int
     # The batches of which the child may have views.
     batch_ids: list[int]

@@ -242,7 +242,7 @@ class _Sink:
 
 
 class _Reducers(dict[type, Any]):
-    """Our reducers, and those that any module has registered with `copyreg`."""
+    """Our reducers, and all that any module has registered with `copyreg`."""
 
     # Not a Python function: it is called for each object of a type that is not built in.
     __missing__ = copyreg.dispatch_table.__getitem__

@@ -23,7 +23,7 @@ class InputReader:
     """Reads the inputs of batches.
 
     Args:
-        slabs: Memory in which large inputs arrive, None if there is none.
+        slabs: Memory in which large inputs arrive, or None.
     """
 
     def __init__(self, slabs: "SlabViews | None") -> None:
@@ -57,7 +57,7 @@ class InputReader:
         stacking.lent.clear()
 
     def pack_freed(self) -> bytes:
-        """Return a frame with the batches of which no view is left; empty if there is none."""
+        """Return a frame with the batches of which no view is left; empty without such batches."""
         slabs = self._slabs
         if slabs is None or not (slabs.freed or slabs.forks):
             return b""

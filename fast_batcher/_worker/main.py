@@ -59,7 +59,7 @@ def worker_main(
         slabs: Memory in which large inputs arrive, None if the settings want none, an error if this
             process may not have as much.
         outbox: Memory in which large answers leave, None if the settings want none, an error if
-            there is none.
+            it could not be made.
     """
     set_signals(progress, parent_pid)
     end_with_parent(parent_pid)
