@@ -27,7 +27,6 @@ from traceback import walk_tb
 from typing import Any
 
 # A model may raise with a whole tensor printed in its message; a log line or a response needs less.
-# Source: the reference limit for error texts in the fault catalogue, 64 KiB.
 MAX_ERROR_TEXT = 64 * 1024
 # Flags of code whose frames may be suspended.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR

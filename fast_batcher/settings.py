@@ -28,7 +28,7 @@ MAX_WORKERS = 1024
 MAX_SECONDS = 365 * 24 * 3600.0
 # Priorities go from its negative to it: each one in use adds a queue that every batch looks at.
 MAX_PRIORITY = 100
-# Room for at least this many waiting requests, and for 8 batches per worker (DESIGN: POLICY 5.8).
+# Room for at least this many waiting requests, and for 8 batches per worker.
 MIN_QUEUE_SIZE = 1024
 QUEUED_BATCHES_PER_WORKER = 8
 # A frame holds one whole batch of inputs or outputs. 256 MiB is 400 images of 602 KB, and small

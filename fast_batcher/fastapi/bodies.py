@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike, NDArray
 
-# A body larger than this is refused: room for a dozen photographs. Source: the limits of the fault
-# catalogue.
+# A body larger than this is refused: room for a dozen photographs.
 MAX_BODY_BYTES = 16 * 2**20
 # A body that takes longer to arrive than this is refused: 16 MiB over a line of 5 Mbit/s.
 BODY_TIMEOUT = 30.0
