@@ -10,7 +10,7 @@ from math import inf
 
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.ranked_queue import Queue
 from fast_batcher._core.return_curve import ENOUGH, POINTS, ReturnCurve
 
 # A hold must be worth this share of a lone request's time for every request it concerns; less is
@@ -103,7 +103,7 @@ class AdaptivePolicy:
         if not self._rest:
             self.learns = True
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now, or hold until the moment at which the expected gain is largest."""
         was_holding = self._is_holding
         if not self._considers_holds:

@@ -9,7 +9,7 @@ from typing import Protocol
 from fast_batcher._core.adaptive import AdaptivePolicy
 from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.ranked_queue import Queue
 
 
 class Policy(Protocol):
@@ -18,7 +18,7 @@ class Policy(Protocol):
     # Whether `arrived` and `batch_done` are to be called.
     learns: bool
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker.
 
         Args:
@@ -76,7 +76,7 @@ class GreedyPolicy(_ConstantPolicy):
     much.
     """
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now."""
         return Release.IDLE
 
@@ -93,7 +93,7 @@ class FixedPolicy(_ConstantPolicy):
     def __init__(self, max_delay: float) -> None:
         self._max_delay = max_delay
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Wait for the end of the oldest request's window, unless its deadline comes first."""
         oldest = queue.oldest()
         assert oldest is not None, "the scheduler asks only while requests wait"

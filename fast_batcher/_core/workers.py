@@ -13,6 +13,7 @@ from fast_batcher._core.messages import (
     Replace,
     Request,
     Stall,
+    settle_open,
 )
 
 
@@ -22,9 +23,9 @@ class WorkerSlot:
     __slots__ = (
         "batches",
         "has_answered",
-        "has_put_back",
         "id",
         "is_retired",
+        "is_second_late",
         "is_stalled",
         "started_at",
     )
@@ -42,9 +43,9 @@ class WorkerSlot:
         self.is_stalled = False
         # The first batch of a process is slow for reasons that say nothing about later ones.
         self.has_answered = False
-        # Its second batch would have been late and went back to the queue. No other is tried before
-        # it answers: a try takes a batch out of the queue and puts it back, at every arrival.
-        self.has_put_back = False
+        # Its second batch would have been late and waits in the queue. No other is tried before it
+        # answers: every arrival would try again.
+        self.is_second_late = False
 
 
 class WorkerTable:
@@ -148,6 +149,19 @@ class WorkerTable:
         if was_first:
             slot.is_stalled = False
             self._begin_first(now, slot)
+
+    def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> None:
+        """Take requests out of a batch before its worker has it: they could not be sent.
+
+        A batch without any other requests does not count as sent.
+        """
+        withdrawn = {request.id for request in requests}
+        batch.requests = [one for one in batch.requests if one.id not in withdrawn]
+        batch.open_count -= len(settle_open(requests))
+        if batch.requests:
+            self.notice_deserted(batch)
+        else:
+            self.take_back(now, batch)
 
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
         """The worker begins with its first batch, if it has one."""

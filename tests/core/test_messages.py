@@ -24,9 +24,7 @@ def request(deadline: float) -> Request:
 
 def batch_of(*deadlines: float) -> Batch:
     requests = [request(deadline) for deadline in deadlines]
-    return Batch(
-        id=3, worker=1, requests=requests, release=Release.IDLE, now=2.5, deadline=min(deadlines)
-    )
+    return Batch(3, 1, requests, Release.IDLE, sent_at=2.5, deadline=min(deadlines))
 
 
 def test_a_new_request_waits_and_is_not_settled() -> None:
@@ -95,7 +93,7 @@ def test_a_batch_is_freed_without_the_garbage_collector() -> None:
     try:
         requests = [Request(value, caller=None, deadline=1.0)]
         batch = Batch(
-            id=0, worker=0, requests=requests, release=Release.FULL, now=0.0, deadline=1.0
+            id=0, worker=0, requests=requests, release=Release.FULL, sent_at=0.0, deadline=1.0
         )
         requests[0].batch_id = batch.id
         del value, requests, batch

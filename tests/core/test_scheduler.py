@@ -1067,7 +1067,7 @@ def test_a_withdrawn_request_is_no_part_of_its_batch() -> None:
     scheduler = make(max_batch_size=3)
     batch = run(scheduler, 0.0, 3)
     first, bad, last = batch.requests
-    scheduler.withdraw(0.0, batch, [bad])
+    scheduler.workers.withdraw(0.0, batch, [bad])
     assert batch.requests == [first, last]
     assert bad.is_settled
     assert scheduler.workers.running == 2
@@ -1079,14 +1079,14 @@ def test_withdrawing_what_the_shell_has_settled_counts_once() -> None:
     batch = run(scheduler, 0.0, 2)
     gone = batch.requests[0]
     scheduler.cancel(gone)
-    scheduler.withdraw(0.0, batch, [gone])
+    scheduler.workers.withdraw(0.0, batch, [gone])
     assert scheduler.workers.running == 1
 
 
 def test_a_batch_of_which_nothing_is_left_was_never_sent() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0, 2)
-    scheduler.withdraw(0.0, batch, batch.requests)
+    scheduler.workers.withdraw(0.0, batch, batch.requests)
     assert scheduler.workers.running == 0
     assert scheduler.workers.find(0, batch.id) is None
     assert scheduler.batch_done(0.0, 0, batch.id) is None
@@ -1098,7 +1098,7 @@ def test_a_stalled_worker_whose_batch_is_withdrawn_serves_again() -> None:
     scheduler = make(timeout=1.0)
     batch = run(scheduler, 0.0)
     assert [type(action) for action in scheduler.poll(1.0)[0]] == [Expire, Stall]
-    scheduler.withdraw(1.5, batch, batch.requests)
+    scheduler.workers.withdraw(1.5, batch, batch.requests)
     assert scheduler.workers.ready_count == 1
     assert run(scheduler, 2.0).worker == 0
 
@@ -1107,7 +1107,7 @@ def test_the_batch_behind_a_withdrawn_one_has_its_whole_time() -> None:
     scheduler = make(max_batch_size=1, infer_timeout=4.0)
     first = run(scheduler, 0.0)
     second = run(scheduler, 0.0)
-    scheduler.withdraw(3.0, first, first.requests)
+    scheduler.workers.withdraw(3.0, first, first.requests)
     assert scheduler.poll(6.9)[0] == []
     actions, _ = scheduler.poll(7.0)
     assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, second.requests[0]), (Replace, 0)]
@@ -1117,7 +1117,7 @@ def test_withdrawing_the_batch_behind_leaves_the_running_one_its_time() -> None:
     scheduler = make(max_batch_size=1, infer_timeout=4.0)
     running = run(scheduler, 0.0)
     behind = run(scheduler, 3.0)
-    scheduler.withdraw(3.0, behind, behind.requests)
+    scheduler.workers.withdraw(3.0, behind, behind.requests)
     actions, _ = scheduler.poll(4.0)
     assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, running.requests[0]), (Replace, 0)]
 
