@@ -12,9 +12,8 @@ from waits import SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
-from fast_batcher._core.policy import GreedyPolicy
+from fast_batcher._core.policy import GreedyPolicy, Load
 from fast_batcher._core.ranked_queue import Queue
 
 pytestmark = pytest.mark.anyio

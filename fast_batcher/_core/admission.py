@@ -141,19 +141,28 @@ class Admission:
         self._times.is_wanted = True
         backlog = self.backlog(now, queue)
         mean_cost = sum([request.cost for request in requests]) / len(requests)
+        levels = {one.priority for one in requests}
+        ahead_of = {priority: queue.ahead_of(priority) for priority in levels}
+
+        def predict(request: Request, accepted: int) -> float:
+            waiting, cost, groups = ahead_of[request.priority]
+            ahead = WorkAhead(waiting + accepted, cost + accepted * mean_cost, groups)
+            return self._times.seconds_until_answered(backlog, ahead, request.cost)
+
+        if len(levels) == 1 and not self._times.has_costs:
+            # Of equals the last one waits longest. This saves 1.5 us for each of the others.
+            slowest = now + predict(requests[-1], len(requests) - 1)
+            if slowest <= min(map(target_of, requests)):
+                return requests, []
         accepted: list[Request] = []
         rejected: list[Rejected] = []
         for request in requests:
-            count = len(accepted)
-            waiting, cost, groups = queue.ahead_of(request.priority)
-            ahead = WorkAhead(waiting + count, cost + count * mean_cost, groups)
-            seconds = self._times.seconds_until_answered(backlog, ahead, request.cost)
-            left = target_of(request) - now
+            seconds, left = predict(request, len(accepted)), target_of(request) - now
             if seconds <= left or (backlog.is_idle and not accepted):
                 accepted.append(request)
             else:
-                refusal = _refusal_of_late_arrival(backlog.requests + count, seconds, left)
-                rejected.append(Rejected(request, refusal))
+                ahead = backlog.requests + len(accepted)
+                rejected.append(Rejected(request, _refusal_of_late_arrival(ahead, seconds, left)))
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:

@@ -51,11 +51,12 @@ class BatchTimes:
     def __init__(self, size_cap: SizeCap, packer: BatchPacker | None) -> None:
         self._size_cap = size_cap
         self._packer = packer
+        self.has_costs = packer is not None
         self.by_size = ServiceModel()
         self.by_charge = self.by_size if packer is None else packer.service
         # Whether anything besides the policy asks. Learning costs each batch some microseconds, so
         # it begins when the first question can come.
-        self.is_wanted = packer is not None
+        self.is_wanted = self.has_costs
         # Sizes and seconds of warm-up batches, until a request tells what their inputs may cost.
         self._warm_ups: list[tuple[float, float]] = []
 

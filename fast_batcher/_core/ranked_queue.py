@@ -118,10 +118,15 @@ class RankedQueue:
 
     def is_full(self, count: int) -> bool:
         """Whether the next batch would have `count` requests, or cost the most that it may."""
+        if self._packer is None and self.size < count:
+            return False
         lanes = self._lanes_of(self._first().group)
-        most = inf if self._packer is None else self._packer.max_batch_cost
-        is_enough = sum(len(lane.requests) for lane in lanes) >= count
-        return is_enough or sum(lane.cost for lane in lanes) > most
+        if sum(len(lane.requests) for lane in lanes) >= count:
+            return True
+        return (
+            self._packer is not None
+            and sum(lane.cost for lane in lanes) > self._packer.max_batch_cost
+        )
 
     def has_full_group(self, count: int) -> bool:
         """Whether `count` requests of one group and priority wait."""

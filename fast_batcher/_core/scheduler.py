@@ -15,7 +15,6 @@ from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.batch_times import BatchTimes
 from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.limits import Limits, or_infinite
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -30,7 +29,7 @@ from fast_batcher._core.messages import (
     Stage,
     settle_open,
 )
-from fast_batcher._core.policy import Policy
+from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
@@ -225,9 +224,8 @@ class Scheduler:
                     self._size_cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
             elif batch.id == taken:
                 stage = Stage.TAKEN
-            given_up = self._retries.after_loss(batch, stage)
-            lost.failed[:0] = settle_open(given_up.failed)
-            lost.poisonous[:0] = settle_open(given_up.poisonous)
+            failed, poisonous = self._retries.after_loss(batch, stage)
+            lost = Lost(failed + lost.failed, poisonous + lost.poisonous)
         return lost
 
     def batch_done(
@@ -305,9 +303,8 @@ class Scheduler:
     def close(self) -> list[Request]:
         """End; returns every request, waiting or running, whose caller still waits, settled."""
         self._admission.is_draining = self.is_closed = True
-        rest = self.give_up()
-        for batch in self.workers.all_batches():
-            rest += batch.settle_open()
+        rest = settle_open(self.open_requests())
+        self.give_up()
         self.workers.clear()
         self._next_expiry = inf
         return rest

@@ -1,6 +1,7 @@
 """The workers of a scheduler and the batches that they have. Pure; part of the scheduler."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from math import inf
 
 from fast_batcher._core.limits import Limits, or_infinite
@@ -17,35 +18,25 @@ from fast_batcher._core.messages import (
 )
 
 
+@dataclass(slots=True, eq=False)
 class WorkerSlot:
     """A worker that has been ready and has not been lost."""
 
-    __slots__ = (
-        "batches",
-        "has_answered",
-        "id",
-        "is_retired",
-        "is_second_late",
-        "is_stalled",
-        "started_at",
-    )
-
-    def __init__(self, worker: int) -> None:
-        self.id = worker
-        # What it has, oldest first; it computes the first one.
-        self.batches: list[Batch] = []
-        # When it began with the first one; infinite once that one is beyond `infer_timeout`.
-        self.started_at = 0.0
-        # It gets no more batches for good: another worker takes its place.
-        self.is_retired = False
-        # It gets no more batches before it answers: no caller waits for its first batch, which has
-        # run for `timeout`, or the worker is being replaced.
-        self.is_stalled = False
-        # The first batch of a process is slow for reasons that say nothing about later ones.
-        self.has_answered = False
-        # Its second batch would have been late and waits in the queue. No other is tried before it
-        # answers: every arrival would try again.
-        self.is_second_late = False
+    id: int
+    # What it has, oldest first; it computes the first one.
+    batches: list[Batch] = field(default_factory=list)
+    # When it began with the first one; infinite once that one is beyond `infer_timeout`.
+    started_at: float = 0.0
+    # It gets no more batches for good: another worker takes its place.
+    is_retired: bool = False
+    # It gets no more batches before it answers: no caller waits for its first batch, which has run
+    # for `timeout`, or the worker is being replaced.
+    is_stalled: bool = False
+    # The first batch of a process is slow for reasons that say nothing about later ones.
+    has_answered: bool = False
+    # Its second batch would have been late and waits in the queue. No other is tried before it
+    # answers: every arrival would try again.
+    is_second_late: bool = False
 
 
 class WorkerTable:

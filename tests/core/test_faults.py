@@ -7,9 +7,8 @@ import pytest
 from schedules import make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Dispatch, Expire, Fault, Release, Request
-from fast_batcher._core.policy import GreedyPolicy
+from fast_batcher._core.policy import GreedyPolicy, Load
 from fast_batcher._core.ranked_queue import Queue
 from fast_batcher._core.scheduler import Scheduler
 

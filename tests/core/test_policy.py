@@ -4,10 +4,9 @@ from math import inf
 
 import pytest
 
-from fast_batcher._core.adaptive import AdaptivePolicy
-from fast_batcher._core.load import Load
+from fast_batcher._core.adaptive import AdaptivePolicy, make_policy
 from fast_batcher._core.messages import Release, Request
-from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy, make_policy
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
 from fast_batcher._core.ranked_queue import RankedQueue
 from fast_batcher._core.service_model import ServiceModel
 

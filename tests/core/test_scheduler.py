@@ -10,7 +10,6 @@ from schedules import NOTHING, dispatched, make, poll_batches, reject, run, sett
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Batch,
     Expire,
@@ -21,7 +20,7 @@ from fast_batcher._core.messages import (
     Request,
     Stall,
 )
-from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError

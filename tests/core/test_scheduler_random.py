@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from fast_batcher._core import request_queue
+from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
@@ -39,7 +40,6 @@ from fast_batcher._core.messages import (
     Stage,
     Stall,
 )
-from fast_batcher._core.policy import make_policy
 from fast_batcher._core.ranked_queue import AGED_BATCHES
 from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
 from fast_batcher._core.scheduler import Scheduler
