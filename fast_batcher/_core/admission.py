@@ -53,8 +53,6 @@ class Admission:
         self._measure_size = measure_size
         # No more arrivals are accepted, ever.
         self.is_draining = False
-        # Whether a request may wait whose target comes from `max_latency`.
-        self.has_set_targets = False
         self.reconfigure(limits)
 
     def reconfigure(self, limits: Limits) -> None:
@@ -62,7 +60,7 @@ class Admission:
         self._limits = limits
         self._max_latency = or_infinite(limits.max_latency)
         if limits.max_latency is not None:
-            self.has_set_targets = self._times.is_wanted = True
+            self._times.is_wanted = True
 
     def backlog(self, now: float, queue: Queue) -> Backlog:
         """What a request that arrives now has to wait for."""

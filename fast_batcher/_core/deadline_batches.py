@@ -13,6 +13,7 @@ from fast_batcher._core.batch_times import BatchTimes
 from fast_batcher._core.messages import Request, target_of
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.size_cap import SizeCap
+from fast_batcher._core.workers import WorkerSlot
 
 
 class DeadlineBatches:
@@ -26,27 +27,48 @@ class DeadlineBatches:
     def __init__(self, times: BatchTimes, size_cap: SizeCap) -> None:
         self._times = times
         self._size_cap = size_cap
+        # Whether a request may wait whose target comes from `max_latency`.
+        self.has_set_targets = False
         # What `choose` has dropped: out of the queue, for the scheduler to settle.
         self.dropped: list[Request] = []
 
     def latest_start(self, queue: Queue) -> float:
         """Until when a batch may be held so that its oldest request is not late."""
-        oldest = queue.oldest()
+        oldest = queue.oldest() if self.has_set_targets else None
         if oldest is None or oldest.target is None:
             return inf
         is_known = self._times.by_size.is_known
         return oldest.target - (self._times.by_size.high(queue.size + 1) if is_known else 0.0)
 
-    def choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
+    def choose(
+        self, now: float, slot: WorkerSlot, queue: RankedQueue
+    ) -> tuple[list[Request], bool]:
         """Choose the next batch, which stays in the queue, and drop what would be late.
 
         Args:
-            start: The moment at which the worker can begin with it.
+            now: The moment.
+            slot: The worker that is to have it.
             queue: At least one request.
 
         Returns:
-            The batch, and whether it is smaller than it could be, for the sake of a target.
+            The batch, empty if it is to wait, and whether that is another one for the sake of a
+            target.
         """
+        # What a worker has cannot be dropped any more, however long its first batch takes.
+        is_unknown = self.has_set_targets and not self._times.is_known
+        if slot.batches and (slot.is_second_late or is_unknown):
+            return [], False
+        start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
+        requests, is_smaller = self._choose(start, queue)
+        is_other = is_smaller or bool(self.dropped)
+        if is_other and slot.batches and len(requests) < self._size_cap.size:
+            # A second batch is full, or waits in the queue for what arrives.
+            slot.is_second_late = True
+            return [], True
+        return requests, is_other
+
+    def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
+        """Choose a batch that begins at `start`, and tell whether it could be larger."""
         requests = queue.choose(self._size_cap.size)
         if not self._times.is_known:
             return requests, False

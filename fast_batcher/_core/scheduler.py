@@ -77,6 +77,7 @@ class Scheduler:
         self._times = BatchTimes(self._size_cap, packer)
         self._admission = Admission(limits, self._times, self.workers, self._retries, measure_size)
         self._deadline_batches = DeadlineBatches(self._times, self._size_cap)
+        self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_batch_id = 0
         # No waiting request expires before this moment: a lower bound, as in the worker table.
         self._next_expiry = inf
@@ -124,8 +125,7 @@ class Scheduler:
         if not accepted:
             return rejected
         if self._policy.learns:
-            is_idle = not self.queue.size and not self.workers.batches
-            self._policy.arrived(now, len(accepted), is_idle)
+            self._policy.arrived(now, len(accepted), not (self.queue.size or self.workers.batches))
         # From here on nothing is called that could raise: all are taken, or none.
         deadline = now + self._timeout
         request_id = self.counters.submitted
@@ -162,6 +162,7 @@ class Scheduler:
         self._limits = limits
         if limits.max_latency is not None:
             self.rank_requests()
+            self._deadline_batches.has_set_targets = True
         self._admission.reconfigure(limits)
         self._policy = policy or self._policy
         self._size_cap.limit(limits.max_batch_size)
@@ -293,11 +294,12 @@ class Scheduler:
 
     def give_up(self) -> list[Request]:
         """Settle and return every request that waits; the workers keep what they have."""
-        given_up = settle_open([*self.queue, *self._retries, *self._deadline_batches.dropped])
+        dropped = self._deadline_batches.dropped
+        given_up = settle_open([*self.queue, *self._retries, *dropped])
         is_ranked = isinstance(self.queue, RankedQueue)
         self.queue = RankedQueue(self._packer) if is_ranked else RequestQueue()
         self._retries.groups.clear()
-        self._deadline_batches.dropped.clear()
+        dropped.clear()
         return given_up
 
     def close(self) -> list[Request]:
@@ -366,7 +368,7 @@ class Scheduler:
         """Send batches to workers; returns until when a batch is held, infinite without one."""
         # What is tried again goes first, to workers that have nothing to do. Memory may have room
         # for less than the group by now.
-        while (slot := self.workers.least_loaded(1)) is not None:
+        while self._retries.groups and (slot := self.workers.least_loaded(1)) is not None:
             group = self._retries.take(self._size_cap.size)
             if group is None:
                 break
@@ -397,7 +399,7 @@ class Scheduler:
         if self.queue.has_full_group(self._size_cap.size):
             return Release.IDLE  # of another group than the first request's, which is in its way
         decision = self._policy.decide(now, self.queue, self._load())
-        if isinstance(decision, Release) or not self._admission.has_set_targets:
+        if isinstance(decision, Release):
             return decision
         until = self._deadline_batches.latest_start(self.queue)
         return Release.DEADLINE if until <= now else min(decision, until)
@@ -415,29 +417,15 @@ class Scheduler:
         self, now: float, slot: WorkerSlot, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
         """Choose the next batch, and expire what would be late; no requests if it is to wait."""
-        most = self._size_cap.size
         if not isinstance(self.queue, RankedQueue):
-            return self.queue.choose(most), release
-        # What a worker has cannot be dropped any more, however long its first batch takes.
-        is_unknown = self._admission.has_set_targets and not self._times.is_known
-        if slot.batches and (slot.is_second_late or is_unknown):
-            return [], release
-        start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
-        requests, is_smaller = self._deadline_batches.choose(start, self.queue)
-        dropped = self._deadline_batches.dropped
-        if not (dropped or is_smaller):
-            return requests, release
-        if dropped:
+            return self.queue.choose(self._size_cap.size), release
+        requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
+        if dropped := self._deadline_batches.dropped:
             refusal = self._admission.refusal_of_dropped(now, self.queue)
-            late = settle_open(dropped)
+            actions += [Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in dropped]
+            self.counters.expired += len(settle_open(dropped))
             dropped.clear()
-            actions += [Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in late]
-            self.counters.expired += len(late)
-        if slot.batches and len(requests) < most:
-            # A second batch is full, or waits in the queue for what arrives.
-            slot.is_second_late = True
-            return [], release
-        return requests, Release.DEADLINE
+        return requests, Release.DEADLINE if is_other else release
 
     def _send(
         self,

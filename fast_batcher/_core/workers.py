@@ -219,15 +219,13 @@ class WorkerTable:
         """Expire what workers have; the arguments are those of `Scheduler.poll`."""
         actions: list[Action] = []
         for slot in self.slots.values() if has_read else ():
-            if slot.id in answering:
-                batches = slot.batches[1:]
-            else:
+            is_answering = slot.id in answering
+            if not is_answering:
                 self._expire_running(now, slot, actions)
-                batches = slot.batches
-            for batch in batches:
+            for batch in slot.batches[is_answering:]:
                 if batch.open_count and batch.deadline <= now:
                     actions += _expire_batch(now, batch)
-            if slot.id not in answering:
+            if not is_answering:
                 self._stall(now, slot, actions)
         self.next_expiry = self._earliest_expiry()
         return actions
@@ -260,9 +258,7 @@ class WorkerTable:
 
 def _expire_batch(now: float, batch: Batch) -> list[Action]:
     """Expire the requests of a batch whose deadlines have passed."""
-    late = [one for one in batch.requests if not one.is_settled and one.deadline <= now]
-    for request in late:
-        request.is_settled = True
+    late = settle_open([one for one in batch.requests if one.deadline <= now])
     batch.open_count -= len(late)
     waiting = [request.deadline for request in batch.requests if not request.is_settled]
     batch.deadline = min(waiting, default=inf)

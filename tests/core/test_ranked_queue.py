@@ -17,6 +17,7 @@ from fast_batcher._core.messages import Group, Phase, Release, Request
 from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.size_cap import SizeCap
+from fast_batcher._core.workers import WorkerSlot
 
 GROUPS = [Group("a"), Group("b"), Group("c")]
 
@@ -377,7 +378,7 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            requests, _ = batches.choose(1.0, arrivals.queue)
+            requests, _ = batches.choose(1.0, WorkerSlot(0), arrivals.queue)
         finally:
             sys.setprofile(before)
         assert first in requests
