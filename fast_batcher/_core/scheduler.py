@@ -81,8 +81,8 @@ class Scheduler:
         self._next_batch_id = 0
         # No waiting request expires before this moment: a lower bound, as in the worker table.
         self._next_expiry = inf
-        # An error while learning from an answer; the next `poll` reports it.
-        self._fault: Exception | None = None
+        # Errors while learning from answers; the next `poll` reports them.
+        self._faults: list[Action] = []
         # After `close`: there is nothing, and there will be nothing.
         self.is_closed = False
 
@@ -99,7 +99,7 @@ class Scheduler:
     @property
     def is_poll_due(self) -> bool:
         """Whether `poll` may have something to do after a batch was answered."""
-        return bool(self.queue.size or self._retries.groups) or self._fault is not None
+        return bool(self.queue.size or self._retries.groups or self._faults)
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Whether `count` more requests may wait, and the bytes of this one as well."""
@@ -255,7 +255,7 @@ class Scheduler:
             try:
                 self._learn(now, batch, seconds if slot.has_answered else None)
             except Exception as error:  # noqa: BLE001  whatever it is, the batch has been answered
-                self._fault = error
+                self._faults.append(Fault(error, []))
             slot.has_answered = True
         slot.is_second_late = False
         return batch
@@ -337,10 +337,7 @@ class Scheduler:
             called again if no event comes before, or None. At that moment it has something to do,
             or finds that the deadline that it had in mind has become irrelevant.
         """
-        actions: list[Action] = []
-        if self._fault is not None:
-            actions.append(Fault(self._fault, []))
-            self._fault = None
+        actions, self._faults = self._faults, []
         held_until = inf
         try:
             if self.next_expiry <= now:
