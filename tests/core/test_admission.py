@@ -17,7 +17,6 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
-    Phase,
     Rejected,
     Release,
     Request,
@@ -274,45 +273,6 @@ def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
     assert refused_at(scheduler, opens + 0.01) == []
 
 
-def test_a_refusal_is_not_repeated_once_something_has_changed() -> None:
-    scheduler = make(max_batch_size=2, max_latency=3.3)
-    now = taught_from(scheduler, 0.0)
-    first = arrive(scheduler, now, 2)
-    waiting = [Request("input", None) for _ in range(2)]
-    assert scheduler.submit(now, waiting) == []
-    # One waits that could be answered in time, with room for one more in its batch.
-    assert len(refused_at(scheduler, now)) == 1
-    scheduler.cancel(waiting[0])
-    assert refused_at(scheduler, now) == []
-    assert len(refused_at(scheduler, now)) == 1
-    # A batch that ends early.
-    assert first is not None
-    settle(scheduler, now + 0.1, first)
-    assert refused_at(scheduler, now + 0.1) == []
-    # Another target.
-    assert len(refused_at(scheduler, now + 0.1, 9)) > 0
-    scheduler.reconfigure(Limits(2, 100, max_latency=50.0), None)
-    assert refused_at(scheduler, now + 0.1) == []
-
-
-def test_a_refusal_is_not_repeated_once_nobody_waits_for_another_try() -> None:
-    """What is to be tried again makes a batcher busy, and an idle one takes a request."""
-    scheduler = make(max_batch_size=1, max_latency=0.1, workers=2)
-    now = taught_that_one_takes(scheduler, 50.0)
-    other = arrive(scheduler, now)
-    lost = Request("input", None)
-    assert other is not None
-    assert refused_at(scheduler, now) != [], "busy"
-    settle(scheduler, now, other)
-    assert scheduler.submit(now, [lost]) == []
-    (batch,) = poll_batches(scheduler, now)
-    scheduler.worker_lost(batch.worker)
-    scheduler.cancel(lost)
-    assert refused_at(scheduler, now) != [], "nobody has looked at those that are to be tried again"
-    assert poll_batches(scheduler, now) == []
-    assert refused_at(scheduler, now) == []
-
-
 def test_a_target_just_above_the_time_of_a_batch_keeps_no_free_worker_idle() -> None:
     scheduler = make(max_batch_size=1, max_latency=1.01 * linear(1), workers=3)
     now = taught_that_one_takes(scheduler, linear(1))
@@ -561,20 +521,6 @@ def test_a_request_that_runs_past_its_target_is_answered() -> None:
     assert batch is not None
     assert scheduler.poll(5.0) == ([], 10.0)
     assert settle(scheduler, 5.0, batch) == batch.requests
-
-
-def test_a_request_that_waits_past_its_target_may_still_be_the_last_candidate() -> None:
-    scheduler = make(max_batch_size=1, max_latency=1.0, timeout=100.0)
-    now = taught_that_one_takes(scheduler, 0.4)
-    first, second = arrive(scheduler, now), Request("waits", None)
-    assert scheduler.submit(now, [second]) == []
-    assert first is not None
-    scheduler.poll(now)
-    # The first takes far longer than any before; both are answered late.
-    now += 20.0
-    settle(scheduler, now, first)
-    assert second.phase is Phase.SENT
-    assert not second.is_settled
 
 
 def test_a_hold_makes_nobody_late() -> None:

@@ -99,16 +99,6 @@ def submit_ranked(scheduler: Scheduler, priority: int, group: Group) -> Request:
     return request
 
 
-def test_one_batch_in_eight_goes_by_age() -> None:
-    arrivals = Arrivals()
-    low = arrivals.add(0)
-    for number in range(1, AGED_BATCHES):
-        high = arrivals.add(1)
-        assert arrivals.send(1) == [high], number
-    arrivals.add(1)
-    assert arrivals.send(1) == [low]
-
-
 def test_priorities_hold_under_a_backlog_however_old_it_is() -> None:
     arrivals = Arrivals()
     for _ in range(1000):
@@ -187,20 +177,6 @@ def test_a_batch_takes_those_of_near_cost_around_the_oldest() -> None:
     assert costs_of(arrivals.send(3)) == [100, 90, 1]
 
 
-def test_a_padded_batch_costs_its_size_times_its_highest_cost() -> None:
-    arrivals = Arrivals(BatchPacker(40, is_padded=True))
-    arrivals.add_costs(10, 20, 9, 10, 10, 12)
-    assert costs_of(arrivals.send(8)) == [10, 10, 10, 9]
-    assert costs_of(arrivals.send(8)) == [20, 12]
-
-
-def test_a_summed_batch_takes_the_oldest_that_fit() -> None:
-    arrivals = Arrivals(BatchPacker(40, is_padded=False))
-    arrivals.add_costs(10, 20, 15, 10, 1)
-    assert costs_of(arrivals.send(8)) == [10, 20, 10]
-    assert costs_of(arrivals.send(8)) == [15, 1]
-
-
 def test_an_input_above_the_batch_budget_goes_alone() -> None:
     """Fault F65."""
     for is_padded in (True, False):
@@ -208,19 +184,6 @@ def test_an_input_above_the_batch_budget_goes_alone() -> None:
         arrivals.add_costs(8192, *[10] * 3)
         assert costs_of(arrivals.send(8)) == [8192]
         assert costs_of(arrivals.send(8)) == [10] * 3
-
-
-def test_only_the_oldest_are_looked_at() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    arrivals.add_costs(1, *[100] * (2 * WINDOW_BATCHES - 1), 1)
-    assert costs_of(arrivals.send(2)) == [1, 100]
-
-
-def test_those_of_one_cost_leave_in_their_order() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    requests = arrivals.add_costs(*[10] * 5)
-    assert arrivals.send(2) == requests[:2]
-    assert arrivals.send(3) == requests[2:]
 
 
 def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
@@ -231,21 +194,6 @@ def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
         arrivals.cancel(request)
     assert arrivals.send(2) == requests[:1]
     assert arrivals.send(2) == requests[-1:]
-
-
-def test_one_that_is_like_no_other_is_not_passed_over_by_all_that_come() -> None:
-    """Those before it have seven each that came later and are of their cost."""
-    most = 8
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    older = [10.0 * number for number in range(1, most + 1)]
-    arrivals.add_costs(*older)
-    other = arrivals.add(cost=1000.0)
-    for cost in older:
-        arrivals.add_costs(*[cost] * (most - 1))
-    overtaken = 0
-    while other not in (batch := arrivals.send(most)):
-        overtaken += sum(request.id > other.id for request in batch)
-    assert 0 < overtaken < WINDOW_BATCHES * most
 
 
 @given(
