@@ -55,10 +55,11 @@ EDGE = 5
 DECORATORS = {"_local", "dynamic", "inference", "aio"}
 # All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
 CORE_MAY_IMPORT = {
-    *("bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "typing")
+    *("abc", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math"),
+    *("operator", "typing"),
 }
 # The same for what joins arrays: their libraries are used where they are loaded.
-ARRAYS_MAY_IMPORT = CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "operator", "sys")}
+ARRAYS_MAY_IMPORT = CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "sys")}
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {

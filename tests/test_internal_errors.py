@@ -12,10 +12,9 @@ from waits import SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
-from fast_batcher._core.policy import GreedyPolicy
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.policy import GreedyPolicy, Load
+from fast_batcher._core.ranked_queue import Queue
 
 pytestmark = pytest.mark.anyio
 
@@ -35,7 +34,7 @@ class FaultyPolicy(GreedyPolicy):
             self.where = ""
             raise IndexError("a fault of ours")
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now, or raise."""
         self._raise_in("decide")
         return Release.IDLE

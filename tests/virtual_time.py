@@ -7,8 +7,9 @@ from random import Random
 
 from schedules import make
 
+from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.messages import Batch, Dispatch, Release, Request
-from fast_batcher._core.policy import Policy, make_policy
+from fast_batcher._core.policy import Policy
 
 Seconds = Callable[[float], float]
 

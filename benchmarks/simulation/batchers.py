@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
+from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Dispatch, Expire, Request
-from fast_batcher._core.policy import make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.stats import Counters
 

@@ -257,7 +257,7 @@ class Pump:
         for request, error in unsendable:
             if not request.is_settled:
                 fail(self._scheduler.counters, request, error)
-        self._scheduler.withdraw(monotonic(), batch, [request for request, _ in unsendable])
+        self._scheduler.workers.withdraw(monotonic(), batch, [request for request, _ in unsendable])
         # If no request of the batch is left, its worker is free.
         self.run_soon()
 

@@ -25,11 +25,11 @@ from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
+from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Request
-from fast_batcher._core.policy import Policy, make_policy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.memory_service import MemoryService
@@ -145,9 +145,8 @@ class Session:
 
     def reconfigure(self, settings: Settings) -> None:
         """Change settings; all of them are valid."""
-        policy: Policy | None = None
-        if settings.max_delay != self.settings.max_delay:
-            policy = make_policy(settings.policy, settings.max_delay)
+        keeps_policy = settings.max_delay == self.settings.max_delay
+        policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
         self.settings = settings
         self.sender.arena.set_batch_size(settings.max_batch_size)
         self.scheduler.reconfigure(_limits_of(settings), policy)

@@ -9,7 +9,7 @@ import logging
 from typing import NamedTuple, NoReturn
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.lifecycle import Event, State, next_state
+from fast_batcher._core.lifecycle import MOVES, Event, State
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -57,7 +57,7 @@ class Status:
 
     def move(self, event: Event) -> None:
         """Move to the state that follows this event, which must be legal in the present one."""
-        before, self.state = self.state, next_state(self.state, event)
+        before, self.state = self.state, MOVES[self.state, event]
         self._broken_since = monotonic() if self.state is State.BROKEN else None
         logger.info("%s: %s -> %s (%s)", self._name, before.value, self.state.value, event.value)
 

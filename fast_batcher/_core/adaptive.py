@@ -8,9 +8,9 @@ small batch. The derivation of the gain is in docs/decisions/0012-the-hold.md.
 from collections import deque
 from math import inf
 
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
+from fast_batcher._core.ranked_queue import Queue
 from fast_batcher._core.return_curve import ENOUGH, POINTS, ReturnCurve
 
 # A hold must be worth this share of a lone request's time for every request it concerns; less is
@@ -32,7 +32,7 @@ LATENESS_SHARE = 1 / 16
 MOST_LATENESS = 0.005
 
 
-class AdaptivePolicy:
+class AdaptivePolicy(Policy):
     """Sends what waits at once, unless more requests will probably come soon and pay for the wait.
 
     A hold lasts at most for `max_delay` and for a lone request's time, counted from the first
@@ -50,12 +50,9 @@ class AdaptivePolicy:
         # False until a batch has shown that there are more clients than workers, and in a rest.
         self._considers_holds = False
         self._max_delay = inf if max_delay is None else max_delay
-        # Arrivals after a batch, and after an arrival at an idle system; each with the moment and
-        # size of its last event.
+        # Arrivals after a batch, and after an arrival at an idle system.
         self._after_batch = ReturnCurve()
         self._after_idle = ReturnCurve()
-        self._last_batch, self._last_size = -inf, 1
-        self._last_idle = -inf
         # Seconds of a lone request, as of the last batch.
         self._alone = 0.0
         # Requests that waited or ran when the recent batches ended.
@@ -77,17 +74,15 @@ class AdaptivePolicy:
         """Learn when requests come."""
         self._after_batch.arrived(now, count)
         self._after_idle.arrived(now, count)
-        if is_idle and self._alone and now - self._last_batch >= self._alone:
+        if is_idle and self._alone and now - self._after_batch.last_at >= self._alone:
             # Of requests that arrive together one is the event, and the others are returns.
             self._after_idle.begin(now, self._alone, 1)
             if count > 1:
                 self._after_idle.arrived(now, count - 1)
-            self._last_idle = now
 
     def batch_done(self, now: float, size: int, load: Load) -> None:
         """Learn that the callers of a batch have their answers, and may come back."""
         self._peaks.append(size + load.running + load.waiting)
-        self._last_batch, self._last_size = now, size
         if load.service.is_known:
             self._alone = load.service.median(1)
             self._after_batch.begin(now, self._alone, size)
@@ -103,7 +98,7 @@ class AdaptivePolicy:
         if not self._rest:
             self.learns = True
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now, or hold until the moment at which the expected gain is largest."""
         was_holding = self._is_holding
         if not self._considers_holds:
@@ -143,7 +138,6 @@ class AdaptivePolicy:
         self._lateness /= 2
         self._after_batch.forget_open()
         self._after_idle.forget_open()
-        self._last_batch = self._last_idle = -inf
 
     def _plan(self, now: float, load: Load) -> float:
         """The moment until which to wait for the largest gain; `now` if waiting gains nothing."""
@@ -151,11 +145,9 @@ class AdaptivePolicy:
         if room <= 0 or not load.service.is_known:
             return now
         alone = self._alone
-        if now - self._last_batch < alone:
-            curve, origin, size = self._after_batch, self._last_batch, self._last_size
-        elif now - self._last_idle < alone:
-            curve, origin, size = self._after_idle, self._last_idle, 1
-        else:
+        is_after_batch = now - self._after_batch.last_at < alone
+        curve = self._after_batch if is_after_batch else self._after_idle
+        if now - curve.last_at >= alone:
             return now
         if not self._is_holding:
             self._limit = now + min(self._max_delay, alone)
@@ -163,13 +155,13 @@ class AdaptivePolicy:
             return now
         part = alone / POINTS
         # Rounding may put the last moment before the end of the last part into the next one.
-        since = min((now - origin) / part, POINTS - 1e-9)
+        since = min((now - curve.last_at) / part, POINTS - 1e-9)
         # These include requests for which the batch has no room, and which join the next one.
         most = self._absent(load)
-        expected = [min(returns, most) for returns in curve.expected(since, size)]
+        expected = [min(returns, most) for returns in curve.expected(since, curve.last_size)]
         if expected[-1] <= FEWEST:
             return now
-        first = origin + (int(since) + 1) * part
+        first = curve.last_at + (int(since) + 1) * part
         return _best_moment(now, first, part, self._limit, expected, self._lateness, load)
 
     def _room(self, load: Load) -> int:
@@ -228,3 +220,17 @@ def _best_moment(
         if gain > best and gain > least * (waiting + returns):
             best, best_moment = gain, moment
     return best_moment
+
+
+def make_policy(name: str, max_delay: float | None) -> Policy:
+    """Make the policy of this name.
+
+    Args:
+        name: "adaptive", "greedy" or "fixed".
+        max_delay: The bound on deliberate waiting in seconds, or None. 0 makes "adaptive" greedy.
+    """
+    if name == "fixed":
+        return FixedPolicy(inf if max_delay is None else max_delay)
+    if name == "greedy" or max_delay == 0:
+        return GreedyPolicy()
+    return AdaptivePolicy(max_delay)

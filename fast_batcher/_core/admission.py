@@ -21,8 +21,7 @@ from typing import Any
 from fast_batcher._core.batch_times import Backlog, BatchTimes
 from fast_batcher._core.limits import Limits, or_infinite
 from fast_batcher._core.messages import Refusal, Rejected, Request, target_of
-from fast_batcher._core.ranked_queue import RankedQueue
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.ranked_queue import Queue, RankedQueue, WorkAhead
 from fast_batcher._core.retries import Retries
 from fast_batcher._core.workers import WorkerTable
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
@@ -54,8 +53,6 @@ class Admission:
         self._measure_size = measure_size
         # No more arrivals are accepted, ever.
         self.is_draining = False
-        # Whether a request may wait whose target comes from `max_latency`.
-        self.has_set_targets = False
         self.reconfigure(limits)
 
     def reconfigure(self, limits: Limits) -> None:
@@ -63,14 +60,14 @@ class Admission:
         self._limits = limits
         self._max_latency = or_infinite(limits.max_latency)
         if limits.max_latency is not None:
-            self.has_set_targets = self._times.is_wanted = True
+            self._times.is_wanted = True
 
-    def backlog(self, now: float, queue: RequestQueue) -> Backlog:
+    def backlog(self, now: float, queue: Queue) -> Backlog:
         """What a request that arrives now has to wait for."""
         slots = self._workers.assignable
         delays = [self._times.seconds_until_free(now, slot) for slot in slots]
         return Backlog(
-            ahead=queue.size,
+            requests=queue.size,
             cost=queue.cost,
             delay=min(delays, default=inf),
             workers=len(slots),
@@ -78,12 +75,12 @@ class Admission:
             is_behind=bool(slots) and all(len(slot.batches) > 1 for slot in slots),
         )
 
-    def room(self, queue: RequestQueue) -> int:
+    def room(self, queue: Queue) -> int:
         """How many more requests may wait."""
         return max(0, self._limits.max_queue_size - queue.size)
 
     def admit(
-        self, now: float, requests: list[Request], queue: RequestQueue
+        self, now: float, requests: list[Request], queue: Queue
     ) -> tuple[list[Request], list[Rejected]]:
         """Sort arrivals into accepted and rejected ones; earlier ones have precedence."""
         rejected: list[Rejected] = []
@@ -92,8 +89,7 @@ class Admission:
             refusal = self._refusal_of_no_room(now, queue, room)
             rejected = [Rejected(request, refusal) for request in requests[room:]]
             requests = requests[:room]
-        explicit = [request for request in requests if request.has_explicit_deadline]
-        if requests and (explicit or self._max_latency != inf):
+        if requests and isinstance(queue, RankedQueue):
             requests, late = self._reject_late(now, requests, queue)
             rejected += late
         if self._limits.max_queue_bytes is not None:
@@ -104,7 +100,7 @@ class Admission:
                 requests = requests[:count]
         return requests, rejected
 
-    def count_fitting(self, queue: RequestQueue, requests: list[Request]) -> int:
+    def count_fitting(self, queue: Queue, requests: list[Request]) -> int:
         """How many of these requests, from the first on, have room for their bytes."""
         most = or_infinite(self._limits.max_queue_bytes)
         waiting = queue.bytes
@@ -118,7 +114,7 @@ class Admission:
         return len(requests)
 
     def _refusal_of_no_room(
-        self, now: float, queue: RequestQueue, accepted: int, *, are_bytes: bool = False
+        self, now: float, queue: Queue, accepted: int, *, are_bytes: bool = False
     ) -> Refusal:
         """Say that there is no room for more than the first arrivals."""
         if self.is_draining:
@@ -135,31 +131,36 @@ class Admission:
         return Refusal(QueueFullError, text, drained)
 
     def _reject_late(
-        self, now: float, requests: list[Request], queue: RequestQueue
+        self, now: float, requests: list[Request], queue: RankedQueue
     ) -> tuple[list[Request], list[Rejected]]:
         """Set the targets of arrivals, and reject the arrivals that would miss theirs."""
         if not self._set_targets(now, requests):
             return requests, []
         self._times.is_wanted = True
         backlog = self.backlog(now, queue)
-        predict = self._predictor(backlog, requests, queue)
-        if not isinstance(queue, RankedQueue) and len(requests) > 1:
-            # Of equals the last one waits longest.
+        mean_cost = sum([request.cost for request in requests]) / len(requests)
+        levels = {one.priority for one in requests}
+        ahead_of = {priority: queue.ahead_of(priority) for priority in levels}
+
+        def predict(request: Request, accepted: int) -> float:
+            waiting, cost, groups = ahead_of[request.priority]
+            ahead = WorkAhead(waiting + accepted, cost + accepted * mean_cost, groups)
+            return self._times.seconds_until_answered(backlog, ahead, request.cost)
+
+        if len(levels) == 1 and not self._times.has_costs:
+            # Of equals the last one waits longest. This saves 1.5 us for each of the others.
             slowest = now + predict(requests[-1], len(requests) - 1)
             if slowest <= min(map(target_of, requests)):
                 return requests, []
         accepted: list[Request] = []
         rejected: list[Rejected] = []
-        refusals: dict[tuple[float, float], Refusal] = {}
         for request in requests:
             seconds, left = predict(request, len(accepted)), target_of(request) - now
             if seconds <= left or (backlog.is_idle and not accepted):
                 accepted.append(request)
-                continue
-            if (seconds, left) not in refusals:
-                ahead = backlog.ahead + len(accepted)
-                refusals[seconds, left] = _refusal_of_late_arrival(ahead, seconds, left)
-            rejected.append(Rejected(request, refusals[seconds, left]))
+            else:
+                ahead = backlog.requests + len(accepted)
+                rejected.append(Rejected(request, _refusal_of_late_arrival(ahead, seconds, left)))
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
@@ -174,30 +175,13 @@ class Admission:
                 request.target = latest
         return has_set
 
-    def _predictor(
-        self, backlog: Backlog, requests: list[Request], queue: RequestQueue
-    ) -> Callable[[Request, int], float]:
-        """A function from an arrival, and how many are accepted before it, to its seconds."""
-        if not isinstance(queue, RankedQueue):
-            return lambda _, accepted: self._times.seconds_until_answered(backlog, accepted)
-        cost = sum([request.cost for request in requests]) / len(requests)
-
-        def seconds_behind(request: Request, accepted: int) -> float:
-            ahead = queue.ahead_of(request.priority)
-            ahead = ahead._replace(
-                requests=ahead.requests + accepted, cost=ahead.cost + accepted * cost
-            )
-            return self._times.seconds_behind(backlog, ahead, request.cost)
-
-        return seconds_behind
-
-    def refusal_of_dropped(self, now: float, queue: RequestQueue) -> Refusal:
+    def refusal_of_dropped(self, now: float, queue: Queue) -> Refusal:
         """Say why requests were dropped that had been waiting."""
         backlog = self.backlog(now, queue)
         return Refusal(
             DeadlineExceededError,
             "the answer would have come too late, and others could be answered in time; "
-            f"{backlog.ahead} requests wait",
+            f"{backlog.requests} requests wait",
             self._times.seconds_until_drained(backlog),
         )
 

@@ -3,7 +3,7 @@
 All predictions read the 95 % quantile, unless they say otherwise.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ class Backlog(NamedTuple):
     """What stands between a new request and its answer."""
 
     # Requests that wait, and what they cost together.
-    ahead: int
+    requests: int
     cost: float
     # Seconds until a worker can begin with the first of them; infinite without a ready worker.
     delay: float
@@ -51,11 +51,12 @@ class BatchTimes:
     def __init__(self, size_cap: SizeCap, packer: BatchPacker | None) -> None:
         self._size_cap = size_cap
         self._packer = packer
+        self.has_costs = packer is not None
         self.by_size = ServiceModel()
         self.by_charge = self.by_size if packer is None else packer.service
         # Whether anything besides the policy asks. Learning costs each batch some microseconds, so
         # it begins when the first question can come.
-        self.is_wanted = packer is not None
+        self.is_wanted = self.has_costs
         # Sizes and seconds of warm-up batches, until a request tells what their inputs may cost.
         self._warm_ups: list[tuple[float, float]] = []
 
@@ -85,18 +86,16 @@ class BatchTimes:
             if self._packer is not None and not self.is_known:
                 self._warm_ups.append((size, seconds))
 
-    @property
-    def has_warm_ups(self) -> bool:
-        """Whether `price_warm_ups` is to be called."""
-        return bool(self._warm_ups)
-
-    def price_warm_ups(self, cost: float) -> None:
-        """Assume that each input of the warm-up costs this much, because a request does.
+    def price_warm_ups(self, requests: Collection[Request]) -> None:
+        """Assume that each input of the warm-up costs what these requests do on average.
 
         Only the model knows what they cost; answered batches correct the assumption. Waiting for
         the first answered batch instead, which may be slow for reasons of its own, would reject
         requests that can be served.
         """
+        if not (self._warm_ups and requests):
+            return
+        cost = sum([one.cost for one in requests]) / len(requests)
         for size, seconds in self._warm_ups:
             self.by_charge.observe(size * cost, seconds)
         self._warm_ups.clear()
@@ -117,38 +116,22 @@ class BatchTimes:
         first, *others = [read(self.charge(batch.requests)) for batch in slot.batches]
         return max(0.0, first - (now - slot.started_at)) + sum(others)
 
-    def seconds_until_answered(self, backlog: Backlog, more: int = 0) -> float:
-        """Predict how long a new request takes, where all requests are equals.
+    def seconds_until_answered(self, backlog: Backlog, ahead: WorkAhead, cost: float) -> float:
+        """Predict how long a new request takes.
 
         It waits for the workers, for the full batches before its own and for its own, and
         `SAFETY_FACTOR` times that unless a worker is free. If its batch has to wait for another, it
         counts as a full one, because it fills meanwhile: see docs/decisions/0013. With several
-        workers the last batch of a queue may end before the one before it, but a later request is
-        never predicted to be answered earlier.
-
-        Args:
-            backlog: As it is before this turn's arrivals.
-            more: How many of them are accepted before this one.
-
-        Returns:
-            Seconds, 0.0 while nothing is known.
-        """
-        if not self.is_known or backlog.delay == inf:
-            return 0.0
-        most = self._size_cap.size
-        batches, rest = divmod(backlog.ahead + more, most)
-        if not batches and not backlog.is_behind:
-            return _safety_factor(backlog) * (backlog.delay + self.by_charge.high(rest + 1))
-        full = self.by_charge.high(most)
-        return SAFETY_FACTOR * (backlog.delay + batches * full / backlog.workers + full)
-
-    def seconds_behind(self, backlog: Backlog, ahead: WorkAhead, cost: float) -> float:
-        """Predict how long a new request takes, where requests are not equals.
+        workers the last batch of a queue may end before the one before it, but of equal requests a
+        later one is never predicted to be answered earlier.
 
         Args:
             backlog: As it is before this turn's arrivals; `ahead` takes the place of its requests.
             ahead: What goes first.
             cost: Of the request, 1.0 without costs.
+
+        Returns:
+            Seconds, 0.0 while nothing is known.
         """
         if not self.is_known or backlog.delay == inf:
             return 0.0
@@ -156,7 +139,9 @@ class BatchTimes:
         full = self._full_charge(ahead.cost + cost, ahead.requests + 1)
         batches = max(ahead.cost // full, ahead.groups - 1)
         if not batches and not backlog.is_behind:
-            return _safety_factor(backlog) * (backlog.delay + high(ahead.cost + cost))
+            # A target just above a batch's time must not keep requests from a free worker.
+            factor = SAFETY_FACTOR if backlog.delay or backlog.requests else 1.0
+            return factor * (backlog.delay + high(ahead.cost + cost))
         # Batches of small groups are smaller.
         usual = min(full, ahead.cost / max(batches, 1))
         before = batches * high(usual) / backlog.workers
@@ -166,9 +151,9 @@ class BatchTimes:
         """Predict by medians how long it takes to serve all that wait, None if it is not known."""
         if not self.is_known or backlog.delay == inf:
             return None
-        full, batches = float(self._size_cap.size), ceil(backlog.ahead / self._size_cap.size)
-        if self._packer is not None and backlog.ahead:
-            full = self._full_charge(backlog.cost, backlog.ahead)
+        full, batches = float(self._size_cap.size), ceil(backlog.requests / self._size_cap.size)
+        if self._packer is not None and backlog.requests:
+            full = self._full_charge(backlog.cost, backlog.requests)
             # Rounding may have left a sum of 0.
             batches = ceil(backlog.cost / full) if full else batches
         return backlog.delay + batches * self.by_charge.median(full) / backlog.workers
@@ -177,8 +162,3 @@ class BatchTimes:
         """What a full batch is charged: full by number at the mean cost, or full by cost."""
         full = self._size_cap.size * cost / requests
         return full if self._packer is None else min(full, self._packer.max_batch_cost)
-
-
-def _safety_factor(backlog: Backlog) -> float:
-    """A target just above a batch's time must not keep requests from a free worker."""
-    return SAFETY_FACTOR if backlog.delay or backlog.ahead else 1.0

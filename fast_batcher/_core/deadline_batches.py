@@ -6,29 +6,18 @@ candidate, late or not: what never runs is never measured.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple
 
 from fast_batcher._core.batch_times import BatchTimes
-from fast_batcher._core.messages import Phase, Request, target_of
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.messages import Request, target_of
+from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.size_cap import SizeCap
-
-
-class Selection(NamedTuple):
-    """The requests of the batch that leaves, and the requests dropped for it."""
-
-    requests: list[Request]
-    # Out of the queue and not settled yet.
-    dropped: list[Request]
-    # Whether the batch is smaller than it could be, for the sake of a target.
-    is_smaller: bool
+from fast_batcher._core.workers import WorkerSlot
 
 
 class DeadlineBatches:
-    """Takes batches out of the queue with regard to targets.
+    """Chooses batches with regard to targets.
 
     Args:
         times: Predicts how long a batch takes.
@@ -38,53 +27,77 @@ class DeadlineBatches:
     def __init__(self, times: BatchTimes, size_cap: SizeCap) -> None:
         self._times = times
         self._size_cap = size_cap
+        # Whether a request may wait whose target comes from `max_latency`.
+        self.has_set_targets = False
+        # What `choose` has dropped: out of the queue, for the scheduler to settle.
+        self.dropped: list[Request] = []
 
-    def latest_start(self, queue: RequestQueue) -> float:
+    def latest_start(self, queue: Queue) -> float:
         """Until when a batch may be held so that its oldest request is not late."""
-        oldest = queue.oldest()
+        oldest = queue.oldest() if self.has_set_targets else None
         if oldest is None or oldest.target is None:
             return inf
         is_known = self._times.by_size.is_known
         return oldest.target - (self._times.by_size.high(queue.size + 1) if is_known else 0.0)
 
-    def take(self, start: float, queue: RequestQueue) -> Selection:
-        """Take the next batch out of the queue.
+    def choose(
+        self, now: float, slot: WorkerSlot, queue: RankedQueue
+    ) -> tuple[list[Request], bool]:
+        """Choose the next batch, which stays in the queue, and drop what would be late.
 
         Args:
-            start: The moment at which the worker can begin with it.
+            now: The moment.
+            slot: The worker that is to have it.
             queue: At least one request.
+
+        Returns:
+            The batch, empty if it is to wait, and whether that is another one for the sake of a
+            target.
         """
-        requests = queue.take(self._size_cap.size)
-        dropped: list[Request] = []
+        # What a worker has cannot be dropped any more, however long its first batch takes.
+        is_unknown = self.has_set_targets and not self._times.is_known
+        if slot.batches and (slot.is_second_late or is_unknown):
+            return [], False
+        start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
+        requests, is_smaller = self._choose(start, queue)
+        is_other = is_smaller or bool(self.dropped)
+        if is_other and slot.batches and len(requests) < self._size_cap.size:
+            # A second batch is full, or waits in the queue for what arrives.
+            slot.is_second_late = True
+            return [], True
+        return requests, is_other
+
+    def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
+        """Choose a batch that begins at `start`, and tell whether it could be larger."""
+        requests = queue.choose(self._size_cap.size)
         if not self._times.is_known:
-            return Selection(requests, dropped, is_smaller=False)
-        while True:
-            finish = start + self._times.seconds_of(requests)
-            if finish <= min(map(target_of, requests)):
-                return Selection(requests, dropped, is_smaller=False)
-            if not queue.size:
-                break
+            return requests, False
+        while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
+            if len(requests) == queue.size:
+                return self._choose_of_last(start, queue, requests)
             # Others can run in their place.
-            in_time = _drop(requests, dropped, lambda one: target_of(one) < finish)  # noqa: B023  called at once
-            queue.put_back(in_time)
-            requests = queue.take(self._size_cap.size)
-        requests = self._drop_hopeless(start, requests, dropped)
+            self._drop(queue, [one for one in requests if target_of(one) < finish])
+            requests = queue.choose(self._size_cap.size)
+        return requests, False
+
+    def _choose_of_last(
+        self, start: float, queue: RankedQueue, requests: list[Request]
+    ) -> tuple[list[Request], bool]:
+        """Drop what would be late even alone, but not the last candidate; shrink the batch."""
+        hopeless = [
+            one for one in requests if target_of(one) < start + self._times.seconds_of([one])
+        ]
+        if len(hopeless) == len(requests):
+            hopeless.pop()
+        self._drop(queue, hopeless)
+        requests = [one for one in requests if one not in hopeless]
         size = self._largest_in_time(start, requests)
-        queue.put_back(requests[size:])
-        return Selection(requests[:size], dropped, is_smaller=size < len(requests))
+        return requests[:size], size < len(requests)
 
-    def _drop_hopeless(
-        self, start: float, requests: list[Request], dropped: list[Request]
-    ) -> list[Request]:
-        """Drop the requests that would be late even alone, but not the last candidate."""
-
-        def is_hopeless(request: Request) -> bool:
-            return target_of(request) < start + self._times.seconds_of([request])
-
-        if all(map(is_hopeless, requests)):
-            _drop(requests[:-1], dropped, is_hopeless)
-            return requests[-1:]
-        return _drop(requests, dropped, is_hopeless)
+    def _drop(self, queue: RankedQueue, late: list[Request]) -> None:
+        self.dropped += late
+        for request in late:
+            queue.discard(request)
 
     def _largest_in_time(self, start: float, requests: list[Request]) -> int:
         """How many of these requests, at least one, can run together with none of them late.
@@ -98,17 +111,3 @@ class DeadlineBatches:
             return start + self._times.seconds_of(requests[:size]) > targets[size - 1]
 
         return bisect_left(range(2, len(requests) + 1), True, key=is_late) + 1
-
-
-def _drop(
-    requests: list[Request], dropped: list[Request], is_late: Callable[[Request], bool]
-) -> list[Request]:
-    """Move the requests that are late to `dropped`; returns the others."""
-    kept = []
-    for request in requests:
-        if is_late(request):
-            request.phase = Phase.DROPPED
-            dropped.append(request)
-        else:
-            kept.append(request)
-    return kept

@@ -1,4 +1,4 @@
-"""The life of a batcher as a table: state and event to state; a missing key is an illegal move.
+"""The life of a batcher as a table: state and event to state; a missing key is a bug of ours.
 
 Pure. The batcher is the only one that moves, and logs each move.
 """
@@ -50,19 +50,3 @@ MOVES: Final[dict[tuple[State, Event], State]] = {
     # An app is started once per test: `with TestClient(app)` runs its lifespan each time.
     (State.CLOSED, Event.OPEN): State.OPENING,
 }
-
-
-class IllegalMoveError(RuntimeError):
-    """A bug of ours: the batcher tried a move that the table does not have."""
-
-
-def next_state(state: State, event: Event) -> State:
-    """Where the event leads from this state.
-
-    Raises:
-        IllegalMoveError: The table has no such move.
-    """
-    try:
-        return MOVES[state, event]
-    except KeyError:
-        raise IllegalMoveError(f"no move from {state.value!r} on {event.value!r}") from None

@@ -3,8 +3,7 @@
 The life of a request, as its `phase` tells it:
 
     phase        it is ...                           it goes on to ...
-    QUEUED       in the queue, or arriving           SENT with its batch; DROPPED
-    DROPPED      out of the queue, as too late       settled by the same `poll` (`Expire`)
+    QUEUED       in the queue, or arriving           SENT with its batch
     SENT         with a worker, in a batch           answered; COPYING_OUT; RETRYING
     COPYING_OUT  answered, the output is being       answered
                  copied out of shared memory
@@ -16,6 +15,7 @@ a batch until that part of the scheduler reaches it, and is skipped there.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -60,10 +60,9 @@ class Phase(Enum):
     """Where a request is: see the table in this module's docstring."""
 
     QUEUED = 0
-    DROPPED = 1
-    SENT = 2
-    COPYING_OUT = 3
-    RETRYING = 4
+    SENT = 1
+    COPYING_OUT = 2
+    RETRYING = 3
 
 
 class Request:
@@ -103,7 +102,7 @@ class Request:
     # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.
     id = -1
     arrival = 0.0
-    # How many requests came before it to its lane of a `RankedQueue`.
+    # How many requests came to its lane of a `RankedQueue` before it.
     place = 0
     # Workers that died while they had it, and how many of them had begun with it: see `Retries`.
     losses = 0
@@ -154,40 +153,24 @@ class Release(StrEnum):
     RETRY = "retry"  # its requests have been on a worker before: see `retries`
 
 
+@dataclass(slots=True, eq=False)
 class Batch:
     """Requests that were sent to a worker together."""
 
-    __slots__ = (
-        "deadline",
-        "id",
-        "isolate_until",
-        "open_count",
-        "release",
-        "requests",
-        "sent_at",
-        "worker",
-    )
+    id: int
+    worker: int
+    requests: list[Request]
+    release: Release
+    sent_at: float
+    # The earliest deadline among the requests whose caller still waits.
+    deadline: float
+    # Of a batch that is tried again: until this moment it is divided if `infer` raises for it.
+    isolate_until: float = inf
+    # Requests whose caller still waits.
+    open_count: int = field(init=False)
 
-    def __init__(
-        self,
-        id: int,
-        worker: int,
-        requests: list[Request],
-        release: Release,
-        now: float,
-        deadline: float,
-        isolate_until: float = inf,
-    ) -> None:
-        self.id: Final = id
-        self.worker: Final = worker
-        self.requests = requests
-        self.release: Final = release
-        self.sent_at: Final = now
-        # Requests whose caller still waits, and the earliest deadline among them.
-        self.open_count = len(requests)
-        self.deadline = deadline
-        # Of a batch that is tried again: until this moment it is divided if `infer` raises for it.
-        self.isolate_until: Final = isolate_until
+    def __post_init__(self) -> None:
+        self.open_count = len(self.requests)
 
     @property
     def is_retry(self) -> bool:
@@ -216,13 +199,11 @@ class RetryGroup(NamedTuple):
     isolate_until: float
 
 
+@dataclass(slots=True)
 class Dispatch:
     """Send this batch to its worker."""
 
-    __slots__ = ("batch",)
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch: Final = batch
+    batch: Batch
 
 
 class ExpiryReason(StrEnum):
@@ -235,49 +216,39 @@ class ExpiryReason(StrEnum):
     UNREACHABLE = "unreachable"  # it was in the queue, and was dropped as too late
 
 
+@dataclass(slots=True)
 class Expire:
     """Tell the caller that the request is late: its deadline has passed, or its target will."""
 
-    __slots__ = ("reason", "refusal", "request")
-
-    def __init__(
-        self, request: Request, reason: ExpiryReason, refusal: Refusal | None = None
-    ) -> None:
-        self.request: Final = request
-        self.reason: Final = reason
-        # What to tell the caller, with UNREACHABLE alone.
-        self.refusal: Final = refusal
+    request: Request
+    reason: ExpiryReason
+    # What to tell the caller, with UNREACHABLE alone.
+    refusal: Refusal | None = None
 
 
+@dataclass(slots=True)
 class Stall:
     """This worker has run a batch for the batcher's `timeout`, and no caller waits for it any more.
 
     The worker counts as not ready until it answers.
     """
 
-    __slots__ = ("worker",)
-
-    def __init__(self, worker: int) -> None:
-        self.worker: Final = worker
+    worker: int
 
 
+@dataclass(slots=True)
 class Replace:
     """This worker's batch has run for `infer_timeout`: end the worker and start another."""
 
-    __slots__ = ("worker",)
-
-    def __init__(self, worker: int) -> None:
-        self.worker: Final = worker
+    worker: int
 
 
+@dataclass(slots=True)
 class Fault:
     """A bug of ours raised while deciding: log it, and fail these requests, which have left."""
 
-    __slots__ = ("error", "requests")
-
-    def __init__(self, error: Exception, requests: list[Request]) -> None:
-        self.error: Final = error
-        self.requests: Final = requests
+    error: Exception
+    requests: list[Request]
 
 
 Action = Dispatch | Expire | Stall | Replace | Fault

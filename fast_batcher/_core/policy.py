@@ -3,22 +3,36 @@
 The scheduler asks only while a worker is free and requests wait; a full batch always leaves.
 """
 
-from math import inf
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import NamedTuple
 
-from fast_batcher._core.adaptive import AdaptivePolicy
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Release
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.ranked_queue import Queue
+from fast_batcher._core.service_model import ServiceModel
 
 
-class Policy(Protocol):
+class Load(NamedTuple):
+    """What the scheduler has besides the queue."""
+
+    # Requests waiting in the queue.
+    waiting: int
+    # Requests that workers have and whose callers still wait.
+    running: int
+    # Workers that are not retired.
+    workers: int
+    max_batch_size: int
+    # How long batches take. It learns from every batch while the policy learns.
+    service: ServiceModel
+
+
+class Policy(ABC):
     """Decides about the batch that is forming; may learn from what the scheduler tells it."""
 
     # Whether `arrived` and `batch_done` are to be called.
-    learns: bool
+    learns = False
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    @abstractmethod
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Choose what to do with fewer than `max_batch_size` waiting requests and a free worker.
 
         Args:
@@ -31,10 +45,10 @@ class Policy(Protocol):
             arrival or completion asks again.
         """
 
-    def end_hold(self) -> None:
+    def end_hold(self) -> None:  # noqa: B027  most policies keep nothing of a hold
         """Learn that nothing is held: the batch has left, is empty, or no worker is free."""
 
-    def arrived(self, now: float, count: int, is_idle: bool) -> None:
+    def arrived(self, now: float, count: int, is_idle: bool) -> None:  # noqa: B027
         """Learn that requests have arrived together.
 
         Args:
@@ -43,32 +57,14 @@ class Policy(Protocol):
             is_idle: Whether there were no others, waiting or running.
         """
 
-    def batch_done(self, now: float, size: int, load: Load) -> None:
+    def batch_done(self, now: float, size: int, load: Load) -> None:  # noqa: B027
         """Learn that a worker has answered a batch of this size; `load` is without it."""
 
-    def batch_skipped(self) -> None:
+    def batch_skipped(self) -> None:  # noqa: B027
         """Learn that a worker has answered a batch while `learns` was False."""
 
 
-class _ConstantPolicy:
-    """A policy that learns nothing."""
-
-    learns = False
-
-    def end_hold(self) -> None:
-        """Ignore it."""
-
-    def arrived(self, now: float, count: int, is_idle: bool) -> None:
-        """Ignore it."""
-
-    def batch_done(self, now: float, size: int, load: Load) -> None:
-        """Ignore it."""
-
-    def batch_skipped(self) -> None:
-        """Ignore it."""
-
-
-class GreedyPolicy(_ConstantPolicy):
+class GreedyPolicy(Policy):
     """A free worker takes what waits at once: work-conserving.
 
     Source: at Poisson arrivals from 5 to 98 % load its mean latency is within 1 % of the exact
@@ -76,12 +72,12 @@ class GreedyPolicy(_ConstantPolicy):
     as much: `benchmarks/results/simulation-open-loop.txt`.
     """
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now."""
         return Release.IDLE
 
 
-class FixedPolicy(_ConstantPolicy):
+class FixedPolicy(Policy):
     """A batch leaves when it is full, or `max_delay` after the arrival of its oldest request.
 
     That is the rule of fast_dynamic_batcher's documents.
@@ -93,7 +89,7 @@ class FixedPolicy(_ConstantPolicy):
     def __init__(self, max_delay: float) -> None:
         self._max_delay = max_delay
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Wait for the end of the oldest request's window, unless its deadline comes first."""
         oldest = queue.oldest()
         assert oldest is not None, "the scheduler asks only while requests wait"
@@ -103,17 +99,3 @@ class FixedPolicy(_ConstantPolicy):
         if queue.earliest_deadline() < window_end:
             return Release.DEADLINE
         return window_end
-
-
-def make_policy(name: str, max_delay: float | None) -> Policy:
-    """Make the policy of this name.
-
-    Args:
-        name: "adaptive", "greedy" or "fixed".
-        max_delay: The bound on deliberate waiting in seconds, or None. 0 makes "adaptive" greedy.
-    """
-    if name == "fixed":
-        return FixedPolicy(inf if max_delay is None else max_delay)
-    if name == "greedy" or max_delay == 0:
-        return GreedyPolicy()
-    return AdaptivePolicy(max_delay)

@@ -12,10 +12,11 @@ older than what waits there. A group for which memory has no room any more goes 
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 from math import inf
 from typing import Final, NamedTuple
 
-from fast_batcher._core.messages import Batch, Phase, Request, RetryGroup, Stage
+from fast_batcher._core.messages import Batch, Phase, Request, RetryGroup, Stage, settle_open
 
 # Workers that may die while they compute a request: it is tried again once.
 MOST_DEATHS: Final = 2
@@ -52,13 +53,11 @@ class Retries:
 
     def __iter__(self) -> Iterator[Request]:
         """The requests whose callers still wait."""
-        for group in self.groups:
-            for request in group.requests:
-                if not request.is_settled:
-                    yield request
+        requests = chain.from_iterable(group.requests for group in self.groups)
+        return (request for request in requests if not request.is_settled)
 
     def after_loss(self, batch: Batch, stage: Stage) -> Lost:
-        """Decide what becomes of a batch whose worker has died; returns what is given up."""
+        """Decide what becomes of a batch whose worker has died; settles what is given up."""
         lost = Lost([], [])
         again: list[Request] = []
         for request in batch.requests:
@@ -72,6 +71,7 @@ class Retries:
                 lost.poisonous.append(request)
             else:
                 again.append(request)
+        settle_open(lost.failed + lost.poisonous)
         self._put_first([again] if stage is Stage.SENT else [[one] for one in again], inf)
         return lost
 

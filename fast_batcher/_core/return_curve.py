@@ -1,5 +1,7 @@
 """How many requests arrive within a while after an event? Learned online. Pure."""
 
+from math import inf
+
 # Points of the curve: a hold ends at one of them. Finer, each would be seen too rarely.
 POINTS = 12
 # A new observation's share of the average: it forgets over about 24 of them.
@@ -15,9 +17,10 @@ class ReturnCurve:
     after a pause of their own. Or it is an arrival at an idle system, of size one.
     """
 
-    __slots__ = ("_open", "_returns", "_size", "count")
-
     def __init__(self) -> None:
+        # The last event.
+        self.last_at = -inf
+        self.last_size = 1.0
         # Observations so far.
         self.count = 0
         # Averages: of the arrivals up to the end of each part, and of the sizes.
@@ -36,10 +39,11 @@ class ReturnCurve:
             size: Of the event.
         """
         self.close(now)
+        self.last_at, self.last_size = now, size
         self._open.append((now, horizon / POINTS, size, [0] * POINTS))
 
     def arrived(self, now: float, count: int) -> None:
-        """So many requests have arrived together."""
+        """`count` requests have arrived together."""
         is_over = False
         for origin, part, _, arrivals in self._open:
             at = int((now - origin) / part)
@@ -70,6 +74,7 @@ class ReturnCurve:
     def forget_open(self) -> None:
         """Break off what is being observed: arrivals will not be told for a while."""
         self._open.clear()
+        self.last_at = -inf
 
     def expected(self, since: float, size: float) -> list[float]:
         """How many more are to be expected until the end of each part.

@@ -2,8 +2,8 @@
 
 A shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
 next event. Every accepted request leaves exactly once: through `batch_done`, `batch_raised`,
-`worker_lost`, `withdraw`, `cancel`, `give_up`, `close`, or an `Expire` or `Fault` action; from then
-on its `is_settled` is True. An internal error does not change that: see `poll`.
+`worker_lost`, `workers.withdraw`, `cancel`, `give_up`, `close`, or an `Expire` or `Fault` action;
+from then on its `is_settled` is True. An internal error does not change that: see `poll`.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -15,7 +15,6 @@ from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.batch_times import BatchTimes
 from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.limits import Limits, or_infinite
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -30,8 +29,8 @@ from fast_batcher._core.messages import (
     Stage,
     settle_open,
 )
-from fast_batcher._core.policy import Policy
-from fast_batcher._core.ranked_queue import RankedQueue
+from fast_batcher._core.policy import Load, Policy
+from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
 from fast_batcher._core.size_cap import SizeCap
@@ -67,9 +66,10 @@ class Scheduler:
         self._limits = limits
         self._timeout = or_infinite(limits.timeout)
         self._packer = packer
-        self.queue = RequestQueue(counts_bytes=limits.max_queue_bytes is not None)
-        if packer is not None or is_grouped:
-            self.rank_requests()
+        is_ranked = is_grouped or any(
+            one is not None for one in (packer, limits.max_latency, limits.max_queue_bytes)
+        )
+        self.queue: Queue = RankedQueue(packer) if is_ranked else RequestQueue()
         self.workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
         # The most requests that a batch may have now.
@@ -77,11 +77,12 @@ class Scheduler:
         self._times = BatchTimes(self._size_cap, packer)
         self._admission = Admission(limits, self._times, self.workers, self._retries, measure_size)
         self._deadline_batches = DeadlineBatches(self._times, self._size_cap)
+        self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_batch_id = 0
         # No waiting request expires before this moment: a lower bound, as in the worker table.
         self._next_expiry = inf
-        # An error while learning from an answer; the next `poll` reports it.
-        self._fault: Exception | None = None
+        # Errors while learning from answers; the next `poll` reports them.
+        self._faults: list[Action] = []
         # After `close`: there is nothing, and there will be nothing.
         self.is_closed = False
 
@@ -98,7 +99,7 @@ class Scheduler:
     @property
     def is_poll_due(self) -> bool:
         """Whether `poll` may have something to do after a batch was answered."""
-        return bool(self.queue.size or self._retries.groups) or self._fault is not None
+        return bool(self.queue.size or self._retries.groups or self._faults)
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Whether `count` more requests may wait, and the bytes of this one as well."""
@@ -116,15 +117,15 @@ class Scheduler:
         Returns:
             The requests that are not accepted, and why. The shell settles them.
         """
-        if self._times.has_warm_ups and requests:
-            self._times.price_warm_ups(sum([one.cost for one in requests]) / len(requests))
+        self._times.price_warm_ups(requests)
+        if any(request.has_explicit_deadline for request in requests):
+            self.rank_requests()
         accepted, rejected = self._admission.admit(now, requests, self.queue)
         self.counters.rejected += len(rejected)
         if not accepted:
             return rejected
         if self._policy.learns:
-            is_idle = not self.queue.size and not self.workers.batches
-            self._policy.arrived(now, len(accepted), is_idle)
+            self._policy.arrived(now, len(accepted), not (self.queue.size or self.workers.batches))
         # From here on nothing is called that could raise: all are taken, or none.
         deadline = now + self._timeout
         request_id = self.counters.submitted
@@ -159,20 +160,22 @@ class Scheduler:
         the target that it was accepted with. Without a policy the present one stays.
         """
         self._limits = limits
+        if limits.max_latency is not None:
+            self.rank_requests()
+            self._deadline_batches.has_set_targets = True
         self._admission.reconfigure(limits)
         self._policy = policy or self._policy
         self._size_cap.limit(limits.max_batch_size)
 
     def rank_requests(self) -> None:
-        """Heed priorities, groups and costs from now on.
+        """Heed priorities, groups, costs, bytes and explicit deadlines from now on.
 
         What waits moves to the other queue. Not before the first use: it costs every request some
         microseconds.
         """
         if not isinstance(self.queue, RankedQueue):
-            waiting = [request for request in self.queue if not request.is_settled]
-            waiting.sort(key=lambda request: request.id)
-            self.queue = RankedQueue(self._packer, counts_bytes=self.queue.counts_bytes)
+            waiting = list(self.queue)
+            self.queue = RankedQueue(self._packer)
             self.queue.extend(waiting)
 
     def begin_drain(self) -> None:
@@ -191,8 +194,7 @@ class Scheduler:
         """
         self.workers.add(worker)
         self._times.observe_warm_up(times)
-        if self._times.has_warm_ups and self.queue.size:
-            self._times.price_warm_ups(self.queue.cost / self.queue.size)
+        self._times.price_warm_ups(list(self.queue))
 
     def worker_lost(
         self,
@@ -223,9 +225,8 @@ class Scheduler:
                     self._size_cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
             elif batch.id == taken:
                 stage = Stage.TAKEN
-            given_up = self._retries.after_loss(batch, stage)
-            lost.failed[:0] = settle_open(given_up.failed)
-            lost.poisonous[:0] = settle_open(given_up.poisonous)
+            failed, poisonous = self._retries.after_loss(batch, stage)
+            lost = Lost(failed + lost.failed, poisonous + lost.poisonous)
         return lost
 
     def batch_done(
@@ -254,9 +255,9 @@ class Scheduler:
             try:
                 self._learn(now, batch, seconds if slot.has_answered else None)
             except Exception as error:  # noqa: BLE001  whatever it is, the batch has been answered
-                self._fault = error
+                self._faults.append(Fault(error, []))
             slot.has_answered = True
-        slot.has_put_back = False
+        slot.is_second_late = False
         return batch
 
     def _learn(self, now: float, batch: Batch, seconds: float | None) -> None:
@@ -291,37 +292,21 @@ class Scheduler:
             self._next_expiry = min(self._next_expiry, batch.deadline)
         return failed
 
-    def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> None:
-        """Take requests out of a batch before its worker has it: they could not be sent.
-
-        A batch without any other requests does not count as sent.
-        """
-        withdrawn = {request.id for request in requests}
-        batch.requests = [one for one in batch.requests if one.id not in withdrawn]
-        batch.open_count -= len(settle_open(requests))
-        if batch.requests:
-            self.workers.notice_deserted(batch)
-        else:
-            self.workers.take_back(now, batch)
-
     def give_up(self) -> list[Request]:
         """Settle and return every request that waits; the workers keep what they have."""
-        # A request taken out of the queue waits until it is in a batch.
-        taken = [request for request in self.queue.taken if request.phase is not Phase.SENT]
-        given_up = settle_open([*self.queue, *self._retries, *taken])
+        dropped = self._deadline_batches.dropped
+        given_up = settle_open([*self.queue, *self._retries, *dropped])
         is_ranked = isinstance(self.queue, RankedQueue)
-        self.queue = RequestQueue(counts_bytes=self.queue.counts_bytes)
-        if is_ranked:
-            self.rank_requests()
+        self.queue = RankedQueue(self._packer) if is_ranked else RequestQueue()
         self._retries.groups.clear()
+        dropped.clear()
         return given_up
 
     def close(self) -> list[Request]:
         """End; returns every request, waiting or running, whose caller still waits, settled."""
         self._admission.is_draining = self.is_closed = True
-        rest = self.give_up()
-        for batch in self.workers.all_batches():
-            rest += batch.settle_open()
+        rest = settle_open(self.open_requests())
+        self.give_up()
         self.workers.clear()
         self._next_expiry = inf
         return rest
@@ -352,10 +337,7 @@ class Scheduler:
             called again if no event comes before, or None. At that moment it has something to do,
             or finds that the deadline that it had in mind has become irrelevant.
         """
-        actions: list[Action] = []
-        if self._fault is not None:
-            actions.append(Fault(self._fault, []))
-            self._fault = None
+        actions, self._faults = self._faults, []
         held_until = inf
         try:
             if self.next_expiry <= now:
@@ -381,9 +363,14 @@ class Scheduler:
 
     def _dispatch(self, now: float, actions: list[Action]) -> float:
         """Send batches to workers; returns until when a batch is held, infinite without one."""
-        self._send_retries(now, actions)
-        held_until, is_held = inf, False
-        while self.queue.size and not is_held:
+        # What is tried again goes first, to workers that have nothing to do. Memory may have room
+        # for less than the group by now.
+        while self._retries.groups and (slot := self.workers.least_loaded(1)) is not None:
+            group = self._retries.take(self._size_cap.size)
+            if group is None:
+                break
+            self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
+        while self.queue.size:
             slot = self.workers.least_loaded(self._limits.batches_per_worker)
             if slot is None:
                 break
@@ -393,26 +380,14 @@ class Scheduler:
             if slot.batches and (self._retries.groups or not is_full):
                 break
             release = Release.FULL if is_full else self._decide(now)
-            if isinstance(release, Release):
-                requests, release = self._take(now, slot, release, actions)
-                if not requests:
-                    break
-                self._send(now, slot, requests, release, actions)
-            else:
-                held_until, is_held = release, True
-        if not is_held:
-            self._policy.end_hold()
-        return held_until
-
-    def _send_retries(self, now: float, actions: list[Action]) -> None:
-        """Send what is tried again to workers that have nothing to do."""
-        while self._retries.groups:
-            slot = self.workers.least_loaded(1)
-            # Memory may have room for less than the group by now.
-            group = self._retries.take(self._size_cap.size) if slot is not None else None
-            if slot is None or group is None:
-                return
-            self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
+            if not isinstance(release, Release):
+                return release
+            requests, release = self._choose(now, slot, release, actions)
+            if not requests:
+                break
+            self._send(now, slot, requests, release, actions)
+        self._policy.end_hold()
+        return inf
 
     def _decide(self, now: float) -> Release | float:
         """Why the batch leaves that is not full, or until when it is held."""
@@ -421,7 +396,7 @@ class Scheduler:
         if self.queue.has_full_group(self._size_cap.size):
             return Release.IDLE  # of another group than the first request's, which is in its way
         decision = self._policy.decide(now, self.queue, self._load())
-        if isinstance(decision, Release) or not self._admission.has_set_targets:
+        if isinstance(decision, Release):
             return decision
         until = self._deadline_batches.latest_start(self.queue)
         return Release.DEADLINE if until <= now else min(decision, until)
@@ -435,34 +410,19 @@ class Scheduler:
             self._times.by_size,
         )
 
-    def _take(
+    def _choose(
         self, now: float, slot: WorkerSlot, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
-        """Take the next batch, and drop what would be late; no requests if the batch is to wait."""
-        has_set_targets = self._admission.has_set_targets
-        if not has_set_targets and not self.queue.has_explicit:
-            return self.queue.take(self._size_cap.size), release
-        # What a worker has cannot be dropped any more, however long its first batch takes.
-        is_unknown = has_set_targets and not self._times.is_known
-        if slot.batches and (slot.has_put_back or is_unknown):
-            return [], release
-        median = self._times.by_charge.median
-        start = now + self._times.seconds_until_free(now, slot, median)
-        requests, dropped, is_smaller = self._deadline_batches.take(start, self.queue)
-        if dropped:
+        """Choose the next batch, and expire what would be late; no requests if it is to wait."""
+        if not isinstance(self.queue, RankedQueue):
+            return self.queue.choose(self._size_cap.size), release
+        requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
+        if dropped := self._deadline_batches.dropped:
             refusal = self._admission.refusal_of_dropped(now, self.queue)
-            late = settle_open(dropped)
-            actions += [Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in late]
-            self.counters.expired += len(late)
-        if dropped or is_smaller:
-            if slot.batches and len(requests) < self._size_cap.size:
-                # A second batch is full, or waits in the queue for what arrives.
-                self.queue.put_back(requests)
-                self.queue.taken = []
-                slot.has_put_back = True
-                return [], release
-            release = Release.DEADLINE
-        return requests, release
+            actions += [Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in dropped]
+            self.counters.expired += len(settle_open(dropped))
+            dropped.clear()
+        return requests, Release.DEADLINE if is_other else release
 
     def _send(
         self,
@@ -477,12 +437,13 @@ class Scheduler:
         deadline = min([request.deadline for request in requests])
         batch = Batch(self._next_batch_id, slot.id, requests, release, now, deadline, isolate_until)
         self._next_batch_id += 1
+        if release is not Release.RETRY:
+            self.queue.batch_left(requests)
         sent = Phase.SENT  # read once: on Python 3.11 that takes 0.15 us, and this loop a third
         for request in requests:
             request.phase = sent
             request.batch_id = batch.id
         self.workers.give(now, slot, batch)
-        self.queue.batch_left(is_retry=batch.is_retry)
         actions.append(Dispatch(batch))
         # One request speaks for its batch: recording all would cost more than sending them. Which
         # one depends on the id, so that in the long run every position counts.

@@ -8,6 +8,7 @@ What is read is a line through the buckets: see `_line`.
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from math import exp, frexp, inf, sqrt
+from operator import attrgetter
 
 # Observations of a bucket that are kept as they are; from five on the steps are better than a plain
 # median of so few, and up to then they would depend on where they started.
@@ -43,11 +44,11 @@ class _Bucket:
     __slots__ = ("count", "first", "high", "last_seen", "median", "quiet", "run", "size")
 
     def __init__(self) -> None:
-        self.begin_anew()
+        self.reset()
         # The number of the observation that was its last, among those of all buckets.
         self.last_seen = 0
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self.count = 0
         # The mean of its sizes, the recent ones above all.
         self.size = 0.0
@@ -116,8 +117,6 @@ class ServiceModel:
     """
 
     def __init__(self) -> None:
-        # Whether there has been an observation; before it nothing may be read.
-        self.is_known = False
         self._count = 0
         self._buckets: dict[int, _Bucket] = {}
         # The lines that are read, None when they have to be computed again, which is at the latest
@@ -125,6 +124,11 @@ class ServiceModel:
         self._next_line = 0
         self._median: _Line | None = None
         self._high: _Line | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there has been an observation; before it nothing may be read."""
+        return bool(self._buckets)
 
     def observe(self, size: float, seconds: float) -> None:
         """Learn from a batch that has been answered.
@@ -144,10 +148,9 @@ class ServiceModel:
         if bucket is None:
             bucket = self._add_bucket(exponent)
         elif self._count - bucket.last_seen > bucket.half_life():
-            bucket.begin_anew()
+            bucket.reset()
         bucket.last_seen = self._count
         bucket.observe(size, seconds)
-        self.is_known = True
         if not bucket.is_settled() or self._count >= self._next_line:
             self._median = self._high = None
             self._next_line = self._count + LINE_LIFE
@@ -155,13 +158,13 @@ class ServiceModel:
     def median(self, size: float) -> float:
         """The seconds that half of the batches of this size stay below; only if `is_known`."""
         if self._median is None:
-            self._median = self._line(_median)
+            self._median = self._line(attrgetter("median"))
         return _read(self._median, size)
 
     def high(self, size: float) -> float:
         """The seconds that 95 % of the batches of this size stay below; only if `is_known`."""
         if self._high is None:
-            self._high = self._line(_high)
+            self._high = self._line(attrgetter("high"))
         # Where little has been seen, the two lines may cross.
         return max(_read(self._high, size), self.median(size))
 
@@ -176,7 +179,7 @@ class ServiceModel:
         sizes: list[float] = []
         times: list[float] = []
         line: _Line = (sizes, times, 0.0, 0.0)
-        for bucket in sorted(self._buckets.values(), key=_last_seen, reverse=True):
+        for bucket in sorted(self._buckets.values(), key=attrgetter("last_seen"), reverse=True):
             size, seconds = bucket.size, seconds_of(bucket)
             at = bisect_left(sizes, size)
             if sizes:
@@ -197,18 +200,6 @@ class ServiceModel:
             del self._buckets[min(self._buckets, key=lambda key: self._buckets[key].last_seen)]
         bucket = self._buckets[exponent] = _Bucket()
         return bucket
-
-
-def _last_seen(bucket: _Bucket) -> int:
-    return bucket.last_seen
-
-
-def _median(bucket: _Bucket) -> float:
-    return bucket.median
-
-
-def _high(bucket: _Bucket) -> float:
-    return bucket.high
 
 
 def _slopes(sizes: list[float], times: list[float]) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The workers of a scheduler and the batches that they have. Pure; part of the scheduler."""
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
 from math import inf
 
 from fast_batcher._core.limits import Limits, or_infinite
@@ -13,38 +14,29 @@ from fast_batcher._core.messages import (
     Replace,
     Request,
     Stall,
+    settle_open,
 )
 
 
+@dataclass(slots=True, eq=False)
 class WorkerSlot:
     """A worker that has been ready and has not been lost."""
 
-    __slots__ = (
-        "batches",
-        "has_answered",
-        "has_put_back",
-        "id",
-        "is_retired",
-        "is_stalled",
-        "started_at",
-    )
-
-    def __init__(self, worker: int) -> None:
-        self.id = worker
-        # What it has, oldest first; it computes the first one.
-        self.batches: list[Batch] = []
-        # When it began with the first one; infinite once that one is beyond `infer_timeout`.
-        self.started_at = 0.0
-        # It gets no more batches for good: another worker takes its place.
-        self.is_retired = False
-        # It gets no more batches before it answers: no caller waits for its first batch, which has
-        # run for `timeout`, or the worker is being replaced.
-        self.is_stalled = False
-        # The first batch of a process is slow for reasons that say nothing about later ones.
-        self.has_answered = False
-        # Its second batch would have been late and went back to the queue. No other is tried before
-        # it answers: a try takes a batch out of the queue and puts it back, at every arrival.
-        self.has_put_back = False
+    id: int
+    # What it has, oldest first; it computes the first one.
+    batches: list[Batch] = field(default_factory=list)
+    # When it began with the first one; infinite once that one is beyond `infer_timeout`.
+    started_at: float = 0.0
+    # It gets no more batches for good: another worker takes its place.
+    is_retired: bool = False
+    # It gets no more batches before it answers: no caller waits for its first batch, which has run
+    # for `timeout`, or the worker is being replaced.
+    is_stalled: bool = False
+    # The first batch of a process is slow for reasons that say nothing about later ones.
+    has_answered: bool = False
+    # Its second batch would have been late and waits in the queue. No other is tried before it
+    # answers: every arrival would try again.
+    is_second_late: bool = False
 
 
 class WorkerTable:
@@ -149,6 +141,19 @@ class WorkerTable:
             slot.is_stalled = False
             self._begin_first(now, slot)
 
+    def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> None:
+        """Take requests out of a batch before its worker has it: they could not be sent.
+
+        A batch without any other requests does not count as sent.
+        """
+        withdrawn = {request.id for request in requests}
+        batch.requests = [one for one in batch.requests if one.id not in withdrawn]
+        batch.open_count -= len(settle_open(requests))
+        if batch.requests:
+            self.notice_deserted(batch)
+        else:
+            self.take_back(now, batch)
+
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
         """The worker begins with its first batch, if it has one."""
         slot.started_at = now
@@ -214,15 +219,13 @@ class WorkerTable:
         """Expire what workers have; the arguments are those of `Scheduler.poll`."""
         actions: list[Action] = []
         for slot in self.slots.values() if has_read else ():
-            if slot.id in answering:
-                batches = slot.batches[1:]
-            else:
+            is_answering = slot.id in answering
+            if not is_answering:
                 self._expire_running(now, slot, actions)
-                batches = slot.batches
-            for batch in batches:
+            for batch in slot.batches[is_answering:]:
                 if batch.open_count and batch.deadline <= now:
                     actions += _expire_batch(now, batch)
-            if slot.id not in answering:
+            if not is_answering:
                 self._stall(now, slot, actions)
         self.next_expiry = self._earliest_expiry()
         return actions
@@ -255,9 +258,7 @@ class WorkerTable:
 
 def _expire_batch(now: float, batch: Batch) -> list[Action]:
     """Expire the requests of a batch whose deadlines have passed."""
-    late = [one for one in batch.requests if not one.is_settled and one.deadline <= now]
-    for request in late:
-        request.is_settled = True
+    late = settle_open([one for one in batch.requests if one.deadline <= now])
     batch.open_count -= len(late)
     waiting = [request.deadline for request in batch.requests if not request.is_settled]
     batch.deadline = min(waiting, default=inf)

@@ -7,10 +7,9 @@ import pytest
 from schedules import make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.load import Load
 from fast_batcher._core.messages import Dispatch, Expire, Fault, Release, Request
-from fast_batcher._core.policy import GreedyPolicy
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.policy import GreedyPolicy, Load
+from fast_batcher._core.ranked_queue import Queue
 from fast_batcher._core.scheduler import Scheduler
 
 
@@ -29,7 +28,7 @@ class Faulty(GreedyPolicy):
             self._times -= 1
             raise self.error
 
-    def decide(self, now: float, queue: RequestQueue, load: Load) -> Release | float:
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now, or raise."""
         self._raise_in("decide")
         return Release.IDLE

@@ -10,7 +10,6 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
-    Phase,
     Release,
     Replace,
     Request,
@@ -24,32 +23,7 @@ def request(deadline: float) -> Request:
 
 def batch_of(*deadlines: float) -> Batch:
     requests = [request(deadline) for deadline in deadlines]
-    return Batch(
-        id=3, worker=1, requests=requests, release=Release.IDLE, now=2.5, deadline=min(deadlines)
-    )
-
-
-def test_a_new_request_waits_and_is_not_settled() -> None:
-    new = Request({"any": "input"}, caller="caller")
-    assert new.value == {"any": "input"}
-    assert new.caller == "caller"
-    assert new.phase is Phase.QUEUED
-    assert not new.is_settled
-
-
-def test_a_new_batch_counts_its_callers_and_knows_the_first_deadline() -> None:
-    batch = batch_of(9.0, 4.0, 7.0)
-    assert (batch.id, batch.worker, batch.release, batch.sent_at) == (3, 1, Release.IDLE, 2.5)
-    assert batch.open_count == 3
-    assert batch.deadline == 4.0
-
-
-def test_actions_carry_what_the_shell_needs() -> None:
-    batch = batch_of(1.0)
-    expire = Expire(batch.requests[0], ExpiryReason.RUNNING)
-    assert Dispatch(batch).batch is batch
-    assert (expire.request, expire.reason) == (batch.requests[0], ExpiryReason.RUNNING)
-    assert (Stall(2).worker, Replace(3).worker) == (2, 3)
+    return Batch(3, 1, requests, Release.IDLE, sent_at=2.5, deadline=min(deadlines))
 
 
 EXPIRE = Expire(request(1.0), ExpiryReason.WAITING)
@@ -95,7 +69,7 @@ def test_a_batch_is_freed_without_the_garbage_collector() -> None:
     try:
         requests = [Request(value, caller=None, deadline=1.0)]
         batch = Batch(
-            id=0, worker=0, requests=requests, release=Release.FULL, now=0.0, deadline=1.0
+            id=0, worker=0, requests=requests, release=Release.FULL, sent_at=0.0, deadline=1.0
         )
         requests[0].batch_id = batch.id
         del value, requests, batch

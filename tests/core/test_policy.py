@@ -4,20 +4,19 @@ from math import inf
 
 import pytest
 
-from fast_batcher._core.adaptive import AdaptivePolicy
-from fast_batcher._core.load import Load
+from fast_batcher._core.adaptive import AdaptivePolicy, make_policy
 from fast_batcher._core.messages import Release, Request
-from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Policy, make_policy
-from fast_batcher._core.request_queue import RequestQueue
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
+from fast_batcher._core.ranked_queue import RankedQueue
 from fast_batcher._core.service_model import ServiceModel
 
 ARRIVAL = 10.0
 LOAD = Load(waiting=1, running=0, workers=1, max_batch_size=4, service=ServiceModel())
 
 
-def queue_of(*deadlines: float, arrival: float = ARRIVAL) -> RequestQueue:
+def queue_of(*deadlines: float, arrival: float = ARRIVAL) -> RankedQueue:
     """Requests that have arrived one second after each other, each with this deadline."""
-    queue = RequestQueue()
+    queue = RankedQueue()
     for number, deadline in enumerate(deadlines):
         request = Request("input", caller=None, deadline=deadline)
         request.id = number

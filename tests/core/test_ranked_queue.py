@@ -15,9 +15,9 @@ from fast_batcher._core.batch_times import BatchTimes
 from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.messages import Group, Phase, Release, Request
 from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
-from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.size_cap import SizeCap
+from fast_batcher._core.workers import WorkerSlot
 
 GROUPS = [Group("a"), Group("b"), Group("c")]
 
@@ -29,12 +29,9 @@ class Arrivals:
         self.queue = RankedQueue(packer)
         self._ids = count()
 
-    def add(
-        self, priority: int = 0, group: int | None = None, cost: float = 1.0, arrival: float = 0.0
-    ) -> Request:
+    def add(self, priority: int = 0, group: int | None = None, cost: float = 1.0) -> Request:
         request = Request(None, None, deadline=100.0)
         request.id = next(self._ids)
-        request.arrival = arrival
         request.priority = priority
         request.cost = cost
         if group is not None:
@@ -47,10 +44,10 @@ class Arrivals:
 
     def send(self, most: int) -> list[Request]:
         """The next batch leaves."""
-        requests = self.queue.take(most)
+        requests = self.queue.choose(most)
+        self.queue.batch_left(requests)
         for request in requests:
             request.phase = Phase.SENT
-        self.queue.batch_left(is_retry=False)
         return requests
 
     def cancel(self, request: Request) -> None:
@@ -100,16 +97,6 @@ def submit_ranked(scheduler: Scheduler, priority: int, group: Group) -> Request:
     request.group = group
     assert scheduler.submit(0.0, [request]) == []
     return request
-
-
-def test_one_batch_in_eight_goes_by_age() -> None:
-    arrivals = Arrivals()
-    low = arrivals.add(0)
-    for number in range(1, AGED_BATCHES):
-        high = arrivals.add(1)
-        assert arrivals.send(1) == [high], number
-    arrivals.add(1)
-    assert arrivals.send(1) == [low]
 
 
 def test_priorities_hold_under_a_backlog_however_old_it_is() -> None:
@@ -190,20 +177,6 @@ def test_a_batch_takes_those_of_near_cost_around_the_oldest() -> None:
     assert costs_of(arrivals.send(3)) == [100, 90, 1]
 
 
-def test_a_padded_batch_costs_its_size_times_its_highest_cost() -> None:
-    arrivals = Arrivals(BatchPacker(40, is_padded=True))
-    arrivals.add_costs(10, 20, 9, 10, 10, 12)
-    assert costs_of(arrivals.send(8)) == [10, 10, 10, 9]
-    assert costs_of(arrivals.send(8)) == [20, 12]
-
-
-def test_a_summed_batch_takes_the_oldest_that_fit() -> None:
-    arrivals = Arrivals(BatchPacker(40, is_padded=False))
-    arrivals.add_costs(10, 20, 15, 10, 1)
-    assert costs_of(arrivals.send(8)) == [10, 20, 10]
-    assert costs_of(arrivals.send(8)) == [15, 1]
-
-
 def test_an_input_above_the_batch_budget_goes_alone() -> None:
     """Fault F65."""
     for is_padded in (True, False):
@@ -211,19 +184,6 @@ def test_an_input_above_the_batch_budget_goes_alone() -> None:
         arrivals.add_costs(8192, *[10] * 3)
         assert costs_of(arrivals.send(8)) == [8192]
         assert costs_of(arrivals.send(8)) == [10] * 3
-
-
-def test_only_the_oldest_are_looked_at() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    arrivals.add_costs(1, *[100] * (2 * WINDOW_BATCHES - 1), 1)
-    assert costs_of(arrivals.send(2)) == [1, 100]
-
-
-def test_those_of_one_cost_leave_in_their_order() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    requests = arrivals.add_costs(*[10] * 5)
-    assert arrivals.send(2) == requests[:2]
-    assert arrivals.send(3) == requests[2:]
 
 
 def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
@@ -234,33 +194,6 @@ def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
         arrivals.cancel(request)
     assert arrivals.send(2) == requests[:1]
     assert arrivals.send(2) == requests[-1:]
-
-
-def test_who_is_put_back_is_still_before_those_that_come() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    requests = arrivals.add_costs(1, 1, 50)
-    queue = arrivals.queue
-    queue.put_back(queue.take(3)[1:])
-    requests[0].phase = Phase.SENT
-    queue.batch_left(is_retry=False)
-    # The last of them is beyond the window, which begins with the second.
-    arrivals.add_costs(*[100] * (2 * WINDOW_BATCHES - 1), 1)
-    assert arrivals.send(2) == requests[1:]
-
-
-def test_one_that_is_like_no_other_is_not_passed_over_by_all_that_come() -> None:
-    """Those before it have seven each that came later and are of their cost."""
-    most = 8
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    older = [10.0 * number for number in range(1, most + 1)]
-    arrivals.add_costs(*older)
-    other = arrivals.add(cost=1000.0)
-    for cost in older:
-        arrivals.add_costs(*[cost] * (most - 1))
-    overtaken = 0
-    while other not in (batch := arrivals.send(most)):
-        overtaken += sum(request.id > other.id for request in batch)
-    assert 0 < overtaken < WINDOW_BATCHES * most
 
 
 @given(
@@ -338,12 +271,12 @@ def test_batches_keep_to_the_budget_and_leave_with_the_oldest(
 
 @given(st.data())
 def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
-    """Any order of arrivals, cancellations, batches that leave and batches that are put back."""
+    """Any order of arrivals, cancellations and batches that leave."""
     packer = data.draw(st.sampled_from([None, BatchPacker(20.0, is_padded=True)]))
     arrivals = Arrivals(packer)
     waiting: dict[int, Request] = {}
     queue = arrivals.queue
-    for step in data.draw(st.lists(st.sampled_from("aaaacsp"), max_size=60)):
+    for step in data.draw(st.lists(st.sampled_from("aaaacs"), max_size=60)):
         if step == "a":
             rank = data.draw(st.tuples(st.integers(-1, 1), st.sampled_from([None, 0, 1])))
             request = arrivals.add(*rank, cost=float(len(waiting) % 7 + 1))
@@ -354,18 +287,8 @@ def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
         elif step == "s" and waiting:
             for request in arrivals.send(2):
                 del waiting[request.id]
-        elif step == "p" and waiting:
-            first, *others = queue.take(3)
-            # Those behind a batch that becomes smaller come back first.
-            queue.put_back(others[1:])
-            queue.put_back(others[:1])
-            first.phase = Phase.SENT
-            queue.batch_left(is_retry=False)
-            del waiting[first.id]
         assert queue.size == len(waiting)
-        assert queue._entries >= sum(len(level.requests) for level in queue._levels.values())
-        live = {request.id for request in queue if not request.is_settled}
-        assert live == set(waiting)
+        assert {request.id for request in queue} == set(waiting)
         oldest = queue.oldest()
         assert (oldest and oldest.id) == min(waiting, default=None)
         ahead = queue.ahead_of(0)
@@ -377,32 +300,9 @@ def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
     assert queue.size == 0
 
 
-def test_it_forgets_who_has_left() -> None:
-    arrivals = Arrivals()
-    for _ in range(10 * MIN_DEAD_ENTRIES):
-        arrivals.add(1)
-        arrivals.send(1)
-    kept = sum(len(level.requests) for level in arrivals.queue._levels.values())
-    assert kept <= MIN_DEAD_ENTRIES + 1
-    assert len(arrivals.queue._heap) <= MIN_DEAD_ENTRIES + 1
-    assert not arrivals.queue._lanes
-
-
-def test_what_is_put_back_is_kept_once() -> None:
-    arrivals = Arrivals()
-    requests = [arrivals.add(priority) for priority in (0, 1, 0, 1)]
-    queue = arrivals.queue
-    for most in (1, 2, 3, 4) * MIN_DEAD_ENTRIES:
-        queue.put_back(queue.take(most))
-    assert queue._entries == len(queue._heap) == len(requests)
-    assert sum(len(level.requests) for level in queue._levels.values()) == len(requests)
-    assert len(list(queue)) == len(requests)
-    assert arrivals.send(4) == [requests[1], requests[3], requests[0], requests[2]]
-
-
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another group"])
 def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> None:
-    """Counted in calls of functions. The oldest is in time, and goes back for each that is not."""
+    """Counted in calls of functions. The oldest is in time, and is chosen with each that is not."""
 
     def calls_to_drop(late: int) -> int:
         arrivals = Arrivals()
@@ -426,12 +326,12 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         before = sys.getprofile()
         sys.setprofile(count_call)
         try:
-            requests, dropped, _ = batches.take(1.0, arrivals.queue)
+            requests, _ = batches.choose(1.0, WorkerSlot(0), arrivals.queue)
         finally:
             sys.setprofile(before)
         assert first in requests
-        assert len(dropped) == late
-        assert arrivals.queue.size == 2 + others * late - len(requests)
+        assert len(batches.dropped) == late
+        assert arrivals.queue.size == 2 + others * late
         return calls
 
     assert calls_to_drop(400) < 2.5 * calls_to_drop(200)

@@ -6,7 +6,7 @@ from hypothesis import given
 from schedules import NOTHING, make, poll_batches, run, settle, submit, told
 
 from fast_batcher._core.messages import Batch, ExpiryReason, Release, Request, Stage
-from fast_batcher._core.retries import ISOLATION_SECONDS, Lost
+from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 
 # After a death.
@@ -28,23 +28,6 @@ def test_a_batch_that_was_begun_is_tried_again_one_by_one() -> None:
     (second,) = poll_batches(scheduler, 2.0)
     assert second.requests == batch.requests[1:2]
     assert second.release is Release.RETRY
-
-
-@pytest.mark.parametrize("stage", [Stage.TAKEN, Stage.BEGUN])
-def test_each_of_a_batch_that_was_in_hand_goes_alone(stage: Stage) -> None:
-    scheduler = make(max_batch_size=3, workers=4)
-    batch = run(scheduler, 0.0, 3)
-    lose(scheduler, batch, stage)
-    batches = poll_batches(scheduler, 1.0)
-    assert [batch.requests for batch in batches] == [[one] for one in batch.requests]
-
-
-def test_a_batch_that_was_not_taken_goes_as_it_was() -> None:
-    scheduler = make(max_batch_size=3, workers=2)
-    batch = run(scheduler, 0.0, 3)
-    lose(scheduler, batch, Stage.SENT)
-    (again,) = poll_batches(scheduler, 1.0)
-    assert again.requests == batch.requests
 
 
 def lose_again(scheduler: Scheduler, now: float, stage: Stage) -> Lost:
@@ -77,45 +60,6 @@ def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
     lose(scheduler, batch, Stage.SENT)
     for number in range(1, 50):
         assert lose_again(scheduler, float(number), Stage.SENT) == NOTHING
-
-
-def test_those_that_wait_for_another_try_expire_at_their_deadline() -> None:
-    scheduler = make(timeout=5.0)
-    batch = run(scheduler, 0.0)
-    lose(scheduler, batch)
-    actions, wake_at = scheduler.poll(1.0)
-    assert (actions, wake_at) == ([], 5.0)
-    actions, _ = scheduler.poll(5.0)
-    assert told(actions) == [(ExpiryReason.NOT_READY, batch.requests[0])]
-    assert scheduler.poll(6.0) == ([], None)
-
-
-def test_those_that_wait_for_another_try_can_be_cancelled() -> None:
-    scheduler = make(max_batch_size=2)
-    batch = run(scheduler, 0.0, 2)
-    lose(scheduler, batch)
-    scheduler.cancel(batch.requests[0])
-    assert scheduler.waiting == 1
-    scheduler.worker_ready(1.0, 1)
-    (again,) = poll_batches(scheduler, 1.0)
-    assert again.requests == batch.requests[1:]
-    assert scheduler.counters.cancelled == 1
-
-
-def test_those_that_wait_for_another_try_are_given_back_at_the_end() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0)
-    lose(scheduler, batch)
-    assert scheduler.close() == batch.requests
-    assert scheduler.is_closed
-
-
-def test_giving_up_is_no_end() -> None:
-    scheduler = make(workers=0)
-    waiting = submit(scheduler, 0.0, 2)
-    assert scheduler.give_up() == waiting
-    scheduler.worker_ready(1.0, 0)
-    assert run(scheduler, 1.0).worker == 0
 
 
 # A model that raises.
@@ -159,146 +103,6 @@ def test_one_culprit_of_thirty_two_costs_ten_more_batches(culprit: int) -> None:
     scheduler = make(max_batch_size=32)
     batch = run(scheduler, 0.0, 32)
     assert find_culprits(scheduler, batch, {culprit}) == ({culprit}, 11)
-
-
-@pytest.mark.parametrize(
-    ("idempotent", "isolate_errors"), [(False, True), (True, False), (False, False)]
-)
-def test_a_batch_is_divided_only_if_both_settings_say_so(
-    idempotent: bool, isolate_errors: bool
-) -> None:
-    scheduler = make(idempotent=idempotent, isolate_errors=isolate_errors)
-    batch = run(scheduler, 0.0, 2)
-    assert fail(scheduler, 1.0, batch) == batch.requests
-
-
-def test_a_fatal_failure_is_not_tried_again() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0, 2)
-    assert fail(scheduler, 1.0, batch, is_fatal=True) == batch.requests
-
-
-def test_those_who_have_gone_are_not_tried_again() -> None:
-    scheduler = make(max_batch_size=4)
-    batch = run(scheduler, 0.0, 4)
-    for request in batch.requests[1:]:
-        scheduler.cancel(request)
-    assert fail(scheduler, 1.0, batch) == []
-    (again,) = poll_batches(scheduler, 1.0)
-    assert again.requests == batch.requests[:1]
-
-
-def test_the_search_for_culprits_has_an_end() -> None:
-    scheduler = make(max_batch_size=4)
-    batch = run(scheduler, 0.0, 4)
-    assert fail(scheduler, 1.0, batch) == []
-    (half,) = poll_batches(scheduler, 1.0)
-    end = 1.0 + ISOLATION_SECONDS
-    assert fail(scheduler, end, half) == half.requests
-    (other,) = poll_batches(scheduler, end)
-    settle(scheduler, end, other)
-    # A batch that fails later has a time of its own.
-    assert fail(scheduler, end, run(scheduler, end, 2)) == []
-
-
-def test_one_request_that_is_too_large_does_not_make_batches_smaller() -> None:
-    scheduler = make(max_batch_size=8)
-    batch = run(scheduler, 0.0, 8)
-    waiting, failed = [batch], []
-    while waiting:
-        current = waiting.pop(0)
-        if batch.requests[3] in current.requests:
-            failed += fail(scheduler, 1.0, current, out_of_memory=True)
-        else:
-            settle(scheduler, 1.0, current)
-        waiting += poll_batches(scheduler, 1.0)
-    assert failed == [batch.requests[3]]
-    assert len(run(scheduler, 2.0, 8).requests) == 8
-
-
-def test_out_of_memory_makes_batches_smaller() -> None:
-    scheduler = make(max_batch_size=8)
-    batch = run(scheduler, 0.0, 8)
-    submit(scheduler, 0.5, 8)
-    assert fail(scheduler, 1.0, batch, out_of_memory=True) == []
-    sizes = []
-    waiting = poll_batches(scheduler, 1.0)
-    while waiting:
-        batch = waiting.pop(0)
-        sizes.append((len(batch.requests), batch.release))
-        settle(scheduler, 1.0, batch)
-        waiting += poll_batches(scheduler, 1.0)
-    assert sorted(sizes) == [(4, Release.FULL)] * 2 + [(4, Release.RETRY)] * 2
-
-
-def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
-    scheduler = make(max_batch_size=8, workers=2)
-    batch = run(scheduler, 0.0, 8)
-    scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
-    for _ in range(8):
-        (retry,) = poll_batches(scheduler, 1.0)
-        settle(scheduler, 1.0, retry)
-    submit(scheduler, 2.0, 8)
-    assert [len(batch.requests) for batch in poll_batches(scheduler, 2.0)] == [4, 4]
-
-
-def test_a_try_of_a_larger_batch_that_fails_goes_back_to_what_went_well() -> None:
-    scheduler = make(max_batch_size=32)
-    fail(scheduler, 0.0, run(scheduler, 0.0, 32), out_of_memory=True)
-    for now in (1.0, 1.0):
-        (batch,) = poll_batches(scheduler, now)
-        settle(scheduler, now, batch)
-    # Sixteen go well, until eighteen are tried.
-    now = 2.0
-    while True:
-        submit(scheduler, now, 18 - scheduler.waiting)
-        (batch,) = poll_batches(scheduler, now)
-        if len(batch.requests) == 18:
-            break
-        settle(scheduler, now, batch)
-        now += 1.0
-    fail(scheduler, now, batch, out_of_memory=True)
-    for _ in range(3):
-        for batch in poll_batches(scheduler, now):
-            settle(scheduler, now, batch)
-    submit(scheduler, now, 40)
-    assert len(poll_batches(scheduler, now)[0].requests) == 16
-
-
-def test_a_lone_request_that_memory_may_have_killed_says_nothing_about_sizes() -> None:
-    scheduler = make(max_batch_size=8, workers=2)
-    batch = run(scheduler, 0.0)
-    scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
-    (retry,) = poll_batches(scheduler, 1.0)
-    settle(scheduler, 1.0, retry)
-    assert len(run(scheduler, 2.0, 8).requests) == 8
-
-
-def test_what_is_tried_again_does_not_starve_behind_full_batches() -> None:
-    """The worker always has a second batch, and there are always enough for a third."""
-    scheduler = make(max_batch_size=2)
-    submit(scheduler, 0.0, 6)
-    first, second = poll_batches(scheduler, 0.0)
-    assert fail(scheduler, 1.0, first) == []
-    assert poll_batches(scheduler, 1.0) == []
-    settle(scheduler, 2.0, second)
-    (retry,) = poll_batches(scheduler, 2.0)
-    assert retry.requests == first.requests[:1]
-
-
-def test_a_batch_that_is_sent_again_is_no_larger_than_memory_allows() -> None:
-    scheduler = make(max_batch_size=8, workers=1)
-    submit(scheduler, 0.0, 16)
-    first, second = poll_batches(scheduler, 0.0)
-    scheduler.worker_lost(0, first.id, first.id, out_of_memory=True)
-    scheduler.worker_ready(1.0, 1)
-    sizes = []
-    while batches := poll_batches(scheduler, 1.0):
-        for batch in batches:
-            sizes.append(len(batch.requests))
-            settle(scheduler, 1.0, batch)
-    assert sizes == [1] * 8 + [4, 4]
-    assert second.requests[0].is_settled
 
 
 def test_the_deadlines_of_what_is_tried_again_are_kept() -> None:

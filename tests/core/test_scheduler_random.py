@@ -23,6 +23,7 @@ from hypothesis.stateful import (
 )
 
 from fast_batcher._core import request_queue
+from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
@@ -39,7 +40,6 @@ from fast_batcher._core.messages import (
     Stage,
     Stall,
 )
-from fast_batcher._core.policy import make_policy
 from fast_batcher._core.ranked_queue import AGED_BATCHES
 from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
 from fast_batcher._core.scheduler import Scheduler
@@ -472,8 +472,8 @@ class Schedule(RuleBasedStateMachine):
         is_first = one is worker.batches[0]
         twin_batch = self.twin.workers.find(one.batch.worker, one.batch.id)
         assert twin_batch is not None
-        self.scheduler.withdraw(self.now, one.batch, [self.requests[i][0] for i in gone])
-        self.twin.withdraw(self.now, twin_batch, [self.requests[i][1] for i in gone])
+        self.scheduler.workers.withdraw(self.now, one.batch, [self.requests[i][0] for i in gone])
+        self.twin.workers.withdraw(self.now, twin_batch, [self.requests[i][1] for i in gone])
         for number in gone:
             if number in one.open_ids:
                 self.leave(number, "failed")
@@ -806,7 +806,7 @@ class Schedule(RuleBasedStateMachine):
         assert scheduler.waiting == len(self.waiting) + len(retrying)
         assert scheduler.workers.running == len(running)
         sizes = [self.requests[number][0].size for number in self.waiting]
-        assert scheduler.queue.bytes == (sum(sizes) if self.options.counts_bytes else 0)
+        assert not self.options.counts_bytes or scheduler.queue.bytes == sum(sizes)
         room = self.options.max_queue_size - len(self.waiting)
         assert scheduler.has_room(room)
         assert not scheduler.has_room(room + 1)
