@@ -61,10 +61,6 @@ class MemoryService:
             punch = functools.partial(slabs.punch, unused)
             self.run_in_thread(punch, lambda _: slabs.mark_uncommitted(unused))
 
-    def hold(self) -> None:
-        """Do no further jobs; returns when the current one is over."""
-        self._copier.hold()
-
     async def aclose(self) -> None:
         """Give the slabs back on the copier thread: that takes 80 ms per 200 MiB that were used."""
         slabs = self.slabs

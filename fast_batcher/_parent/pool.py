@@ -8,17 +8,14 @@ batch is, and what its loss means, is for its listener.
 import asyncio
 import functools
 import logging
-import os
 import signal
-import threading
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY
-from fast_batcher._parent.live_workers import TERMINATE_GRACE, LiveWorkers
 from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._parent.shutdown import end_pools, note_open
+from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
 from fast_batcher._parent.starter import Starter
 from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
 from fast_batcher._parent.worker_place import WorkerPlace
@@ -62,10 +59,7 @@ class Pool:
         self._events = events
         self._memory = memory
         self._name, self.stop_timeout = name, settings.stop_timeout
-        # The process, the event loop and the loop's thread that the pool belongs to.
-        self.owner_pid = os.getpid()
         self.loop = asyncio.get_running_loop()
-        self.thread_id = threading.get_ident()
         # Nothing is started any more.
         self.is_closing = False
 
@@ -100,7 +94,7 @@ class Pool:
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Go on with another event loop; the one before is closed, and its timers with it."""
         self._cancel_timers()
-        self.loop, self.thread_id = loop, threading.get_ident()
+        self.loop = loop
         for worker in self.live.remaining():
             if worker.is_attached:
                 worker.attach(loop)
@@ -358,7 +352,8 @@ class Pool:
         """Kill every worker without waiting, and start no other."""
         self.is_closing = True
         self._cancel_timers()
-        self.live.kill()
+        for worker in self.live:
+            worker.kill()
 
     async def aclose(self) -> None:
         """Ask the workers to end, then make them; returns when they are dead."""
@@ -380,7 +375,8 @@ class Pool:
         self.is_closing = True
         self._cancel_timers()
         self._starter.hold()
-        self._memory.hold()
+        # Before the outboxes of the workers, which the copier thread reads.
+        self._memory.close()
         # Calls that come now wait, and see no worker die.
         for worker_id in self._serving:
             self._events.worker_retired(worker_id)
@@ -394,9 +390,8 @@ class Pool:
         self._retired.clear()
         self._serving.clear()
         self._starter.stop()
-        self._memory.close()
         # Wakes an `aclose` that waits.
-        self.live.clear()
+        self.live.discard(*self.live)
 
     def _cancel_timers(self) -> None:
         for place in self._places:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from programs import PREAMBLE, TESTS, Start, program
 from sample_models import HandlesSigterm, Holds, LeavesDescriptors, Terminates
-from waits import LIMIT, Gate, Watch, call, one_loop, outcome
+from waits import LIMIT, Gate, Watch, call, one_loop, outcome, within
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.child_process import ChildProcess
@@ -257,6 +257,29 @@ def test_a_program_that_starts_other_processes_does_not_take_the_exit_code() -> 
     subprocess.run(["true"], check=True)
     assert child.take_exit_code() == 3
     child.close()
+
+
+def test_a_program_that_forgets_to_stop_closes_its_models_and_leaves_no_process(
+    program: Start, tmp_path: Path
+) -> None:
+    """The exit hook ends the workers in good order; one that only loses its parent is killed."""
+    path = tmp_path / "log"
+    running = program(
+        f"""
+        async def main():
+            log = {str(path)!r}
+            batcher = DynBatcher(sample_models.Closes, model_args=(log,), num_workers=2)
+            await batcher.open()
+            tell([one.pid for one in session_of(batcher).pool.live.remaining()])
+
+        asyncio.run(main())
+        """
+    )
+    with Watch(running.tells()) as workers:
+        with within(3.0, "a program that forgot to stop its batcher has ended") as limit:
+            assert running.finish(limit) == (0, "")
+        assert workers.survivors(0.0) == []
+    assert path.read_text() == "closed\n" * 2
 
 
 # --- signals --------------------------------------------------------------------------------------
