@@ -259,27 +259,23 @@ def test_a_program_that_starts_other_processes_does_not_take_the_exit_code() -> 
     child.close()
 
 
-def test_a_program_that_forgets_to_stop_closes_its_models_and_leaves_no_process(
-    program: Start, tmp_path: Path
-) -> None:
-    """The exit hook ends the workers in good order; one that only loses its parent is killed."""
-    path = tmp_path / "log"
+def test_a_program_that_forgets_to_stop_ends_and_leaves_no_process(program: Start) -> None:
+    """The exit hook lets a worker end what its model has started, which takes half a second."""
     running = program(
-        f"""
+        """
         async def main():
-            log = {str(path)!r}
-            batcher = DynBatcher(sample_models.Closes, model_args=(log,), num_workers=2)
-            await batcher.open()
-            tell([one.pid for one in session_of(batcher).pool.live.remaining()])
+            batcher = DynBatcher(sample_models.StartsProcesses)
+            child = await batcher.process_batched("trap '' TERM; echo $$; exec sleep 1000")
+            tell([child, *(one.pid for one in session_of(batcher).pool.live.remaining())])
 
         asyncio.run(main())
         """
     )
-    with Watch(running.tells()) as workers:
+    with Watch(running.tells()) as processes:
         with within(3.0, "a program that forgot to stop its batcher has ended") as limit:
-            assert running.finish(limit) == (0, "")
-        assert workers.survivors(0.0) == []
-    assert path.read_text() == "closed\n" * 2
+            status, _ = running.finish(limit)  # Python warns that the model left its child
+        assert status == 0
+        assert processes.survivors(0.0) == []
 
 
 # --- signals --------------------------------------------------------------------------------------
