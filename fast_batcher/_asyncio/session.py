@@ -149,7 +149,7 @@ class Session:
         if settings.max_delay != self.settings.max_delay:
             policy = make_policy(settings.policy, settings.max_delay)
         self.settings = settings
-        self.sender.arena.set_batch_size(settings.max_batch_size)
+        self.sender.arena.batch_size = settings.max_batch_size
         self.scheduler.reconfigure(_limits_of(settings), policy)
         if self.serving_loop is not None and not self.serving_loop.is_closed():
             # What waits may be a full batch now, or have waited long enough.
