@@ -40,12 +40,9 @@ class MemoryService:
     def run_in_thread(self, job: Job, done: Done) -> None:
         """Do a job on the copier thread, then call `done` on the loop with its error or None.
 
-        Jobs are done one after the other. After `close` no job begins, and no `done` is called.
+        After `close` no job begins, and no `done` is called.
         """
-        try:
-            self._copier.run(job, done)
-        except RuntimeError:  # the system has no thread for us: better late than never
-            self._copier.run_here(job, done)
+        self._copier.run(job, done)
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Call `done` on another event loop; the one before is closed."""
