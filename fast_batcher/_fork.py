@@ -8,20 +8,12 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 _OwnerT = TypeVar("_OwnerT")
-_Hook = Callable[[Any], object] | None
-
-
-class _Hooks(NamedTuple):
-    before: _Hook
-    in_parent: _Hook
-    in_child: _Hook
-
-
-# By owner, which this registry does not keep alive.
-_hooks: "weakref.WeakKeyDictionary[Any, _Hooks]" = weakref.WeakKeyDictionary()
+# Before a fork, in the parent and in the child after it; by owner, which is not kept alive.
+_hooks: "weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], object] | None, ...]]"
+_hooks = weakref.WeakKeyDictionary()
 
 
 def at_fork(
@@ -40,7 +32,7 @@ def at_fork(
         in_child: Called in the child, whose only thread is a copy of that thread. Another thread
             of the parent may have held any lock.
     """
-    _hooks[owner] = _Hooks(before, in_parent, in_child)
+    _hooks[owner] = (before, in_parent, in_child)
 
 
 def _run_hooks(index: int) -> None:

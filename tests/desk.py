@@ -79,8 +79,9 @@ class Desk:
         settings = Settings(
             max_frame_bytes=max_frame_bytes, shared_memory_threshold=4096, max_batch_size=8
         )
+        memory: Any = self
         self.sender = BatchSender(
-            settings, self, lambda _, refused: self.refused.extend(refused), "name"
+            settings, memory, lambda _, refused: self.refused.extend(refused), "name"
         )
         self.arena = self.sender.arena
         self._next_batch = 0

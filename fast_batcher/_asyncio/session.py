@@ -148,7 +148,7 @@ class Session:
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
         self.settings = settings
-        self.sender.arena.set_batch_size(settings.max_batch_size)
+        self.sender.arena.batch_size = settings.max_batch_size
         self.scheduler.reconfigure(_limits_of(settings), policy)
         if self.serving_loop is not None and not self.serving_loop.is_closed():
             # What waits may be a full batch now, or have waited long enough.

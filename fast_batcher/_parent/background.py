@@ -39,20 +39,19 @@ class JobThread:
         self._is_held = False
 
     def run(self, job: Job, done: Done) -> None:
-        """Call `job` on the thread, and then `done` on the event loop.
+        """Call `job` on the thread, and then `done` on the event loop with its error or None.
 
-        Raises:
-            RuntimeError: The system cannot start another thread.
+        Jobs are done one after the other. If the system has no thread for us, the job is done now.
         """
         if self._thread is None:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # better late than never
+                self._tell_loop(done, _run(job))
+                return
             self._thread = thread
         self._jobs.put((job, done))
-
-    def run_here(self, job: Job, done: Done) -> None:
-        """Call `job` on this thread, and `done` later on the event loop."""
-        self._tell_loop(done, _run(job))
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Tell another event loop from now on; the one before is closed."""

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
-from fast_batcher._parent.input_arena import InputArena, SharedMemory
+from fast_batcher._parent.input_arena import InputArena
+from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
 from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._transport import codec
@@ -44,12 +45,12 @@ class BatchSender:
     def __init__(
         self,
         settings: Settings,
-        memory: SharedMemory,
+        memory: MemoryService,
         refused_late: Callable[[Batch, list[tuple[Request, BatcherError]]], None],
         name: str,
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
-        self._shared_inputs = SharedInputSender(memory, settings, name)
+        self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
         self._refused_late = refused_late
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
@@ -85,9 +86,7 @@ class BatchSender:
         """
         requests = batch.requests
         link = self._links[batch.worker]
-        if requests[0].staged is not None and self._shared_inputs.send_staged(
-            batch, link, self._send_late
-        ):
+        if requests[0].staged is not None and self._shared_inputs.send_staged(batch, link):
             return []
         values = [*map(_value_of, requests)]
         body = dump_atoms(values, LEAST_SHARED)
@@ -107,7 +106,7 @@ class BatchSender:
         if isinstance(pickled, Parts):
             # The limit of a single output: what comes in may go back.
             fits = codec.fits(pickled.size, self._max_frame_bytes)
-            if fits and self._shared_inputs.send(batch, pickled, link, self._send_late):
+            if fits and self._shared_inputs.send(batch, pickled, link):
                 return []
             pickled.release()
         elif pickled is not None:

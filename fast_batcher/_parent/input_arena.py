@@ -11,10 +11,12 @@ import pickle
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from fast_batcher._fork import at_fork
+from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._shared_memory.layouts import (
     Key,
     Layout,
@@ -25,11 +27,15 @@ from fast_batcher._shared_memory.layouts import (
     view_bytes,
 )
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
+from fast_batcher.settings import Settings
 
 # Bytes from which on an input is staged. A lone request of less is sent 10 to 20 us faster through
 # the pipe; from 64 KiB on, where the pipe takes it in two pieces, staging is 15 us faster. Two or
 # more at a time are faster when staged from 40 KiB on.
 LEAST_STAGED = 56 * 1024
+# A pickled array takes less than this beside its bytes: an input is staged only if it could also
+# go through the pipe.
+MOST_AROUND = 4096
 # Bytes; copying this much takes the loop about a tenth of a millisecond, and a millisecond where
 # the system has to provide the memory first.
 MOST_AT_ONCE = 1024 * 1024
@@ -45,19 +51,6 @@ MOST_OF_ONE = 1 / 4
 MOST_OF_ALL = 1 / 2
 
 
-class SharedMemory(Protocol):
-    """The memory of one session, and the thread that copies into it."""
-
-    @property
-    def slabs(self) -> Slabs | OSError | None:
-        """The memory; an error if the system provides none, None if it is switched off."""
-
-    def run_in_thread(
-        self, job: Callable[[], None], done: Callable[[BaseException | None], None], /
-    ) -> None:
-        """Run `job` on the copier thread, then `done` with its error or None on the loop's."""
-
-
 class CopyState(Enum):
     """How far the copy of a staged input has come."""
 
@@ -66,59 +59,50 @@ class CopyState(Enum):
     FAILED = 2  # there was no memory for it
 
 
+@dataclass(slots=True, eq=False)
 class StagedInput:
     """The copy of one input in shared memory."""
 
-    __slots__ = ("_when_copied", "end", "layout", "slab", "start", "state")
-
-    def __init__(
-        self, slab: Slab, start: int, end: int, layout: bytes, state: CopyState = CopyState.COPYING
-    ) -> None:
-        # None once it has been sent, or will never be.
-        self.slab: Slab | None = slab
-        # In bytes, from the beginning of the memory.
-        self.start = start
-        self.end = end
-        # Pickled; one object for all inputs of a slab.
-        self.layout = layout
-        self.state = state
-        self._when_copied: Callable[[], None] | None = None
+    # None once it has been sent, or will never be.
+    slab: Slab | None
+    # In bytes, from the beginning of the memory.
+    start: int
+    end: int
+    # Pickled; one object for all inputs of a slab.
+    layout: bytes
+    state: CopyState = CopyState.COPYING
+    # Called once the copy has been made, or has failed: a batch waits for it.
+    when_copied: Callable[[], None] | None = None
 
     def release(self) -> None:
         """Give up the memory: the input has been sent, or has left; may be called again."""
         self.slab = None
 
-    def when_copied(self, callback: Callable[[], None]) -> None:
-        """Call this once the copy has been made, or has failed; only while it is COPYING."""
-        self._when_copied = callback
-
     @property
     def is_wanted(self) -> bool:
         """Whether the input may be sent, or a batch that was sent waits for the copy."""
-        return self.slab is not None or self._when_copied is not None
+        return self.slab is not None or self.when_copied is not None
 
     def finish(self, state: CopyState) -> None:
         """The copy has been made, or has failed: tell the batch that waits for it."""
         self.state = state
         if state is CopyState.FAILED:
             self.release()
-        callback, self._when_copied = self._when_copied, None
+        callback, self.when_copied = self.when_copied, None
         if callback is not None:
             callback()
 
 
+@dataclass(slots=True)
 class _OpenSlab:
     """A slab that takes more inputs of one layout."""
 
-    __slots__ = ("end", "next", "packed", "slab")
-
-    def __init__(self, slab: Slab, length: int, packed: bytes) -> None:
-        self.slab = slab
-        # Where the next input begins, and where the slab ends.
-        self.next = slab.start
-        self.end = slab.start + length
-        # The layout, pickled.
-        self.packed = packed
+    slab: Slab
+    # Where the next input begins, and where the slab ends.
+    next: int
+    end: int
+    # The layout, pickled.
+    packed: bytes
 
 
 class _Allocated(NamedTuple):
@@ -135,25 +119,20 @@ class InputArena:
 
     Args:
         memory: The memory, and the thread for large copies.
+        settings: The batcher's settings.
         warn: Called with the reason when there is no memory for an input.
-        least: Bytes from which on an input is staged.
-        most: Bytes up to which it is staged.
-        batch_size: Most inputs of a batch.
     """
 
     def __init__(
-        self,
-        memory: SharedMemory,
-        warn: Callable[[BaseException], None],
-        least: int,
-        most: int,
-        batch_size: int,
+        self, memory: MemoryService, settings: Settings, warn: Callable[[BaseException], None]
     ) -> None:
         self._memory = memory
         self._warn = warn
-        self._least = least
-        self._most = most
-        self._batch_size = batch_size
+        # Bytes from which on, and up to which, an input is staged.
+        self._least = max(settings.shared_memory_threshold, LEAST_STAGED)
+        self._most = settings.max_frame_bytes - MOST_AROUND
+        # Slabs are opened for batches of this size.
+        self.batch_size = settings.max_batch_size
         # Bytes that the loop has copied in this turn, as they count for `MOST_PER_TURN`.
         self._copied = 0
         # By type of value. Empty until a large input has come, so that before no input is probed.
@@ -168,10 +147,6 @@ class InputArena:
         """Probe inputs from now on: a large one has come, and more of its kind will."""
         for kind, probe in find_probes().items():
             self.probes.setdefault(kind, probe)
-
-    def set_batch_size(self, batch_size: int) -> None:
-        """Open slabs for batches of another size from now on."""
-        self._batch_size = batch_size
 
     def end_turn(self) -> None:
         """A turn of the loop is over: the next one may copy `MOST_PER_TURN` bytes again."""
@@ -201,8 +176,8 @@ class InputArena:
         place = self._place(slabs, key, size)
         if place is None:
             return None
-        opened, part = place
-        staged = StagedInput(opened.slab, part.start, part.start + size, opened.packed)
+        part, layout = place
+        staged = StagedInput(part.slab, part.start, part.start + size, layout)
         cost = size + (staged.end - part.fresh_from) * (FRESH_COST - 1)
         if size > MOST_AT_ONCE or self._copied + cost > MOST_PER_TURN:
             # The part keeps the slab, even if the request leaves.
@@ -238,7 +213,7 @@ class InputArena:
         place = self._place(slabs, (False, dtype, shape, True), size)
         if place is None:
             return None
-        opened, part = place
+        part, _ = place
         start, end = part.start, part.start + size
         cost = (end - part.fresh_from) * FRESH_COST
         if self._copied + cost > MOST_PER_TURN:
@@ -253,7 +228,7 @@ class InputArena:
             return None
         entries = self._allocated
         watch = weakref.ref(view.obj, lambda _: entries.pop(start, None))
-        entries[start] = _Allocated(opened.slab, end, watch)
+        entries[start] = _Allocated(part.slab, end, watch)
         return numpy.frombuffer(view, dtype).reshape(shape)
 
     def pin_for_fork(self) -> None:
@@ -268,8 +243,8 @@ class InputArena:
         if keys and isinstance(slabs, Slabs):
             self._close(slabs, keys[0])
 
-    def _place(self, slabs: Slabs, key: Key, size: int) -> tuple[_OpenSlab, Part] | None:
-        """Find a place for one more input, in an open slab or a new one."""
+    def _place(self, slabs: Slabs, key: Key, size: int) -> tuple[Part, bytes] | None:
+        """Find a place for one more input, in an open slab or a new one; with its layout."""
         opened = self._open.get(key) or self._open_slab(slabs, key, size)
         if opened is None:
             return None
@@ -279,10 +254,10 @@ class InputArena:
             self._close(slabs, key)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
-        return opened, slabs.part(opened.slab, start, size)
+        return slabs.part(opened.slab, start, size), opened.packed
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
-        length = size * max(1, min(self._batch_size, int(slabs.size * MOST_OF_ONE) // size))
+        length = size * max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
         most = slabs.size * MOST_OF_ALL - length
         # The open slabs may be of layouts that never come again.
         while self._open and (len(self._open) == MOST_OPEN or slabs.taken_bytes > most):
@@ -293,7 +268,7 @@ class InputArena:
         slab = slabs.reserve(length)
         if slab is None:
             return None
-        self._open[key] = opened = _OpenSlab(slab, length, packed)
+        self._open[key] = opened = _OpenSlab(slab, slab.start, slab.start + length, packed)
         return opened
 
     def _close(self, slabs: Slabs, key: Key) -> None:
@@ -304,13 +279,11 @@ class InputArena:
         self, slabs: Slabs, part: Part, staged: StagedInput, error: BaseException | None
     ) -> None:
         """The copier thread has copied an input, or could not. On the loop's thread."""
-        if error is None:
-            staged.finish(CopyState.COPIED)
-            return
-        slabs.mark_uncommitted(part)
-        if not slabs.is_closed and not isinstance(error, _NotWantedError):
-            self._warn(error)
-        staged.finish(CopyState.FAILED)
+        if error is not None:
+            slabs.mark_uncommitted(part)
+            if staged.is_wanted and not slabs.is_closed:
+                self._warn(error)
+        staged.finish(CopyState.COPIED if error is None else CopyState.FAILED)
 
 
 # A dtype takes microseconds to pickle.
@@ -319,12 +292,8 @@ def _pack(layout: Layout) -> bytes:
     return pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
 
 
-class _NotWantedError(OSError):
-    """An input was not copied, because its request left first."""
-
-
 def _copy_staged(slabs: Slabs, part: Part, view: memoryview, staged: StagedInput) -> None:
     """Copy an input on the copier thread."""
     if not staged.is_wanted:
-        raise _NotWantedError
+        raise OSError("the request has left")
     slabs.write(part, ((0, view),), releases_gil=True)

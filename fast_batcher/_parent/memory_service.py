@@ -40,12 +40,9 @@ class MemoryService:
     def run_in_thread(self, job: Job, done: Done) -> None:
         """Do a job on the copier thread, then call `done` on the loop with its error or None.
 
-        Jobs are done one after the other. After `close` no job begins, and no `done` is called.
+        After `close` no job begins, and no `done` is called.
         """
-        try:
-            self._copier.run(job, done)
-        except RuntimeError:  # the system has no thread for us: better late than never
-            self._copier.run_here(job, done)
+        self._copier.run(job, done)
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Call `done` on another event loop; the one before is closed."""
@@ -60,10 +57,6 @@ class MemoryService:
         if unused is not None:
             punch = functools.partial(slabs.punch, unused)
             self.run_in_thread(punch, lambda _: slabs.mark_uncommitted(unused))
-
-    def hold(self) -> None:
-        """Do no further jobs; returns when the current one is over."""
-        self._copier.hold()
 
     async def aclose(self) -> None:
         """Give the slabs back on the copier thread: that takes 80 ms per 200 MiB that were used."""

@@ -7,21 +7,18 @@ batch is, and what its loss means, is for its listener.
 
 import asyncio
 import functools
+import itertools
 import logging
-import os
 import signal
-import threading
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
-from fast_batcher._core.restarts import MAX_DELAY
-from fast_batcher._parent.live_workers import TERMINATE_GRACE, LiveWorkers
+from fast_batcher._core.restarts import MAX_DELAY, Restarts
 from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._parent.shutdown import end_pools, note_open
+from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
 from fast_batcher._parent.starter import Starter
 from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
-from fast_batcher._parent.worker_place import WorkerPlace
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport.frames import Kind
@@ -34,6 +31,25 @@ logger = logging.getLogger("fast_batcher")
 # Heartbeats, a minute, after which shared memory that no batch has used goes back to the system. To
 # get it again costs some milliseconds per batch of images, which is little once a minute.
 BEATS_TO_KEEP_MEMORY = 12
+
+
+class _Place:
+    """One of the `num_workers` workers: the processes that serve as it, one after the other."""
+
+    def __init__(self, index: int, settings: Settings) -> None:
+        self.index = index
+        # Of the processes here: each has one for itself.
+        self.ids = itertools.count(index, settings.num_workers)
+        # None while it waits for its replacement.
+        self.worker: WorkerHandle | None = None
+        # One that loads its model to take the place of a worker that still serves.
+        self.successor: WorkerHandle | None = None
+        self.restart_timer: asyncio.TimerHandle | None = None
+        self.restarts = Restarts(
+            settings.max_restarts, settings.restart_window, settings.restart_backoff
+        )
+        # The restart budget is spent, and no worker has been ready since.
+        self.is_given_up = False
 
 
 class Pool:
@@ -62,14 +78,11 @@ class Pool:
         self._events = events
         self._memory = memory
         self._name, self.stop_timeout = name, settings.stop_timeout
-        # The process, the event loop and the loop's thread that the pool belongs to.
-        self.owner_pid = os.getpid()
         self.loop = asyncio.get_running_loop()
-        self.thread_id = threading.get_ident()
         # Nothing is started any more.
         self.is_closing = False
 
-        self._places = [WorkerPlace(index, settings) for index in range(settings.num_workers)]
+        self._places = [_Place(index, settings) for index in range(settings.num_workers)]
         # Every worker that is being started or has a process.
         self.live = LiveWorkers()
         self._starter = Starter(
@@ -100,7 +113,7 @@ class Pool:
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Go on with another event loop; the one before is closed, and its timers with it."""
         self._cancel_timers()
-        self.loop, self.thread_id = loop, threading.get_ident()
+        self.loop = loop
         for worker in self.live.remaining():
             if worker.is_attached:
                 worker.attach(loop)
@@ -147,11 +160,9 @@ class Pool:
         is_due = self._recycling.is_due(worker.batches, rss_bytes)
         if self._recycling.is_limit_too_low and not was_known:
             logger.warning(
-                "%s: worker %d (pid %s) has %d bytes after its first batch: max_rss_bytes=%s is "
-                "below what the model needs, and replaces no worker",
-                self._name,
-                worker.index,
-                worker.pid,
+                "%s has %d bytes after its first batch: max_rss_bytes=%s is below what the model "
+                "needs, and replaces no worker",
+                worker.title,
                 rss_bytes,
                 self._settings.max_rss_bytes,
             )
@@ -192,7 +203,7 @@ class Pool:
         self._serving[worker.id] = worker
         place.restarts.ready(monotonic())
         place.is_given_up = False
-        logger.info("%s: worker %d (pid %s) is ready", self._name, worker.index, worker.pid)
+        logger.info("%s is ready", worker.title)
         if worker is not place.successor:
             self._events.worker_ready(worker, times)
             return
@@ -205,7 +216,7 @@ class Pool:
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
         """A worker could not be started, or did not load its model."""
         place = self._places[worker.index]
-        if not place.has(worker):
+        if worker not in (place.worker, place.successor):
             return
         worker.set_timer(None)
         worker.kill()
@@ -247,14 +258,14 @@ class Pool:
 
     # Starting and replacing.
 
-    def _start(self, place: WorkerPlace) -> None:
+    def _start(self, place: _Place) -> None:
         """Start a worker at a place that has none, or the successor of the one that it has."""
         place.restart_timer = None
         if self.is_closing:
             return
         slabs = self._memory.slabs
         worker = WorkerProcess(
-            place.take_id(),
+            next(place.ids),
             place.index,
             self._model_spec,
             self._settings,
@@ -270,7 +281,7 @@ class Pool:
         self._starter.start(worker)
 
     def _retire(self, worker: WorkerHandle) -> None:
-        logger.info("%s: worker %d (pid %s) is recycled", self._name, worker.index, worker.pid)
+        logger.info("%s is recycled", worker.title)
         self._retired.add(worker)
         self._events.worker_retired(worker.id)
         if worker.state is WorkerState.ENDING:  # it hangs, and is being ended already
@@ -291,18 +302,12 @@ class Pool:
         del self._serving[worker.id]
         self._heartbeat.answered(worker.id)
         if not self.is_closing and not exit.is_clean:
-            logger.log(
-                # What the parent has ended it for is in the log already.
-                logging.INFO if exit.is_ours else logging.WARNING,
-                "%s: worker %d (pid %s) ended with %s; another takes its place",
-                self._name,
-                worker.index,
-                worker.pid,
-                exit.text,
-            )
+            # What the parent has ended it for is in the log already.
+            level = logging.INFO if exit.is_ours else logging.WARNING
+            logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
         self._events.worker_lost(worker.id, exit)
 
-    def _restart_later(self, place: WorkerPlace) -> None:
+    def _restart_later(self, place: _Place) -> None:
         # The listener may have answered the event by ending the pool.
         if self.is_closing:
             return
@@ -336,14 +341,8 @@ class Pool:
         to_ping, silent = self._heartbeat.tick(monotonic(), idle)
         for worker in [serving[worker_id] for worker_id in silent if worker_id in serving]:
             if worker.state is not WorkerState.ENDING:
-                logger.warning(
-                    "%s: worker %d (pid %s) is replaced: it was idle and has not answered for "
-                    "%g seconds",
-                    self._name,
-                    worker.index,
-                    worker.pid,
-                    INTERVAL,
-                )
+                text = "%s is replaced: it was idle and has not answered for %g seconds"
+                logger.warning(text, worker.title, INTERVAL)
                 worker.kill()
         for worker_id in to_ping:
             serving[worker_id].send(Kind.PING, 0, b"")
@@ -358,7 +357,8 @@ class Pool:
         """Kill every worker without waiting, and start no other."""
         self.is_closing = True
         self._cancel_timers()
-        self.live.kill()
+        for worker in self.live:
+            worker.kill()
 
     async def aclose(self) -> None:
         """Ask the workers to end, then make them; returns when they are dead."""
@@ -380,7 +380,8 @@ class Pool:
         self.is_closing = True
         self._cancel_timers()
         self._starter.hold()
-        self._memory.hold()
+        # Before the outboxes of the workers, which the copier thread reads.
+        self._memory.close()
         # Calls that come now wait, and see no worker die.
         for worker_id in self._serving:
             self._events.worker_retired(worker_id)
@@ -394,9 +395,8 @@ class Pool:
         self._retired.clear()
         self._serving.clear()
         self._starter.stop()
-        self._memory.close()
         # Wakes an `aclose` that waits.
-        self.live.clear()
+        self.live.discard(*self.live)
 
     def _cancel_timers(self) -> None:
         for place in self._places:

@@ -15,14 +15,8 @@ from collections.abc import Callable
 
 from fast_batcher._core.limits import BATCHES_PER_WORKER
 from fast_batcher._core.messages import Batch
-from fast_batcher._parent.input_arena import (
-    LEAST_STAGED,
-    MOST_AT_ONCE,
-    CopyState,
-    InputArena,
-    SharedMemory,
-    StagedInput,
-)
+from fast_batcher._parent.input_arena import MOST_AT_ONCE, CopyState, InputArena, StagedInput
+from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
 from fast_batcher._transport.codec import dumps
@@ -33,15 +27,12 @@ from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-# A pickled array takes less than this beside its bytes: an input is staged only if it could also
-# go through the pipe.
-MOST_AROUND = 4096
-
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
 _ROWS = Kind.ROWS
 
 Send = Callable[[Kind, int, bytes], None]
-SendInBand = Callable[[Batch, Send], None]
+# Sends a batch whose inputs have been copied, or whether that has failed.
+Fill = Callable[[bool], None]
 
 
 class SharedInputSender:
@@ -50,22 +41,24 @@ class SharedInputSender:
     Args:
         memory: That memory, and the thread for large copies.
         settings: The batcher's settings.
+        send_in_band: Sends a batch through the pipe for which there turns out to be no memory.
         name: The batcher's name, for logs.
     """
 
-    def __init__(self, memory: SharedMemory, settings: Settings, name: str) -> None:
+    def __init__(
+        self,
+        memory: MemoryService,
+        settings: Settings,
+        send_in_band: Callable[[Batch, Send], None],
+        name: str,
+    ) -> None:
         self._memory = memory
+        self._send_in_band = send_in_band
         self._name = name
         self._has_warned = False
         # By worker that is ready, the slabs of each batch of which it may have views.
         self._leases: dict[int, dict[int, list[Slab]]] = {}
-        self.arena = InputArena(
-            memory,
-            self._warn,
-            max(settings.shared_memory_threshold, LEAST_STAGED),
-            settings.max_frame_bytes - MOST_AROUND,
-            settings.max_batch_size,
-        )
+        self.arena = InputArena(memory, settings, self._warn)
 
     def add_worker(self, worker_id: int) -> None:
         """A worker is ready."""
@@ -91,13 +84,12 @@ class SharedInputSender:
             self._warn(slabs)
         return isinstance(slabs, Slabs)
 
-    def send_staged(self, batch: Batch, link: WorkerLink, send_in_band: SendInBand) -> bool:
+    def send_staged(self, batch: Batch, link: WorkerLink) -> bool:
         """Send a batch whose inputs are all staged; return False, and do nothing, if one is not.
 
         Args:
             batch: The batch; its first request has a staged input.
             link: Its worker.
-            send_in_band: Sends the batch through the pipe if there turns out to be no memory.
         """
         inputs: list[StagedInput] = []
         leased: dict[Slab, None] = {}
@@ -108,16 +100,14 @@ class SharedInputSender:
                 return False
             inputs.append(staged)
             leased[slab] = None
-        body = dumps(_name_runs(inputs))
+        frame = (_ROWS, batch.id, dumps(_name_runs(inputs)))
         pending = [one for one in inputs if one.state is not CopyState.COPIED]
         if pending:
-            fill = functools.partial(
-                self._fill_staged, link, link.reserve(), body, batch, pending, send_in_band
-            )
+            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
             for staged in pending:
-                staged.when_copied(fill)
+                staged.when_copied = functools.partial(_fill_if_copied, pending, fill)
         else:
-            link.send(_ROWS, batch.id, body)
+            link.send(*frame)
         # The worker wakes up meanwhile.
         self._leases[link.id][batch.id] = [*leased]
         for slab in leased:
@@ -126,14 +116,13 @@ class SharedInputSender:
             staged.release()
         return True
 
-    def send(self, batch: Batch, parts: Parts, link: WorkerLink, send_in_band: SendInBand) -> bool:
+    def send(self, batch: Batch, parts: Parts, link: WorkerLink) -> bool:
         """Send a batch; return False, and do nothing, if there is no room for it.
 
         Args:
             batch: The batch; the memory `is_available`.
             parts: Its pickled inputs, which are released when they have been copied.
             link: Its worker.
-            send_in_band: Sends the batch through the pipe if there turns out to be no memory.
         """
         slabs = self._memory.slabs
         assert isinstance(slabs, Slabs), "the caller has asked"
@@ -144,20 +133,21 @@ class SharedInputSender:
         named = dumps((whole.start, whole.length, parts.sizes, parts.items))
         frame = (Kind.SHARED_INPUTS, batch.id, named)
         if parts.size > MOST_AT_ONCE:
-            done = functools.partial(
-                self._finish, slabs, link, whole, link.reserve(), frame, batch, send_in_band
+            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
+            self._memory.run_in_thread(
+                functools.partial(_write_parts, slabs, whole, parts),
+                functools.partial(self._finish, slabs, whole, fill),
             )
-            self._memory.run_in_thread(functools.partial(_write_parts, slabs, whole, parts), done)
-            return True
-        try:
-            slabs.write(whole, parts, releases_gil=False)
-        except OSError as error:
-            slabs.mark_uncommitted(whole)
-            self._warn(error)
-            return False
-        parts.release()
+        else:
+            try:
+                slabs.write(whole, parts, releases_gil=False)
+            except OSError as error:
+                slabs.mark_uncommitted(whole)
+                self._warn(error)
+                return False
+            parts.release()
+            link.send(*frame)
         self._leases[link.id][batch.id] = [whole.slab]
-        link.send(*frame)
         return True
 
     def free(self, worker_id: int, batch_ids: list[int]) -> None:
@@ -171,50 +161,29 @@ class SharedInputSender:
             for batch_id in batch_ids:
                 del leases[batch_id]
 
-    def _fill_staged(
-        self,
-        link: WorkerLink,
-        reservation: Reservation,
-        body: bytes,
-        batch: Batch,
-        pending: list[StagedInput],
-        send_in_band: SendInBand,
-    ) -> None:
-        """One of the staged inputs that a batch waits for has been copied, or could not be."""
-        if any(one.state is CopyState.COPYING for one in pending):
-            return
-        if link.id not in self._leases:  # the worker has died, and its leases have ended
-            return
-        frames = [(_ROWS, batch.id, body)]
-        if any(one.state is CopyState.FAILED for one in pending):
-            self.free(link.id, [batch.id])
-            frames.clear()
-            send_in_band(batch, lambda *frame: frames.append(frame))
-        link.fill(reservation, frames)
-
-    def _finish(
-        self,
-        slabs: Slabs,
-        link: WorkerLink,
-        whole: Part,
-        reservation: Reservation,
-        frame: tuple[Kind, int, bytes],
-        batch: Batch,
-        send_in_band: SendInBand,
-        error: BaseException | None,
-    ) -> None:
+    def _finish(self, slabs: Slabs, whole: Part, fill: Fill, error: BaseException | None) -> None:
         """The copier thread has copied a batch, or could not. On the loop's thread."""
         if error is not None:
             slabs.mark_uncommitted(whole)
-        if link.id not in self._leases:  # the worker has died, and the batch with it
+            self._warn(error)
+        fill(error is not None)
+
+    def _fill(
+        self,
+        link: WorkerLink,
+        reservation: Reservation,
+        batch: Batch,
+        frame: tuple[Kind, int, bytes],
+        has_failed: bool,
+    ) -> None:
+        """Send a batch in its place: its inputs have been copied, or could not be."""
+        if link.id not in self._leases:  # the worker has died, and its leases have ended
             return
         frames = [frame]
-        if error is None:
-            self._leases[link.id][batch.id] = [whole.slab]
-        else:
-            self._warn(error)
+        if has_failed:
+            self.free(link.id, [batch.id])
             frames.clear()
-            send_in_band(batch, lambda *one: frames.append(one))
+            self._send_in_band(batch, lambda *one: frames.append(one))
         link.fill(reservation, frames)
 
     def _describe_no_room(self, slabs: Slabs, size: int) -> str:
@@ -243,6 +212,13 @@ class SharedInputSender:
                 # As text: a record that is kept would keep the error's frames, and their slabs.
                 str(reason),
             )
+
+
+def _fill_if_copied(pending: list[StagedInput], fill: Fill) -> None:
+    """One of the staged inputs that a batch waits for has been copied, or could not be."""
+    states = {one.state for one in pending}
+    if CopyState.COPYING not in states:
+        fill(CopyState.FAILED in states)
 
 
 def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:

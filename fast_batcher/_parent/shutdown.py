@@ -1,41 +1,91 @@
-"""Ends pools without an event loop: for `stop`, and at the end of the interpreter. Parent process.
+"""Ends workers: on their event loop, without one for `stop`, and at the end of the interpreter.
 
-`end_pools` blocks the thread that calls it. At the end of the interpreter that is the main thread;
-pools whose event loop runs on another thread are ended by that thread.
+Parent process. `end_pools` blocks the thread that calls it. At the end of the interpreter that is
+the main thread; pools whose event loop runs on another thread are ended by that thread.
 """
 
 import asyncio
 import atexit
-import contextlib
 import os
 import select
+import signal
 import threading
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterator
+from typing import Protocol
 
 from fast_batcher._clock import monotonic
-from fast_batcher._parent.live_workers import LAST_STEPS, TERMINATE_GRACE, LiveWorkers
-from fast_batcher._parent.worker import WorkerHandle
+from fast_batcher._parent.worker import WorkerHandle, WorkerState
 
-if TYPE_CHECKING:
-    from signal import Signals
-
+# Seconds between SIGTERM and SIGKILL: enough for a handler of the model to run. With the default
+# stop_timeout of 2 s a program that forgot to stop exits within 3 s.
+TERMINATE_GRACE = 0.5
+# Seconds after SIGKILL. A killed process is gone within milliseconds; one in an uninterruptible
+# system call (a driver, a network file system) may never be, and is not worth waiting for.
+KILL_GRACE = 5.0
+# What is sent to workers that have not ended by themselves, and the seconds after it.
+LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 # Seconds, at the end of the interpreter: a loop that has not ended its pools by then is blocked.
 # Together with the steps before, a program that forgot to stop still exits within 3 s.
 LOOP_GRACE = 0.5
-# Seconds between two looks whether a loop still runs: one that stops tells no other thread.
-LOOK_INTERVAL = 0.01
+
+
+class LiveWorkers:
+    """The workers of a pool that have been started and not been seen to end. Event loop's thread.
+
+    Workers that are being spawned are among them.
+    """
+
+    def __init__(self) -> None:
+        self._workers: set[WorkerHandle] = set()
+        # Done when there is no worker left; None while nothing waits for that.
+        self._all_dead: asyncio.Future[None] | None = None
+
+    def __iter__(self) -> Iterator[WorkerHandle]:
+        return iter([*self._workers])
+
+    def add(self, worker: WorkerHandle) -> None:
+        """Note a worker that is going to be started."""
+        self._workers.add(worker)
+
+    def discard(self, *workers: WorkerHandle) -> None:
+        """Forget workers that are dead, or could not be started."""
+        self._workers.difference_update(workers)
+        waiter = self._all_dead
+        if self._workers or waiter is None or waiter.done() or waiter.get_loop().is_closed():
+            return
+        waiter.set_result(None)
+
+    def remaining(self) -> list[WorkerHandle]:
+        """Return the workers that have a process."""
+        return [worker for worker in self if worker.is_alive]
+
+    async def end(self, seconds: float) -> None:
+        """Ask the workers to end, and after some seconds make them; returns when they are dead."""
+        for worker in self:
+            if worker.state is WorkerState.LOADING:
+                worker.kill()  # it has nothing to finish
+            else:
+                worker.ask_to_end()
+        await self._wait_until_dead(seconds)
+        for number, grace in LAST_STEPS:
+            for worker in self:
+                worker.ignore()
+                worker.signal(number)
+            await self._wait_until_dead(grace)
+
+    async def _wait_until_dead(self, seconds: float) -> None:
+        if self._workers:
+            if self._all_dead is None or self._all_dead.done():
+                self._all_dead = asyncio.get_running_loop().create_future()
+            await asyncio.wait([self._all_dead], timeout=seconds)
 
 
 class EndablePool(Protocol):
-    """What this module uses of a pool."""
+    """What `end_pools` and the end of the interpreter use of a pool."""
 
     live: LiveWorkers
     stop_timeout: float
-    # The process whose children the workers are.
-    owner_pid: int
     loop: asyncio.AbstractEventLoop
-    # The thread of that loop.
-    thread_id: int
     # Nothing is started any more.
     is_closing: bool
 
@@ -49,6 +99,8 @@ class EndablePool(Protocol):
 # Pools that have not been ended. They are held here, because a pool whose batcher was dropped has
 # workers all the same.
 _open_pools: set[EndablePool] = set()
+# In a forked copy of the process the workers are children of another.
+os.register_at_fork(after_in_child=_open_pools.clear)
 
 
 def note_open(pool: EndablePool) -> None:
@@ -65,25 +117,23 @@ def end_pools(pools: list[EndablePool], grace: float) -> None:
     """
     for pool in pools:
         pool.begin_end()
-    steps: list[tuple[Signals | None, float]] = [LAST_STEPS[-1]]
     if grace:
-        steps = [(None, grace), *LAST_STEPS]
-    for number, seconds in steps:
-        workers = [worker for pool in pools for worker in pool.live.remaining()]
-        if number is not None:
-            for worker in workers:
+        _reap_dead(pools, grace)
+    for number, seconds in LAST_STEPS if grace else LAST_STEPS[-1:]:
+        for pool in pools:
+            for worker in pool.live.remaining():
                 worker.signal(number)
-        _reap_dead(workers, seconds)
+        _reap_dead(pools, seconds)
     for pool in pools:
         pool.finish_end()
         _open_pools.discard(pool)
 
 
-def _reap_dead(workers: list[WorkerHandle], seconds: float) -> None:
+def _reap_dead(pools: list[EndablePool], seconds: float) -> None:
     """Reap the workers that die within some seconds; returns when it is all of them."""
     deadline = monotonic() + seconds
     poller = select.poll()
-    waiting = {worker.death_fd: worker for worker in workers}
+    waiting = {worker.death_fd: worker for pool in pools for worker in pool.live.remaining()}
     for fd in waiting:
         poller.register(fd, select.POLLIN)
     while waiting:
@@ -101,28 +151,27 @@ def _reap_dead(workers: list[WorkerHandle], seconds: float) -> None:
 @atexit.register
 def end_forgotten_pools() -> None:
     """End every pool that this process has opened and not ended."""
-    # In a forked copy of the process the workers are children of another.
-    pools = [pool for pool in list(_open_pools) if pool.owner_pid == os.getpid()]
-    if not pools:
-        return
-    grace = max(pool.stop_timeout for pool in pools)
-    here: list[EndablePool] = []
-    elsewhere: dict[asyncio.AbstractEventLoop, list[EndablePool]] = {}
-    for pool in pools:
-        runs_elsewhere = pool.thread_id != threading.get_ident() and pool.loop.is_running()
-        (elsewhere.setdefault(pool.loop, []) if runs_elsewhere else here).append(pool)
-    endings = [(loop, some, _begin_end_on(loop, some, grace)) for loop, some in elsewhere.items()]
-    if here:
-        end_pools(here, grace)
+    pools = list(_open_pools)
+    grace = max((pool.stop_timeout for pool in pools), default=0.0)
+    # These run on other threads, which are daemons.
+    running = {pool.loop for pool in pools if pool.loop.is_running()}
+    endings = [
+        _end_on_loop(loop, [pool for pool in pools if pool.loop is loop], grace) for loop in running
+    ]
+    end_pools([pool for pool in pools if pool.loop not in running], grace)
     deadline = monotonic() + grace + TERMINATE_GRACE + LOOP_GRACE
-    for loop, some, has_ended in endings:
-        _finish_end_on(loop, some, has_ended, deadline, grace)
+    for has_ended in endings:
+        has_ended.wait(max(0.0, deadline - monotonic()))
+    for pool in list(_open_pools):  # its loop is blocked, or has just stopped
+        pool.is_closing = True
+        for worker in pool.live.remaining():
+            worker.signal(signal.SIGKILL)
 
 
-def _begin_end_on(
+def _end_on_loop(
     loop: asyncio.AbstractEventLoop, pools: list[EndablePool], grace: float
 ) -> threading.Event:
-    """Let the thread of their loop end pools: a daemon thread, which runs on at the end.
+    """Let the thread of their loop end pools.
 
     If this thread ended them, both would release a worker that has just died.
 
@@ -137,25 +186,8 @@ def _begin_end_on(
         finally:
             has_ended.set()
 
-    with contextlib.suppress(RuntimeError):  # the loop has just been closed
+    try:
         loop.call_soon_threadsafe(end)
+    except RuntimeError:  # the loop has just been closed
+        has_ended.set()
     return has_ended
-
-
-def _finish_end_on(
-    loop: asyncio.AbstractEventLoop,
-    pools: list[EndablePool],
-    has_ended: threading.Event,
-    deadline: float,
-    grace: float,
-) -> None:
-    """Wait until the thread of a loop has ended its pools; end them here if it does not."""
-    while not has_ended.wait(LOOK_INTERVAL):
-        if not loop.is_running():
-            end_pools(pools, grace)
-            return
-        if monotonic() >= deadline:
-            for pool in pools:
-                pool.is_closing = True
-                pool.live.kill_from_any_thread()
-            return

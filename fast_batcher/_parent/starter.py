@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 
 from fast_batcher._parent.background import JobThread
-from fast_batcher._parent.live_workers import LiveWorkers
+from fast_batcher._parent.shutdown import LiveWorkers
 from fast_batcher._parent.worker import WorkerHandle, WorkerState
 from fast_batcher.errors import WorkerStartupError
 

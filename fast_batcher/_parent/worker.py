@@ -83,26 +83,21 @@ class WorkerHandle(WorkerLink, Protocol):
     that ends the pool once the loop is closed.
     """
 
+    # Which of the batcher's workers this is, from 0; its replacement has the same index.
+    index: int
+    # The process id; None before `spawn`.
+    pid: int | None
+    state: WorkerState
     # Batches that it has answered; the pool counts them if workers are recycled.
     batches: int
     # Whether an event loop watches it, or did until it was closed.
     is_attached: bool
+    # Whether `ask_to_end` was called: it reads nothing more.
+    was_asked_to_end: bool
 
     @property
-    def index(self) -> int:
-        """Which of the batcher's workers this is, from 0; its replacement has the same index."""
-
-    @property
-    def state(self) -> WorkerState:
-        """Loading, ready or ending."""
-
-    @property
-    def was_asked_to_end(self) -> bool:
-        """Whether `ask_to_end` was called: it reads nothing more."""
-
-    @property
-    def pid(self) -> int | None:
-        """The process id, for logs; None before `spawn`."""
+    def title(self) -> str:
+        """What logs call it: the batcher, the worker and the process."""
 
     def spawn(self) -> None:
         """Start it. Starter thread.

@@ -101,6 +101,11 @@ class WorkerProcess:
         # buffer until the garbage collector finds it, which may take many minutes.
         self._parts: _Parts | None = None
 
+    @property
+    def title(self) -> str:
+        """What logs call it: the batcher, the worker and the process."""
+        return f"{self._name}: worker {self.index} (pid {self.pid})"
+
     # Its start.
 
     def spawn(self) -> None:
@@ -274,12 +279,7 @@ class WorkerProcess:
         """End it at once because it broke the protocol; logs the error."""
         if self.state is not _ENDING:
             logger.error(
-                "%s: worker %d (pid %s) broke the protocol and is replaced: %s",
-                self._name,
-                self.index,
-                self.pid,
-                error,
-                exc_info=error,
+                "%s broke the protocol and is replaced: %s", self.title, error, exc_info=error
             )
         self.kill()
 

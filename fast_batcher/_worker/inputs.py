@@ -1,16 +1,14 @@
 """Frames to inputs: from the pipe, or from memory that the parent shares. Worker process."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fast_batcher._arrays import stacking
 from fast_batcher._shared_memory.layouts import view_rows
+from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind, pack_header
 from fast_batcher._transport.pickler import load_items, view_parts
-
-if TYPE_CHECKING:
-    from fast_batcher._shared_memory.views import SlabViews
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
@@ -26,7 +24,7 @@ class InputReader:
         slabs: Memory in which large inputs arrive, or None.
     """
 
-    def __init__(self, slabs: "SlabViews | None") -> None:
+    def __init__(self, slabs: SlabViews | None) -> None:
         self._slabs = slabs
         # Inputs that came ahead of the last frame of their batch, by batch id.
         self._parts: dict[int, list[bytes]] = {}

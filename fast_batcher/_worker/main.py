@@ -14,9 +14,11 @@ parent is dead.
 import logging
 import multiprocessing.util
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fast_batcher._descendants import end_descendants
+from fast_batcher._shared_memory.outbox_writer import OutboxWriter
+from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Kind, pack_times
@@ -30,10 +32,6 @@ from fast_batcher._worker.serving import Server
 from fast_batcher._worker.warm_up import warm_up
 from fast_batcher.errors import WorkerStartupError
 
-if TYPE_CHECKING:
-    from fast_batcher._shared_memory.outbox_writer import OutboxWriter
-    from fast_batcher._shared_memory.views import SlabViews
-
 logger = logging.getLogger("fast_batcher.worker")
 
 _kept_open: list[Any] = []
@@ -45,8 +43,8 @@ def worker_main(
     max_frame_bytes: int,
     max_batch_size: int,
     parent_pid: int,
-    slabs: "SlabViews | OSError | None",
-    outbox: "OutboxWriter | OSError | None",
+    slabs: SlabViews | OSError | None,
+    outbox: OutboxWriter | OSError | None,
 ) -> None:
     """Run a worker process from its start to its end; the first frame says what to load.
 
@@ -84,7 +82,7 @@ def _load_and_serve(
     channel: BlockingChannel,
     progress: WorkerProgress,
     max_batch_size: int,
-    slabs: "SlabViews | OSError | None",
+    slabs: SlabViews | OSError | None,
     encoder: ReplyEncoder,
 ) -> int:
     """Load the model and serve it; returns the exit code."""
@@ -109,7 +107,7 @@ def _load_and_serve(
     return 0
 
 
-def _check_slabs(slabs: "SlabViews | OSError | None") -> "SlabViews | None":
+def _check_slabs(slabs: SlabViews | OSError | None) -> SlabViews | None:
     if isinstance(slabs, OSError):
         raise WorkerStartupError(
             f"the worker may not have all of max_shared_bytes; lower it: {slabs}"
@@ -118,10 +116,8 @@ def _check_slabs(slabs: "SlabViews | OSError | None") -> "SlabViews | None":
 
 
 def _close_model(model: Any) -> None:
-    close = getattr(model, "close", None)
-    if close is None:
-        return
     try:
-        close()
+        if hasattr(model, "close"):
+            model.close()
     except Exception:
         logger.exception("the model's close() raised")

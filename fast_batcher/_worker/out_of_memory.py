@@ -12,14 +12,10 @@ def free_memory(error: BaseException) -> None:
     """Free what the batch that raised this error has left in memory."""
     # The frames of the error hold the tensors of the batch.
     clear_frames(error)
-    _empty_cuda_cache()
-
-
-def _empty_cuda_cache() -> None:
-    """Free what PyTorch keeps for reuse: the next batch may need it in other sizes."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
+    # What PyTorch keeps for reuse: the next batch may need it in other sizes.
     try:
         torch.cuda.empty_cache()
     except Exception:

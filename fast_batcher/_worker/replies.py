@@ -5,19 +5,16 @@ get the same object.
 """
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
 from fast_batcher.errors import InferenceError, forget_frames
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 
 # The frames that answer a batch, as kinds and bodies; one or more.
 Reply = list[tuple[Kind, bytes]]
@@ -34,13 +31,14 @@ class ReplyEncoder:
         max_frame_bytes: Longest body of a frame, and most bytes of an answer in the outbox.
     """
 
-    def __init__(self, outbox: "OutboxWriter | OSError | None", max_frame_bytes: int) -> None:
-        self._outbox = outbox
+    def __init__(self, outbox: OutboxWriter | OSError | None, max_frame_bytes: int) -> None:
+        self._outbox = outbox if isinstance(outbox, OutboxWriter) else None
+        # Why there is no outbox, if the settings want one.
+        self._no_outbox = outbox if isinstance(outbox, OSError) else None
         self._max_frame_bytes = max_frame_bytes
-        least = SHARED_MEMORY_THRESHOLD
-        if outbox is not None and not isinstance(outbox, OSError):
-            least = outbox.least
-        self._pickler = PartsPickler(least)
+        self._pickler = PartsPickler(
+            self._outbox.least if self._outbox else SHARED_MEMORY_THRESHOLD
+        )
         self._has_warned = False
 
     def pack(self, outputs: list[Any], failures: dict[int, RemoteFailure]) -> Reply:
@@ -59,58 +57,48 @@ class ReplyEncoder:
             for position, output in enumerate(outputs):
                 if issubclass(type(output), BaseException):
                     failures.setdefault(position, codec.describe(output))
-        sent = outputs
         if failures:
-            sent = [None if at in failures else output for at, output in enumerate(outputs)]
-        try:
-            return self._pack_apart(sent, failures)
-        except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
-            # A frame often keeps the error, and its frames keep the outputs.
-            forget_frames(error)
-            self._pickler.renew()
-            return self._pack_items([self._pack_item(output) for output in sent], failures)
-
-    def _pack_apart(self, outputs: list[Any], failures: dict[int, RemoteFailure]) -> Reply:
-        """Pack outputs that can all be pickled, for the pipe or through the outbox.
-
-        Raises:
-            BaseException: An output cannot be pickled.
-        """
-        pickler = self._pickler
-        pickler.dump(outputs)
-        if pickler.has_enough() and self._has_outbox():
-            if pickler.learn_buffers():
-                return self._pack_apart(outputs, failures)
-            packed = self._pack_parts(failures, pickler.take_parts())
-            if packed is not None:
-                return packed
-            return self._pack_items([self._pack_item(output) for output in outputs], failures)
-        return self._pack_items(pickler.take_items(), failures)
+            outputs = [None if at in failures else output for at, output in enumerate(outputs)]
+        pickled = self._pickle(outputs)
+        if isinstance(pickled, Parts):
+            start = self._put(pickled, failures)
+            if start is not None:
+                where = (start, pickled.sizes, pickled.find_frozen(), pickled.items)
+                return [(Kind.SHARED_OUTPUTS, dumps((*where, failures)))]
+            pickled = [self._pickle_item(output) for output in outputs]
+        return self._pack_items(pickled, failures)
 
     def give_back_unused(self) -> None:
         """Give back memory that no answer has used for long. To be called while idle."""
-        if self._outbox is not None and not isinstance(self._outbox, OSError):
+        if self._outbox is not None:
             self._outbox.rest()
 
-    def _has_outbox(self) -> bool:
-        if isinstance(self._outbox, OSError):
-            self._warn(f"{self._outbox}")
-            self._outbox = None
-        return self._outbox is not None
+    def _pickle(self, outputs: list[Any]) -> Sequence[bytes | RemoteFailure] | Parts:
+        """Pickle outputs for the pipe or, if they are large, for the outbox."""
+        pickler = self._pickler
+        try:
+            pickler.dump(outputs)
+            if not pickler.has_enough() or not self._has_outbox():
+                return pickler.take_items()
+            if pickler.learn_buffers():
+                pickler.dump(outputs)
+            return pickler.take_parts()
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
+            # A frame often keeps the error, and its frames keep the outputs.
+            forget_frames(error)
+            pickler.renew()
+            return [self._pickle_item(output) for output in outputs]
 
-    def _pack_parts(self, failures: dict[int, RemoteFailure], parts: Parts) -> Reply | None:
-        """Put what has been pickled in parts into the outbox; None if there is no room for it."""
-        # The failures go into the frame, beside the few bytes about the outputs.
-        most = self._max_frame_bytes
-        fits = parts.size <= most and len(dumps(failures)) <= most // 2
-        start = self._put(parts) if fits else None
-        if start is None:
-            return None
-        body = dumps((start, parts.sizes, parts.find_frozen(), parts.items, failures))
-        return [(Kind.SHARED_OUTPUTS, body)]
+    def _pickle_item(self, output: Any) -> bytes | RemoteFailure:
+        try:
+            return dumps(output)
+        except BaseException as error:  # noqa: BLE001  pickling is the user's code too
+            failure = codec.describe(_unsendable(output, error))
+            forget_frames(error)
+            return failure
 
     def _pack_items(
-        self, items: "Sequence[bytes | RemoteFailure]", failures: dict[int, RemoteFailure]
+        self, items: Sequence[bytes | RemoteFailure], failures: dict[int, RemoteFailure]
     ) -> Reply:
         """Return the frames for outputs that have been pickled one by one."""
         if not failures:
@@ -124,14 +112,6 @@ class ReplyEncoder:
         parts = [(Kind.OUTPUTS_PART, body) for body in bodies[:-1]]
         return [*parts, (Kind.OUTPUTS, bodies[-1])]
 
-    def _pack_item(self, output: Any) -> bytes | RemoteFailure:
-        try:
-            return dumps(output)
-        except BaseException as error:  # noqa: BLE001  pickling is the user's code too
-            failure = codec.describe(_unsendable(output, error))
-            forget_frames(error)
-            return failure
-
     def _limited(self, item: bytes | RemoteFailure) -> bytes | RemoteFailure:
         if isinstance(item, RemoteFailure) or codec.fits(len(item), self._max_frame_bytes):
             return item
@@ -142,9 +122,19 @@ class ReplyEncoder:
             )
         )
 
-    def _put(self, parts: Parts) -> int | None:
-        assert self._outbox is not None
-        assert not isinstance(self._outbox, OSError)
+    def _has_outbox(self) -> bool:
+        """Whether there is an outbox; warns once if there should be."""
+        if self._no_outbox is not None:
+            self._warn(f"{self._no_outbox}")
+        return self._outbox is not None
+
+    def _put(self, parts: Parts, failures: dict[int, RemoteFailure]) -> int | None:
+        """Put pickled outputs into the outbox; return where, or None if there is no room."""
+        assert self._outbox is not None, "the caller has asked"
+        # The failures go into the frame, beside the few bytes about the outputs.
+        most = self._max_frame_bytes
+        if parts.size > most or len(dumps(failures)) > most // 2:
+            return None
         try:
             start = self._outbox.put(parts)
         except OSError as error:

@@ -107,7 +107,6 @@ class Server:
         """
         # Read now: `infer` may change the list that it is given.
         count = len(inputs)
-        total = count + len(failures)
         started = monotonic()
         try:
             outputs = self._model.infer(inputs) if inputs else []
@@ -116,20 +115,15 @@ class Server:
             kind, failure = _judge(error)
             # A frame often keeps the error, and its frames keep the inputs.
             forget_frames(error)
-        else:
-            seconds = monotonic() - started
-            checked = _check(outputs, count)
-            if not isinstance(checked, RemoteFailure):
-                if failures:
-                    computed = iter(checked)
-                    checked = [None if at in failures else next(computed) for at in range(total)]
-                return self._encoder.pack(checked, failures), seconds
-            kind, failure = Kind.FAILED, checked
-        if failures and kind is not _FATAL:
-            # A retry of the batch would not help inputs that cannot be read: each has its error.
-            failures = {at: failures.get(at, failure) for at in range(total)}
-            return self._encoder.pack([None] * total, failures), seconds
-        return [(kind, codec.dumps(failure))], seconds
+            return [(kind, codec.dumps(failure))], seconds
+        seconds = monotonic() - started
+        checked = _check(outputs, count)
+        if isinstance(checked, RemoteFailure):
+            return [(Kind.FAILED, codec.dumps(checked))], seconds
+        if failures:
+            total, computed = count + len(failures), iter(checked)
+            checked = [None if at in failures else next(computed) for at in range(total)]
+        return self._encoder.pack(checked, failures), seconds
 
 
 def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:

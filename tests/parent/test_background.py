@@ -1,12 +1,14 @@
-"""The thread beside an event loop: its jobs, their order, and which loop is told."""
+"""The thread beside an event loop: its jobs, their order, which loop is told, and its end."""
 
 import asyncio
 import threading
 
 import pytest
-from waits import LIMIT, until
+from waits import LIMIT, turns, until
 
 from fast_batcher._parent.background import JobThread
+from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._shared_memory.slabs import Slabs
 
 pytestmark = pytest.mark.anyio
 
@@ -94,3 +96,20 @@ def test_an_outcome_that_a_closed_loop_has_not_taken_is_told_to_the_next(
 
 def assert_set(event: threading.Event) -> None:
     assert event.wait(LIMIT)
+
+
+async def test_closing_at_once_ends_the_wait_for_the_memory_to_be_given_back() -> None:
+    """`stop` comes while `aclose` waits for the copier thread."""
+    memory = MemoryService(asyncio.get_running_loop(), 2**24, "tested")
+    assert isinstance(memory.slabs, Slabs)
+    is_over = threading.Event()
+    memory.run_in_thread(lambda: assert_set(is_over), lambda _: None)
+    closing = asyncio.create_task(memory.aclose())
+    await turns()
+    assert not memory.slabs.is_closed
+    is_over.set()
+    memory.close()
+    await asyncio.wait_for(closing, LIMIT)
+    assert memory.slabs.is_closed
+    await memory.aclose()
+    memory.close()

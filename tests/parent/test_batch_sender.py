@@ -29,7 +29,8 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int, bytes]] = []
         settings = Settings(max_frame_bytes=MAX_FRAME_BYTES)
-        self.sender = BatchSender(settings, self, self._refuse, "name")
+        memory: Any = self
+        self.sender = BatchSender(settings, memory, self._refuse, "name")
         self.sender.add_worker(self)
 
     def _refuse(self, *_: object) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from programs import PREAMBLE, TESTS, Start, program
 from sample_models import HandlesSigterm, Holds, LeavesDescriptors, Terminates
-from waits import LIMIT, Gate, Watch, call, one_loop, outcome
+from waits import LIMIT, Gate, Watch, call, one_loop, outcome, within
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.child_process import ChildProcess
@@ -257,6 +257,25 @@ def test_a_program_that_starts_other_processes_does_not_take_the_exit_code() -> 
     subprocess.run(["true"], check=True)
     assert child.take_exit_code() == 3
     child.close()
+
+
+def test_a_program_that_forgets_to_stop_ends_and_leaves_no_process(program: Start) -> None:
+    """The exit hook lets a worker end what its model has started, which takes half a second."""
+    running = program(
+        """
+        async def main():
+            batcher = DynBatcher(sample_models.StartsProcesses)
+            child = await batcher.process_batched("trap '' TERM; echo $$; exec sleep 1000")
+            tell([child, *(one.pid for one in session_of(batcher).pool.live.remaining())])
+
+        asyncio.run(main())
+        """
+    )
+    with Watch(running.tells()) as processes:
+        with within(3.0, "a program that forgot to stop its batcher has ended") as limit:
+            status, _ = running.finish(limit)  # Python warns that the model left its child
+        assert status == 0
+        assert processes.survivors(0.0) == []
 
 
 # --- signals --------------------------------------------------------------------------------------

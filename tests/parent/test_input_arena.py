@@ -158,11 +158,6 @@ def test_an_input_that_is_small_or_does_not_fit_into_the_pipe_is_not_staged(
     assert desk.slabs.count == 0
 
 
-def test_without_slabs_no_input_is_staged(desk: Desk) -> None:
-    desk.slabs.close()
-    assert desk.arrive(filled(1))[0].staged is None
-
-
 @pytest.mark.parametrize("values", [(filled(1), b"text"), (b"text", filled(1))])
 def test_a_batch_of_which_one_input_is_not_staged_is_pickled(desk: Desk, values: Any) -> None:
     requests = desk.arrive(*values)
@@ -170,17 +165,6 @@ def test_a_batch_of_which_one_input_is_not_staged_is_pickled(desk: Desk, values:
     assert desk.kinds == [Kind.SHARED_INPUTS]
     assert sorted(map(len, desk.read())) == [4, SMALL]
     assert all(one.staged is None or one.staged.slab is None for one in requests)
-
-
-def test_an_input_is_sent_once_from_where_it_lies(desk: Desk) -> None:
-    """The model may have written into it."""
-    requests = desk.arrive(*numbered(3))
-    desk.dispatch(requests)
-    for view in desk.read():
-        view[:] = 99
-    desk.dispatch(requests)
-    assert desk.kinds == [Kind.SHARED_INPUTS]
-    assert sums(desk.read()) == [0, 1, 2]
 
 
 def test_half_of_the_memory_is_left_to_other_inputs(desk: Desk) -> None:
@@ -216,13 +200,6 @@ def test_a_slab_is_free_when_the_worker_has_no_view_of_its_batches(desk: Desk) -
     assert desk.slabs.count == 1
     del kept
     desk.free()
-    assert desk.slabs.count == 0
-
-
-def test_memory_is_free_with_the_requests(desk: Desk) -> None:
-    requests = desk.arrive(*numbered(8))
-    assert desk.slabs.count == 1
-    requests.clear()
     assert desk.slabs.count == 0
 
 
@@ -266,13 +243,6 @@ def test_large_inputs_are_copied_by_the_thread_and_their_batch_keeps_its_place(d
     assert sums(desk.read()) == [0, 1, 2]
 
 
-def test_inputs_that_were_copied_before_their_batch_was_formed_are_sent_at_once(desk: Desk) -> None:
-    requests = desk.arrive(*numbered(3, LARGE))
-    desk.run_jobs()
-    desk.dispatch(requests)
-    assert sums(desk.read()) == [0, 1, 2]
-
-
 def test_memory_stays_until_the_thread_has_copied(desk: Desk) -> None:
     (request,) = desk.arrive(filled(1, LARGE))
     close_all(desk)
@@ -298,19 +268,6 @@ def test_an_input_that_was_sent_is_copied_whoever_leaves(desk: Desk) -> None:
     requests[0].staged.release()
     desk.run_jobs()
     assert sums(desk.read()) == [1]
-
-
-def test_a_worker_may_die_while_its_batch_is_copied(desk: Desk) -> None:
-    requests = desk.arrive(*numbered(2, LARGE))
-    desk.dispatch(requests)
-    desk.run_jobs(1)
-    desk.replace_worker()
-    # Another try, with the callers' values.
-    desk.dispatch(requests)
-    desk.run_jobs()
-    assert sums(desk.read()) == [0, 1]
-    desk.free()
-    assert desk.slabs.count == 0
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])

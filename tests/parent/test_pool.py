@@ -11,11 +11,9 @@ from typing import Any
 import psutil
 import pytest
 from sample_models import (
-    Closes,
     Echo,
     ExitsOnLoad,
     GatedOnLoad,
-    LoadsAgain,
     NeverLoads,
     RaisesOnLoad,
     Stuck,
@@ -176,24 +174,6 @@ async def test_a_worker_that_dies_while_it_loads_is_told_with_its_end(told: Told
     assert "ended with signal 1 (SIGHUP) before it had loaded ExitsOnLoad" in str(error)
 
 
-async def test_a_worker_that_does_not_load_in_time_is_ended(told: Told, gate: Gate) -> None:
-    told.open(NeverLoads, gate.path, start_timeout=1.0)
-    visit = await gate.visit()
-    with Watch([visit.pid]) as worker:
-        await told.until(lambda: told.count("failed") == 1)
-        await worker.until_dead()
-    _, error = told.events[0]
-    assert "within start_timeout=1.0 seconds and was ended" in str(error)
-
-
-@pytest.mark.slow
-async def test_a_replacement_gets_as_long_to_load_as_the_first(told: Told, tmp_path: Any) -> None:
-    pool = await told.ready(LoadsAgain, str(tmp_path / "attempts"))
-    os.kill(pids_of(pool)[0], signal.SIGKILL)
-    await told.until(lambda: told.count("ready") == 2)
-    assert [event for event, _ in told.events] == ["ready", "lost", "failed", "failed", "ready"]
-
-
 async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
     told: Told, gate: Gate
 ) -> None:
@@ -213,17 +193,6 @@ async def test_a_replaced_worker_that_ignores_sigterm_is_killed(told: Told, gate
     pool.replace(0)
     await told.until(lambda: told.count("lost") == 1)
     assert told.events[-1][1][1].startswith("signal 9")
-
-
-async def test_closing_lets_idle_workers_end_by_themselves(told: Told, tmp_path: Any) -> None:
-    path = tmp_path / "log"
-    pool = await told.ready(Closes, str(path), num_workers=2, stop_timeout=LIMIT)
-    with Watch(pids_of(pool)) as workers:
-        async with asyncio.timeout(LIMIT):
-            await pool.aclose()
-        assert workers.survivors(0.0) == []
-    assert path.read_text() == "closed\n" * 2
-    assert [event for event, _ in told.events].count("lost") == 2
 
 
 async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> None:
@@ -307,15 +276,6 @@ async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
     assert all(place.restart_timer is None for place in pool._places)
     assert psutil.Process().children() == before
     assert "fast_batcher-starter-tested" not in {one.name for one in threading.enumerate()}
-
-
-async def test_an_abandoned_pool_is_dead_without_waiting(told: Told) -> None:
-    pool = await told.ready(Echo, num_workers=2)
-    with Watch(pids_of(pool)) as workers:
-        pool.abandon()
-        await told.until(lambda: told.count("lost") == 2)
-        assert workers.survivors(0.0) == []
-    assert all(place.restart_timer is None for place in pool._places)
 
 
 async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told: Told) -> None:

@@ -38,14 +38,11 @@ from desk import (
 from inside import session_of
 from memory import memory_of, refuse_memory
 from sample_models import (
-    BrokenOnArrival,
     Digests,
-    Echo,
     ForksAndKeeps,
     KeepsErrors,
     KeepsInputs,
     RefusesPickling,
-    Whereabouts,
     WritesInputs,
     digest,
 )
@@ -119,13 +116,6 @@ def test_a_large_input_is_shared(desk: Desk, value: Any) -> None:
     assert first == "first"
     assert np.array_equal(got, value)
     assert desk.slabs.count == 1
-
-
-def test_many_small_inputs_are_large_together(desk: Desk) -> None:
-    values = [bytes([number]) * 5000 for number in range(60)]
-    desk.batch(*values)
-    assert desk.kinds == [Kind.SHARED_INPUTS]
-    assert desk.read() == values
 
 
 def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
@@ -468,49 +458,11 @@ async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
 
 @pytest.mark.slow
 @anyio
-async def test_inputs_of_a_dead_worker_reach_another() -> None:
-    array = np.zeros(LARGE, np.uint8)
-    async with opened(Digests, num_workers=2) as batcher:
-        values = [array + 1, ("killed", array), array + 2]
-        tasks = [call(batcher, value) for value in values]
-        one, killed, two = [await outcome(task) for task in tasks]
-        assert isinstance(killed, PoisonRequestError)
-        assert (one, two) == (digest(array + 1), digest(array + 2))
-        await free(batcher)
-
-
-@pytest.mark.slow
-@anyio
-async def test_a_batch_that_raises_is_divided() -> None:
-    arrays = [np.full(SMALL, number, np.uint8) for number in range(4)]
-    async with opened(Digests) as batcher:
-        values = [*arrays[:2], ("raise", arrays[0]), *arrays[2:]]
-        got = [await outcome(task) for task in [call(batcher, value) for value in values]]
-        assert isinstance(got.pop(2), ValueError)
-        assert got == [digest(array) for array in arrays]
-        await free(batcher)
-
-
-@pytest.mark.slow
-@anyio
 async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
     async with opened(KeepsErrors, max_batch_size=1) as batcher:
         for _ in range(3):
             got = await outcome(call(batcher, np.zeros(SMALL, np.uint8)))
             assert isinstance(got, ValueError)
-        await free(batcher)
-
-
-@pytest.mark.slow
-@anyio
-async def test_an_input_that_breaks_on_arrival_harms_no_other() -> None:
-    bad = BrokenOnArrival("worker", ValueError("broken"))
-    array = np.full(LARGE, 1, np.uint8)
-    async with opened(Echo) as batcher:
-        tasks = [call(batcher, value) for value in (array, bad)]
-        first, second = [await outcome(task) for task in tasks]
-        assert first.sum() == LARGE
-        assert isinstance(second, ValueError)
         await free(batcher)
 
 
@@ -683,17 +635,6 @@ async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
         assert not has_slabs(batcher)
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
             assert await batcher.process_batched(value) == digest(bytes(size))
-
-
-@pytest.mark.slow
-@anyio
-async def test_the_memory_ends_with_the_batcher() -> None:
-    async with opened(Whereabouts, num_workers=2) as batcher:
-        slabs = slabs_of(batcher)
-        assert slabs._fd != -1
-    assert slabs._fd == -1
-    async with batcher:
-        assert slabs_of(batcher) is not slabs
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from multiprocessing import spawn
 from typing import Any
 
 import pytest
-from sample_models import Closes, Echo, ExitsOnLoad, Forks, Gated, RaisesOnLoad, TalksNonsense
-from waits import LIMIT, Gate, Watch
+from sample_models import Echo, Gated
+from waits import LIMIT, Gate
 
 from fast_batcher._parent.worker import Exit, WorkerHandle, WorkerState
 from fast_batcher._parent.worker_process import WorkerProcess, describe_exit
@@ -164,26 +164,6 @@ async def test_what_an_ending_worker_says_is_dropped(owner: Owner, gate: Gate) -
     assert owner.frames == []
 
 
-async def test_a_disconnected_worker_finishes_its_batch_and_ends(
-    owner: Owner, tmp_path: Any
-) -> None:
-    path = tmp_path / "log"
-    worker = await owner.load(Closes, str(path))
-    worker.disconnect()
-    assert await owner.exit_of(worker) == "exit code 0"
-    assert path.read_text() == "closed\n"
-
-
-async def test_a_worker_that_breaks_the_protocol_is_killed(
-    owner: Owner, caplog: pytest.LogCaptureFixture
-) -> None:
-    worker = await owner.load(TalksNonsense)
-    worker.send(Kind.INPUT_ATOMS, 1, codec.dumps([b"nonsense" * 10]))
-    assert (await owner.exit_of(worker)).startswith("signal 9")
-    assert "tested: worker 0" in caplog.text
-    assert "not a message of ours" in caplog.text
-
-
 class SpeaksEarly:
     """Sends a frame of its own while it is loaded, by the only pipe that it can write into."""
 
@@ -211,32 +191,6 @@ async def test_a_worker_that_says_something_else_than_how_its_start_went_is_kill
     assert (await owner.exit_of(worker)).startswith("signal 9")
     assert owner.ready == []
     assert "tested: worker 0" in caplog.text
-
-
-async def test_a_worker_that_cannot_load_tells_why(owner: Owner) -> None:
-    worker = await owner.spawn(RaisesOnLoad)
-    assert await owner.exit_of(worker) == "exit code 1"
-    (error,) = owner.start_errors
-    assert "worker 0 could not load RaisesOnLoad: FileNotFoundError" in str(error)
-
-
-async def test_a_worker_that_exits_while_it_loads(owner: Owner) -> None:
-    worker = await owner.spawn(ExitsOnLoad, "exit 3")
-    assert await owner.exit_of(worker) == "exit code 3"
-    assert (owner.ready, owner.start_errors) == ([], [])
-
-
-async def test_a_death_is_noticed_though_a_child_holds_the_pipe_open(
-    owner: Owner, gate: Gate
-) -> None:
-    worker = await owner.load(Forks, gate.path)
-    worker.send(Kind.INPUT_ATOMS, 1, codec.dumps([None]))
-    visit = await gate.visit()
-    with Watch([visit.note]) as child:
-        os.kill(visit.pid, signal.SIGKILL)
-        assert (await owner.exit_of(worker)).startswith("signal 9")
-        assert child.survivors(0.0) == [visit.note]
-        os.kill(visit.note, signal.SIGKILL)
 
 
 async def test_a_start_that_fails_leaves_nothing(
