@@ -67,7 +67,6 @@ class ReplyEncoder:
         except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
             # A frame often keeps the error, and its frames keep the outputs.
             forget_frames(error)
-            self._pickler.renew()
             return self._pack_items([self._pack_item(output) for output in sent], failures)
 
     def _pack_apart(self, outputs: list[Any], failures: dict[int, RemoteFailure]) -> Reply:
@@ -76,16 +75,13 @@ class ReplyEncoder:
         Raises:
             BaseException: An output cannot be pickled.
         """
-        pickler = self._pickler
-        pickler.dump(outputs)
-        if pickler.has_enough() and self._has_outbox():
-            if pickler.learn_buffers():
-                return self._pack_apart(outputs, failures)
-            packed = self._pack_parts(failures, pickler.take_parts())
+        pickled = self._pickler.pickle(outputs, self._has_outbox)
+        if isinstance(pickled, Parts):
+            packed = self._pack_parts(failures, pickled)
             if packed is not None:
                 return packed
             return self._pack_items([self._pack_item(output) for output in outputs], failures)
-        return self._pack_items(pickler.take_items(), failures)
+        return self._pack_items(pickled, failures)
 
     def give_back_unused(self) -> None:
         """Give back memory that no answer has used for long. To be called while idle."""
