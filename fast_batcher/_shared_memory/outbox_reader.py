@@ -8,7 +8,6 @@ the worker as long as the API process has the memory.
 The event loop's thread calls everything in here, except `Answer.copy`, which any thread may call.
 """
 
-import ctypes
 import mmap
 import os
 from itertools import chain
@@ -16,10 +15,10 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._fork import at_fork
-from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
-from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, open_writer
+from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing, make_unset
+from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, OutboxWriter
 from fast_batcher._shared_memory.ranges import lay_out
-from fast_batcher._transport.memory_file import make_shared_file
+from fast_batcher._transport.memory_file import make_shared_file, open_passed
 from fast_batcher._transport.pickler import load_items
 from fast_batcher.errors import TransportError
 
@@ -55,7 +54,8 @@ class OutboxReader:
         at_fork(self, in_child=OutboxReader.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_writer, (reduction.DupFd(self._fd), self._size, self._least)
+        arguments = reduction.DupFd(self._fd), self._size, self._least
+        return open_passed, (OutboxWriter, *arguments)
 
     def find(
         self, start: int, sizes: list[int], read_only: list[int], items: list[tuple[int, int]]
@@ -146,9 +146,9 @@ class Answer:
             _grow_heap(self.size)
         for index in range(len(self._copies), len(self._parts)):
             part = self._parts[index]
-            kind = _BYTES if index in self._read_only else _BYTEARRAY
-            is_long = releases_gil and part.nbytes >= RELEASING_SIZE
-            self._copies.append(kind.copy_releasing(part) if is_long else kind.type(part))
+            kind = bytes if index in self._read_only else bytearray
+            is_long = releases_gil and len(part) >= RELEASING_SIZE
+            self._copies.append(copy_releasing(kind, part) if is_long else kind(part))
 
     def load(self, on_error: "Callable[[BaseException], Any]") -> list[Any]:
         """Make the outputs, and free the place in the outbox.
@@ -169,42 +169,6 @@ class Answer:
         self._parts, self._copies = [], []
 
 
-# A library object that only this module uses: argument types are attributes of its functions, and
-# every program shares those of `ctypes.pythonapi`.
-_python = ctypes.PyDLL(None)
-
-
-class _BufferType:
-    """A type of objects that own bytes, with functions that make one of unset bytes.
-
-    Args:
-        type: The type.
-        make: CPython's function that makes an object whose bytes are not set.
-        address: CPython's function that returns where the bytes of an object are.
-    """
-
-    def __init__(self, type: type[bytes] | type[bytearray], make: Any, address: Any) -> None:
-        self.type = type
-        self.make = make
-        self.make.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-        self.make.restype = ctypes.py_object
-        self._address = address
-        self._address.argtypes = (ctypes.py_object,)
-        self._address.restype = ctypes.c_void_p
-
-    def copy_releasing(self, part: memoryview) -> Any:
-        """Copy a part while other threads run; the type's constructor would stop them."""
-        copy = self.make(None, part.nbytes)
-        copy_buffer(self._address(copy), part)
-        return copy
-
-
-_BYTES = _BufferType(bytes, _python.PyBytes_FromStringAndSize, _python.PyBytes_AsString)
-_BYTEARRAY = _BufferType(
-    bytearray, _python.PyByteArray_FromStringAndSize, _python.PyByteArray_AsString
-)
-
-
 # The C library raises its threshold up to 32 MiB; some of a block is for the library itself.
 _MOST_GROWTH = 31 * 1024 * 1024
 
@@ -216,4 +180,4 @@ def _grow_heap(size: int) -> None:
     this it would return each large block to the system, and get it back as pages that have not
     been used before, which takes several times as long as the copying.
     """
-    _BYTEARRAY.make(None, min(size, _MOST_GROWTH))
+    make_unset(bytearray, min(size, _MOST_GROWTH))

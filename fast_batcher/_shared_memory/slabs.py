@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from fast_batcher._fork import at_fork
 from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
 from fast_batcher._shared_memory.ranges import PAGE, Ranges, round_up
-from fast_batcher._shared_memory.views import open_views
-from fast_batcher._transport.memory_file import make_shared_file, punch
+from fast_batcher._shared_memory.views import SlabViews
+from fast_batcher._transport.memory_file import make_shared_file, open_passed, punch
 from fast_batcher._transport.tensors import is_volatile
 
 
@@ -104,7 +104,7 @@ class Slabs:
         at_fork(self, in_child=Slabs.close_in_child)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_views, (reduction.DupFd(self._fd), self.size)
+        return open_passed, (SlabViews, reduction.DupFd(self._fd), self.size)
 
     @property
     def count(self) -> int:

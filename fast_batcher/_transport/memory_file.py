@@ -8,6 +8,7 @@ import errno
 import os
 import sys
 import tempfile
+from typing import Any
 
 from fast_batcher._transport.descriptors import occupy_stdio
 
@@ -43,6 +44,24 @@ def make_shared_file(size: int) -> int:
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "memory is shared on Linux only")
     return make_memory_file(size)
+
+
+def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:
+    """Make an object of a file that another process has passed to this one.
+
+    Args:
+        kind: The object's class, which takes the descriptor over.
+        duplicate: Of the file's descriptor, as `multiprocessing` passes it.
+        arguments: The other arguments of the class.
+
+    Returns:
+        The object, or an error if this process may not map that much memory: the worker reports it
+        once it can.
+    """
+    try:
+        return kind(duplicate.detach(), *arguments)
+    except OSError as error:
+        return error.with_traceback(None)
 
 
 def punch(fd: int, start: int, length: int) -> None:
