@@ -19,7 +19,7 @@ import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
@@ -160,13 +160,10 @@ class Slabs:
             OSError: There is no memory left, the slabs have been closed, or the memory of a
                 volatile piece was freed meanwhile.
         """
-        self._begin_use()
-        try:
+        with self._in_use():
             self._get_memory(part)
             for offset, piece in pieces:
                 self._write_piece(part.start + offset, piece, releases_gil=releases_gil)
-        finally:
-            self._end_use()
 
     def lend(self, part: Part) -> memoryview:
         """A view of a part of a slab, for the app to write into; it does not keep the slab.
@@ -176,13 +173,10 @@ class Slabs:
         Raises:
             OSError: There is no memory left, or the slabs have been closed.
         """
-        self._begin_use()
-        try:
+        with self._in_use():
             self._get_memory(part)
             owner = (ctypes.c_ubyte * part.length).from_buffer(self._memory, part.start)
             return pickle.PickleBuffer(owner).raw()
-        finally:
-            self._end_use()
 
     def offset_of(self, address: int) -> int:
         """Where this address is in the memory; below 0, or `size` and more, if it is elsewhere."""
@@ -212,11 +206,8 @@ class Slabs:
         Raises:
             OSError: The system cannot take it back, or the slabs have been closed.
         """
-        self._begin_use()
-        try:
+        with self._in_use():
             punch(self._fd, part.start, part.length)
-        finally:
-            self._end_use()
 
     def close(self) -> None:
         """Give all memory back as soon as no thread writes it; may be called again.
@@ -245,13 +236,12 @@ class Slabs:
             os.posix_fallocate(self._fd, begin, end - begin)
 
     def _write_piece(self, start: int, piece: bytes | memoryview, *, releases_gil: bool) -> None:
-        size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
         if releases_gil and isinstance(piece, memoryview) and is_volatile(piece):
             self._write_volatile(start, piece)
-        elif releases_gil and size >= RELEASING_SIZE:
+        elif releases_gil and len(piece) >= RELEASING_SIZE:
             copy_buffer(self._address + start, piece)
         else:
-            self._memory[start : start + size] = piece
+            self._memory[start : start + len(piece)] = piece
 
     def _write_volatile(self, start: int, piece: memoryview) -> None:
         """Copy bytes that another thread may free meanwhile, and let other threads run.
@@ -268,16 +258,19 @@ class Slabs:
             start += written
             piece = piece[written:]
 
-    def _begin_use(self) -> None:
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the memory meanwhile."""
         with self._lock:
             if self.is_closed:
                 raise OSError(errno.EBADF, "the shared memory is closed")
             self._users += 1
-
-    def _end_use(self) -> None:
-        with self._lock:
-            self._users -= 1
-            self._close_unused()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_unused()
 
     def _close_unused(self) -> None:
         if self.is_closed and not self._users and self._fd >= 0:

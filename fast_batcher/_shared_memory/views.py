@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from fast_batcher._fork import at_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fast_batcher._transport.progress import WorkerProgress
 
 
 class _Lease:
@@ -74,9 +74,9 @@ class SlabViews:
         self._write_ends: dict[int, int] = {}
         # Ids of batches without a view of which `take_freed` has not told the writer yet.
         self.freed: list[int] = []
-        # Called with the last batch of which a child may have views, -1 if no child has any.
-        self._on_fork: Callable[[int], object] | None = None
-        # Held during that call: the last call counts. A child has a copy, and calls nothing.
+        # Where the parent reads which batches children may view.
+        self._progress: WorkerProgress | None = None
+        # Held while that is written: the last writer counts. A child writes nothing.
         self._telling = threading.Lock()
         at_fork(
             self,
@@ -85,9 +85,9 @@ class SlabViews:
             in_child=SlabViews._after_fork_in_child,
         )
 
-    def report_forks(self, report: "Callable[[int], object]") -> None:
-        """Report the last batch of which children may have views, -1 if no view is left."""
-        self._on_fork = report
+    def report_forks(self, progress: "WorkerProgress") -> None:
+        """Keep `progress.inherited` up to date from now on."""
+        self._progress = progress
 
     def view(self, batch_id: int) -> memoryview:
         """The whole memory, for one batch, which reads and writes only its own slabs.
@@ -166,7 +166,7 @@ class SlabViews:
             self._tell_last_viewed()
 
     def _tell_last_viewed(self) -> None:
-        if self._on_fork is not None:
+        if self._progress is not None:
             with self._telling:
                 viewed = (lease.batch_id for fork in self.forks[:] for lease in fork.leases)
-                self._on_fork(max(viewed, default=-1))
+                self._progress.inherited = max(viewed, default=-1)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._descendants import end_descendants
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.frames import Kind, pack_times
+from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.collated_model import collate
 from fast_batcher._worker.inputs import InputReader
@@ -100,9 +100,9 @@ def _load_and_serve(
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
     try:
-        channel.send(Kind.READY, body=pack_times(times))
+        channel.send(Kind.READY, body=codec.dumps(times))
         if views is not None:
-            views.report_forks(progress.note_inherited)
+            views.report_forks(progress)
         Server(channel, computing, progress, InputReader(views), encoder).serve()
     finally:
         _close_model(model)

@@ -26,6 +26,7 @@ from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport.memory_file import open_passed
+from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._transport.tensors import VolatileBuffer
 
 MEBI = 2**20
@@ -293,6 +294,15 @@ def test_each_batch_is_free_for_itself(views: SlabViews) -> None:
 # --- forks ----------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def progress(views: SlabViews) -> Iterator[WorkerProgress]:
+    """What the parent of the worker reads."""
+    progress = WorkerProgress()
+    views.report_forks(progress)
+    yield progress
+    progress.close()
+
+
 class Child:
     """A forked child of this process, which lives until it is told to end.
 
@@ -320,26 +330,26 @@ class Child:
             os.waitpid(self._pid, 0)
 
 
-def test_a_batch_that_a_child_may_view_is_free_when_the_child_has_ended(views: SlabViews) -> None:
-    told: list[int] = []
-    views.report_forks(told.append)
+def test_a_batch_that_a_child_may_view_is_free_when_the_child_has_ended(
+    views: SlabViews, progress: WorkerProgress
+) -> None:
     Child().end()
-    assert told == []  # there was nothing to see
+    assert progress.inherited is None  # there was nothing to see
     held = [views.view(batch_id) for batch_id in (1, 2)]
     child = Child()
-    assert told == [2]
+    assert progress.inherited == 2
     held.append(views.view(3))
     held.clear()
     assert views.take_freed() == [3]
     child.end()
     assert sorted(views.take_freed()) == [1, 2]
-    assert told == [2, -1]
+    assert progress.inherited is None
     assert views.take_freed() == []
 
 
-def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(views: SlabViews) -> None:
-    told: list[int] = []
-    views.report_forks(told.append)
+def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(
+    views: SlabViews, progress: WorkerProgress
+) -> None:
     kept, other = views.view(1), views.view(2)
     first = Child()
     del other
@@ -347,9 +357,10 @@ def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(views: 
     del kept
     second.end()
     assert views.take_freed() == []
+    assert progress.inherited == 2
     first.end()
     assert sorted(views.take_freed()) == [1, 2]
-    assert told == [2, 2, 2, -1]
+    assert progress.inherited is None
 
 
 def test_a_batch_that_is_viewed_here_is_not_free_when_a_child_has_ended(views: SlabViews) -> None:
