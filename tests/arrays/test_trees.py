@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import BaseModel, ConfigDict, PrivateAttr, computed_field, field_validator
 
-from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths, with_entry
+from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths
 from fast_batcher.errors import CollationError
 
 
@@ -210,13 +210,6 @@ def test_what_has_a_shape_of_its_own_is_a_leaf() -> None:
 def test_children_are_what_a_structure_holds() -> None:
     assert children({"b": 1, "a": 2}) == [2, 1]
     assert children((1, 2)) == [1, 2]
-
-
-def test_a_mapping_can_have_one_more_entry() -> None:
-    leaves, tree = flatten({"b": 1, "c": [2]})
-    more = with_entry(tree, "a")
-    assert list(build(more, iter([*leaves, 3])).items()) == [("b", 1), ("c", [2]), ("a", 3)]
-    assert paths(more) == ("b", "c.0", "a")
 
 
 def test_structures_can_be_leaves_by_choice() -> None:
