@@ -19,7 +19,7 @@ from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing, m
 from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, OutboxWriter
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.memory_file import make_shared_file, open_passed
-from fast_batcher._transport.pickler import load_items
+from fast_batcher._transport.pickler import load_items, view_parts
 from fast_batcher.errors import TransportError
 
 if TYPE_CHECKING:
@@ -74,11 +74,11 @@ class OutboxReader:
         self.is_used = True
         numbers = (start, *sizes, *chain.from_iterable(items))
         if self._view is not None and all(type(one) is int and one >= 0 for one in numbers):
-            offsets, length = lay_out(sizes)
+            _, length = lay_out(sizes)
             end = start + HEADER_SIZE + length
             in_items = [sum(column) for column in zip(*items, strict=True)]
             if sizes and end <= self._size and in_items == [sizes[0], len(sizes) - 1]:
-                return Answer(self._view[start:end], offsets, sizes, {*read_only}, items)
+                return Answer(self._view[start:end], sizes, {*read_only}, items)
         raise TransportError("a worker says that it has left an answer where there can be none")
 
     def close_fd(self) -> None:
@@ -106,7 +106,6 @@ class Answer:
 
     Args:
         slab: Where they lie, and the byte ahead of them.
-        offsets: Where each part begins behind that.
         sizes: The bytes of each part.
         read_only: Which parts behind the first become `bytes`.
         items: Which parts belong to each output.
@@ -115,7 +114,6 @@ class Answer:
     def __init__(
         self,
         slab: memoryview,
-        offsets: list[int],
         sizes: list[int],
         read_only: set[int],
         items: list[tuple[int, int]],
@@ -123,10 +121,7 @@ class Answer:
         self._slab = slab
         self._read_only = read_only
         self._items = items
-        self._stream, *self._parts = (
-            slab[HEADER_SIZE + offset : HEADER_SIZE + offset + size]
-            for offset, size in zip(offsets, sizes, strict=True)
-        )
+        self._stream, self._parts = view_parts(slab[HEADER_SIZE:], sizes)
         # Bytes of all parts.
         self.size = sum(sizes)
         # Copies of the first parts. Each has memory for itself: an app that keeps one output does

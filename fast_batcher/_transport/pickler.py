@@ -161,7 +161,7 @@ class PartsPickler:
         pickled = _Pickled(self._least)
         try:
             pickled.dump(values, self._find_reducers())
-            return pickled.take_parts() if pickled.has_enough() else pickled.take_items()
+            return pickled.take()
         except BaseException:
             pickled.unlock()  # the error keeps it
             raise
@@ -216,46 +216,29 @@ class _Pickled:
         self._buffers.append(raw)
         return False
 
-    def has_enough(self) -> bool:
-        """Whether the values are large enough to go through shared memory."""
-        return bool(self._buffers) or sum(map(_length, self._chunks)) >= LEAST_SHARED
-
-    def take_items(self) -> list[bytes]:
-        """Return a pickle per value; only if not `has_enough`, so that no buffer is out of band.
-
-        Raises:
-            BufferError: A value was resized meanwhile.
-        """
-        return [b"".join(pieces) for pieces, _ in self._divide(_hold(self._chunks))]
-
-    def take_parts(self) -> Parts:
-        """Return the values in parts.
+    def take(self) -> "list[bytes] | Parts":
+        """Return a pickle per value, or parts if they are worth sharing.
 
         Raises:
             BufferError: A value was resized meanwhile.
         """
         stream = _hold(self._chunks)
-        items = [(sum(map(len, pieces)), count) for pieces, count in self._divide(stream)]
-        return Parts(stream, self._buffers, items)
+        values: list[list[bytes | memoryview]] = []
+        items: list[tuple[int, int]] = []
+        begin = used = 0
+        for end, count in self._ends:
+            values.append(stream[begin:end])
+            items.append((sum(map(len, values[-1])), count - used))
+            begin, used = end, count
+        if self._buffers or sum(map(len, stream)) >= LEAST_SHARED:
+            return Parts(stream, self._buffers, items)
+        return [b"".join(pieces) for pieces in values]
 
     def unlock(self) -> None:
         """Let the values be resized again, and forget them."""
         self._chunks.clear()
         for buffer in self._buffers:
             buffer.release()
-
-    def _divide(
-        self, stream: "list[bytes | memoryview]"
-    ) -> "Iterator[tuple[list[bytes | memoryview], int]]":
-        """For each value its pieces of the stream, and its number of buffers."""
-        begin = used = 0
-        for end, count in self._ends:
-            yield stream[begin:end], count - used
-            begin, used = end, count
-
-
-def _length(chunk: Any) -> int:
-    return memoryview(chunk).nbytes
 
 
 class _Reducers(dict[type, Any]):
