@@ -8,7 +8,6 @@ the worker as long as the API process has the memory.
 The event loop's thread calls everything in here, except `Answer.copy`, which any thread may call.
 """
 
-import mmap
 import os
 from itertools import chain
 from multiprocessing import reduction
@@ -18,7 +17,7 @@ from fast_batcher._fork import at_fork
 from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing, make_unset
 from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, OutboxWriter
 from fast_batcher._shared_memory.ranges import lay_out
-from fast_batcher._transport.memory_file import make_shared_file, open_passed
+from fast_batcher._transport.memory_file import make_shared_file, map_file, open_passed
 from fast_batcher._transport.pickler import load_items, view_parts
 from fast_batcher.errors import TransportError
 
@@ -43,12 +42,8 @@ class OutboxReader:
         self._size = size
         self._least = least
         self._fd = make_shared_file(size)
-        try:
-            # The memory goes when no part of this view is left.
-            self._view: memoryview | None = memoryview(mmap.mmap(self._fd, size))
-        except BaseException:
-            self.close_fd()
-            raise
+        # The memory goes when no part of this view is left.
+        self._view: memoryview | None = memoryview(map_file(self._fd, size))
         # Whether an answer came: `close` takes long then.
         self.is_used = False
         at_fork(self, in_child=OutboxReader.close)

@@ -5,14 +5,13 @@
 
 import contextlib
 import ctypes
-import mmap
 import os
 from typing import TYPE_CHECKING
 
 from fast_batcher._fork import at_fork
 from fast_batcher._shared_memory.memcpy import copy_buffer
 from fast_batcher._shared_memory.ranges import ALIGNMENT, PAGE, Ranges
-from fast_batcher._transport.memory_file import punch
+from fast_batcher._transport.memory_file import map_file, punch
 
 if TYPE_CHECKING:
     from fast_batcher._transport.pickler import Parts
@@ -46,13 +45,9 @@ class OutboxWriter:
         self.least = least
         self._size = size
         self._fd = fd
-        try:
-            # A program that the model starts has no use for it, and would keep the memory.
-            os.set_inheritable(fd, False)
-            self._memory = mmap.mmap(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
+        # A program that the model starts has no use for it, and would keep the memory.
+        os.set_inheritable(fd, False)
+        self._memory = map_file(fd, size)
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         self._ranges = Ranges(size)
         # Where answers begin that had not been copied at the last look.

@@ -14,7 +14,6 @@ call. Any thread may drop the last reference to a slab.
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import pickle
 import threading
@@ -27,7 +26,7 @@ from fast_batcher._fork import at_fork
 from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
 from fast_batcher._shared_memory.ranges import PAGE, Ranges, round_up
 from fast_batcher._shared_memory.views import SlabViews
-from fast_batcher._transport.memory_file import make_shared_file, open_passed, punch
+from fast_batcher._transport.memory_file import make_shared_file, map_file, open_passed, punch
 from fast_batcher._transport.tensors import is_volatile
 
 
@@ -90,11 +89,7 @@ class Slabs:
         # The system has provided all memory up to here, or is about to.
         self._committed_end = 0
         self._fd = make_shared_file(size)
-        try:
-            self._memory = mmap.mmap(self._fd, size)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._memory = map_file(self._fd, size)
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         # Protects the next two attributes. Held for moments only.
         self._lock = threading.Lock()

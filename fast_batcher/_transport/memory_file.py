@@ -5,6 +5,7 @@ Both sides, any thread.
 
 import ctypes
 import errno
+import mmap
 import os
 import sys
 import tempfile
@@ -44,6 +45,19 @@ def make_shared_file(size: int) -> int:
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "memory is shared on Linux only")
     return make_memory_file(size)
+
+
+def map_file(fd: int, size: int) -> mmap.mmap:
+    """Map a file; if that fails, its descriptor is closed.
+
+    Raises:
+        OSError: This process may not map that much memory.
+    """
+    try:
+        return mmap.mmap(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
 
 
 def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:

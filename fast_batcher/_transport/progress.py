@@ -5,12 +5,11 @@ would cost a system call. So it writes batch ids here, and the parent reads them
 dead. One number goes the other way: whether the parent wants SIGTERM to end the worker.
 """
 
-import mmap
 import os
 from multiprocessing import reduction
 from typing import Any
 
-from fast_batcher._transport.memory_file import make_memory_file
+from fast_batcher._transport.memory_file import make_memory_file, map_file
 
 # Four unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, and a flag.
 _SIZE = 32
@@ -50,12 +49,8 @@ class WorkerProgress:
 
     def __init__(self, fd: int | None = None) -> None:
         self._fd = make_memory_file(_SIZE) if fd is None else fd
-        try:
-            # It keeps a descriptor of its own.
-            self._memory = mmap.mmap(self._fd, _SIZE)
-        except OSError:
-            self.close_fd()
-            raise
+        # It keeps a descriptor of its own.
+        self._memory = map_file(self._fd, _SIZE)
         self.numbers = memoryview(self._memory).cast("Q")
 
     def __reduce__(self) -> tuple[Any, ...]:
