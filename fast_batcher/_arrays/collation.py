@@ -94,8 +94,10 @@ class Collation:
         Raises:
             ConfigurationError: An argument is wrong.
         """
+        remedy = "give the number of an axis, or two: (in, out)"
+        axes = _check_axes("batch_dim", batch_dim, 2, remedy)
         return cls(
-            batch_dim=_check_batch_dim(batch_dim),
+            batch_dim=(axes[0], axes[-1]),
             unequal=_check_choice("unequal", unequal, get_args(Unequal)),
             outputs=_check_choice("outputs", outputs, get_args(Outputs)),
             allowed_batch_sizes=_check_sizes(allowed_batch_sizes),
@@ -142,6 +144,7 @@ class Collation:
         Raises:
             ConfigurationError: An argument is wrong.
         """
+        remedy = "give the number of an axis of a row, or several as a tuple"
         padding = Padding(
             value=None if value is None else _check_pad_value("value", value),
             values={
@@ -153,7 +156,7 @@ class Collation:
                 name: _check_choice(f"sides[{name!r}]", one, get_args(Side))
                 for name, one in _check_names("sides", sides).items()
             },
-            dims=_check_dims(dims),
+            dims=_check_axes("dims", dims, MOST_DIMS, remedy),
             mask=_check_name("mask", mask),
             mask_of=_check_name("mask_of", mask_of),
         )
@@ -172,26 +175,16 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_batch_dim(batch_dim: object) -> tuple[int, int]:
-    pair = (batch_dim, batch_dim) if _is_count(batch_dim) else batch_dim
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_dim, pair)):
-        raise ConfigurationError(
-            f"batch_dim={batch_dim!r:.100}: give the number of an axis, or two: (in, out)"
-        )
-    return pair[0], pair[1]
+def _check_axes(name: str, axes: object, most: int, remedy: str) -> tuple[int, ...]:
+    several = (axes,) if _is_count(axes) else axes
+    is_sequence = isinstance(several, tuple | list) and 0 < len(several) <= most
+    if not is_sequence or not all(map(_is_axis, several)):  # type: ignore[call-overload]  # a sequence
+        raise ConfigurationError(f"{name}={axes!r:.100}: {remedy}")
+    return tuple(several)  # type: ignore[arg-type]  # a sequence
 
 
-def _is_dim(value: object) -> bool:
+def _is_axis(value: object) -> bool:
     return _is_count(value) and -MOST_DIMS <= value < MOST_DIMS  # type: ignore[operator]  # an int
-
-
-def _check_dims(dims: object) -> tuple[int, ...]:
-    several = (dims,) if _is_count(dims) else dims
-    if not isinstance(several, tuple | list) or not several or not all(map(_is_dim, several)):
-        raise ConfigurationError(
-            f"dims={dims!r:.100}: give the number of an axis of a row, or several as a tuple"
-        )
-    return tuple(several)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:

@@ -164,6 +164,7 @@ def _fits(value: PadValue, library: str, dtype: Any) -> bool:
         )
     if kind == "b":
         return value in (0, 1)
+    assert not isinstance(value, complex), "it is refused above"
     info = limits.iinfo(dtype)
     return int(info.min) <= value <= int(info.max) and value == int(value)
 
