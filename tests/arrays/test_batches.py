@@ -224,6 +224,22 @@ def test_a_row_is_pickled_without_the_others(batch: Any, dim: int) -> None:
             assert pickled_size(row) < 2000
 
 
+def test_rows_of_tensors_keep_neither_their_batch_nor_its_gradient() -> None:
+    own, part, sparse = torch.zeros(3), torch.zeros(9)[3:6], torch.zeros(2).to_sparse()
+    found = split([own, part, sparse], 3, Collation.stack(outputs="rows"), to_cpu=True)
+    assert found[0].data_ptr() == own.data_ptr()  # it shares no memory
+    assert found[1].untyped_storage().nbytes() == 12
+    assert found[2] is sparse
+    computed = torch.arange(1000.0, requires_grad=True).reshape(2, 500) * 2
+    assert not any(row.requires_grad for row in split(computed, 2, Collation.stack()))
+
+
+def test_a_memory_map_is_an_array(tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "map", "f4", "w+", shape=(2,))
+    assert [type(row) for row in split(mapped, 2, Collation.stack())] == [np.float32] * 2
+    assert type(join([mapped, mapped], Collation.stack())) is np.ndarray
+
+
 def test_features_are_filled_up_each_in_its_own_way() -> None:
     collation = Collation.pad(
         value=0,
