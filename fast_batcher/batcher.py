@@ -6,7 +6,7 @@ The work is done by a `Session` (`_asyncio/session.py`), and each opening makes 
 import asyncio
 import concurrent.futures
 import contextlib
-import functools
+import dataclasses
 import logging
 import multiprocessing.process
 import sys
@@ -288,8 +288,8 @@ class DynBatcher(Generic[InputT, OutputT]):
                 "like; do not send it"
             )
         outputs = await self.process_many(rows, timeout=timeout, priority=priority)
-        joining = functools.partial(join, dim=collation.batch_dim[1])
-        return await offload(is_much(outputs), joining, outputs, collation)
+        joining = dataclasses.replace(collation, batch_dim=collation.batch_dim[::-1])
+        return await offload(is_much(outputs), join, outputs, joining)
 
     def submit(
         self, value: InputT, *, timeout: float | None = None, priority: int = 0

@@ -5,12 +5,11 @@ split(batch) -> its rows
 is_much(...) -> whether that takes milliseconds, so that an event loop should not do it
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from fast_batcher._arrays import leaves as arrays
 from fast_batcher._arrays.collation import Collation, Outputs
-from fast_batcher._arrays.leaves import Spec
 from fast_batcher._arrays.rows import Row, describe_difference, make_row
 from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths
 from fast_batcher.errors import CollationError, OutputMismatchError
@@ -21,13 +20,12 @@ MOST_BYTES: Final = 2**20
 MOST_PARTS: Final = 1000
 
 
-def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -> Any:
+def join(rows: Sequence[Any], collation: Collation) -> Any:
     """Join rows to one batch.
 
     Args:
         rows: One or more.
-        collation: How; `unequal` is not looked at.
-        dim: Where the batch axis is; None for `batch_dim[0]`.
+        collation: How; `unequal` is not looked at. The batch axis is at `batch_dim[0]`.
 
     Returns:
         A structure like that of a row. Its arrays and tensors have one axis more. They are new,
@@ -41,46 +39,34 @@ def join(rows: Sequence[Any], collation: Collation, *, dim: int | None = None) -
     """
     if not rows:
         raise CollationError("there are no rows to join: what is joined needs one or more")
-    first = make_row(rows[0], collation, dim=dim)
+    first = make_row(rows[0], collation)
     # Of the other rows only the leaves are kept: the garbage collector stops all threads while it
     # visits a hundred thousand rows with everything that describes them.
     leaves = [first.leaves]
     for value in rows[1:]:
-        row = make_row(value, collation, dim=dim)
+        row = make_row(value, collation)
         if row.signature != first.signature:
             raise CollationError(describe_difference(first, row))
         leaves.append(row.leaves)
-    return _join_leaves(first, leaves, collation, dim)
+    return _join_leaves(first, leaves, collation)
 
 
 def join_apart(rows: Sequence[Row], collation: Collation) -> Any:
     """Join rows that are known to be of one kind; see `join`."""
-    return _join_leaves(rows[0], [row.leaves for row in rows], collation, None)
+    return _join_leaves(rows[0], [row.leaves for row in rows], collation)
 
 
-def _join_leaves(
-    first: Row, leaves: Sequence[list[Any]], collation: Collation, dim: int | None
-) -> Any:
-    axis = collation.batch_dim[0] if dim is None else dim
-    like = _find_like(first.specs)
+def _join_leaves(first: Row, leaves: Sequence[list[Any]], collation: Collation) -> Any:
+    # What numbers become: tensors if the row has tensors and no arrays, else arrays.
+    by_kind = {spec.kind: spec for spec in reversed(first.specs)}
+    like = by_kind.get("array") or by_kind.get("tensor", arrays.NONE)
     columns = zip(*leaves, strict=True)
     features = zip(columns, first.specs, paths(first.tree), strict=True)
     stacked = [
-        arrays.stack_leaves(column, spec, path, axis, collation.padding, like)
+        arrays.stack_leaves(column, spec, path, collation.batch_dim[0], collation.padding, like)
         for column, spec, path in features
     ]
     return build(first.tree, iter(stacked))
-
-
-def _find_like(specs: Iterable[Spec]) -> Spec:
-    """Return what numbers become: tensors if the row has tensors and no arrays, else arrays."""
-    of_tensors = None
-    for spec in specs:
-        if spec.kind == "array":
-            return spec
-        if spec.kind == "tensor" and of_tensors is None:
-            of_tensors = spec
-    return of_tensors or arrays.NONE
 
 
 def split(
@@ -88,8 +74,6 @@ def split(
     count: int,
     collation: Collation,
     *,
-    dim: int | None = None,
-    outputs: Outputs | None = None,
     to_cpu: bool = False,
     copy: bool = False,
 ) -> list[Any]:
@@ -98,9 +82,7 @@ def split(
     Args:
         batch: An array or tensor, a list or tuple of rows, or a structure of these.
         count: How many rows it has to have.
-        collation: Where the batch axis is and how lists are read.
-        dim: Where the batch axis is; None for `batch_dim[1]`.
-        outputs: How lists are read; None for that of `collation`.
+        collation: Where the batch axis is (`batch_dim[1]`) and how lists are read.
         to_cpu: Whether rows of tensors have to leave their device.
         copy: Whether rows of arrays have to stay as they are when the array is changed.
 
@@ -113,11 +95,12 @@ def split(
         OutputMismatchError: It has another number of rows, or holds something that has no rows, or
             a list of it can be read in two ways.
     """
-    axis = collation.batch_dim[1] if dim is None else dim
-    reading = collation.outputs if outputs is None else outputs
-    return _split(
-        batch, count, axis, lambda value: _is_rows(value, axis, reading), to_cpu=to_cpu, copy=copy
-    )
+    axis = collation.batch_dim[1]
+
+    def is_rows(value: Any) -> bool:
+        return _is_rows(value, axis, collation.outputs)
+
+    return _split(batch, count, axis, is_rows, to_cpu=to_cpu, copy=copy)
 
 
 def _split(
@@ -172,21 +155,16 @@ def _may_be_batch(value: Any, dim: int) -> bool:
 def _split_leaf(
     leaf: Any, path: str, count: int, dim: int, *, to_cpu: bool, copy: bool
 ) -> list[Any]:
-    name = f"output {path!r}" if path else "the output"
-    found: int | None
     if leaf is None and path:
         return [None] * count
-    if type(leaf) is list or type(leaf) is tuple:
-        found = len(leaf)
-    elif arrays.is_array(leaf) or (
-        arrays.is_tensor(leaf) and arrays.find_tensor_fault(leaf) is None
-    ):
-        found = arrays.row_count(leaf, dim)
-    else:
+    name = f"output {path!r}" if path else "the output"
+    is_list = type(leaf) is list or type(leaf) is tuple
+    if not is_list and not _has_rows(leaf):
         raise OutputMismatchError(
             f"{name} is a {type(leaf).__qualname__} for {count} inputs; return a plain array or "
             "tensor with a batch axis, a list with one output per input, or a dict of them"
         )
+    found = len(leaf) if is_list else arrays.row_count(leaf, dim)
     if found is None:
         raise OutputMismatchError(
             f"{name} has {len(leaf.shape)} axes and no axis batch_dim={dim}; return the "
@@ -196,9 +174,14 @@ def _split_leaf(
         raise OutputMismatchError(
             f"{name} has {found} rows for {count} inputs; return one for each"
         )
-    if type(leaf) is list or type(leaf) is tuple:
+    if is_list:
         return [_own_row(row, to_cpu=to_cpu) for row in leaf]
     return arrays.unstack(leaf, dim, to_cpu=to_cpu, copy=copy)
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Whether it is an array or tensor that can be split, if it has the axis."""
+    return arrays.is_array(leaf) or (arrays.is_tensor(leaf) and not arrays.find_tensor_fault(leaf))
 
 
 def _own_row(row: Any, *, to_cpu: bool) -> Any:
@@ -210,14 +193,13 @@ def _own_row(row: Any, *, to_cpu: bool) -> Any:
     return build(tree, iter([arrays.own(leaf, to_cpu=to_cpu) for leaf in inside]))
 
 
-def split_rows(batch: Any, collation: Collation, *, dim: int | None = None) -> list[Any]:
+def split_rows(batch: Any, collation: Collation) -> list[Any]:
     """Split an input that is itself a batch into its rows, however many there are.
 
     Args:
         batch: An array or tensor, or a structure of them. A list in it has one entry per row, as in
             `{"input_ids": [array, array]}`.
-        collation: Where the batch axis is.
-        dim: Where the batch axis is; None for `batch_dim[0]`.
+        collation: Where the batch axis is: at `batch_dim[0]`.
 
     Returns:
         Rows as `split` makes them; an empty list if the batch has none.
@@ -225,7 +207,7 @@ def split_rows(batch: Any, collation: Collation, *, dim: int | None = None) -> l
     Raises:
         CollationError: Its features have different numbers of rows, or a part of it has no rows.
     """
-    axis = collation.batch_dim[0] if dim is None else dim
+    axis = collation.batch_dim[0]
     leaves, tree = flatten(batch, _is_list)
     counts = {
         path: _count_rows(leaf, path, axis)
@@ -247,9 +229,7 @@ def _is_list(value: Any) -> bool:
 def _count_rows(leaf: Any, path: str, dim: int) -> int:
     if type(leaf) is list:
         return len(leaf)
-    found = None
-    if arrays.is_array(leaf) or (arrays.is_tensor(leaf) and not arrays.find_tensor_fault(leaf)):
-        found = arrays.row_count(leaf, dim)
+    found = arrays.row_count(leaf, dim) if _has_rows(leaf) else None
     if found is None:
         raise CollationError(
             f"{path!r} of the input, a {type(leaf).__qualname__}, has no batch axis {dim}; send a "

@@ -1,7 +1,7 @@
 """`Collation`: how inputs become one batch, and a batch of outputs becomes rows. Pure values."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from fast_batcher.errors import ConfigurationError
@@ -20,25 +20,25 @@ class Padding:
     """How features of unequal lengths become equal; see `Collation.pad`, which makes it."""
 
     value: PadValue | None
-    # By feature, as pairs, so that it can be hashed.
-    values: tuple[tuple[str, PadValue], ...] = ()
-    side: Side = "right"
-    sides: tuple[tuple[str, Side], ...] = ()
-    dims: tuple[int, ...] = (0,)
-    mask: str | None = None
-    mask_of: str | None = None
+    # By feature.
+    values: Mapping[str, PadValue]
+    side: Side
+    sides: Mapping[str, Side]
+    dims: tuple[int, ...]
+    mask: str | None
+    mask_of: str | None
 
     def value_of(self, feature: str) -> PadValue | None:
         """Return the number that fills up a feature, None if it is not padded."""
         if feature == self.mask:
             return 0
-        return dict(self.values).get(feature, self.value)
+        return self.values.get(feature, self.value)
 
     def side_of(self, feature: str) -> Side:
         """Return the side of a feature's data on which the filling goes."""
         if feature == self.mask and self.mask_of is not None:
             return self.side_of(self.mask_of)
-        return dict(self.sides).get(feature, self.side)
+        return self.sides.get(feature, self.side)
 
     def axes_of(self, feature: str, ndim: int) -> frozenset[int]:
         """Return the padded axes of a row of `ndim` axes, counted from 0; empty if not padded."""
@@ -94,8 +94,10 @@ class Collation:
         Raises:
             ConfigurationError: An argument is wrong.
         """
+        remedy = "give the number of an axis, or two: (in, out)"
+        axes = _check_axes("batch_dim", batch_dim, 2, remedy)
         return cls(
-            batch_dim=_check_batch_dim(batch_dim),
+            batch_dim=(axes[0], axes[-1]),
             unequal=_check_choice("unequal", unequal, get_args(Unequal)),
             outputs=_check_choice("outputs", outputs, get_args(Outputs)),
             allowed_batch_sizes=_check_sizes(allowed_batch_sizes),
@@ -142,29 +144,30 @@ class Collation:
         Raises:
             ConfigurationError: An argument is wrong.
         """
+        remedy = "give the number of an axis of a row, or several as a tuple"
         padding = Padding(
             value=None if value is None else _check_pad_value("value", value),
-            values=tuple(
-                (name, _check_pad_value(f"values[{name!r}]", one))
+            values={
+                name: _check_pad_value(f"values[{name!r}]", one)
                 for name, one in _check_names("values", values).items()
-            ),
+            },
             side=_check_choice("side", side, get_args(Side)),
-            sides=tuple(
-                (name, _check_choice(f"sides[{name!r}]", one, get_args(Side)))
+            sides={
+                name: _check_choice(f"sides[{name!r}]", one, get_args(Side))
                 for name, one in _check_names("sides", sides).items()
-            ),
-            dims=_check_dims(dims),
+            },
+            dims=_check_axes("dims", dims, MOST_DIMS, remedy),
             mask=_check_name("mask", mask),
             mask_of=_check_name("mask_of", mask_of),
         )
         _check_padding(padding)
-        return cls(
-            batch_dim=_check_batch_dim(batch_dim),
-            unequal=_check_choice("unequal", unequal, get_args(Unequal)),
-            outputs=_check_choice("outputs", outputs, get_args(Outputs)),
-            allowed_batch_sizes=_check_sizes(allowed_batch_sizes),
-            padding=padding,
+        stacked = cls.stack(
+            batch_dim=batch_dim,
+            unequal=unequal,
+            outputs=outputs,
+            allowed_batch_sizes=allowed_batch_sizes,
         )
+        return replace(stacked, padding=padding)
 
 
 def _is_count(value: object) -> bool:
@@ -172,26 +175,16 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_batch_dim(batch_dim: object) -> tuple[int, int]:
-    pair = (batch_dim, batch_dim) if _is_count(batch_dim) else batch_dim
-    if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(map(_is_dim, pair)):
-        raise ConfigurationError(
-            f"batch_dim={batch_dim!r:.100}: give the number of an axis, or two: (in, out)"
-        )
-    return pair[0], pair[1]
+def _check_axes(name: str, axes: object, most: int, remedy: str) -> tuple[int, ...]:
+    several = (axes,) if _is_count(axes) else axes
+    is_sequence = isinstance(several, tuple | list) and 0 < len(several) <= most
+    if not is_sequence or not all(map(_is_axis, several)):  # type: ignore[call-overload]  # a sequence
+        raise ConfigurationError(f"{name}={axes!r:.100}: {remedy}")
+    return tuple(several)  # type: ignore[arg-type]  # a sequence
 
 
-def _is_dim(value: object) -> bool:
+def _is_axis(value: object) -> bool:
     return _is_count(value) and -MOST_DIMS <= value < MOST_DIMS  # type: ignore[operator]  # an int
-
-
-def _check_dims(dims: object) -> tuple[int, ...]:
-    several = (dims,) if _is_count(dims) else dims
-    if not isinstance(several, tuple | list) or not several or not all(map(_is_dim, several)):
-        raise ConfigurationError(
-            f"dims={dims!r:.100}: give the number of an axis of a row, or several as a tuple"
-        )
-    return tuple(several)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
@@ -244,7 +237,7 @@ def _check_padding(padding: Padding) -> None:
             f"mask_of={padding.mask_of!r}: there is no mask; name it too, as in "
             "mask='attention_mask'"
         )
-    if padding.mask is not None and padding.mask in dict([*padding.values, *padding.sides]):
+    if padding.mask in {*padding.values, *padding.sides}:
         raise ConfigurationError(
             f"mask={padding.mask!r}: it is padded with 0, on the side of the feature that it "
             "describes; leave it out of values and sides"

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-from fast_batcher._arrays.collation import Padding, PadValue, Side
+from fast_batcher._arrays.collation import Padding, PadValue
 from fast_batcher._arrays.stacking import find_whole
 from fast_batcher.errors import CollationError
 
@@ -116,24 +116,17 @@ def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
     Raises:
         CollationError: The dtype cannot keep the pad value.
     """
-    axes = _find_axes(spec.kind, spec.dtype, len(spec.shape), feature, padding)
-    if not axes:
+    axes = padding.axes_of(feature, len(spec.shape))
+    if not axes or spec.kind not in ("array", "tensor"):
         return spec
-    shape = tuple([None if axis in axes else n for axis, n in enumerate(spec.shape)])
-    return Spec(spec.kind, spec.dtype, shape, spec.device)
-
-
-# Room for the features of a few models.
-@functools.lru_cache(maxsize=256)
-def _find_axes(kind: str, dtype: Any, ndim: int, feature: str, padding: Padding) -> frozenset[int]:
-    axes = padding.axes_of(feature, ndim) if kind in ("array", "tensor") else frozenset()
     value = padding.value_of(feature)
-    if axes and not _fits(value, kind, dtype):
+    if not _fits(value, spec.kind, spec.dtype):
         raise CollationError(
-            f"{named(feature)}: the pad value {value!r} does not fit dtype {dtype}; choose one "
-            f"that does, as in Collation.pad(values={{{feature!r}: ...}})"
+            f"{named(feature)}: the pad value {value!r} does not fit dtype {spec.dtype}; choose "
+            f"one that does, as in Collation.pad(values={{{feature!r}: ...}})"
         )
-    return axes
+    shape = tuple([None if axis in axes else n for axis, n in enumerate(spec.shape)])
+    return spec._replace(shape=shape)
 
 
 def find_tensor_fault(tensor: Any) -> str | None:
@@ -153,46 +146,36 @@ def named(feature: str) -> str:
     return repr(feature) if feature else "the row"
 
 
-def _fits(value: PadValue | None, library: str, dtype: Any) -> bool:
+# Room for the features of a few models; 1, True and 1+0j are equal, and do not fit alike.
+@functools.lru_cache(maxsize=256, typed=True)
+def _fits(value: PadValue, library: str, dtype: Any) -> bool:
     """Whether a pad value can be kept in this dtype without becoming another number."""
-    kind, limits = _limits(library, dtype)
-    if value is None or limits is None:
+    limits: Any = sys.modules["numpy" if library == "array" else "torch"]
+    kind = dtype.kind if library == "array" else _kind_of_tensors(dtype)
+    if kind not in "biufc" or (isinstance(value, complex) and kind != "c"):
         return False
-    least, most = limits
-    if kind == "c":
-        parts = [value.real, value.imag]
-        return all(_is_in(part, least, most) for part in parts)
-    if isinstance(value, complex):
-        return False
-    if kind == "f":
-        return _is_in(value, least, most)
-    return least <= value <= most and value == int(value)
-
-
-def _is_in(value: float, least: float, most: float) -> bool:
-    # Not `isfinite`, which cannot take an int of any size.
-    return least <= value <= most or value != value or value in (math.inf, -math.inf)
-
-
-def _limits(library: str, dtype: Any) -> tuple[str, tuple[float, float] | None]:
-    """Return NumPy's letter for the kind of a dtype, and its least and greatest number or None."""
-    info: Any
-    if library == "array":
-        numpy = sys.modules["numpy"]
-        kind = dtype.kind
-        info = numpy.iinfo if kind in "iu" else numpy.finfo
-    else:
-        torch = sys.modules["torch"]
-        kind = "c" if dtype.is_complex else "f" if dtype.is_floating_point else "i"
-        kind = "b" if dtype is torch.bool else kind
-        info = torch.iinfo if kind == "i" else torch.finfo
-    if kind == "b":
-        return kind, (0, 1)
-    if kind not in "iufc":
-        return kind, None
     # Python's numbers: compared to a NumPy number, the value would first be cast to its dtype.
-    number = int if kind in "iu" else float
-    return kind, (number(info(dtype).min), number(info(dtype).max))
+    if kind in "fc":
+        least, most = float(limits.finfo(dtype).min), float(limits.finfo(dtype).max)
+        # Not `isfinite`, which cannot take an int of any size.
+        return all(
+            least <= part <= most or part != part or part in (math.inf, -math.inf)
+            for part in (value.real, value.imag)
+        )
+    if kind == "b":
+        return value in (0, 1)
+    assert not isinstance(value, complex), "it is refused above"
+    info = limits.iinfo(dtype)
+    return int(info.min) <= value <= int(info.max) and value == int(value)
+
+
+def _kind_of_tensors(dtype: Any) -> str:
+    """Return NumPy's letter for a dtype of PyTorch."""
+    if dtype.is_complex:
+        return "c"
+    if dtype.is_floating_point:
+        return "f"
+    return "b" if dtype is sys.modules["torch"].bool else "i"
 
 
 def may_have_axis(spec: Spec, dim: int) -> bool:
@@ -229,52 +212,39 @@ def stack_leaves(
         return _stack_numbers(leaves, spec, like)
     if dim == 0 and (found := find_whole(leaves)) is not None:
         return found
-    shape = tuple([max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)])
-    value = padding.value_of(feature) if None in spec.shape and padding is not None else None
-    side: Side = padding.side_of(feature) if padding is not None else "right"
-    whole = list(shape)
-    whole.insert(dim % (len(shape) + 1), len(leaves))
-    if spec.kind == "tensor":
-        return _stack_tensors(leaves, spec, whole, dim, value, side)
+    is_tensor = spec.kind == "tensor"
+    if is_tensor:  # no gradient is computed through a batch
+        leaves = [leaf.detach() for leaf in leaves]
+    if None in spec.shape:
+        assert padding is not None, "the spec says so"
+        return _pad_leaves(leaves, spec, feature, dim, padding)
+    if is_tensor:
+        return sys.modules["torch"].stack(leaves, dim)
     numpy = sys.modules["numpy"]
-    batch = (
-        numpy.empty(whole, spec.dtype) if value is None else numpy.full(whole, value, spec.dtype)
-    )
-    rows = numpy.moveaxis(batch, dim, 0)
-    for position, leaf in enumerate(leaves):
-        if value is None:
-            rows[position] = leaf
-        else:
-            rows[(position, *_place(leaf.shape, shape, side))] = leaf
+    # Laid out as its axes say, whatever the rows are like.
+    batch = numpy.empty(_batch_shape(spec.shape, dim, len(leaves)), spec.dtype)
+    return numpy.stack(leaves, dim, out=batch)
+
+
+def _batch_shape(row: Sequence[Any], dim: int, count: int) -> list[Any]:
+    shape = [*row]
+    shape.insert(dim % (len(row) + 1), count)
+    return shape
+
+
+def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding) -> Any:
+    """Join arrays or tensors after filling them up to the longest."""
+    longest = [max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)]
+    library: Any = sys.modules["torch" if spec.kind == "tensor" else "numpy"]
+    device = {"device": spec.device} if spec.kind == "tensor" else {}
+    shape = _batch_shape(longest, dim, len(leaves))
+    batch = library.full(shape, padding.value_of(feature), dtype=spec.dtype, **device)
+    is_left = padding.side_of(feature) == "left"
+    for row, leaf in zip(library.moveaxis(batch, dim, 0), leaves, strict=True):
+        ends = longest if is_left else leaf.shape
+        places = [slice(end - size, end) for size, end in zip(leaf.shape, ends, strict=True)]
+        row[tuple(places)] = leaf
     return batch
-
-
-def _stack_tensors(
-    leaves: Sequence[Any],
-    spec: Spec,
-    whole: list[int],
-    dim: int,
-    value: PadValue | None,
-    side: Side,
-) -> Any:
-    torch = sys.modules["torch"]
-    # No gradient is computed through a batch.
-    leaves = [leaf.detach() for leaf in leaves]
-    if value is None:
-        return torch.stack(leaves, dim)
-    batch = torch.full(whole, value, dtype=spec.dtype, device=leaves[0].device)
-    rows = batch.movedim(dim, 0)
-    for position, leaf in enumerate(leaves):
-        rows[(position, *_place(leaf.shape, rows.shape[1:], side))] = leaf
-    return batch
-
-
-def _place(lengths: Sequence[int], most: Sequence[int], side: Side) -> tuple[slice, ...]:
-    """Return the slices that a row of these lengths fills in the longest row."""
-    pairs = zip(lengths, most, strict=True)
-    if side == "right":
-        return tuple([slice(0, length) for length, _ in pairs])
-    return tuple([slice(all_ - length, all_) for length, all_ in pairs])
 
 
 def _stack_numbers(leaves: Sequence[Any], spec: Spec, like: Spec) -> Any:

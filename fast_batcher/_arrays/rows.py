@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from fast_batcher._arrays import leaves as arrays
 from fast_batcher._arrays.collation import Collation, Padding
 from fast_batcher._arrays.leaves import Spec
-from fast_batcher._arrays.trees import Tree, flatten, paths, with_entry
+from fast_batcher._arrays.trees import Tree, flatten, paths
 from fast_batcher.errors import CollationError
 
 
@@ -23,27 +23,25 @@ class Row(NamedTuple):
         return self.tree, self.specs
 
 
-def make_row(value: Any, collation: Collation, *, dim: int | None = None) -> Row:
+def make_row(value: Any, collation: Collation) -> Row:
     """Flatten one input and describe its leaves.
 
     Args:
         value: The input.
         collation: How it is joined to others.
-        dim: Where the batch axis will be; None for `batch_dim[0]`.
 
     Raises:
         CollationError: It cannot be joined to any other input: it is or holds a value that is no
             array, its dtype cannot keep its pad value, or it has too few axes.
     """
-    row = _flatten_row(value)
     padding = collation.padding
-    if padding is not None:
-        names = paths(row.tree)
-        padded = [arrays.pad_spec(*one, padding) for one in zip(row.specs, names, strict=True)]
-        row = row._replace(specs=tuple(padded))
-        if padding.mask is not None:
-            row = _add_mask(value, row, padding.mask, padding)
-    axis = collation.batch_dim[0] if dim is None else dim
+    row = _flatten_row(value, padding)
+    if padding is not None and padding.mask is not None:
+        _check_mask(value, padding.mask)
+        mask = _make_mask(row, padding.mask, padding.mask_of)
+        assert row.tree.kind is not None, "a mapping is no leaf"
+        row = _flatten_row(row.tree.kind({**value, padding.mask: mask}), padding)
+    axis = collation.batch_dim[0]
     for position, spec in enumerate(row.specs):
         if not arrays.may_have_axis(spec, axis):
             ndim, name = len(spec.shape), arrays.named(paths(row.tree)[position])
@@ -54,14 +52,14 @@ def make_row(value: Any, collation: Collation, *, dim: int | None = None) -> Row
     return row
 
 
-def _flatten_row(value: Any) -> Row:
+def _flatten_row(value: Any, padding: Padding | None) -> Row:
     leaves, tree = flatten(value, _refuse_plain_list)
     specs: list[Spec] = []
-    for leaf in leaves:
+    for leaf, path in zip(leaves, paths(tree), strict=True):
         spec = arrays.spec_of(leaf)
         if spec is None:
-            raise CollationError(arrays.describe_fault(leaf, paths(tree)[len(specs)]))
-        specs.append(spec)
+            raise CollationError(arrays.describe_fault(leaf, path))
+        specs.append(spec if padding is None else arrays.pad_spec(spec, path, padding))
     return Row(leaves, tree, tuple(specs))
 
 
@@ -74,7 +72,7 @@ def _refuse_plain_list(value: Any) -> bool:
     return False
 
 
-def _add_mask(value: Any, row: Row, name: str, padding: Padding) -> Row:
+def _check_mask(value: Any, name: str) -> None:
     if not isinstance(value, Mapping):
         raise CollationError(
             f"mask={name!r} becomes a key of every input, and this one is a "
@@ -84,17 +82,12 @@ def _add_mask(value: Any, row: Row, name: str, padding: Padding) -> Row:
         raise CollationError(
             f"mask={name!r}: the input has this key already; leave it out, or the mask"
         )
-    mask = _make_mask(row, name, padding)
-    spec = arrays.spec_of(mask)
-    assert spec is not None, "it is an array or a tensor"
-    specs = (*row.specs, spec._replace(shape=(None,) * len(spec.shape)))
-    return Row([*row.leaves, mask], with_entry(row.tree, name), specs)
 
 
-def _make_mask(row: Row, name: str, padding: Padding) -> Any:
+def _make_mask(row: Row, name: str, mask_of: str | None) -> Any:
     sizes: dict[tuple[int, ...], Spec] = {}
     for leaf, path, spec in zip(row.leaves, paths(row.tree), row.specs, strict=True):
-        if None in spec.shape and padding.mask_of in (None, path):
+        if None in spec.shape and mask_of in (None, path):
             padded = zip(leaf.shape, spec.shape, strict=True)
             sizes[tuple([length for length, fixed in padded if fixed is None])] = spec
     if len(sizes) == 1:
@@ -105,7 +98,7 @@ def _make_mask(row: Row, name: str, padding: Padding) -> Any:
             f"mask={name!r}: the padded features of the input have the lengths {sorted(sizes)}; "
             "name the one that the mask describes with mask_of"
         )
-    described = "none at all" if padding.mask_of is None else f"no {padding.mask_of!r}"
+    described = "none at all" if mask_of is None else f"no {mask_of!r}"
     raise CollationError(
         f"mask={name!r} describes a padded feature, and of those the input has {described}"
     )

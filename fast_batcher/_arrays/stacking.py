@@ -5,7 +5,7 @@ computes. Elsewhere two arrays are neighbours by chance, and their owners are un
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -76,25 +76,19 @@ def find_whole(values: Sequence[Any]) -> Any:
 
 
 def _find_by_address(values: Sequence[Any]) -> Any:
-    kind = type(values[0])
-    library = _library_of(kind)
-    if library is None:
+    found = _locate(values[0])
+    if found is None:
         return None
-    describe, address_of, rebuild = library
-    found = describe(values[0])
-    if found is None or not found[2]:
-        return None
-    dtype, shape, size = found
-    if any(type(value) is not kind or describe(value) != found for value in values):
-        return None
-    start = address_of(values[0])
+    form, start = found
+    library, dtype, shape, size = form
+    for number, value in enumerate(values):
+        if not size or _locate(value) != (form, start + number * size):
+            return None
     end = start + len(values) * size
-    if [*map(address_of, values)] != [*range(start, end, size)]:
-        return None
     for piece in lent:
         if piece.start <= start and end <= piece.end:
             part = piece.memory[start - piece.start : end - piece.start]
-            return rebuild(part, dtype=dtype).reshape(len(values), *shape)
+            return library.frombuffer(part, dtype=dtype).reshape(len(values), *shape)
     return None
 
 
@@ -117,40 +111,31 @@ def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
     )
 
 
-# Returns dtype, shape and bytes of a contiguous array or tensor, None for any other.
-_Describe = Callable[[Any], tuple[Any, Any, int] | None]
-_AddressOf = Callable[[Any], int]
+def _locate(value: Any) -> tuple[tuple[Any, Any, Any, int], int] | None:
+    """Find out what a contiguous array or tensor is, and where it lies.
 
-
-def _library_of(kind: type) -> tuple[_Describe, _AddressOf, Callable[..., Any]] | None:
-    """Return how to describe values of a type, find their address, and make one of a buffer."""
+    Returns:
+        The module that made it, its dtype, shape and bytes; and its address. None for any other
+        value.
+    """
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and kind is numpy.ndarray:
-        return _describe_array, _address_of_array, numpy.frombuffer
+    if numpy is not None and type(value) is numpy.ndarray:
+        if not value.flags.c_contiguous or value.dtype.hasobject:
+            return None
+        form = numpy, value.dtype, value.shape, value.nbytes
+        return form, value.__array_interface__["data"][0]
     torch: Any = sys.modules.get("torch")
-    if torch is not None and kind is torch.Tensor:
-        return _describe_tensor, kind.data_ptr, torch.frombuffer
+    if torch is not None and type(value) is torch.Tensor and _is_dense(torch, value):
+        return (torch, value.dtype, value.shape, value.nbytes), value.data_ptr()
     return None
 
 
-def _describe_array(array: Any) -> tuple[Any, Any, int] | None:
-    if not array.flags.c_contiguous or array.dtype.hasobject:
-        return None
-    return array.dtype, array.shape, array.nbytes
-
-
-def _address_of_array(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _describe_tensor(tensor: Any) -> tuple[Any, Any, int] | None:
-    if (
-        tensor.device.type != "cpu"
-        or tensor.layout is not sys.modules["torch"].strided
-        or tensor.requires_grad
-        or not tensor.is_contiguous()
-        or tensor.is_conj()
-        or tensor.is_neg()
-    ):
-        return None
-    return tensor.dtype, tensor.shape, tensor.nbytes
+def _is_dense(torch: Any, tensor: Any) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )

@@ -42,14 +42,8 @@ class _State(NamedTuple):
     own: Any = None
 
 
-class _Part(NamedTuple):
-    """A key of a pydantic model: fields, extra fields and private attributes are kept apart."""
-
-    # The attribute of the model that holds it.
-    place: str
-    name: str | None
-
-
+# The attributes of a pydantic model that hold its fields, extra fields and private attributes: each
+# a dict or None. They are its children, and no part of a path.
 _PYDANTIC_PLACES: Final = ("__dict__", "__pydantic_extra__", "__pydantic_private__")
 
 
@@ -106,26 +100,16 @@ def build(tree: Tree, leaves: Iterator[Any]) -> Any:
 
 def _build_object(kind: Any, tree: Tree, values: list[Any]) -> Any:
     built: Any = kind.__new__(kind)
-    if tree.own is None:
-        for name, value in zip(tree.keys, values, strict=True):
-            object.__setattr__(built, name, value)
-        return built
-    parts: dict[str, Any] = dict.fromkeys(_PYDANTIC_PLACES)
-    for part, value in zip(tree.keys, values, strict=True):
-        if part.name is None:
-            parts[part.place] = {}
-        else:
-            parts[part.place][part.name] = value
-    for place, values_by_name in parts.items():
-        object.__setattr__(built, place, values_by_name)
-    object.__setattr__(built, "__pydantic_fields_set__", set(tree.own))
+    attributes = dict(zip(tree.keys, values, strict=True))
+    if tree.own is not None:  # a pydantic model
+        attributes = {
+            **dict.fromkeys(_PYDANTIC_PLACES),
+            **attributes,
+            "__pydantic_fields_set__": set(tree.own),
+        }
+    for name, value in attributes.items():
+        object.__setattr__(built, name, value)
     return built
-
-
-def with_entry(tree: Tree, key: str) -> Tree:
-    """Return the tree of a mapping with one more leaf at its end."""
-    keys, leaves = (*tree.keys, key), (*tree.children, LEAF)
-    return Tree(tree.kind, keys, leaves, (*tree.own, key))
 
 
 def children(value: Any) -> list[Any] | None:
@@ -145,9 +129,9 @@ def _walk(tree: Tree) -> Iterator[tuple[str, ...]]:
     if tree.kind is None:
         yield ()
     for key, child in zip(tree.keys, tree.children, strict=True):
-        name = str(key.name if isinstance(key, _Part) else key)
+        names = () if key in _PYDANTIC_PLACES else (str(key),)
         for rest in _walk(child):
-            yield (name, *rest)
+            yield (*names, *rest)
 
 
 def _state_of(value: Any) -> _State | None:
@@ -211,19 +195,10 @@ def _is_cached(value: Any, name: str) -> bool:
 
 
 def _open_pydantic(value: Any) -> _State:
-    keys: list[_Part] = []
-    values: list[Any] = []
-    for place in _PYDANTIC_PLACES:
-        held = getattr(value, place)
-        if held is None:
-            continue
-        # Records that this place is a dict, even an empty one.
-        keys.append(_Part(place, None))
-        values.append(())
-        # `__dict__` also holds cached properties, which are left out.
-        fields = type(value).model_fields if place == "__dict__" else held
-        for name in held:
-            if name in fields:
-                keys.append(_Part(place, name))
-                values.append(held[name])
-    return _State(type(value), tuple(keys), values, frozenset(value.__pydantic_fields_set__))
+    held = {place: getattr(value, place) for place in _PYDANTIC_PLACES}
+    # It also has cached properties, which are left out.
+    fields = type(value).model_fields
+    held["__dict__"] = {name: one for name, one in vars(value).items() if name in fields}
+    keys = tuple(place for place in held if held[place] is not None)
+    set_fields = frozenset(value.__pydantic_fields_set__)
+    return _State(type(value), keys, [held[place] for place in keys], set_fields)

@@ -102,8 +102,13 @@ class BatchSender:
         for request in batch.requests:
             if request.staged is not None:  # not all inputs are staged, so these are of no use
                 request.staged.release()
-        pickled = self._pickle(values)
+        pickled: list[bytes] | Parts | None
+        try:
+            pickled = self._pickler.pickle(values, self._shared_inputs.is_available)
+        except BaseException:  # noqa: BLE001  pickling is the user's code; `_send_items` finds out whose
+            pickled = None
         if isinstance(pickled, Parts):
+            self.arena.enable()
             # The limit of a single output: what comes in may go back.
             fits = codec.fits(pickled.size, self._max_frame_bytes)
             if fits and self._shared_inputs.send(batch, pickled, link):
@@ -115,25 +120,6 @@ class BatchSender:
                 link.send(Kind.INPUTS, batch.id, body)
                 return []
         return self._send_items(batch, link.send)
-
-    def _pickle(self, values: list[Any]) -> list[bytes] | Parts | None:
-        """Pickle inputs for the pipe or, if they are large, for shared memory.
-
-        Returns:
-            None if one of them cannot be pickled.
-        """
-        pickler = self._pickler
-        try:
-            pickler.dump(values)
-            if not pickler.has_enough() or not self._shared_inputs.is_available():
-                return pickler.take_items()
-            self.arena.enable()
-            if pickler.learn_buffers():
-                pickler.dump(values)
-            return pickler.take_parts()
-        except BaseException:  # noqa: BLE001  pickling is the user's code; `_send_items` finds out whose
-            pickler.renew()
-            return None
 
     def _send_late(self, batch: Batch, send: Send) -> None:
         """Send a batch through the pipe for which there was no shared memory."""

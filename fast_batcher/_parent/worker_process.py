@@ -21,7 +21,7 @@ from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
-from fast_batcher._transport.frames import Frame, Kind, read_times
+from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import Frames, LoopChannel, Reservation
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
@@ -204,7 +204,7 @@ class WorkerProcess:
 
     def _finish_loading(self, frame: Frame) -> None:
         if frame.kind is Kind.READY:
-            times = read_times(frame.body)
+            times = codec.loads(frame.body)
             self.state = _READY
             self._events.worker_loaded(self, times)
         elif frame.kind is Kind.STARTUP_FAILED:

@@ -1,10 +1,11 @@
-"""Copying bytes to an address while other threads run. Both sides, any thread.
+"""Copying bytes while other threads run. Both sides, any thread.
 
 Only a thread for which no event loop waits copies in this way: a thread that has released the
 interpreter's lock waits for its turn to get the lock again, up to 5 ms where another computes.
 """
 
 import ctypes
+from typing import Any
 
 # Bytes from which on a copy lets other threads run: a shorter one is over before they notice.
 RELEASING_SIZE = 64 * 1024
@@ -17,14 +18,8 @@ class _Buffer(ctypes.Structure):
         ("address", ctypes.c_void_p),
         ("owner", ctypes.c_void_p),
         ("size", ctypes.c_ssize_t),
-        ("item_size", ctypes.c_ssize_t),
-        ("is_read_only", ctypes.c_int),
-        ("dimensions", ctypes.c_int),
-        ("format", ctypes.c_void_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
+        # Sizes of items, shape and strides, which plain bytes do not need.
+        ("others", ctypes.c_void_p * 7),
     )
 
 
@@ -38,6 +33,13 @@ _release_buffer.argtypes = (ctypes.POINTER(_Buffer),)
 _release_buffer.restype = None
 # Contiguous bytes, which need not be writable.
 _SIMPLE = 0
+_makers: dict[type, Any] = {
+    bytes: _python.PyBytes_FromStringAndSize,
+    bytearray: _python.PyByteArray_FromStringAndSize,
+}
+for _make in _makers.values():
+    _make.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
+    _make.restype = ctypes.py_object
 
 
 def copy_buffer(target: int, piece: bytes | memoryview) -> None:
@@ -52,3 +54,19 @@ def copy_buffer(target: int, piece: bytes | memoryview) -> None:
         ctypes.memmove(target, buffer.address, buffer.size)
     finally:
         _release_buffer(buffer)
+
+
+def make_unset(kind: type[bytes] | type[bytearray], size: int) -> Any:
+    """Make an object of `size` bytes that are whatever was there."""
+    return _makers[kind](None, size)
+
+
+def copy_releasing(kind: type[bytes] | type[bytearray], piece: memoryview) -> Any:
+    """Make a copy while other threads run; the type's constructor would stop them."""
+    copy, target = make_unset(kind, len(piece)), _Buffer()
+    _get_buffer(copy, target, _SIMPLE)
+    try:
+        copy_buffer(target.address, piece)
+    finally:
+        _release_buffer(target)
+    return copy

@@ -8,19 +8,17 @@ the worker as long as the API process has the memory.
 The event loop's thread calls everything in here, except `Answer.copy`, which any thread may call.
 """
 
-import ctypes
-import mmap
 import os
 from itertools import chain
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._fork import at_fork
-from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
-from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, open_writer
+from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing, make_unset
+from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, OutboxWriter
 from fast_batcher._shared_memory.ranges import lay_out
-from fast_batcher._transport.memory_file import make_shared_file
-from fast_batcher._transport.pickler import load_items
+from fast_batcher._transport.memory_file import make_shared_file, map_file, open_passed
+from fast_batcher._transport.pickler import load_items, view_parts
 from fast_batcher.errors import TransportError
 
 if TYPE_CHECKING:
@@ -44,18 +42,15 @@ class OutboxReader:
         self._size = size
         self._least = least
         self._fd = make_shared_file(size)
-        try:
-            # The memory goes when no part of this view is left.
-            self._view: memoryview | None = memoryview(mmap.mmap(self._fd, size))
-        except BaseException:
-            self.close_fd()
-            raise
+        # The memory goes when no part of this view is left.
+        self._view: memoryview | None = memoryview(map_file(self._fd, size))
         # Whether an answer came: `close` takes long then.
         self.is_used = False
         at_fork(self, in_child=OutboxReader.close)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_writer, (reduction.DupFd(self._fd), self._size, self._least)
+        arguments = reduction.DupFd(self._fd), self._size, self._least
+        return open_passed, (OutboxWriter, *arguments)
 
     def find(
         self, start: int, sizes: list[int], read_only: list[int], items: list[tuple[int, int]]
@@ -74,11 +69,11 @@ class OutboxReader:
         self.is_used = True
         numbers = (start, *sizes, *chain.from_iterable(items))
         if self._view is not None and all(type(one) is int and one >= 0 for one in numbers):
-            offsets, length = lay_out(sizes)
+            _, length = lay_out(sizes)
             end = start + HEADER_SIZE + length
             in_items = [sum(column) for column in zip(*items, strict=True)]
             if sizes and end <= self._size and in_items == [sizes[0], len(sizes) - 1]:
-                return Answer(self._view[start:end], offsets, sizes, {*read_only}, items)
+                return Answer(self._view[start:end], sizes, {*read_only}, items)
         raise TransportError("a worker says that it has left an answer where there can be none")
 
     def close_fd(self) -> None:
@@ -106,7 +101,6 @@ class Answer:
 
     Args:
         slab: Where they lie, and the byte ahead of them.
-        offsets: Where each part begins behind that.
         sizes: The bytes of each part.
         read_only: Which parts behind the first become `bytes`.
         items: Which parts belong to each output.
@@ -115,7 +109,6 @@ class Answer:
     def __init__(
         self,
         slab: memoryview,
-        offsets: list[int],
         sizes: list[int],
         read_only: set[int],
         items: list[tuple[int, int]],
@@ -123,10 +116,7 @@ class Answer:
         self._slab = slab
         self._read_only = read_only
         self._items = items
-        self._stream, *self._parts = (
-            slab[HEADER_SIZE + offset : HEADER_SIZE + offset + size]
-            for offset, size in zip(offsets, sizes, strict=True)
-        )
+        self._stream, self._parts = view_parts(slab[HEADER_SIZE:], sizes)
         # Bytes of all parts.
         self.size = sum(sizes)
         # Copies of the first parts. Each has memory for itself: an app that keeps one output does
@@ -146,9 +136,9 @@ class Answer:
             _grow_heap(self.size)
         for index in range(len(self._copies), len(self._parts)):
             part = self._parts[index]
-            kind = _BYTES if index in self._read_only else _BYTEARRAY
-            is_long = releases_gil and part.nbytes >= RELEASING_SIZE
-            self._copies.append(kind.copy_releasing(part) if is_long else kind.type(part))
+            kind = bytes if index in self._read_only else bytearray
+            is_long = releases_gil and len(part) >= RELEASING_SIZE
+            self._copies.append(copy_releasing(kind, part) if is_long else kind(part))
 
     def load(self, on_error: "Callable[[BaseException], Any]") -> list[Any]:
         """Make the outputs, and free the place in the outbox.
@@ -169,42 +159,6 @@ class Answer:
         self._parts, self._copies = [], []
 
 
-# A library object that only this module uses: argument types are attributes of its functions, and
-# every program shares those of `ctypes.pythonapi`.
-_python = ctypes.PyDLL(None)
-
-
-class _BufferType:
-    """A type of objects that own bytes, with functions that make one of unset bytes.
-
-    Args:
-        type: The type.
-        make: CPython's function that makes an object whose bytes are not set.
-        address: CPython's function that returns where the bytes of an object are.
-    """
-
-    def __init__(self, type: type[bytes] | type[bytearray], make: Any, address: Any) -> None:
-        self.type = type
-        self.make = make
-        self.make.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t)
-        self.make.restype = ctypes.py_object
-        self._address = address
-        self._address.argtypes = (ctypes.py_object,)
-        self._address.restype = ctypes.c_void_p
-
-    def copy_releasing(self, part: memoryview) -> Any:
-        """Copy a part while other threads run; the type's constructor would stop them."""
-        copy = self.make(None, part.nbytes)
-        copy_buffer(self._address(copy), part)
-        return copy
-
-
-_BYTES = _BufferType(bytes, _python.PyBytes_FromStringAndSize, _python.PyBytes_AsString)
-_BYTEARRAY = _BufferType(
-    bytearray, _python.PyByteArray_FromStringAndSize, _python.PyByteArray_AsString
-)
-
-
 # The C library raises its threshold up to 32 MiB; some of a block is for the library itself.
 _MOST_GROWTH = 31 * 1024 * 1024
 
@@ -216,4 +170,4 @@ def _grow_heap(size: int) -> None:
     this it would return each large block to the system, and get it back as pages that have not
     been used before, which takes several times as long as the copying.
     """
-    _BYTEARRAY.make(None, min(size, _MOST_GROWTH))
+    make_unset(bytearray, min(size, _MOST_GROWTH))

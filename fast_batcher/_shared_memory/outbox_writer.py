@@ -5,14 +5,13 @@
 
 import contextlib
 import ctypes
-import mmap
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fast_batcher._fork import at_fork
 from fast_batcher._shared_memory.memcpy import copy_buffer
 from fast_batcher._shared_memory.ranges import ALIGNMENT, PAGE, Ranges
-from fast_batcher._transport.memory_file import punch
+from fast_batcher._transport.memory_file import map_file, punch
 
 if TYPE_CHECKING:
     from fast_batcher._transport.pickler import Parts
@@ -46,13 +45,9 @@ class OutboxWriter:
         self.least = least
         self._size = size
         self._fd = fd
-        try:
-            # A program that the model starts has no use for it, and would keep the memory.
-            os.set_inheritable(fd, False)
-            self._memory = mmap.mmap(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
+        # A program that the model starts has no use for it, and would keep the memory.
+        os.set_inheritable(fd, False)
+        self._memory = map_file(fd, size)
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         self._ranges = Ranges(size)
         # Where answers begin that had not been copied at the last look.
@@ -60,6 +55,8 @@ class OutboxWriter:
         # The system has provided all memory up to here.
         self._committed_end = 0
         self._rests = 0
+        # A child that the model forks would keep the memory as long as it lives.
+        at_fork(self, in_child=OutboxWriter.close)
 
     def put(self, parts: "Parts") -> int | None:
         """Write an answer; where it lies, or None if there is no room for it.
@@ -124,29 +121,7 @@ class OutboxWriter:
             self._committed_end = end
 
     def _write_piece(self, start: int, piece: bytes | memoryview) -> None:
-        size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
-        if size >= LEAST_RELEASING:
+        if len(piece) >= LEAST_RELEASING:
             copy_buffer(self._address + start, piece)
         else:
-            self._memory[start : start + size] = piece
-
-
-def open_writer(duplicate: Any, size: int, least: int) -> OutboxWriter | OSError:
-    """Make the writer of a worker process; this is what unpickling an `OutboxReader` calls there.
-
-    Args:
-        duplicate: Of the file's descriptor, as `multiprocessing` passes it.
-        size: Length of the file in bytes.
-        least: Bytes from which on a buffer is kept out of the pickle.
-
-    Returns:
-        The writer, or an error if this process may not map that much memory: the worker reports it
-        when it needs the outbox.
-    """
-    try:
-        writer = OutboxWriter(duplicate.detach(), size, least)
-    except OSError as error:
-        return error.with_traceback(None)
-    # A child that the model forks would keep the memory as long as it lives.
-    at_fork(writer, in_child=OutboxWriter.close)
-    return writer
+            self._memory[start : start + len(piece)] = piece

@@ -14,20 +14,19 @@ call. Any thread may drop the last reference to a slab.
 import contextlib
 import ctypes
 import errno
-import mmap
 import os
 import pickle
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 from fast_batcher._fork import at_fork
 from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
 from fast_batcher._shared_memory.ranges import PAGE, Ranges, round_up
-from fast_batcher._shared_memory.views import open_views
-from fast_batcher._transport.memory_file import make_shared_file, punch
+from fast_batcher._shared_memory.views import SlabViews
+from fast_batcher._transport.memory_file import make_shared_file, map_file, open_passed, punch
 from fast_batcher._transport.tensors import is_volatile
 
 
@@ -90,11 +89,7 @@ class Slabs:
         # The system has provided all memory up to here, or is about to.
         self._committed_end = 0
         self._fd = make_shared_file(size)
-        try:
-            self._memory = mmap.mmap(self._fd, size)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._memory = map_file(self._fd, size)
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         # Protects the next two attributes. Held for moments only.
         self._lock = threading.Lock()
@@ -104,7 +99,7 @@ class Slabs:
         at_fork(self, in_child=Slabs.close_in_child)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open_views, (reduction.DupFd(self._fd), self.size)
+        return open_passed, (SlabViews, reduction.DupFd(self._fd), self.size)
 
     @property
     def count(self) -> int:
@@ -160,13 +155,10 @@ class Slabs:
             OSError: There is no memory left, the slabs have been closed, or the memory of a
                 volatile piece was freed meanwhile.
         """
-        self._begin_use()
-        try:
+        with self._in_use():
             self._get_memory(part)
             for offset, piece in pieces:
                 self._write_piece(part.start + offset, piece, releases_gil=releases_gil)
-        finally:
-            self._end_use()
 
     def lend(self, part: Part) -> memoryview:
         """A view of a part of a slab, for the app to write into; it does not keep the slab.
@@ -176,13 +168,10 @@ class Slabs:
         Raises:
             OSError: There is no memory left, or the slabs have been closed.
         """
-        self._begin_use()
-        try:
+        with self._in_use():
             self._get_memory(part)
             owner = (ctypes.c_ubyte * part.length).from_buffer(self._memory, part.start)
             return pickle.PickleBuffer(owner).raw()
-        finally:
-            self._end_use()
 
     def offset_of(self, address: int) -> int:
         """Where this address is in the memory; below 0, or `size` and more, if it is elsewhere."""
@@ -212,11 +201,8 @@ class Slabs:
         Raises:
             OSError: The system cannot take it back, or the slabs have been closed.
         """
-        self._begin_use()
-        try:
+        with self._in_use():
             punch(self._fd, part.start, part.length)
-        finally:
-            self._end_use()
 
     def close(self) -> None:
         """Give all memory back as soon as no thread writes it; may be called again.
@@ -245,13 +231,12 @@ class Slabs:
             os.posix_fallocate(self._fd, begin, end - begin)
 
     def _write_piece(self, start: int, piece: bytes | memoryview, *, releases_gil: bool) -> None:
-        size = piece.nbytes if isinstance(piece, memoryview) else len(piece)
         if releases_gil and isinstance(piece, memoryview) and is_volatile(piece):
             self._write_volatile(start, piece)
-        elif releases_gil and size >= RELEASING_SIZE:
+        elif releases_gil and len(piece) >= RELEASING_SIZE:
             copy_buffer(self._address + start, piece)
         else:
-            self._memory[start : start + size] = piece
+            self._memory[start : start + len(piece)] = piece
 
     def _write_volatile(self, start: int, piece: memoryview) -> None:
         """Copy bytes that another thread may free meanwhile, and let other threads run.
@@ -268,16 +253,19 @@ class Slabs:
             start += written
             piece = piece[written:]
 
-    def _begin_use(self) -> None:
+    @contextlib.contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the memory meanwhile."""
         with self._lock:
             if self.is_closed:
                 raise OSError(errno.EBADF, "the shared memory is closed")
             self._users += 1
-
-    def _end_use(self) -> None:
-        with self._lock:
-            self._users -= 1
-            self._close_unused()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                self._close_unused()
 
     def _close_unused(self) -> None:
         if self.is_closed and not self._users and self._fd >= 0:

@@ -5,19 +5,45 @@ fork: then a batch is free when the child has ended, too.
 """
 
 import ctypes
-import functools
 import mmap
 import os
 import pickle
 import select
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fast_batcher._fork import at_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from fast_batcher._transport.progress import WorkerProgress
+
+
+class _Lease:
+    """A batch is free when nothing refers to this any more.
+
+    Args:
+        batch_id: The batch.
+        freed: Gets `batch_id` when the last reference is dropped, on any thread.
+    """
+
+    __slots__ = ("_freed", "batch_id")
+
+    def __init__(self, batch_id: int, freed: list[int]) -> None:
+        self.batch_id = batch_id
+        self._freed = freed
+
+    def __del__(self) -> None:
+        self._freed.append(self.batch_id)
+
+
+class _Fork(NamedTuple):
+    """A child of this process that may have views."""
+
+    # Of a pipe; at its end when the child has ended or runs another program. -1 without a pipe.
+    read_end: int
+    # The batches of which the child may have views.
+    leases: list[_Lease]
 
 
 class SlabViews:
@@ -40,24 +66,28 @@ class SlabViews:
         self._type = ctypes.c_ubyte * size
         # Where the memory is in this process.
         self.address = ctypes.addressof(self._type.from_buffer(self._memory))
-        # By batch: dies with the last view of it in this process, and calls `_drop`.
-        self._owners: dict[int, weakref.ref[Any]] = {}
-        # Batches that are not free.
-        self._leased: dict[int, None] = {}
+        # By batch, as long as this process has a view of it.
+        self._leases: dict[int, _Lease] = {}
         # Children of this process that may have views and had not ended at the last look.
         self.forks: list[_Fork] = []
         # The other ends of their pipes, by the thread that is forking.
         self._write_ends: dict[int, int] = {}
         # Ids of batches without a view of which `take_freed` has not told the writer yet.
         self.freed: list[int] = []
-        # Called with the last batch of which a child may have views, -1 if no child has any.
-        self._on_fork: Callable[[int], object] | None = None
-        # Held during that call: the last call counts. A child has a copy, and calls nothing.
+        # Where the parent reads which batches children may view.
+        self._progress: WorkerProgress | None = None
+        # Held while that is written: the last writer counts. A child writes nothing.
         self._telling = threading.Lock()
+        at_fork(
+            self,
+            before=SlabViews._before_fork,
+            in_parent=SlabViews._after_fork_in_parent,
+            in_child=SlabViews._after_fork_in_child,
+        )
 
-    def report_forks(self, report: "Callable[[int], object]") -> None:
-        """Report the last batch of which children may have views, -1 if no view is left."""
-        self._on_fork = report
+    def report_forks(self, progress: "WorkerProgress") -> None:
+        """Keep `progress.inherited` up to date from now on."""
+        self._progress = progress
 
     def view(self, batch_id: int) -> memoryview:
         """The whole memory, for one batch, which reads and writes only its own slabs.
@@ -67,8 +97,8 @@ class SlabViews:
         # Each batch has an exporter for itself. All views refer to the exporter, however they were
         # made, and not to the views in between: only its life tells whether one is left.
         owner = self._type.from_buffer(self._memory)
-        self._leased[batch_id] = None
-        self._owners[batch_id] = weakref.ref(owner, functools.partial(self._drop, batch_id))
+        self._leases[batch_id] = _Lease(batch_id, self.freed)
+        weakref.finalize(owner, self._leases.pop, batch_id, None)
         # A view of plain bytes; that of a ctypes array has another format.
         return pickle.PickleBuffer(owner).raw()
 
@@ -81,39 +111,6 @@ class SlabViews:
         del self.freed[: len(freed)]
         return freed
 
-    def before_fork(self) -> None:
-        """Note the batches of which the child will have copies of views.
-
-        A pipe tells when the child has ended: only the child, and processes that it forks, have
-        its other end.
-        """
-        batch_ids = [*self._owners]
-        if not batch_ids:
-            return
-        try:
-            read_end, self._write_ends[threading.get_ident()] = os.pipe()
-        except OSError:  # there is no descriptor left: the batches are never free
-            read_end = -1
-        self.forks.append(_Fork(read_end, batch_ids))
-        self._tell_last_viewed()
-
-    def after_fork_in_parent(self) -> None:
-        """Leave the other end of the pipe to the child."""
-        write_end = self._write_ends.pop(threading.get_ident(), None)
-        if write_end is not None:
-            os.close(write_end)
-
-    def after_fork_in_child(self) -> None:
-        """Keep the end that tells of this child, and close the ends that tell of others."""
-        self._write_ends.pop(threading.get_ident(), None)
-        for fd in (*self._write_ends.values(), *(fork.read_end for fork in self.forks)):
-            if fd >= 0:
-                os.close(fd)
-        self._write_ends.clear()
-        self.forks.clear()
-        # A child of the child keeps that end, too, so it needs no pipe.
-        self._owners.clear()
-
     def close(self) -> None:
         """Give the memory back.
 
@@ -122,70 +119,54 @@ class SlabViews:
         """
         self._memory.close()
 
-    def _drop(self, batch_id: int, _: object) -> None:
-        """The last view of a batch in this process has died, on any thread."""
-        self._owners.pop(batch_id, None)
-        self._free_unviewed(batch_id)
+    def _before_fork(self) -> None:
+        """Note the batches of which the child will have copies of views.
+
+        A pipe tells when the child has ended: only the child, and processes that it forks, have
+        its other end.
+        """
+        leases = [*self._leases.values()]
+        if not leases:
+            return
+        try:
+            read_end, self._write_ends[threading.get_ident()] = os.pipe()
+        except OSError:  # there is no descriptor left: the batches are never free
+            read_end = -1
+        self.forks.append(_Fork(read_end, leases))
+        self._tell_last_viewed()
+
+    def _after_fork_in_parent(self) -> None:
+        """Leave the other end of the pipe to the child."""
+        write_end = self._write_ends.pop(threading.get_ident(), None)
+        if write_end is not None:
+            os.close(write_end)
+
+    def _after_fork_in_child(self) -> None:
+        """Keep the end that tells of this child, and close the ends that tell of others."""
+        self._write_ends.pop(threading.get_ident(), None)
+        for fd in (*self._write_ends.values(), *(fork.read_end for fork in self.forks)):
+            if fd >= 0:
+                os.close(fd)
+        self._write_ends.clear()
+        self.forks.clear()
+        # A child of the child keeps that end, too, so it needs no pipe.
+        self._leases.clear()
 
     def _forget_ended_forks(self) -> None:
         poller = select.poll()
-        for fork in self.forks[:]:
+        for fork in self.forks:
             if fork.read_end >= 0:
                 # The end of a pipe is reported whatever events are asked for.
                 poller.register(fork.read_end, 0)
         ended = {fd for fd, _ in poller.poll(0)}
-        if not ended:
-            return
-        for fork in self.forks[:]:
-            if fork.read_end in ended:
-                self.forks.remove(fork)
-                os.close(fork.read_end)
-                for batch_id in fork.batch_ids:
-                    self._free_unviewed(batch_id)
-        self._tell_last_viewed()
+        for fork in [fork for fork in self.forks if fork.read_end in ended]:
+            self.forks.remove(fork)
+            os.close(fork.read_end)
+        if ended:
+            self._tell_last_viewed()
 
     def _tell_last_viewed(self) -> None:
-        if self._on_fork is not None:
+        if self._progress is not None:
             with self._telling:
-                self._on_fork(max((max(fork.batch_ids) for fork in self.forks[:]), default=-1))
-
-    def _free_unviewed(self, batch_id: int) -> None:
-        """Free a batch if neither this process nor a child has a view of it."""
-        if batch_id in self._owners or any(batch_id in fork.batch_ids for fork in self.forks[:]):
-            return
-        # The last view here and the last child may end at once; only one of them takes it.
-        if self._leased.pop(batch_id, self) is None:
-            self.freed.append(batch_id)
-
-
-class _Fork(NamedTuple):
-    """A child of this process that may have views."""
-
-    # Of a pipe; at its end when the child has ended or runs another program. -1 without a pipe.
-    read_end: int
-    # The batches of which the child may have views.
-    batch_ids: list[int]
-
-
-def open_views(duplicate: Any, size: int) -> SlabViews | OSError:
-    """Make the views of a worker process; this is what unpickling `Slabs` calls there.
-
-    Args:
-        duplicate: Of the file's descriptor, as `multiprocessing` passes it.
-        size: Length of the file in bytes.
-
-    Returns:
-        The views, or an error if this process may not map that much memory: the worker reports it
-        once it can.
-    """
-    try:
-        views = SlabViews(duplicate.detach(), size)
-    except OSError as error:
-        return error.with_traceback(None)
-    at_fork(
-        views,
-        before=SlabViews.before_fork,
-        in_parent=SlabViews.after_fork_in_parent,
-        in_child=SlabViews.after_fork_in_child,
-    )
-    return views
+                viewed = (lease.batch_id for fork in self.forks[:] for lease in fork.leases)
+                self._progress.inherited = max(viewed, default=-1)

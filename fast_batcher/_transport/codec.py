@@ -7,11 +7,19 @@ finds that out, not the API process.
 
 import functools
 import pickle
+import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, from_model, rebuild, take_apart
+from fast_batcher.errors import (
+    MAX_ERROR_TEXT,
+    InferenceError,
+    OutputMismatchError,
+    from_model,
+    rebuild,
+    take_apart,
+)
 
 # Pickle one object, and unpickle one, copied out of the body. Both ends run the same Python.
 PROTOCOL = pickle.HIGHEST_PROTOCOL
@@ -156,33 +164,31 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
 
 
-def check_outputs(outputs: Any, count: int) -> list[Any] | str:
-    """Return the outputs of a batch as a list of `count`, or a text that says what is wrong.
+def list_outputs(outputs: Any, count: int) -> list[Any]:
+    """Return the outputs of a batch as a list.
 
-    Sequences are taken item by item, arrays and tensors row by row. Any other type or length is an
-    error, so that no caller gets the output of another.
+    Sequences are taken item by item, arrays and tensors row by row.
+
+    Raises:
+        OutputMismatchError: They are of another type, or not `count`: an output could reach the
+            wrong caller.
     """
-    kind = type(outputs).__name__
     if isinstance(outputs, list) and len(outputs) == count:
         return outputs
-    is_sequence = isinstance(outputs, Sequence) or _is_array(outputs)
-    if not is_sequence or isinstance(outputs, str | bytes | bytearray | memoryview):
-        return f"infer returned {kind} for {count} inputs; return a list with one output per input"
-    if getattr(outputs, "shape", None) == ():
-        return (
-            f"infer returned a {kind} without axes for {count} inputs; its first axis is the batch"
+    # An array without axes has no length.
+    is_array = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
+    is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
+    if is_text or not (is_array or isinstance(outputs, Sequence)):
+        raise OutputMismatchError(
+            f"infer returned {type(outputs).__name__} for {count} inputs; return a list with one "
+            "output per input, or an array whose first axis is the batch"
         )
     if len(outputs) != count:
-        return f"infer returned {len(outputs)} outputs for {count} inputs; return one per input"
-    if _is_tensor(outputs):
+        raise OutputMismatchError(
+            f"infer returned {len(outputs)} outputs for {count} inputs; return one per input"
+        )
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(outputs, torch.Tensor):
         # A row is a view, and is pickled with the whole batch; a clone is not.
         return [row.clone() for row in outputs.detach().cpu()]
     return list(outputs)
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
-
-
-def _is_tensor(value: Any) -> bool:
-    return hasattr(value, "detach") and hasattr(value, "cpu")

@@ -8,7 +8,6 @@ than `max_frame_bytes`, is refused before anything is allocated for its body.
 """
 
 import functools
-import math
 import struct
 from collections.abc import Callable
 from enum import IntEnum
@@ -44,7 +43,7 @@ class Kind(IntEnum):
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     ROWS = 8  # a batch whose inputs lie in rows: a pickled list of (layout, start, count)
     # worker to parent
-    READY = 16  # the model is loaded and warm: times of the warm-up, see `pack_times`
+    READY = 16  # the model is loaded and warm: the pickled times of the warm-up
     STARTUP_FAILED = 17  # one pickled RemoteFailure
     OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `codec.ATOMS`
     OUTPUTS = 19  # the list of outcomes: separately pickled outputs and failures; or its last part
@@ -76,29 +75,6 @@ class Frame(NamedTuple):
 
 # Packs a header: kind, body length, batch id, seconds.
 pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
-
-
-_TIME: Final = struct.Struct("<Qd")
-
-
-def pack_times(times: list[tuple[int, float]]) -> bytes:
-    """Pack sizes of batches and the seconds that they took into a body."""
-    return b"".join([_TIME.pack(size, seconds) for size, seconds in times])
-
-
-def read_times(body: memoryview | bytearray | bytes) -> list[tuple[int, float]]:
-    """Unpack what `pack_times` has packed.
-
-    Raises:
-        TransportError: The body is something else.
-    """
-    if len(body) % _TIME.size:
-        raise TransportError(f"a list of times has {len(body)} bytes")
-    times = list(_TIME.iter_unpack(body))
-    for size, seconds in times:
-        if size < 1 or not 0 <= seconds < math.inf:
-            raise TransportError(f"a batch of {size} is said to have taken {seconds} seconds")
-    return times
 
 
 class FrameReader:

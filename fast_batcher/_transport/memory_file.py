@@ -5,9 +5,11 @@ Both sides, any thread.
 
 import ctypes
 import errno
+import mmap
 import os
 import sys
 import tempfile
+from typing import Any
 
 from fast_batcher._transport.descriptors import occupy_stdio
 
@@ -43,6 +45,37 @@ def make_shared_file(size: int) -> int:
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, "memory is shared on Linux only")
     return make_memory_file(size)
+
+
+def map_file(fd: int, size: int) -> mmap.mmap:
+    """Map a file; if that fails, its descriptor is closed.
+
+    Raises:
+        OSError: This process may not map that much memory.
+    """
+    try:
+        return mmap.mmap(fd, size)
+    except OSError:
+        os.close(fd)
+        raise
+
+
+def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:
+    """Make an object of a file that another process has passed to this one.
+
+    Args:
+        kind: The object's class, which takes the descriptor over.
+        duplicate: Of the file's descriptor, as `multiprocessing` passes it.
+        arguments: The other arguments of the class.
+
+    Returns:
+        The object, or an error if this process may not map that much memory: the worker reports it
+        once it can.
+    """
+    try:
+        return kind(duplicate.detach(), *arguments)
+    except OSError as error:
+        return error.with_traceback(None)
 
 
 def punch(fd: int, start: int, length: int) -> None:

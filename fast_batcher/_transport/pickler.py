@@ -122,9 +122,7 @@ def view_parts(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[mem
 
 
 class PartsPickler:
-    """Pickles the values of one batch after the other; for one thread.
-
-    `dump` the values; then one of `take_items`, `take_parts` and `renew`.
+    """Pickles the values of batches; for one thread.
 
     Args:
         least: Bytes from which on a buffer stays where it is.
@@ -133,112 +131,114 @@ class PartsPickler:
     def __init__(self, least: int) -> None:
         # From PIECE_SIZE on a buffer is a piece of the stream too, and costs as much there. Below
         # LEAST_BUFFER it is not worth it.
-        self.least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
-        # Whether large buffers stay out of the stream.
+        self._least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
+        # Whether large buffers stay out of the stream: a large batch has come.
         self._keeps_buffers = False
+        self._reducers: _Reducers | None = None
+
+    def pickle(
+        self, values: "Sequence[Any]", may_share: "Callable[[], bool]"
+    ) -> "list[bytes] | Parts":
+        """Pickle values one after the other, each for itself.
+
+        Args:
+            values: The values of one batch.
+            may_share: Called if they are large, until it has returned True: whether there is shared
+                memory for parts.
+
+        Returns:
+            A pickle per value, or parts if the values are large and may be shared.
+
+        Raises:
+            BufferError: A value was resized meanwhile.
+            BaseException: What the user's code raises while a value is pickled.
+        """
+        if not self._keeps_buffers:
+            items = [pickle.dumps(value, PROTOCOL) for value in values]
+            if sum(map(len, items)) < LEAST_SHARED or not may_share():
+                return items
+            self._keeps_buffers = True
+        pickled = _Pickled(self._least)
+        try:
+            pickled.dump(values, self._find_reducers())
+            return pickled.take()
+        except BaseException:
+            pickled.unlock()  # the error keeps it
+            raise
+
+    def _find_reducers(self) -> "_Reducers | None":
+        """Return how tensors are pickled, None as long as PyTorch is not loaded."""
+        torch: Any = sys.modules.get("torch")
+        if self._reducers is None and hasattr(torch, "Tensor"):  # else it is being imported
+            reduce = functools.partial(_reduce_tensor, torch, self._least)
+            self._reducers = _Reducers({torch.Tensor: reduce})
+        return self._reducers
+
+
+class _Pickled:
+    """The values of one batch; a pickler writes to it as to a file.
+
+    Args:
+        least: Bytes from which on a buffer stays where it is.
+    """
+
+    def __init__(self, least: int) -> None:
+        self._least = least
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
         # How many chunks and buffers there were when each value had been pickled.
         self._ends: list[tuple[int, int]] = []
-        self._reducers: _Reducers | None = None
-        # Bytes of large buffers in the values that are being pickled.
-        self._large = [0]
+        # Bytes of large buffers.
+        self._large = 0
+        self.write = self._chunks.append
 
-    def dump(self, values: "Iterable[Any]") -> None:
-        """Pickle values one after the other, each for itself.
-
-        Raises:
-            BaseException: What the user's code raises while one is pickled; call `renew` then.
-        """
-        if not self._keeps_buffers:
-            self._chunks.extend([pickle.dumps(value, PROTOCOL) for value in values])
-            return
-        keep = _keep_large(self._buffers, self.least, self._large)
-        sink = _Sink(self._chunks.append)
+    def dump(self, values: "Iterable[Any]", reducers: "_Reducers | None") -> None:
+        """Pickle values."""
         for value in values:
-            pickler = pickle.Pickler(sink, PROTOCOL, buffer_callback=keep)
-            if self._reducers is not None:
-                pickler.dispatch_table = self._reducers
+            pickler = pickle.Pickler(self, PROTOCOL, buffer_callback=self._takes_in)
+            if reducers is not None:
+                pickler.dispatch_table = reducers
             pickler.dump(value)
             self._ends.append((len(self._chunks), len(self._buffers)))
 
-    def renew(self) -> None:
-        """Forget the pickled values."""
-        self._chunks.clear()
-        self._ends.clear()
-        self._large[0] = 0
-        while self._buffers:
-            self._buffers.pop().release()
+    def _takes_in(self, buffer: pickle.PickleBuffer) -> bool:
+        """Keep a buffer, or return True for one that goes into the stream.
 
-    def has_enough(self) -> bool:
-        """Whether the pickled values are large enough to go through shared memory."""
-        if self._buffers:
+        All go into the stream until the large ones together are worth sharing.
+        """
+        # Not the PickleBuffer itself: in a cycle with what it shows, CPython 3.11 crashes on it.
+        raw = buffer.raw()
+        if raw.nbytes < self._least:
             return True
-        length = _length if self._keeps_buffers else len
-        return sum(map(length, self._chunks)) >= LEAST_SHARED
+        self._large += raw.nbytes
+        if self._large < LEAST_SHARED:
+            return True
+        self._buffers.append(raw)
+        return False
 
-    def take_items(self) -> list[bytes]:
-        """Return a pickle per value; only if not `has_enough`, so that no buffer is out of band.
+    def take(self) -> "list[bytes] | Parts":
+        """Return a pickle per value, or parts if they are worth sharing.
 
         Raises:
-            BufferError: An input was resized meanwhile; call `renew` then.
+            BufferError: A value was resized meanwhile.
         """
-        if not self._keeps_buffers:
-            items, self._chunks = self._chunks, []
-            return items
-        assert not self._buffers, "buffers stay in the stream until there is enough to share"
         stream = _hold(self._chunks)
-        begin, items = 0, []
-        for end, _ in self._ends:
-            items.append(b"".join(stream[begin:end]))
-            begin = end
-        self.renew()
-        return items
-
-    def take_parts(self) -> Parts:
-        """Return the pickled values in parts.
-
-        Raises:
-            BufferError: An input was resized meanwhile; call `renew` then.
-        """
-        stream, buffers = _hold(self._chunks), self._buffers[:]
-        items, begin, used = [], 0, 0
+        values: list[list[bytes | memoryview]] = []
+        items: list[tuple[int, int]] = []
+        begin = used = 0
         for end, count in self._ends:
-            items.append((sum(map(len, stream[begin:end])), count - used))
+            values.append(stream[begin:end])
+            items.append((sum(map(len, values[-1])), count - used))
             begin, used = end, count
-        self._buffers.clear()
-        self.renew()
-        return Parts(stream, buffers, items)
+        if self._buffers or sum(map(len, stream)) >= LEAST_SHARED:
+            return Parts(stream, self._buffers, items)
+        return [b"".join(pieces) for pieces in values]
 
-    def learn_buffers(self) -> bool:
-        """Leave large buffers of arrays where they are from now on, and of tensors once they exist.
-
-        Returns:
-            Whether this changes anything; the values are forgotten then, and to be dumped again.
-        """
-        torch: Any = sys.modules.get("torch")
-        learns_tensors = self._reducers is None and hasattr(torch, "Tensor")
-        if self._keeps_buffers and not learns_tensors:
-            return False
-        self._keeps_buffers = True
-        if learns_tensors:
-            reduce = functools.partial(_reduce_tensor, torch, self.least)
-            self._reducers = _Reducers({torch.Tensor: reduce})
-        self.renew()
-        return True
-
-
-def _length(chunk: Any) -> int:
-    return memoryview(chunk).nbytes
-
-
-class _Sink:
-    """A file to which a pickler writes."""
-
-    __slots__ = ("write",)
-
-    def __init__(self, write: Any) -> None:
-        self.write = write
+    def unlock(self) -> None:
+        """Let the values be resized again, and forget them."""
+        self._chunks.clear()
+        for buffer in self._buffers:
+            buffer.release()
 
 
 class _Reducers(dict[type, Any]):
@@ -246,29 +246,6 @@ class _Reducers(dict[type, Any]):
 
     # Not a Python function: it is called for each object of a type that is not built in.
     __missing__ = copyreg.dispatch_table.__getitem__
-
-
-def _keep_large(
-    buffers: list[memoryview], least: int, total: list[int]
-) -> "Callable[[pickle.PickleBuffer], bool]":
-    """Make a function that keeps a buffer, or returns True for one that goes into the stream.
-
-    All go into the stream until the large ones together are worth sharing.
-    """
-
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        # Not the PickleBuffer itself: in a cycle with what it shows, CPython 3.11 crashes on it.
-        raw = buffer.raw()
-        size = raw.nbytes
-        if size < least:
-            return True
-        total[0] += size
-        if total[0] < LEAST_SHARED:
-            return True
-        buffers.append(raw)
-        return False
-
-    return keep
 
 
 def _hold(chunks: list[Any]) -> "list[bytes | memoryview]":

@@ -21,7 +21,7 @@ from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.frames import Kind, pack_times
+from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.collated_model import collate
 from fast_batcher._worker.inputs import InputReader
@@ -98,9 +98,9 @@ def _load_and_serve(
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
     try:
-        channel.send(Kind.READY, body=pack_times(times))
+        channel.send(Kind.READY, body=codec.dumps(times))
         if views is not None:
-            views.report_forks(progress.note_inherited)
+            views.report_forks(progress)
         Server(channel, computing, progress, InputReader(views), encoder).serve()
     finally:
         _close_model(model)

@@ -75,18 +75,11 @@ class ReplyEncoder:
 
     def _pickle(self, outputs: list[Any]) -> Sequence[bytes | RemoteFailure] | Parts:
         """Pickle outputs for the pipe or, if they are large, for the outbox."""
-        pickler = self._pickler
         try:
-            pickler.dump(outputs)
-            if not pickler.has_enough() or not self._has_outbox():
-                return pickler.take_items()
-            if pickler.learn_buffers():
-                pickler.dump(outputs)
-            return pickler.take_parts()
+            return self._pickler.pickle(outputs, self._has_outbox)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
             # A frame often keeps the error, and its frames keep the outputs.
             forget_frames(error)
-            pickler.renew()
             return [self._pickle_item(output) for output in outputs]
 
     def _pickle_item(self, output: Any) -> bytes | RemoteFailure:

@@ -12,7 +12,6 @@ from fast_batcher._worker.inputs import Failures, InputReader
 from fast_batcher._worker.out_of_memory import free_memory
 from fast_batcher._worker.replies import Reply, ReplyEncoder
 from fast_batcher.errors import (
-    OutputMismatchError,
     cuda_message,
     forget_frames,
     is_out_of_memory,
@@ -128,10 +127,9 @@ class Server:
 
 def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
     try:
-        checked = codec.check_outputs(outputs, count)
+        return codec.list_outputs(outputs, count)
     except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
         return codec.describe(error)
-    return codec.describe(OutputMismatchError(checked)) if isinstance(checked, str) else checked
 
 
 def _judge(error: BaseException) -> tuple[Kind, RemoteFailure]:

@@ -67,9 +67,10 @@ def _time_batch(model: Any, inputs: list[Any]) -> float:
     started = monotonic()
     outputs = model.infer(batch)
     seconds = monotonic() - started
-    checked = codec.check_outputs(outputs, count)
-    if isinstance(checked, str):
-        raise OutputMismatchError(f"during warm-up: {checked}")
+    try:
+        checked = codec.list_outputs(outputs, count)
+    except OutputMismatchError as error:
+        raise OutputMismatchError(f"during warm-up: {error}") from None
     for output in checked:
         # There is no request yet, so the cause is the declaration or the model.
         if isinstance(output, CollationError | OutputMismatchError):

@@ -224,6 +224,27 @@ def test_a_row_is_pickled_without_the_others(batch: Any, dim: int) -> None:
             assert pickled_size(row) < 2000
 
 
+def test_rows_of_tensors_keep_neither_their_batch_nor_its_gradient() -> None:
+    own, part, sparse = torch.zeros(3), torch.zeros(9)[3:6], torch.zeros(2).to_sparse()
+    found = split([own, part, sparse], 3, Collation.stack(outputs="rows"), to_cpu=True)
+    assert found[0].data_ptr() == own.data_ptr()  # it shares no memory
+    assert found[1].untyped_storage().nbytes() == 12
+    assert found[2] is sparse
+    computed = torch.arange(1000.0, requires_grad=True).reshape(2, 500) * 2
+    assert not any(row.requires_grad for row in split(computed, 2, Collation.stack()))
+    with torch.inference_mode():
+        inferred = torch.zeros(2, 3)
+    for row in split(inferred, 2, Collation.stack()):
+        row += 1
+    assert not inferred.any()
+
+
+def test_a_memory_map_is_an_array(tmp_path: Any) -> None:
+    mapped = np.memmap(tmp_path / "map", "f4", "w+", shape=(2,))
+    assert [type(row) for row in split(mapped, 2, Collation.stack())] == [np.float32] * 2
+    assert type(join([mapped, mapped], Collation.stack())) is np.ndarray
+
+
 def test_features_are_filled_up_each_in_its_own_way() -> None:
     collation = Collation.pad(
         value=0,
@@ -259,23 +280,12 @@ def test_two_axes_are_filled_up() -> None:
     assert batch[..., 0, 1].tolist() == [[1, 255], [1, 255]]
 
 
-@pytest.mark.parametrize(
-    ("rows", "kind", "dtype"),
-    [
-        ([True, False], np.ndarray, np.bool_),
-        ([1, 2], np.ndarray, np.int64),
-        ([0.1, 2.0], np.ndarray, np.float64),
-        ([1j, 2.0j], np.ndarray, np.complex128),
-    ],
-)
-def test_numbers_become_arrays(rows: list[Any], kind: Any, dtype: Any) -> None:
-    batch: Any = join(rows, Collation.stack())
-    assert type(batch) is kind
-    assert batch.dtype == dtype
-    assert batch.tolist() == rows
-
-
-def test_numbers_join_the_tensors_beside_them() -> None:
+def test_numbers_become_arrays_or_join_the_tensors_beside_them() -> None:
+    for numbers in ([True, False], [1, 2], [0.1, 2.0], [1j, 2.0j]):
+        batch = join(numbers, Collation.stack())
+        assert type(batch) is np.ndarray
+        assert batch.dtype == {bool: "?", int: "i8", float: "f8", complex: "c16"}[type(numbers[0])]
+        assert batch.tolist() == numbers
     rows = [{"x": torch.zeros(1), "at": 0.1, "on": True, "n": 2**40} for _ in range(2)]
     batch = join(rows, Collation.stack())
     assert [batch[key].dtype for key in ("at", "on", "n")] == [
@@ -286,17 +296,16 @@ def test_numbers_join_the_tensors_beside_them() -> None:
     assert type(both[2]) is np.ndarray
 
 
-@pytest.mark.parametrize("collation", [Collation.stack(), Collation.pad(value=0)])
-def test_a_batch_has_no_gradients(collation: Collation) -> None:
-    rows = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))]
-    assert not join(rows, collation).requires_grad
-
-
-def test_a_batch_is_laid_out_as_its_axes_say() -> None:
-    """Compiled models and kernels ask for it."""
-    for collation in (Collation.stack(batch_dim=1), Collation.pad(value=0, batch_dim=1)):
-        assert join([np.zeros((3, 4))] * 2, collation).flags.c_contiguous
-        assert join([torch.zeros(3, 4)] * 2, collation).is_contiguous()
+@pytest.mark.parametrize(
+    "collation", [Collation.stack(batch_dim=1), Collation.pad(value=0, batch_dim=1)]
+)
+def test_a_batch_has_no_gradients_and_is_laid_out_as_its_axes_say(collation: Collation) -> None:
+    """Compiled models and kernels ask for the layout."""
+    tensors = join([torch.nn.Parameter(torch.ones(3, 4))] * 2, collation)
+    assert not tensors.requires_grad
+    assert tensors.is_contiguous()
+    assert join([np.zeros((3, 4))] * 2, collation).flags.c_contiguous
+    assert join([np.zeros((3, 4)).T] * 2, collation).flags.c_contiguous
 
 
 def test_rows_that_differ_are_not_joined() -> None:
@@ -340,9 +349,6 @@ def test_an_input_that_is_a_batch_has_rows(features: Any) -> None:
 def test_the_rows_of_an_input_lie_along_its_batch_axis() -> None:
     rows = split_rows({"a": np.zeros((3, 2)), "b": torch.zeros(1, 2)}, Collation.stack(batch_dim=1))
     assert [(row["a"].shape, row["b"].shape) for row in rows] == [((3,), (1,))] * 2
-
-
-def test_a_batch_of_no_rows_has_no_rows() -> None:
     assert split_rows({"a": np.zeros((0, 3)), "b": []}, Collation.stack()) == []
     assert split(np.zeros((0, 3)), 0, Collation.stack()) == []
 
@@ -351,15 +357,6 @@ def test_a_batch_of_no_rows_has_no_rows() -> None:
 def test_what_is_no_batch_has_no_rows(batch: Any) -> None:
     with pytest.raises(CollationError):
         split_rows(batch, Collation.stack())
-
-
-def test_rows_of_a_tensor_computed_without_gradients_can_be_changed() -> None:
-    with torch.inference_mode():
-        batch = torch.zeros(2, 3) + 1
-    for row in split(batch, 2, Collation.stack()):
-        row += 1
-        assert row.tolist() == [2, 2, 2]
-    assert batch.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def test_a_wrong_number_of_rows_is_never_made_to_fit() -> None:

@@ -17,13 +17,12 @@ def test_the_defaults_stack_along_the_first_axis() -> None:
     assert collation.padding is None
 
 
-def test_one_batch_dim_is_for_both() -> None:
+def test_one_batch_dim_is_for_both_allowed_sizes_are_sorted_and_numbers_may_be_numpys() -> None:
     assert Collation.stack(batch_dim=1).batch_dim == (1, 1)
     assert Collation.pad(value=0, batch_dim=(0, -1)).batch_dim == (0, -1)
-
-
-def test_allowed_sizes_are_sorted() -> None:
     assert Collation.stack(allowed_batch_sizes=[8, 1, 8]).allowed_batch_sizes == (1, 8)
+    number: Any = np.int64(3)
+    assert Collation.pad(value=number) == Collation.pad(value=3)
 
 
 def test_features_have_values_and_sides_of_their_own() -> None:
@@ -35,11 +34,6 @@ def test_features_have_values_and_sides_of_their_own() -> None:
     assert [padding.side_of(name) for name in ("ids", "labels", "mask")] == [
         *("right", "left", "left")
     ]
-
-
-def test_a_number_of_numpys_is_a_number() -> None:
-    number: Any = np.int64(3)
-    assert Collation.pad(value=number) == Collation.pad(value=3)
 
 
 def test_padded_axes_are_those_that_a_feature_has() -> None:

@@ -1,5 +1,7 @@
 """What two rows must have in common to be joined, and the errors that name what they have not."""
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +40,8 @@ def are_alike(one: Any, other: Any, collation: Collation = STACK) -> bool:
         ({"a": 1, "b": zeros(1)}, {"b": zeros(1), "a": 2}),
         (("a", None), ("b", None)),
         (torch.zeros(1), torch.ones(1, requires_grad=True)),
+        (torch.zeros(1), torch.nn.Parameter(torch.ones(1))),
+        ("a", np.str_("b")),
     ],
 )
 def test_rows_of_one_kind(one: Any, other: Any) -> None:
@@ -85,6 +89,31 @@ def test_padded_axes_may_differ_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.array([object()]),
+        lambda: np.array([(1, object())], "i4,O"),
+        lambda: np.ma.masked_array([1, 2], [True, False]),
+        lambda: np.matrix([[1]]),
+        lambda: np.rec.fromarrays([[1]]),
+        lambda: torch.zeros(2).to_sparse(),
+        lambda: torch.zeros(2, device="meta"),
+        lambda: torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8),
+        lambda: torch.zeros(2).as_subclass(type("Own", (torch.Tensor,), {})),
+        lambda: 2**63,
+        lambda: object(),
+        lambda: {1, 2},
+        lambda: bytearray(b"ab"),
+        lambda: range(3),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PendingDeprecationWarning", "ignore:torch.quantize")
+def test_a_feature_that_cannot_be_joined_is_named(make: Callable[[], Any]) -> None:
+    with pytest.raises(CollationError, match=r"'some\.feature' is "):
+        make_row({"some": {"feature": make()}}, STACK)
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         ([1, 2], "a list of ints, which could be one array or many features"),
@@ -100,6 +129,64 @@ def test_what_cannot_be_a_row(value: Any, text: str) -> None:
     with pytest.raises(CollationError) as caught:
         make_row(value, STACK)
     assert text in str(caught.value)
+
+
+def assert_padded(leaf: Any, value: Any, *, fits: bool) -> None:
+    collation = Collation.pad(value=value)
+    if fits:
+        assert make_row({"x": leaf}, collation).specs[0].shape == (None,)
+    else:
+        with pytest.raises(CollationError, match=r"'x': the pad value .* does not fit dtype"):
+            make_row({"x": leaf}, collation)
+
+
+NUMPY_TYPES = "? u1 i1 u2 i2 u4 i4 u8 i8 >i4 f2 f4 f8 >f8 c8 c16"
+
+
+@pytest.mark.parametrize("dtype", NUMPY_TYPES.split())
+@pytest.mark.parametrize("value", [0, 1, True, -1, 255, 300, 70_000, 0.5, 1e300, math.nan, 1j])
+def test_a_pad_value_fits_where_numpy_keeps_it(dtype: str, value: Any) -> None:
+    leaf = np.zeros(1, dtype)
+    fits = not isinstance(value, complex) or leaf.dtype.kind == "c"
+    if fits:
+        with np.errstate(all="ignore"):
+            kept = complex(np.array([value]).astype(dtype)[0])
+        fits = bool(np.isclose(kept, value, rtol=1e-2, atol=0, equal_nan=True))
+    assert_padded(leaf, value, fits=fits)
+
+
+TORCH_TYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+]
+NOT_WHOLE = {one for one in TORCH_TYPES if one.is_floating_point or one.is_complex}
+
+
+@pytest.mark.parametrize("dtype", TORCH_TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("value", "fits_into"),
+    [
+        (1, set(TORCH_TYPES)),
+        (-1, set(TORCH_TYPES) - {torch.bool, torch.uint8}),
+        (300, set(TORCH_TYPES) - {torch.bool, torch.uint8, torch.int8}),
+        (0.5, NOT_WHOLE),
+        (math.inf, NOT_WHOLE),
+        (1e200, {torch.float64}),
+        pytest.param(10**400, set(), id="huge"),
+        (1j, {torch.complex64}),
+        (1 + 0j, {torch.complex64}),
+    ],
+)
+def test_a_pad_value_fits_where_torch_keeps_it(
+    dtype: torch.dtype, value: Any, fits_into: set[torch.dtype]
+) -> None:
+    assert_padded(torch.zeros(1, dtype=dtype), value, fits=dtype in fits_into)
+
+
+@pytest.mark.parametrize("leaf", [np.zeros(1, "M8[s]"), np.array(["a"]), np.zeros(1, "i4,i4")])
+def test_what_is_no_number_is_not_padded(leaf: Any) -> None:
+    assert_padded(leaf, 0, fits=False)
+    assert make_row(leaf, STACK).specs[0].shape == (1,)
 
 
 def test_a_pad_value_is_checked_even_where_nothing_is_filled_up() -> None:

@@ -245,7 +245,9 @@ def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Des
             self._is_used = True
             return str, ("once",)
 
-    desk.sender._pickler.learn_buffers()  # for which a large batch may be pickled once more
+    desk.batch(np.zeros(LARGE, np.uint8))  # the first large batch is pickled once more
+    desk.run_jobs()
+    desk.read()
     refuse_memory(desk.slabs._fd)
     batch = desk.batch(Once(), np.zeros(LARGE, np.uint8))
     desk.run_jobs()

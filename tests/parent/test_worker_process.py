@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import math
 import os
 import signal
 import sys
@@ -18,7 +17,7 @@ from waits import LIMIT, Gate
 from fast_batcher._parent.worker import Exit, WorkerHandle, WorkerState
 from fast_batcher._parent.worker_process import WorkerProcess, describe_exit
 from fast_batcher._transport import codec
-from fast_batcher._transport.frames import Frame, Kind, pack_header, pack_times
+from fast_batcher._transport.frames import Frame, Kind, pack_header
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import Settings
@@ -179,8 +178,6 @@ class SpeaksEarly:
     ("kind", "body"),
     [
         (Kind.READY, b"x"),
-        (Kind.READY, pack_times([(0, 1.0)])),
-        (Kind.READY, pack_times([(1, math.nan)])),
         (Kind.OUTPUT_ATOMS, codec.dumps([1])),
     ],
 )

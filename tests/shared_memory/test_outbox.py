@@ -13,14 +13,15 @@ import pytest
 from memory import memory_of, refuse_memory
 from waits import LIMIT
 
-from fast_batcher._shared_memory.memcpy import RELEASING_SIZE
-from fast_batcher._shared_memory.outbox_reader import Answer, OutboxReader, _BufferType
+from fast_batcher._shared_memory import outbox_reader
+from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing
+from fast_batcher._shared_memory.outbox_reader import Answer, OutboxReader
 from fast_batcher._shared_memory.outbox_writer import (
     RESTS_TO_KEEP_MEMORY,
     OutboxWriter,
-    open_writer,
 )
 from fast_batcher._shared_memory.ranges import ALIGNMENT
+from fast_batcher._transport.memory_file import open_passed
 from fast_batcher._transport.pickler import Parts, PartsPickler
 from fast_batcher.errors import TransportError
 
@@ -47,10 +48,9 @@ def writer(outbox: OutboxReader) -> Iterator[OutboxWriter]:
 
 def parts_of(value: Any) -> Parts:
     """Those of an answer to one request."""
-    pickler = PartsPickler(LEAST)
-    pickler.learn_buffers()
-    pickler.dump([value])
-    return pickler.take_parts()
+    pickled = PartsPickler(LEAST).pickle([value], lambda: True)
+    assert isinstance(pickled, Parts)
+    return pickled
 
 
 def load(answer: Answer) -> Any:
@@ -127,13 +127,12 @@ def test_other_threads_run_while_large_buffers_are_copied(
 ) -> None:
     """Large buffers are copied without the lock; whether a thread runs then is chance."""
     releasing: list[tuple[type, int]] = []
-    copy_releasing = _BufferType.copy_releasing
 
-    def note(kind: _BufferType, part: memoryview) -> Any:
-        releasing.append((kind.type, part.nbytes))
+    def note(kind: Any, part: memoryview) -> Any:
+        releasing.append((kind, part.nbytes))
         return copy_releasing(kind, part)
 
-    monkeypatch.setattr(_BufferType, "copy_releasing", note)
+    monkeypatch.setattr(outbox_reader, "copy_releasing", note)
     value = [bytearray(LARGE), bytearray(RELEASING_SIZE), bytearray(RELEASING_SIZE - 1)]
     arrays = [np.frombuffer(one, np.uint8) for one in value]
     arrays.append(np.frombuffer(bytes(LARGE), np.uint8))
@@ -313,7 +312,7 @@ def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
             # One that may only be read cannot be mapped to be written.
             return os.open(f"/proc/self/fd/{outbox._fd}", os.O_RDONLY)
 
-    error = open_writer(Duplicate(), SIZE, LEAST)
+    error = open_passed(OutboxWriter, Duplicate(), SIZE, LEAST)
     assert isinstance(error, PermissionError)
     assert error.__traceback__ is None
 

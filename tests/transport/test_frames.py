@@ -1,6 +1,5 @@
 """Frames: whatever pieces a stream arrives in, the same frames come out, and garbage is refused."""
 
-import math
 import random
 import struct
 import tracemalloc
@@ -18,8 +17,6 @@ from fast_batcher._transport.frames import (
     Frame,
     FrameReader,
     Kind,
-    pack_times,
-    read_times,
 )
 from fast_batcher.errors import TransportError
 
@@ -189,22 +186,3 @@ def test_whatever_comes_it_is_frames_an_end_or_an_error_of_ours(
                 frame = reader.next_frame() if reader.rest else None
     except (EOFError, TransportError):
         assert given_out <= len(data) + len(tail)
-
-
-times = st.lists(st.tuples(st.integers(1, 2**63), st.floats(0, 1e9)), max_size=4)
-
-
-@given(times=times)
-def test_times_arrive_as_they_were_sent(times: list[tuple[int, float]]) -> None:
-    assert read_times(memoryview(pack_times(times))) == times
-
-
-@pytest.mark.parametrize("bad", [(0, 1.0), (1, -1.0), (1, math.nan), (1, math.inf)])
-def test_times_that_cannot_be_are_refused(bad: tuple[int, float]) -> None:
-    with pytest.raises(TransportError, match="is said to have taken"):
-        read_times(pack_times([(1, 1.0), bad]))
-
-
-def test_half_a_time_is_refused() -> None:
-    with pytest.raises(TransportError, match="has 15 bytes"):
-        read_times(pack_times([(1, 1.0)])[:-1])
