@@ -88,7 +88,9 @@ TABLE: dict[str, Row] = {
     "max_batch_size": count(1, 2**20),
     "max_delay": seconds(none=True, zero=True),
     "num_workers": count(1, 1024),
-    "policy": Row(["adaptive", "greedy"], NOT_A_POLICY, "one of 'adaptive', 'greedy', 'fixed'"),
+    "policy": Row(
+        ["adaptive", "greedy", "fixed"], NOT_A_POLICY, "one of 'adaptive', 'greedy', 'fixed'"
+    ),
     "max_latency": seconds(none=True),
     "max_queue_size": count(none=True),
     "timeout": seconds(none=True),
@@ -119,6 +121,7 @@ TABLE: dict[str, Row] = {
 NEEDED: dict[str, dict[str, Any]] = {
     "max_batch_cost": {"cost": len},
     "max_request_cost": {"cost": len},
+    "policy": {"max_delay": 0.01},
 }
 
 
@@ -147,13 +150,11 @@ def test_a_setting_refuses_what_is_not_and_says_what_to_give(name: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_batch_size": 0}, "max_batch_size=0: must be 1 to 1048576"),
-        ({"max_queue_size": 0}, "max_queue_size=0: must be 1 or more"),
-        ({"num_workers": True}, "num_workers=True: give a whole number, 1 or more"),
-        ({"timeout": 0.0}, "timeout=0.0: must be more than 0 seconds, at most a year"),
-        ({"max_delay": -1}, "max_delay=-1: must be 0 or more seconds, at most a year"),
-        ({"timeout": "1"}, "timeout='1': give seconds as a number, for example 0.5"),
-        ({"max_shared_bytes": 2**63}, f"max_shared_bytes={2**63}: must be 0 to {2**63 - 1}"),
+        ({"max_batch_size": 0}, "max_batch_size=0: give a whole number, 1 to 1048576"),
+        ({"max_queue_size": 0}, "max_queue_size=0: give a whole number, 1 or more"),
+        ({"num_workers": True}, "num_workers=True: give a whole number, 1 to 1024"),
+        ({"timeout": 0.0}, "timeout=0.0: give seconds as a number, more than 0 and at most a year"),
+        ({"max_delay": -1}, "max_delay=-1: give seconds as a number, 0 or more and at most a year"),
         (
             {"policy": "fixed"},
             "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
@@ -191,13 +192,12 @@ class PricedByInstance(Echo):
 
 def test_a_models_own_cost_gives_limits_a_meaning() -> None:
     construct(Priced, max_batch_cost=8)
+    # The class that a string names is not looked up here.
+    assert refusal("test_batcher_settings:Priced", max_batch_cost=8).startswith("max_batch_cost=8")
+    construct("test_batcher_settings:Priced", max_batch_cost=8, cost=len)
     message = refusal(PricedByInstance)
     assert message.startswith(f"model={PricedByInstance!r}: its cost is called without an instance")
     construct(PricedByInstance, cost=len)
-
-
-def test_a_fixed_window_has_a_length() -> None:
-    construct(policy="fixed", max_delay=0.01)
 
 
 def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
