@@ -147,6 +147,10 @@ def test_a_setting_refuses_what_is_not_and_says_what_to_give(name: str) -> None:
         assert len(message) < 250
 
 
+async def a_coroutine(_: object) -> float:
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -166,17 +170,11 @@ def test_a_setting_refuses_what_is_not_and_says_what_to_give(name: str) -> None:
             "input to its cost",
         ),
         ({"name": ""}, "name='': give a printable, non-empty string or leave it"),
+        ({"cost": a_coroutine}, f"cost={a_coroutine!r}: it is async; write a plain def"),
     ],
 )
 def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], message: str) -> None:
     assert refusal(**settings) == message
-
-
-def test_a_function_of_inputs_is_not_async() -> None:
-    async def cost(_: object) -> float:
-        return 1.0
-
-    assert refusal(cost=cost).endswith("it is async; write a plain def")
 
 
 class Priced(Echo):
@@ -227,12 +225,7 @@ def test_the_constructor_and_the_options_have_every_setting_once() -> None:
     assert [*explicit(), *BatcherOptions.__annotations__] == list(defaults())
 
 
-def test_the_constructor_has_the_defaults_of_the_settings() -> None:
-    for name, parameter in explicit().items():
-        assert parameter.default == defaults()[name], name
-
-
-def test_options_and_reconfiguration_have_the_types_of_the_settings() -> None:
+def test_the_constructor_and_the_options_have_types_and_defaults_of_the_settings() -> None:
     types = get_type_hints(Settings)
     for options in (BatcherOptions, Reconfiguration):
         assert not options.__required_keys__
@@ -241,6 +234,7 @@ def test_options_and_reconfiguration_have_the_types_of_the_settings() -> None:
     functions = {"cost", "group_by"}  # whose input has the type of the model's
     for name, parameter in explicit().items():
         assert name in functions or parameter.annotation == types[name], name
+        assert parameter.default == defaults()[name], name
 
 
 def test_the_options_are_explained_with_their_defaults() -> None:
@@ -346,7 +340,7 @@ def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them()
 # Under a running loop, where construction goes on to open.
 
 
-def test_a_refused_batcher_does_not_open_later() -> None:
+def test_a_refused_batcher_does_not_open_later_and_the_start_method_is_left_alone() -> None:
     async def construct_badly() -> None:
         with pytest.raises(ConfigurationError):
             DynBatcher(Echo, max_batch_size=0)
@@ -354,13 +348,8 @@ def test_a_refused_batcher_does_not_open_later() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    threads = threading.active_count()
+    before = threading.active_count(), multiprocessing.get_start_method(allow_none=True)
     asyncio.run(construct_badly())
-    assert multiprocessing.active_children() == []
-    assert threading.active_count() == threads
-
-
-def test_construction_leaves_the_start_method_alone() -> None:
-    before = multiprocessing.get_start_method(allow_none=True)
     construct()
-    assert multiprocessing.get_start_method(allow_none=True) == before
+    assert multiprocessing.active_children() == []
+    assert (threading.active_count(), multiprocessing.get_start_method(allow_none=True)) == before

@@ -290,8 +290,7 @@ class Session:
 
     def workers_given_up(self, reason: str, seconds: float) -> None:
         """Every worker has spent its restarts: calls fail at once until the next try succeeds."""
-        if self._status.state in (State.OPENING, State.OPEN):
-            self.serving_loop = None
+        self.serving_loop = None
         self._status.give_up(reason, seconds)
         self.pump.take_arrivals(monotonic())
         for request in self.scheduler.give_up():
