@@ -1123,32 +1123,22 @@ async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> No
     assert assert_balance(batcher).failed == 5
 
 
-async def test_aclose_waits_no_longer_for_callers_that_have_gone(gate: Gate) -> None:
-    batcher = DynBatcher(Gated, model_args=(gate.path,), drain_timeout=2 * LIMIT)
-    await batcher.open()
-    (running,), visit = await begin(batcher, gate, "running")
-    waiting = call(batcher, "waiting")
-    closing = asyncio.create_task(batcher.aclose())
-    await turns()
-    waiting.cancel()
-    running.cancel()
-    await turns()
-    assert assert_balance(batcher).cancelled == 2
-    visit.let_on()
-    async with asyncio.timeout(LIMIT):
-        await closing
-
-
-async def test_aclose_waits_for_deadlines_as_well(gate: Gate) -> None:
+async def test_aclose_waits_no_longer_than_the_callers(gate: Gate) -> None:
     batcher = DynBatcher(
         Stuck, model_args=(gate.path, "plainly"), drain_timeout=2 * LIMIT, stop_timeout=SOON
     )
     await batcher.open()
-    running = call(batcher, "running", timeout=SOON)
+    running = [call(batcher, "leaves"), call(batcher, "late", timeout=SOON)]
     await gate.visit()
+    waiting = call(batcher, "waiting")
+    closing = asyncio.create_task(batcher.aclose())
+    await turns()
+    for task in (waiting, running[0]):
+        task.cancel()
     async with asyncio.timeout(LIMIT):
-        await batcher.aclose()
-    assert isinstance(await outcome(running), DeadlineExceededError)
+        await closing
+    assert isinstance(await outcome(running[1]), DeadlineExceededError)
+    assert assert_balance(batcher).cancelled == 2
 
 
 async def test_a_call_after_the_end_is_refused_at_once() -> None:
