@@ -5,21 +5,23 @@ The work is done by a `Session` (`_asyncio/session.py`), and each opening makes 
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import logging
 import multiprocessing.process
 import sys
 from asyncio import Future, get_running_loop
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from threading import get_ident
-from types import TracebackType
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from typing import Any, Generic, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._asyncio.call_arguments import checked_priority, checked_timeout
 from fast_batcher._asyncio.futures import ThreadCaller
 from fast_batcher._asyncio.many import process_many
 from fast_batcher._asyncio.offload import offload
@@ -44,6 +46,8 @@ from fast_batcher.settings import (
     PolicyName,
     Reconfiguration,
     Settings,
+    checked_priority,
+    checked_timeout,
     reject_unknown_options,
     warn_about_workers,
 )
@@ -141,13 +145,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
         self.name = self._model.name if name is None else name
         warn_about_workers(num_workers)
-        self._counters = Counters()
-        self._status = Status(self.name, self._counters)
+        self._status = Status(self.name, Counters())
         # What lives from one opening to the next end; the last one that there was, if it has ended.
         self._session: Session | None = None
         self._owners = Owners()
         if auto_open:
-            self._open_soon()
+            with suppress(RuntimeError):  # no event loop runs here
+                get_running_loop().call_soon(self._open_if_new)
 
     # Calls.
 
@@ -208,12 +212,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             request.timeout = timeout
         if priority != 0:
             request.priority = checked_priority(priority)
-        session.pump.accept(request)
+        session.accept(request)
         try:
             return await future
         except BaseException:
             if not request.is_settled:
-                session.pump.abandon(request)
+                session.abandon(request)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
@@ -326,7 +330,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
             request = held.pop()
             if future.cancelled():
-                session.call_in_loop(session.pump.abandon, request)
+                session.call_in_loop(session.abandon, request)
 
         future.add_done_callback(abandon_if_cancelled)
         if not session.submit(request):
@@ -386,17 +390,17 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe; the workers go on loading.
         """
         if self._session is not None and self._status.state is State.BROKEN:
-            await self._session.pool.aclose()
+            await self._session.end_workers()
         # It may have waited for that, and another call of this have come first.
         session = self._begin_open()
         loop = get_running_loop()
-        if session.serving_loop is not loop and not self._status.has_failed_to_start:
+        if session.serving_loop is not loop and self._status.broken_error() is None:
             session = self._find_session()
         if wait_ready:
             await session.wait_ready()
         broken_error = self._status.broken_error()
         if broken_error is not None:
-            await session.pool.aclose()
+            await session.end_workers()
             raise broken_error
         if wait_ready and self._status.state is not State.OPEN:  # it was ended meanwhile
             self._status.refuse("it was not ready")
@@ -422,10 +426,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         loop = get_running_loop()
         session = self._session
         if session is None:
-            self.begin_drain()
             self._end(grace=0.0)
-            return
-        if session.has_ended or session.is_foreign:
+        if session is None or session.has_ended or session.is_foreign:
             return
         if session.closing is not None and session.closing.get_loop() is loop:
             await asyncio.wait([session.closing])
@@ -437,11 +439,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         closing = session.closing = loop.create_future()
         try:
             self.begin_drain()
-            await session.pump.wait_until_drained(self._settings.drain_timeout)
-            # While this waited, another caller may have stopped the batcher.
-            if not session.has_ended:
-                session.fail_open_requests()
-                await session.pool.aclose()
+            await session.aclose()
         finally:
             # After a cancelled wait nothing is waited for any more.
             if not session.has_ended:
@@ -459,8 +457,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         session, grace = self._session, self._settings.stop_timeout
         if session is not None and session.is_foreign:
             return
-        is_elsewhere = session is not None and session.thread != get_ident()
-        if session is not None and is_elsewhere and session.loop.is_running():
+        if session is not None and session.runs_elsewhere:
             # Futures and file descriptors belong to the loop's thread, so that thread has to do it.
             ended: concurrent.futures.Future[None] = concurrent.futures.Future()
             if session.call_in_loop(self._end_for_thread, ended):
@@ -473,14 +470,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         await self._enter(wait_ready=True)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Close as `aclose` does, whatever happened in the body; see `lifespan` for several."""
-        await self._exit()
+        if self._owners.leave(get_running_loop()):
+            await self.aclose()
 
     @overload
     def lifespan(self, app: Any, /) -> AbstractAsyncContextManager[None]: ...
@@ -511,15 +504,15 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         @asynccontextmanager
         async def run(app: Any) -> AsyncIterator[None]:
-            with contextlib.ExitStack() as stack:
-                if drain_on_sigterm:
-                    draining = call_on_sigterm(get_running_loop(), self._leave, self.name)
-                    stack.enter_context(draining)
+            draining: AbstractContextManager[None] = nullcontext()
+            if drain_on_sigterm:
+                draining = call_on_sigterm(get_running_loop(), self._leave, self.name)
+            with draining:
                 await self._enter(wait_ready=wait_ready)
                 try:
                     yield
                 finally:
-                    await self._exit()
+                    await self.__aexit__()
 
         return run if app is None else run(app)
 
@@ -539,14 +532,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             RuntimeError: It was called from another thread than that of the event loop.
         """
         settings = self._settings.changed(changes)
-        session = self._session
-        if session is not None and session.loop.is_running() and get_ident() != session.thread:
-            raise RuntimeError(
-                f"{self.name}: reconfigure() belongs to the thread of the event loop; from another "
-                "one use loop.call_soon_threadsafe"
-            )
-        if session is not None:
-            session.reconfigure(settings)
+        if self._session is not None:
+            self._session.reconfigure(settings)
         self._settings = settings
 
     # What can be seen of it.
@@ -560,11 +547,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def is_ready(self) -> bool:
         """Whether calls are taken and at least one worker can compute them."""
         is_open = self._status.state is State.OPEN and not self._status.is_leaving
-        return (
-            is_open
-            and self._session is not None
-            and self._session.scheduler.workers.ready_count > 0
-        )
+        return is_open and self._load[0] > 0
 
     @property
     def timeout(self) -> float | None:
@@ -577,20 +560,20 @@ class DynBatcher(Generic[InputT, OutputT]):
         return self._status.broken_error()
 
     @property
-    def _broken_seconds(self) -> float | None:
-        """Seconds for which the batcher has been broken, None if it is not. For `/livez`."""
-        return self._status.broken_seconds
+    def _load(self) -> tuple[int, int, int]:
+        """Workers that are ready, requests in the queue, and requests that run."""
+        return (0, 0, 0) if self._session is None else self._session.load
 
     @property
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
-        scheduler = None if self._session is None else self._session.scheduler
-        return self._counters.snapshot(
+        workers_ready, waiting, running = self._load
+        return self._status.counters.snapshot(
             state=self.state,
-            workers_ready=0 if scheduler is None else scheduler.workers.ready_count,
+            workers_ready=workers_ready,
             num_workers=self._settings.num_workers,
-            waiting=0 if scheduler is None else scheduler.waiting,
-            running=0 if scheduler is None else scheduler.workers.running,
+            waiting=waiting,
+            running=running,
         )
 
     def __repr__(self) -> str:
@@ -603,11 +586,6 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
 
     # The life of a session.
-
-    def _open_soon(self) -> None:
-        """Open at the next turn of the event loop, if there is one that runs."""
-        with contextlib.suppress(RuntimeError):
-            get_running_loop().call_soon(self._open_if_new)
 
     def _open_if_new(self) -> None:
         if self._status.state is State.NEW:
@@ -624,9 +602,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif self._status.state not in (State.NEW, State.CLOSED):
             self._status.refuse("it was not opened")  # it drains, and never was opened
         _check_platform()
-        self._session = session = Session(
-            self._model, self._settings, self._counters, self._status, self.name
-        )
+        self._session = session = Session(self._model, self._settings, self._status)
         session.begin()
         return session
 
@@ -652,12 +628,11 @@ class DynBatcher(Generic[InputT, OutputT]):
                 session.serving_loop = None
             self._status.refuse("it takes no calls")
         if session.loop is not loop:
-            session.require_closed_loop("this call")
             session.rebind(loop)
         return session
 
     async def _enter(self, *, wait_ready: bool) -> None:
-        """Open for an owner, for whom `_exit` has to follow."""
+        """Open for an owner, for whom `__aexit__` has to follow."""
         loop = get_running_loop()
         owner = self._owners.enter(loop)
         try:
@@ -666,16 +641,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             # The caller's `async with` has not begun, so its end will not come.
             self._owners.remove(owner)
             is_ours = self._session is None or self._session.loop is loop
-            is_unused = self._owners.is_current(owner) and not self._owners.is_owned()
+            is_unused = owner.is_current and not self._owners.is_owned()
             if is_ours and is_unused and self._status.state is not State.DRAINING:
                 self._end(grace=0.0)
             raise
-        self._owners.renew(owner)
-
-    async def _exit(self) -> None:
-        """Close, unless other owners are inside, or the batcher has been ended for all of them."""
-        if self._owners.leave(get_running_loop()):
-            await self.aclose()
+        owner.is_current = True  # the batcher may have been ended and opened while this waited
 
     def _leave(self) -> None:
         """Report not ready, and answer calls as before: accepted connections have more to ask."""

@@ -49,26 +49,19 @@ def check_model(
     Raises:
         ConfigurationError: A worker could not load this model, or could not receive it.
     """
-    if isinstance(model, str):
-        if not _MODEL_STRING.fullmatch(model):
-            raise ConfigurationError(
-                f"model={model!r}: write 'package.module:Class', as in 'app.models:Embedder'"
-            )
-        name = model.rpartition(":")[2]
-    elif isinstance(model, type):
-        _check_class(model)
-        name = model.__name__
-    elif hasattr(type(model), "infer"):
+    name = _name_of(model)
+    if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
         raise ConfigurationError(
-            f"model is an instance of {type(model).__qualname__}: give the class; each worker "
-            "makes its own. Arguments of the constructor go into model_args and model_kwargs"
+            f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
+            "('weights.pt',)"
         )
-    else:
+    kwargs = {} if model_kwargs is None else model_kwargs
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise ConfigurationError(
-            f"model is of type {type(model).__qualname__}: give a subclass of InferenceModel or a "
-            "'module:Class' string"
+            f"model_kwargs is of type {type(kwargs).__qualname__}: give a dict whose keys are all "
+            "names, as strings"
         )
-    args, kwargs = _check_arguments(model_args, model_kwargs)
+    args, kwargs = tuple(model_args), dict(kwargs)
     try:
         pickled = pickle.dumps((model, args, kwargs), protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -128,6 +121,24 @@ def is_main_importable() -> bool:
     return os.path.isfile(getattr(main, "__file__", None) or "")
 
 
+def _name_of(model: object) -> str:
+    """Check a model argument; returns the name of the class."""
+    if isinstance(model, type):
+        _check_class(model)
+        return model.__name__
+    if not isinstance(model, str):
+        raise ConfigurationError(
+            f"model is of type {type(model).__qualname__}: give a subclass of InferenceModel or a "
+            "'module:Class' string. Each worker makes its own instance, with model_args and "
+            "model_kwargs"
+        )
+    if not _MODEL_STRING.fullmatch(model):
+        raise ConfigurationError(
+            f"model={model!r}: write 'package.module:Class', as in 'app.models:Embedder'"
+        )
+    return model.rpartition(":")[2]
+
+
 def _find_arity_fault(model: type, infer: Any) -> str | None:
     try:
         signature = inspect.signature(infer)
@@ -145,43 +156,15 @@ def _check_class(model: type) -> None:
     fault = find_model_fault(model)
     if fault is not None:
         raise ConfigurationError(f"model={model!r}: {fault}")
-    name = f"{model.__module__}.{model.__qualname__}"
-    if "<locals>" in model.__qualname__:
-        raise ConfigurationError(
-            f"model={model!r}: {name} is defined inside a function, so the worker process cannot "
-            "import it; move the class to the top level of a module"
-        )
     if model.__module__ == "__main__" and not is_main_importable():
         raise ConfigurationError(f"model={model!r}: {NOT_IN_WORKER}")
     try:
         pickle.dumps(model)
     except Exception as error:
         raise ConfigurationError(
-            f"model={model!r}: the worker process cannot import it ({error}); it must be reachable "
-            "under its own name at the top level of its module"
+            f"model={model!r}: the worker process cannot import it ({error}); move the class to "
+            "the top level of a module, under its own name"
         ) from error
-
-
-def _check_arguments(
-    model_args: object, model_kwargs: object
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(model_args, str | bytes) or not isinstance(model_args, Sequence):
-        raise ConfigurationError(
-            f"model_args is of type {type(model_args).__qualname__}: give a tuple, for example "
-            "('weights.pt',)"
-        )
-    kwargs = {} if model_kwargs is None else model_kwargs
-    if not isinstance(kwargs, Mapping):
-        raise ConfigurationError(
-            f"model_kwargs is of type {type(kwargs).__qualname__}: give a dict with names as keys"
-        )
-    for key in kwargs:
-        if not isinstance(key, str):
-            raise ConfigurationError(
-                f"model_kwargs has a key of type {type(key).__qualname__}: give a dict with names "
-                "as keys"
-            )
-    return tuple(model_args), dict(kwargs)
 
 
 def find_cost(model: object) -> Callable[[Any], float] | None:

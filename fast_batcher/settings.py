@@ -134,15 +134,14 @@ class _Count:
     least: int
     most: int | None = None
 
-    def __call__(self, name: str, value: object) -> None:
+    def __call__(self, name: str, value: Any) -> None:
         # bool is an int to Python, and never a count to a person.
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r}: give a whole number, {self.least} or more")
-        if value < self.least or (self.most is not None and value > self.most):
-            limits = (
-                f"{self.least} or more" if self.most is None else f"{self.least} to {self.most}"
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or not self.least <= value <= (inf if self.most is None else self.most):
+            limit = "or more" if self.most is None else f"to {self.most}"
+            raise ConfigurationError(
+                f"{name}={value!r:.100}: give a whole number, {self.least} {limit}"
             )
-            raise ConfigurationError(f"{name}={value!r:.100}: must be {limits}")
 
 
 @dataclass(frozen=True)
@@ -151,14 +150,14 @@ class _Seconds:
 
     zero_allowed: bool = False
 
-    def __call__(self, name: str, value: object) -> None:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigurationError(f"{name}={value!r}: give seconds as a number, for example 0.5")
+    def __call__(self, name: str, value: Any) -> None:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # False for NaN too.
-        if not 0 <= value <= MAX_SECONDS or (value == 0 and not self.zero_allowed):
+        is_valid = is_number and 0 <= value <= MAX_SECONDS
+        if not is_valid or (value == 0 and not self.zero_allowed):
             least = "0 or more" if self.zero_allowed else "more than 0"
             raise ConfigurationError(
-                f"{name}={value!r:.100}: must be {least} seconds, at most a year"
+                f"{name}={value!r:.100}: give seconds as a number, {least} and at most a year"
             )
 
 
@@ -200,6 +199,27 @@ def _check_rss(name: str, value: object) -> None:
             f"{name}={value}: the memory of a process can be read on Linux only; use "
             "max_batches_per_worker"
         )
+
+
+def checked_timeout(timeout: Any) -> float:
+    """The timeout of a call in seconds, or `math.inf` for no limit.
+
+    Raises:
+        ConfigurationError: It is neither.
+    """
+    if not (isinstance(timeout, float) and timeout == inf):
+        _Seconds()("timeout", timeout)
+    return float(timeout)
+
+
+def checked_priority(priority: Any) -> int:
+    """The priority of a call, -100 to 100.
+
+    Raises:
+        ConfigurationError: It is no such number.
+    """
+    _Count(-MAX_PRIORITY, MAX_PRIORITY)("priority", priority)
+    return int(priority)
 
 
 @dataclass(frozen=True)

@@ -896,16 +896,6 @@ class GeneratorInfer:
         yield from inputs
 
 
-class NoArgumentInfer:
-    def infer(self) -> list[Any]:
-        return []
-
-
-class TwoArgumentInfer:
-    def infer(self, inputs: list[Any], other: Any) -> list[Any]:
-        return inputs
-
-
 class NoInfer:
     pass
 

@@ -21,7 +21,6 @@ from sample_models import (
     BatchSize,
     Closes,
     Echo,
-    EchoWithArguments,
     FailsPositions,
     Gated,
     GatedOnLoad,
@@ -34,7 +33,6 @@ from sample_models import (
     Slow,
     Stuck,
     TellsArrival,
-    Warm,
     Whereabouts,
 )
 from waits import (
@@ -83,12 +81,15 @@ async def begin(
 # --- settings that change -------------------------------------------------------------------------
 
 
+@both_loops
 async def test_settings_change_while_it_runs(gate: Gate) -> None:
     async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
         calls = [call(batcher, "running")]
         visit = await gate.visit()
         calls += [call(batcher, number) for number in range(3)]
         await turns()
+        with pytest.raises(RuntimeError, match="belongs to the thread of the event loop"):
+            await asyncio.to_thread(batcher.reconfigure, max_batch_size=1)
         batcher.reconfigure(max_batch_size=8, max_queue_size=1)
         with pytest.raises(QueueFullError, match="max_queue_size=1"):
             await batcher.process_batched("too many")
@@ -136,20 +137,13 @@ async def test_settings_are_kept_for_the_next_opening() -> None:
         assert await batcher.process_batched("again") == 1
 
 
-@both_loops
-async def test_settings_belong_to_the_loops_thread() -> None:
-    async with DynBatcher(Echo) as batcher:
-        with pytest.raises(RuntimeError, match="belongs to the thread of the event loop"):
-            await asyncio.to_thread(batcher.reconfigure, max_batch_size=2)
-
-
 # --- calls ----------------------------------------------------------------------------------------
 
 
 async def test_falsy_inputs_come_back_as_they_went() -> None:
-    """Fault F70."""
+    """Fault F70; and the model may be named by a string."""
     values: list[Any] = [None, 0, 0.0, "", b"", [], {}, (), False, math.inf, "text", {"a": [None]}]
-    async with DynBatcher(Echo) as batcher:
+    async with DynBatcher[Any, Any]("sample_models:Echo") as batcher:
         for value in values:
             output = await batcher.process_batched(value)
             assert output == value
@@ -171,20 +165,6 @@ async def test_each_caller_gets_its_own_answer() -> None:
                 await turns(1)
         assert await asyncio.gather(*calls) == values
         assert assert_balance(batcher).completed == 1000
-
-
-async def test_the_model_gets_its_arguments() -> None:
-    async with DynBatcher(
-        EchoWithArguments, model_args=("weights.bin",), model_kwargs={"second": [1, 2]}
-    ) as batcher:
-        assert await batcher.process_batched(None) == ("weights.bin", [1, 2])
-
-
-async def test_warm_up_comes_before_the_first_batch() -> None:
-    async with DynBatcher(Warm, max_batch_size=2, model_args=(["warm", "up"],)) as batcher:
-        seen = await batcher.process_batched("first")
-        assert seen == ["warm", "warm", "warm", "up", "warm", "up", "first"]
-        assert batcher.stats.batches == 1
 
 
 async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
@@ -383,27 +363,11 @@ async def test_a_storm_of_cancellations_harms_no_other_call() -> None:
 # --- deadlines ------------------------------------------------------------------------------------
 
 
-async def test_a_waiting_request_expires_while_the_worker_is_busy(gate: Gate) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        (first,), visit = await begin(batcher, gate, "first")
-        with pytest.raises(
-            DeadlineExceededError, match=rf"still waiting after its timeout of {SOON} seconds"
-        ) as caught:
-            await batcher.process_batched("late", timeout=SOON)
-        assert isinstance(caught.value, TimeoutError)
-        assert caught.value.retry_after is None
-        stats = assert_balance(batcher)
-        assert (stats.expired, stats.waiting, stats.running) == (1, 0, 1)
-        visit.let_on()
-        assert await outcome(first) == "first"
-        assert batcher.stats.batches == 1
-
-
 @both_loops
 async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call_is_right(
-    gate: Gate,
+    gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fault F36."""
+    """Fault F36; and its short timeout does not make the worker not ready."""
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         patient = call(batcher, "patient")
         hasty = call(batcher, "hasty", timeout=SOON)
@@ -413,6 +377,9 @@ async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call
         assert str(error) == f"the model had not answered within its timeout of {SOON} seconds"
         next_call = call(batcher, "next")
         assert_balance(batcher)
+        await turns()
+        assert batcher.is_ready
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
         visit.let_on()
         assert await outcome(patient) == "patient"
         (await gate.visit()).let_on()
@@ -478,18 +445,6 @@ async def test_a_worker_whose_last_caller_leaves_beyond_the_timeout_is_not_ready
         gate.close()
 
 
-async def test_a_caller_with_a_short_timeout_does_not_make_the_worker_not_ready(
-    gate: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        hurried = call(batcher, "hurried", timeout=SOON)
-        assert isinstance(await outcome(hurried), DeadlineExceededError)
-        await turns()
-        assert batcher.is_ready
-        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
-        gate.close()
-
-
 async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
     with pytest.raises(NotReadyError, match=rf"within its timeout of {SOON} seconds"):
@@ -501,30 +456,29 @@ async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
     await batcher.aclose()
 
 
-async def test_the_batchers_timeout_holds_where_a_call_names_none(gate: Gate) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
+@pytest.mark.parametrize("timeout", [SOON, None])
+async def test_the_batchers_timeout_holds_where_a_call_names_none(
+    gate: Gate, timeout: float | None
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,), timeout=timeout) as batcher:
         default = call(batcher, "default")
         own = call(batcher, "own", timeout=LIMIT)
+        short = call(batcher, "short", timeout=SOON)
         many = asyncio.create_task(batcher.process_many(["one", "two"]))
         visit = await gate.visit()
-        assert isinstance(await outcome(default), DeadlineExceededError)
-        assert isinstance(await outcome(many), DeadlineExceededError)
+        assert isinstance(await outcome(short), DeadlineExceededError)
+        if timeout is not None:
+            assert isinstance(await outcome(default), DeadlineExceededError)
+            assert isinstance(await outcome(many), DeadlineExceededError)
+        assert (default.done(), many.done()) == (timeout is not None,) * 2
         visit.let_on()
         assert await outcome(own) == "own"
-
-
-async def test_without_a_timeout_a_request_waits_as_long_as_it_takes(gate: Gate) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,), timeout=None) as batcher:
-        (unlimited,), visit = await begin(batcher, gate, "unlimited")
-        with pytest.raises(DeadlineExceededError):
-            await batcher.process_batched("limited", timeout=SOON)
-        assert not unlimited.done()
-        visit.let_on()
-        assert await outcome(unlimited) == "unlimited"
+        if timeout is None:
+            assert [await outcome(default), await outcome(many)] == ["default", ["one", "two"]]
 
 
 @both_loops
-async def test_deadlines_are_kept_whatever_order_they_come_in(gate: Gate) -> None:
+async def test_waiting_requests_expire_in_whatever_order_their_deadlines_come(gate: Gate) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         (first,), visit = await begin(batcher, gate, "first")
         seconds = [LIMIT] * 8 + [0.01 * number for number in range(1, 9)]
@@ -532,9 +486,13 @@ async def test_deadlines_are_kept_whatever_order_they_come_in(gate: Gate) -> Non
         calls = [(timeout, call(batcher, timeout, timeout=timeout)) for timeout in seconds]
         for timeout, task in calls:
             if timeout < LIMIT:
-                assert isinstance(await outcome(task), DeadlineExceededError)
+                error = await outcome(task)
+                assert isinstance(error, DeadlineExceededError)
+                assert isinstance(error, TimeoutError)
+                text = f"the request was still waiting after its timeout of {timeout} seconds"
+                assert (str(error), error.retry_after) == (text, None)
         stats = assert_balance(batcher)
-        assert (stats.expired, stats.waiting) == (8, 8)
+        assert (stats.expired, stats.waiting, stats.running) == (8, 8, 1)
         visit.let_on()
         visit = await gate.visit()
         assert visit.note == [LIMIT] * 8
@@ -664,9 +622,7 @@ async def test_many_come_back_in_order_and_nothing_is_an_empty_list() -> None:
         assert await batcher.process_many(range(101)) == list(range(101))
         assert await batcher.process_many(iter("abc")) == ["a", "b", "c"]
         assert assert_balance(batcher).completed == 104
-
-
-async def test_two_callers_of_many_share_a_queue_that_holds_less() -> None:
+    # Two callers share a queue that has room for less than they have.
     async with DynBatcher(Echo, 2, max_queue_size=8) as batcher:
         starts = [0, 50]
         calls = [asyncio.create_task(batcher.process_many(range(n, n + 50))) for n in starts]
@@ -848,9 +804,11 @@ async def test_a_submitted_request_is_cancelled_from_its_thread(
         await turns()
         for future in (running[1], waiting[1]):
             assert await loop.run_in_executor(threads, future.cancel)
+        # And one before the loop has seen it.
+        assert batcher.submit("unseen").cancel()
         await turns()
         stats = assert_balance(batcher)
-        assert (stats.waiting, stats.cancelled) == (2, 2)
+        assert (stats.waiting, stats.cancelled) == (2, 3)
         visit.let_on()
         visit = await gate.visit()
         assert visit.note == [2, 4]
@@ -874,16 +832,6 @@ async def test_a_submitted_request_is_cancelled_while_its_answer_is_read(
         assert (stats.completed, stats.cancelled, stats.restarts) == (1 + others, 1, 0)
 
 
-async def test_a_submitted_request_is_cancelled_before_the_loop_has_seen_it() -> None:
-    async with DynBatcher(Echo) as batcher:
-        future = batcher.submit(1)
-        assert future.cancel()
-        await turns()
-        assert await batcher.process_batched(2) == 2
-        stats = assert_balance(batcher)
-        assert (stats.waiting, stats.running) == (0, 0)
-
-
 def test_when_the_loop_has_closed_what_was_submitted_fails_at_the_stop_and_no_more_is_taken() -> (
     None
 ):
@@ -903,14 +851,28 @@ def test_when_the_loop_has_closed_what_was_submitted_fails_at_the_stop_and_no_mo
 # --- opening --------------------------------------------------------------------------------------
 
 
-def test_constructing_without_a_loop_starts_nothing() -> None:
-    before = psutil.Process().children(), threading.active_count()
-    batcher = DynBatcher(Echo)
-    assert batcher.state == "new"
-    assert not batcher.is_ready
-    assert (psutil.Process().children(), threading.active_count()) == before
-    batcher.stop()
+@pytest.mark.parametrize("end", ["stop", "aclose"])
+async def test_constructing_without_a_loop_starts_nothing_and_the_end_is_the_end(end: str) -> None:
+    """Fault F50."""
+    process = psutil.Process()
+
+    def construct() -> DynBatcher[Any, Any]:
+        before = process.children(), threading.active_count()
+        batcher = DynBatcher(Echo)
+        assert (process.children(), threading.active_count()) == before
+        return batcher
+
+    batcher = await asyncio.to_thread(construct)
+    children = process.children()
+    assert (batcher.state, batcher.is_ready) == ("new", False)
+    if end == "stop":
+        batcher.stop()
+    else:
+        await batcher.aclose()
     assert batcher.state == "closed"
+    with pytest.raises(BatcherClosedError):
+        await batcher.process_batched(1)
+    assert process.children() == children
 
 
 @both_loops
@@ -946,34 +908,16 @@ async def test_without_auto_open_a_call_says_what_to_do() -> None:
         batcher.submit(3)
 
 
-async def test_the_first_call_opens_a_batcher_that_is_not_open() -> None:
-    batcher = await asyncio.to_thread(DynBatcher, Echo)
+async def test_the_first_call_opens_a_batcher_and_opening_it_twice_is_opening_once() -> None:
+    batcher = await asyncio.to_thread(DynBatcher, Whereabouts)
     assert batcher.state == "new"
-    assert await batcher.process_batched(1) == 1
-    assert batcher.state == "open"
-    await batcher.aclose()
-
-
-async def test_opening_twice_is_opening_once() -> None:
-    batcher = DynBatcher(Whereabouts)
-    await asyncio.gather(batcher.open(), batcher.open())
     pid = await batcher.process_batched(None)
+    await asyncio.gather(batcher.open(), batcher.open())
+    assert await batcher.process_batched(None) == pid
     await batcher.open()
     async with batcher:
         assert await batcher.process_batched(None) == pid
     assert batcher.state == "closed"
-
-
-async def test_open_need_not_wait_for_the_model(gate: Gate) -> None:
-    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
-    await batcher.open(wait_ready=False)
-    assert (batcher.state, batcher.is_ready) == ("opening", False)
-    (early,), visit = await begin(batcher, gate, "early")
-    assert assert_balance(batcher).waiting == 1
-    visit.let_on()
-    assert await outcome(early) == "early"
-    assert (batcher.state, batcher.is_ready) == ("open", True)
-    await batcher.aclose()
 
 
 async def test_open_waits_for_every_worker(gate: Gate) -> None:
@@ -1147,21 +1091,14 @@ async def test_the_end_refuses_new_calls_and_finishes_what_has_been_accepted(
 
 
 @both_loops
-async def test_calls_of_the_turn_in_which_aclose_is_called_are_still_finished() -> None:
-    batcher = DynBatcher(Echo)
-    await batcher.open()
-    accepted = [call(batcher, number) for number in range(3)]
-    await turns(1)
-    await batcher.aclose()
-    assert [await outcome(task) for task in accepted] == [0, 1, 2]
-
-
-async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy() -> None:
+@pytest.mark.parametrize("count", [1, 3], ids=["in the turn of aclose", "before"])
+async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy(count: int) -> None:
+    """Calls of the turn in which `aclose` is called are finished, too."""
     batcher = DynBatcher(Echo, policy="fixed", max_delay=LIMIT)
     await batcher.open()
     accepted = [call(batcher, number) for number in range(3)]
-    await turns()
-    assert assert_balance(batcher).waiting == 3
+    await turns(count)
+    assert assert_balance(batcher).waiting == (3 if count > 1 else 0)
     async with asyncio.timeout(LIMIT / 2):
         await batcher.aclose()
     assert [await outcome(task) for task in accepted] == [0, 1, 2]
@@ -1186,50 +1123,29 @@ async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> No
     assert assert_balance(batcher).failed == 5
 
 
-async def test_aclose_waits_no_longer_for_callers_that_have_gone(gate: Gate) -> None:
-    batcher = DynBatcher(Gated, model_args=(gate.path,), drain_timeout=2 * LIMIT)
-    await batcher.open()
-    (running,), visit = await begin(batcher, gate, "running")
-    waiting = call(batcher, "waiting")
-    closing = asyncio.create_task(batcher.aclose())
-    await turns()
-    waiting.cancel()
-    running.cancel()
-    await turns()
-    assert assert_balance(batcher).cancelled == 2
-    visit.let_on()
-    async with asyncio.timeout(LIMIT):
-        await closing
-
-
-async def test_aclose_waits_for_deadlines_as_well(gate: Gate) -> None:
+async def test_aclose_waits_no_longer_than_the_callers(gate: Gate) -> None:
     batcher = DynBatcher(
         Stuck, model_args=(gate.path, "plainly"), drain_timeout=2 * LIMIT, stop_timeout=SOON
     )
     await batcher.open()
-    running = call(batcher, "running", timeout=SOON)
+    running = [call(batcher, "leaves"), call(batcher, "late", timeout=SOON)]
     await gate.visit()
-    async with asyncio.timeout(LIMIT):
-        await batcher.aclose()
-    assert isinstance(await outcome(running), DeadlineExceededError)
-
-
-async def test_closing_before_opening_is_the_end_too() -> None:
-    """Fault F50."""
-    before = psutil.Process().children()
-    batcher = DynBatcher(Echo)
-    await batcher.aclose()
-    assert batcher.state == "closed"
+    waiting = call(batcher, "waiting")
+    closing = asyncio.create_task(batcher.aclose())
     await turns()
-    with pytest.raises(BatcherClosedError):
-        await batcher.process_batched(1)
-    assert psutil.Process().children() == before
+    for task in (waiting, running[0]):
+        task.cancel()
+    async with asyncio.timeout(LIMIT):
+        await closing
+    assert isinstance(await outcome(running[1]), DeadlineExceededError)
+    assert assert_balance(batcher).cancelled == 2
 
 
 async def test_a_call_after_the_end_is_refused_at_once() -> None:
-    """Fault F50."""
-    async with DynBatcher(Echo, name="closed one") as batcher:
-        pass
+    """Fault F50; it may end by an exception in the body."""
+    with pytest.raises(ZeroDivisionError):
+        async with DynBatcher(Echo, name="closed one") as batcher:
+            raise ZeroDivisionError
     with within(0.01, "a call after the end is refused") as limit:
         async with asyncio.timeout(limit):
             with pytest.raises(
@@ -1240,14 +1156,6 @@ async def test_a_call_after_the_end_is_refused_at_once() -> None:
         await batcher.process_many([1])
     stats = assert_balance(batcher)
     assert (stats.rejected, stats.submitted) == (2, 0)
-
-
-async def test_an_exception_in_the_body_closes_and_goes_on() -> None:
-    """Fault F50."""
-    with pytest.raises(ZeroDivisionError):
-        async with DynBatcher(Echo) as batcher:
-            raise ZeroDivisionError
-    assert batcher.state == "closed"
 
 
 @both_loops
@@ -1362,24 +1270,19 @@ async def test_stop_may_be_called_by_the_callback_of_an_answer(gate: Gate) -> No
     assert (stats.completed, stats.failed) == (3, 1)
 
 
-async def test_an_idle_worker_ends_by_itself_when_it_is_stopped(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    batcher = DynBatcher(Closes, model_args=(str(path),), stop_timeout=LIMIT)
-    await batcher.open()
-    batcher.stop()
-    assert path.read_text() == "closed\n"
-
-
-@pytest.mark.parametrize("answered", [0, 3])
-async def test_aclose_lets_the_model_close_and_may_be_called_again(
-    tmp_path: Path, answered: int
+@pytest.mark.parametrize(("end", "answered"), [("stop", 0), ("aclose", 0), ("aclose", 3)])
+async def test_the_end_lets_the_model_close_and_may_be_called_again(
+    tmp_path: Path, end: str, answered: int
 ) -> None:
     """Fault F50."""
     path = tmp_path / "log"
-    batcher = DynBatcher(Closes, model_args=(str(path),), num_workers=2)
+    batcher = DynBatcher(Closes, model_args=(str(path),), num_workers=2, stop_timeout=LIMIT)
     await batcher.open()
     await batcher.process_many(range(answered))
-    await asyncio.gather(batcher.aclose(), batcher.aclose(), batcher.aclose())
+    if end == "stop":
+        batcher.stop()
+    else:
+        await asyncio.gather(batcher.aclose(), batcher.aclose(), batcher.aclose())
     assert path.read_text() == "closed\nclosed\n"
     await batcher.aclose()
     batcher.stop()
@@ -1396,10 +1299,14 @@ async def test_a_lifespan_opens_and_closes_and_need_not_wait_for_the_model(
     if waits:
         gate.close()
     async with (batcher.lifespan if waits else batcher.lifespan(wait_ready=False))(object()):
-        assert batcher.state == ("open" if waits else "opening")
+        assert (batcher.state, batcher.is_ready) == ("open" if waits else "opening", waits)
+        early = call(batcher, "early")
         if not waits:
-            (await gate.visit()).let_on()
-        assert await batcher.process_batched(1) == 1
+            visit = await gate.visit()
+            assert assert_balance(batcher).waiting == 1
+            visit.let_on()
+        assert await outcome(early) == "early"
+        assert (batcher.state, batcher.is_ready) == ("open", True)
     assert batcher.state == "closed"
 
 
@@ -1435,39 +1342,38 @@ async def test_the_workers_of_a_failed_start_are_gone_and_every_call_tells_why()
 
 async def test_stats_balance_at_every_step(gate: Gate) -> None:
     batcher = DynBatcher(Holds, 2, model_args=(gate.path,), max_queue_size=4)
-    assert assert_balance(batcher).state == "new"
+    seen = []
+
+    def see() -> None:
+        one = assert_balance(batcher)
+        counts = (one.submitted, one.waiting, one.running, one.completed, one.expired)
+        seen.append((*counts, one.cancelled))
+
+    see()
     await batcher.open()
-    seen = [assert_balance(batcher)]
     running = [call(batcher, "hold"), call(batcher, "x")]
     visit = await gate.visit()
-    seen.append(assert_balance(batcher))
+    see()
     queued = [call(batcher, number) for number in range(3)]
-    seen.append(assert_balance(batcher))
+    see()
     await turns()
-    seen.append(assert_balance(batcher))
-    hasty = call(batcher, "hasty", timeout=SOON)
-    await outcome(hasty)
-    seen.append(assert_balance(batcher))
+    see()
+    await outcome(call(batcher, "hasty", timeout=SOON))
+    see()
     queued[2].cancel()
     await turns()
-    seen.append(assert_balance(batcher))
+    see()
     visit.let_on()
     await asyncio.gather(*running, *queued, return_exceptions=True)
-    seen.append(assert_balance(batcher))
     await batcher.aclose()
-    seen.append(assert_balance(batcher))
-    held = [
-        (one.submitted, one.waiting, one.running, one.completed, one.expired, one.cancelled)
-        for one in seen
-    ]
-    assert held == [
+    see()
+    assert seen == [
         (0, 0, 0, 0, 0, 0),
         (2, 0, 2, 0, 0, 0),
         (2, 0, 2, 0, 0, 0),  # the calls have not run yet
         (5, 1, 4, 0, 0, 0),  # the two that make a full batch are with the worker as well
         (6, 1, 4, 0, 1, 0),
         (6, 0, 4, 0, 1, 1),
-        (6, 0, 0, 4, 1, 1),
         (6, 0, 0, 4, 1, 1),
     ]
 
@@ -1495,18 +1401,14 @@ async def test_stats_tell_what_was_done() -> None:
 
 
 async def test_repr_is_a_status_line(gate: Gate) -> None:
-    batcher = DynBatcher(Holds, model_args=(gate.path,), name="embedder")
-    new = "<DynBatcher 'embedder' new workers=0/1 waiting=0 running=0 completed=0 failed=0>"
-    assert repr(batcher) == new
-    await batcher.open()
-    (held,), visit = await begin(batcher, gate, "hold")
-    waiting = call(batcher, 1)
-    await turns()
-    busy = "<DynBatcher 'embedder' open workers=1/1 waiting=1 running=1 completed=0 failed=0>"
-    assert repr(batcher) == busy
-    visit.let_on()
-    await asyncio.gather(held, waiting)
-    await batcher.aclose()
+    async with DynBatcher(Holds, model_args=(gate.path,), name="embedder") as batcher:
+        (held,), visit = await begin(batcher, gate, "hold")
+        waiting = call(batcher, 1)
+        await turns()
+        busy = "<DynBatcher 'embedder' open workers=1/1 waiting=1 running=1 completed=0 failed=0>"
+        assert repr(batcher) == busy
+        visit.let_on()
+        await asyncio.gather(held, waiting)
     end = "<DynBatcher 'embedder' closed workers=0/1 waiting=0 running=0 completed=2 failed=0>"
     assert repr(batcher) == end
 

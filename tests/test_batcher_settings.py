@@ -88,7 +88,9 @@ TABLE: dict[str, Row] = {
     "max_batch_size": count(1, 2**20),
     "max_delay": seconds(none=True, zero=True),
     "num_workers": count(1, 1024),
-    "policy": Row(["adaptive", "greedy"], NOT_A_POLICY, "one of 'adaptive', 'greedy', 'fixed'"),
+    "policy": Row(
+        ["adaptive", "greedy", "fixed"], NOT_A_POLICY, "one of 'adaptive', 'greedy', 'fixed'"
+    ),
     "max_latency": seconds(none=True),
     "max_queue_size": count(none=True),
     "timeout": seconds(none=True),
@@ -119,6 +121,7 @@ TABLE: dict[str, Row] = {
 NEEDED: dict[str, dict[str, Any]] = {
     "max_batch_cost": {"cost": len},
     "max_request_cost": {"cost": len},
+    "policy": {"max_delay": 0.01},
 }
 
 
@@ -144,16 +147,18 @@ def test_a_setting_refuses_what_is_not_and_says_what_to_give(name: str) -> None:
         assert len(message) < 250
 
 
+async def a_coroutine(_: object) -> float:
+    return 1.0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_batch_size": 0}, "max_batch_size=0: must be 1 to 1048576"),
-        ({"max_queue_size": 0}, "max_queue_size=0: must be 1 or more"),
-        ({"num_workers": True}, "num_workers=True: give a whole number, 1 or more"),
-        ({"timeout": 0.0}, "timeout=0.0: must be more than 0 seconds, at most a year"),
-        ({"max_delay": -1}, "max_delay=-1: must be 0 or more seconds, at most a year"),
-        ({"timeout": "1"}, "timeout='1': give seconds as a number, for example 0.5"),
-        ({"max_shared_bytes": 2**63}, f"max_shared_bytes={2**63}: must be 0 to {2**63 - 1}"),
+        ({"max_batch_size": 0}, "max_batch_size=0: give a whole number, 1 to 1048576"),
+        ({"max_queue_size": 0}, "max_queue_size=0: give a whole number, 1 or more"),
+        ({"num_workers": True}, "num_workers=True: give a whole number, 1 to 1024"),
+        ({"timeout": 0.0}, "timeout=0.0: give seconds as a number, more than 0 and at most a year"),
+        ({"max_delay": -1}, "max_delay=-1: give seconds as a number, 0 or more and at most a year"),
         (
             {"policy": "fixed"},
             "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
@@ -165,17 +170,11 @@ def test_a_setting_refuses_what_is_not_and_says_what_to_give(name: str) -> None:
             "input to its cost",
         ),
         ({"name": ""}, "name='': give a printable, non-empty string or leave it"),
+        ({"cost": a_coroutine}, f"cost={a_coroutine!r}: it is async; write a plain def"),
     ],
 )
 def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], message: str) -> None:
     assert refusal(**settings) == message
-
-
-def test_a_function_of_inputs_is_not_async() -> None:
-    async def cost(_: object) -> float:
-        return 1.0
-
-    assert refusal(cost=cost).endswith("it is async; write a plain def")
 
 
 class Priced(Echo):
@@ -191,13 +190,12 @@ class PricedByInstance(Echo):
 
 def test_a_models_own_cost_gives_limits_a_meaning() -> None:
     construct(Priced, max_batch_cost=8)
+    # The class that a string names is not looked up here.
+    assert refusal("test_batcher_settings:Priced", max_batch_cost=8).startswith("max_batch_cost=8")
+    construct("test_batcher_settings:Priced", max_batch_cost=8, cost=len)
     message = refusal(PricedByInstance)
     assert message.startswith(f"model={PricedByInstance!r}: its cost is called without an instance")
     construct(PricedByInstance, cost=len)
-
-
-def test_a_fixed_window_has_a_length() -> None:
-    construct(policy="fixed", max_delay=0.01)
 
 
 def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
@@ -227,12 +225,7 @@ def test_the_constructor_and_the_options_have_every_setting_once() -> None:
     assert [*explicit(), *BatcherOptions.__annotations__] == list(defaults())
 
 
-def test_the_constructor_has_the_defaults_of_the_settings() -> None:
-    for name, parameter in explicit().items():
-        assert parameter.default == defaults()[name], name
-
-
-def test_options_and_reconfiguration_have_the_types_of_the_settings() -> None:
+def test_the_constructor_and_the_options_have_types_and_defaults_of_the_settings() -> None:
     types = get_type_hints(Settings)
     for options in (BatcherOptions, Reconfiguration):
         assert not options.__required_keys__
@@ -241,6 +234,7 @@ def test_options_and_reconfiguration_have_the_types_of_the_settings() -> None:
     functions = {"cost", "group_by"}  # whose input has the type of the model's
     for name, parameter in explicit().items():
         assert name in functions or parameter.annotation == types[name], name
+        assert parameter.default == defaults()[name], name
 
 
 def test_the_options_are_explained_with_their_defaults() -> None:
@@ -346,7 +340,7 @@ def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them()
 # Under a running loop, where construction goes on to open.
 
 
-def test_a_refused_batcher_does_not_open_later() -> None:
+def test_a_refused_batcher_does_not_open_later_and_the_start_method_is_left_alone() -> None:
     async def construct_badly() -> None:
         with pytest.raises(ConfigurationError):
             DynBatcher(Echo, max_batch_size=0)
@@ -354,13 +348,8 @@ def test_a_refused_batcher_does_not_open_later() -> None:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    threads = threading.active_count()
+    before = threading.active_count(), multiprocessing.get_start_method(allow_none=True)
     asyncio.run(construct_badly())
-    assert multiprocessing.active_children() == []
-    assert threading.active_count() == threads
-
-
-def test_construction_leaves_the_start_method_alone() -> None:
-    before = multiprocessing.get_start_method(allow_none=True)
     construct()
-    assert multiprocessing.get_start_method(allow_none=True) == before
+    assert multiprocessing.active_children() == []
+    assert (threading.active_count(), multiprocessing.get_start_method(allow_none=True)) == before

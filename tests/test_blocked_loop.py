@@ -49,19 +49,30 @@ def next_thing(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
+# Bytes of an answer, and settings that say which way it goes.
+ANSWERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "small": (10, {}),
+    "in shared memory": (24 * MEBI, {}),
+    # Only a part of it can have come: the worker waits for a reader.
+    "through the pipe": (24 * MEBI, {"max_shared_bytes": 0}),
+}
+
+
 @pytest.mark.parametrize("settings", [{"timeout": IN_TIME}, {"infer_timeout": IN_TIME}])
+@pytest.mark.parametrize("answer", ANSWERS)
 async def test_an_answer_that_came_while_the_loop_was_blocked_is_delivered(
-    settings: Any, next_thing: str
+    settings: Any, answer: str, next_thing: str
 ) -> None:
-    async with DynBatcher(Echo, **settings) as batcher:
+    size, shared = ANSWERS[answer]
+    async with DynBatcher(Grows, **settings, **shared) as batcher:
         handle = worker_of(batcher)
-        answered = call(batcher, "in time")
+        answered = call(batcher, size)
         await turns(DISPATCH)
         assert batcher.stats.running == 1
         block_the_loop(handle, 1.1 * IN_TIME)
         if next_thing == "pump":
             batcher.reconfigure(max_queue_size=None)
-        assert await outcome(answered) == "in time"
+        assert len(await outcome(answered)) == size
         assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
         assert batcher.is_ready
         assert_balance(batcher)
@@ -88,27 +99,6 @@ async def test_what_no_worker_has_answered_expires_all_the_same(
         assert "the model had not answered" in str(error)
         assert isinstance(await outcome(waiting), DeadlineExceededError)
         gate.close()
-        assert_balance(batcher)
-
-
-@pytest.mark.parametrize("settings", [{"timeout": IN_TIME}, {"infer_timeout": IN_TIME}])
-@pytest.mark.parametrize(
-    "shared", [{}, {"max_shared_bytes": 0}], ids=["in shared memory", "through the pipe"]
-)
-async def test_a_large_answer_that_came_while_the_loop_was_blocked_is_delivered(
-    settings: Any, shared: Any, next_thing: str
-) -> None:
-    """Through the pipe only a part of it can have come: the worker waits for a reader."""
-    size = 24 * MEBI
-    async with DynBatcher(Grows, **settings, **shared) as batcher:
-        handle = worker_of(batcher)
-        answered = call(batcher, size)
-        await turns(DISPATCH)
-        block_the_loop(handle, 1.1 * IN_TIME)
-        if next_thing == "pump":
-            batcher.reconfigure(max_queue_size=None)
-        assert len(await outcome(answered)) == size
-        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
         assert_balance(batcher)
 
 

@@ -77,16 +77,11 @@ def again(error: Any) -> Any:
 # The tree.
 
 
-def public_classes() -> set[type]:
-    return {
-        one
-        for name, one in vars(errors).items()
-        if inspect.isclass(one) and issubclass(one, BatcherError) and not name.startswith("_")
-    }
-
-
 def test_the_tree_is_whole() -> None:
-    assert public_classes() == set(ALL)
+    public = [one for name, one in vars(errors).items() if not name.startswith("_")]
+    classes = {one for one in public if inspect.isclass(one) and issubclass(one, BatcherError)}
+    assert classes == set(ALL)
+    assert fast_batcher.DynamicBatchIndexError is OutputMismatchError
 
 
 @pytest.mark.parametrize("kind", TREE)
@@ -95,11 +90,6 @@ def test_every_error_is_what_the_tree_says_and_nothing_else(kind: type[BatcherEr
     kinds = {kind, object, *(one for base in TREE[kind] for one in base.__mro__)}
     hidden = {one for one in kind.__mro__ if one.__name__.startswith("_")}  # of ours alone
     assert set(kind.__mro__) - hidden == kinds - hidden
-
-
-def test_the_other_name_of_a_wrong_number_of_outputs() -> None:
-    assert errors.DynamicBatchIndexError is OutputMismatchError
-    assert fast_batcher.DynamicBatchIndexError is OutputMismatchError
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -125,23 +115,18 @@ def test_every_error_survives_pickling(kind: type[BatcherError]) -> None:
     assert str(again(kind())) == ""
 
 
-@pytest.mark.parametrize("kind", RETRYABLE)
 @pytest.mark.parametrize("retry_after", [None, 0.0, 1.5])
 @pytest.mark.parametrize("duplicate", [again, copy.copy, copy.deepcopy])
-def test_the_time_of_another_try_survives(
-    kind: Any, retry_after: float | None, duplicate: Callable[[Any], Any]
+def test_the_time_of_another_try_and_notes_survive(
+    retry_after: float | None, duplicate: Callable[[Any], Any]
 ) -> None:
-    copied = duplicate(kind("later", retry_after=retry_after))
-    assert type(copied) is kind
-    assert str(copied) == "later"
-    assert copied.retry_after == retry_after
-    assert kind("later").retry_after is None
-
-
-def test_what_an_app_adds_to_an_error_survives() -> None:
-    error = QueueFullError("full", retry_after=2.0)
-    error.add_note("tenant 7")
-    assert again(error).__notes__ == ["tenant 7"]
+    for kind in RETRYABLE:
+        assert kind("later").retry_after is None
+        error = kind("later", retry_after=retry_after)
+        error.add_note("tenant 7")
+        copied = duplicate(error)
+        assert (type(copied), str(copied)) == (kind, "later")
+        assert (copied.retry_after, copied.__notes__) == (retry_after, ["tenant 7"])
 
 
 # A model's exception.
@@ -293,26 +278,6 @@ def test_it_is_an_inference_error_and_what_the_model_raised(make: Callable[[], E
     assert original.__cause__ is None
 
 
-def test_a_missing_file_can_be_read_from_the_error() -> None:
-    with pytest.raises(OSError, match=r"\[Errno 2\] ") as caught:
-        raise from_model(ORIGINALS["FileNotFoundError"](), "unused", REMOTE)
-    assert (caught.value.errno, caught.value.filename) == (2, "/nowhere/weights.pt")
-    assert str(caught.value) == "[Errno 2] No such file or directory: '/nowhere/weights.pt'"
-
-
-def test_an_http_exception_keeps_its_status() -> None:
-    error = from_model(ORIGINALS["HTTPException by name"](), "unused", REMOTE)
-    assert isinstance(error, HTTPException)
-    assert state_of(error)["status_code"] == 418
-    assert state_of(error)["detail"] == {"tea": True}
-
-
-def test_notes_come_along() -> None:
-    original = ValueError("bad")
-    original.add_note("input 7")
-    assert from_model(original, "unused", REMOTE).__notes__ == ["input 7"]
-
-
 def test_a_constructor_of_the_users_is_not_called() -> None:
     original = CountsCallsError("once")
     before = CountsCallsError.calls
@@ -320,43 +285,39 @@ def test_a_constructor_of_the_users_is_not_called() -> None:
     assert CountsCallsError.calls == before
 
 
-def test_the_remote_traceback_is_the_cause() -> None:
-    error = from_model(ValueError("bad"), "unused", REMOTE)
+def test_the_remote_traceback_is_the_cause_and_notes_come_along() -> None:
+    original = ValueError("bad")
+    original.add_note("input 7")
+    error = from_model(original, "unused", REMOTE)
     assert isinstance(error.__cause__, RemoteTraceback)
     shown = "".join(traceback.format_exception(error))
     assert "model.py, line 3, in infer" in shown
-    assert shown.rstrip().endswith("ValueError: bad")
+    assert shown.rstrip().endswith("ValueError: bad\ninput 7")
+    # One that is not ours is not taken for it.
+    error.__cause__ = KeyError("other")
+    assert again(error).__cause__ is None
+    for without in (from_model(original, "unused", ""), from_model(None, "text", "")):
+        assert without.__cause__ is None
+        assert again(without).__cause__ is None
 
 
-def test_without_a_remote_traceback_there_is_no_cause() -> None:
-    assert from_model(ValueError("bad"), "unused", "").__cause__ is None
-    assert from_model(None, "text", "").__cause__ is None
-
-
-def test_every_caller_has_an_error_of_its_own() -> None:
+def test_every_caller_has_an_error_of_its_own_and_classes_of_one_name_are_kept_apart() -> None:
     original = ValueError("bad")
     first, second = (from_model(original, "unused", REMOTE) for _ in range(2))
     assert first is not second
     assert first.__cause__ is not second.__cause__
     assert type(first) is type(second)
-
-
-def test_classes_of_one_name_are_kept_apart() -> None:
     one = type("SameError", (ValueError,), {})
     other = type("SameError", (KeyError,), {})
     assert isinstance(from_model(one("a"), "unused", REMOTE), one)
     assert isinstance(from_model(other("a"), "unused", REMOTE), other)
 
 
-@pytest.mark.parametrize("kind", [InferenceError, OutputMismatchError])
-def test_an_inference_error_stays_what_it_is(kind: type[InferenceError]) -> None:
-    """A model may use this library too, or raise our error on purpose."""
-    error = from_model(kind("from the model"), "unused", REMOTE)
-    assert type(error) is kind
-    assert str(error) == "from the model"
-
-
 def test_an_error_that_came_from_a_model_can_come_from_a_model_again() -> None:
+    """A model may use this library too, or raise our error on purpose."""
+    for kind in (InferenceError, OutputMismatchError):
+        error = from_model(kind("from the model"), "unused", REMOTE)
+        assert (type(error), str(error)) == (kind, "from the model")
     inner = from_model(OddError(7, reason="odd"), "unused", "inner traceback")
     outer = from_model(again(inner), "unused", REMOTE)
     assert isinstance(outer, OddError)
@@ -405,16 +366,6 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
     return {key: repr(value) for key, value in state.items()}
 
 
-def test_without_a_cause_none_appears() -> None:
-    assert again(from_model(ValueError("bad"), "unused", "")).__cause__ is None
-
-
-def test_a_cause_of_somebody_elses_is_not_taken_for_ours() -> None:
-    error = from_model(ValueError("bad"), "unused", REMOTE)
-    error.__cause__ = KeyError("other")
-    assert again(error).__cause__ is None
-
-
 def test_a_program_that_has_seen_no_such_error_can_read_it() -> None:
     """The combined class is made anew wherever it is read."""
     pickled = pickle.dumps(from_model(CodedError("coded", 42), "unused", REMOTE))
@@ -435,10 +386,6 @@ def test_an_exception_can_be_made_again_from_its_parts(make: Callable[[], Except
     assert type(rebuilt) is type(original)
     assert rebuilt is not original
     assert state_of(rebuilt) == state_of(original)
-
-
-def test_the_remote_traceback_is_set_off_from_the_local_one() -> None:
-    assert str(RemoteTraceback("text\n\n")) == "\n\ntext\n"
 
 
 # What the frames of a traceback hold.
@@ -463,6 +410,7 @@ def test_frames_are_cleared_but_for_those_that_still_run() -> None:
         clear_frames(error)
     assert held[0]() is None
     assert isinstance(value, Held)
+    clear_frames(MemoryError())  # was never raised, and has none
 
 
 class Pause:
@@ -504,10 +452,6 @@ def test_what_is_suspended_goes_on() -> None:
         anext(generator).__await__().__next__()
 
 
-def test_an_error_that_was_never_raised_has_no_frames() -> None:
-    clear_frames(MemoryError())
-
-
 # Out of memory.
 
 
@@ -521,25 +465,20 @@ class Unshowable(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    ("error", "is_it"),
+    ("error", "is_it", "of_cuda"),
     [
-        (MemoryError(), True),
-        (OutOfMemoryError(), True),
-        (RuntimeError("CUDA error: out of memory"), True),
+        (MemoryError(), True, ""),
+        (OutOfMemoryError(), True, ""),
+        (RuntimeError("CUDA error: out of memory"), True, "CUDA error: out of memory"),
+        (RuntimeError("CUDA error: no device"), False, "CUDA error: no device"),
         # Inputs may say anything.
-        (RuntimeError("cannot read 'CUDA out of memory'"), False),
-        (ValueError("CUDA out of memory"), False),
-        (Unshowable(), False),
+        (RuntimeError("cannot read 'CUDA out of memory'"), False, ""),
+        (ValueError("CUDA out of memory"), False, ""),
+        (Unshowable(), False, ""),
     ],
 )
-def test_what_counts_as_out_of_memory(error: Exception, is_it: bool) -> None:
-    assert is_out_of_memory(error) is is_it
-
-
-def test_what_cuda_says_begins_with_its_name() -> None:
-    assert cuda_message(RuntimeError("CUDA error: no device")) == "CUDA error: no device"
-    assert cuda_message(RuntimeError("an input says CUDA")) == ""
-    assert cuda_message(Unshowable()) == ""
+def test_what_counts_as_out_of_memory(error: Exception, is_it: bool, of_cuda: str) -> None:
+    assert (is_out_of_memory(error), cuda_message(error)) == (is_it, of_cuda)
 
 
 def thrown(error: Exception) -> Exception:

@@ -14,7 +14,6 @@ from time import monotonic
 from typing import Annotated, Any
 
 import httpx2
-import psutil
 import pytest
 from apps.models import BreaksOnLoad, Echo, Gated, Raises, TooDarkError
 from fastapi import Depends, FastAPI, HTTPException, Request, WebSocket
@@ -137,21 +136,15 @@ def test_the_table_has_every_class_of_the_error_tree() -> None:
     assert {type(row[0]) for row in TABLE} == tree
 
 
-def test_the_most_derived_class_with_a_row_counts() -> None:
+def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None:
+    """A class of the user has the answer of the most derived class with a row."""
+
     class CacheFullError(errors.QueueFullError):
         pass
 
-    class RowsMissingError(errors.OutputMismatchError):
-        pass
-
-    assert answer_to(CacheFullError(""), queue_full_status=429).json()["code"] == "queue_full"
-    assert answer_to(CacheFullError(""), queue_full_status=429).status_code == 429
-    assert answer_to(RowsMissingError("")).json()["code"] == "output_mismatch"
-
-
-def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None:
-    response = answer_to(errors.QueueFullError("full", retry_after=7), queue_full_status=429)
+    response = answer_to(CacheFullError("full", retry_after=7), queue_full_status=429)
     assert (response.status_code, response.headers["Retry-After"]) == (429, "7")
+    assert response.json()["code"] == "queue_full"
     assert answer_to(errors.NotReadyError("starting"), queue_full_status=429).status_code == 503
     with pytest.raises(errors.ConfigurationError, match="queue_full_status=418: 503 or 429"):
         install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
@@ -173,15 +166,11 @@ def test_what_the_model_calls_retry_after_is_not_in_the_answer() -> None:
 
 
 def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> None:
-    app = FastAPI()
-    TestClient(app).get("/")
+    app = make_raising_app(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):  # which is not ours
+        TestClient(app).get("/")
     with pytest.raises(errors.ConfigurationError, match="before the app starts"):
         install_exception_handlers(app)
-
-
-def test_an_error_that_is_not_ours_is_left_alone() -> None:
-    with pytest.raises(ZeroDivisionError):
-        answer_to(ZeroDivisionError())
 
 
 # --- a client's own deadline ----------------------------------------------------------------------
@@ -207,14 +196,12 @@ def make_timeout_app(timeout: float | None = 30.0, **options: Any) -> TestClient
 def test_a_header_shortens_a_deadline_and_never_lengthens_it(
     value: str, timeout: float | None
 ) -> None:
-    response = make_timeout_app().get("/", headers={"X-Request-Timeout": value})
+    headers = {"X-Request-Timeout": value}
+    response = make_timeout_app().get("/", headers=headers)
     assert (response.status_code, response.json()) == (200, timeout)
-
-
-def test_without_the_header_the_default_holds_and_where_there_is_none_the_header_sets_one() -> None:
+    # Without the header the default holds; where there is none, the header sets one.
     assert make_timeout_app().get("/").json() is None
-    headers = {"X-Request-Timeout": "3600"}
-    assert make_timeout_app(timeout=None).get("/", headers=headers).json() == 3600.0
+    assert make_timeout_app(timeout=None).get("/", headers=headers).json() == float(value)
 
 
 def test_the_header_may_have_another_name() -> None:
@@ -259,9 +246,7 @@ def test_a_500_is_logged_once_with_its_id_and_traceback_and_its_body_shows_neith
     assert response.status_code == 500
     assert "canary" not in response.text
     assert "canary" not in str(response.headers)
-
-
-def test_debug_shows_the_traceback_of_a_500_and_changes_no_other() -> None:
+    # `debug=True` shows it in the body, and changes no other answer.
     detail = answer_to(failed_inference(), debug=True).json()["detail"]
     assert "ValueError: canary" in detail
     assert "in infer: canary" in detail
@@ -325,9 +310,7 @@ def test_what_the_model_raises_is_a_500_but_for_an_http_exception(
     response = raising_client.get("/infer/http positional")
     assert (response.status_code, response.headers["Retry-After"]) == (503, "1")
     assert response.json()["detail"] == "the cache is cold"
-
-
-def test_a_header_that_the_model_has_set_is_not_replaced() -> None:
+    # A header that the model has set is not replaced.
     original = HTTPException(429, "over your quota", {"retry-after": "60"})
     response = answer_to(errors.from_model(original, "", ""))
     assert response.headers.get_list("Retry-After") == ["60"]
@@ -392,20 +375,18 @@ def test_an_open_websocket_is_closed_with_a_code_and_a_reason(
 
 
 def test_a_websocket_that_is_not_accepted_yet_gets_the_http_answer() -> None:
-    client = TestClient(make_raising_app(errors.NotReadyError("starting")))
+    app = make_raising_app(errors.NotReadyError("starting"))
+    client = TestClient(app)
     with pytest.raises(WebSocketDenialResponse) as denied, client.websocket_connect("/unaccepted"):
         pass
     assert denied.value.status_code == 503
     assert denied.value.headers["Retry-After"] == "1"
     assert denied.value.json()["code"] == "not_ready"
 
-
-def test_a_server_without_denial_answers_closes_the_websocket() -> None:
-    app = make_raising_app(errors.NotReadyError("starting"))
-
     async def without_extensions(scope: Any, receive: Any, send: Any) -> None:
         await app({**scope, "extensions": {}}, receive, send)
 
+    # A server that cannot send one closes the WebSocket.
     client = TestClient(without_extensions)
     with pytest.raises(WebSocketDisconnect) as closed, client.websocket_connect("/unaccepted"):
         pass
@@ -479,34 +460,18 @@ def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
 
 
 @pytest.mark.anyio
-async def test_no_state_stays_no_state() -> None:
-    """Starlette raises for any dict where the server keeps no state."""
-    async with combine_lifespans(Diary().lifespan("a"))(FastAPI()) as state:
+async def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
+    batchers = [DynBatcher(Echo), DynBatcher(Gated)]
+    lifespans = [*[batcher.lifespan for batcher in batchers], Diary().lifespan("mine")]
+    async with combine_lifespans(*lifespans)(FastAPI()) as state:
+        # No state stays no state: Starlette raises for any dict where the server keeps none.
         assert state is None
-
-
-def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
-    first, second = DynBatcher(Echo), DynBatcher(Gated)
-    diary = Diary()
-    app = FastAPI(
-        lifespan=combine_lifespans(first.lifespan, second.lifespan, diary.lifespan("mine"))
-    )
-    with TestClient(app):
-        assert (first.is_ready, second.is_ready) == (True, True)
-    assert (first.state, second.state) == ("closed", "closed")
-
-
-def test_a_batcher_is_closed_when_a_later_lifespan_fails() -> None:
-    """Fault F56."""
-    batcher = DynBatcher(Echo)
-    failing = Diary().lifespan("disk", failure=OSError("no such disk"))
-    app = FastAPI(lifespan=combine_lifespans(batcher.lifespan, failing))
-    with pytest.raises(OSError, match="no such disk"), TestClient(app):
-        pass
-    assert batcher.state == "closed"
+        assert [batcher.is_ready for batcher in batchers] == [True, True]
+    assert [batcher.state for batcher in batchers] == ["closed", "closed"]
 
 
 def test_a_model_that_does_not_load_closes_the_batchers_before_it() -> None:
+    """Fault F56."""
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
     app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan))
     with pytest.raises(errors.WorkerStartupError, match="no weights at"), TestClient(app):
@@ -567,8 +532,11 @@ def test_the_dependency_serves_routes_and_websockets_whose_clients_may_leave() -
         assert client.get("/echo/hello").json() == "hello"
 
 
-def test_the_dependency_can_be_overridden() -> None:
+def test_the_dependency_can_be_overridden_and_does_not_show_in_openapi() -> None:
     app, get_echo = make_echo_app(DynBatcher(Echo, auto_open=False))
+    (path,) = app.openapi()["paths"].values()  # the health routes are hidden
+    assert [parameter["name"] for parameter in path["get"]["parameters"]] == ["text"]
+    assert "requestBody" not in path["get"]
     app.dependency_overrides[get_echo] = Shouting
     client = TestClient(app)
     assert client.get("/echo/hello").json() == "HELLO"
@@ -577,37 +545,22 @@ def test_the_dependency_can_be_overridden() -> None:
         assert session.receive_text() == "HI"
 
 
-def test_the_dependency_does_not_show_in_openapi() -> None:
-    app, _ = make_echo_app(DynBatcher(Echo))
-    (path,) = app.openapi()["paths"].values()  # the health routes are hidden
-    assert [parameter["name"] for parameter in path["get"]["parameters"]] == ["text"]
-    assert "requestBody" not in path["get"]
-
-
 # --- without a lifespan ---------------------------------------------------------------------------
 
 
 @pytest.mark.anyio
-async def test_the_first_request_opens_a_batcher_without_a_lifespan() -> None:
-    batcher = DynBatcher(Echo)
-    app, _ = make_echo_app(batcher)
-    try:
-        async with httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(app), base_url="http://test"
-        ) as client:
-            assert (await client.get("/echo/hello")).json() == "hello"
-    finally:
-        await batcher.aclose()
-
-
-@pytest.mark.anyio
-async def test_without_auto_open_the_answer_names_the_lifespan_and_the_test_client() -> None:
-    batcher = DynBatcher(Echo, auto_open=False)
-    app, _ = make_echo_app(batcher)
-    async with httpx2.AsyncClient(
-        transport=httpx2.ASGITransport(app), base_url="http://test"
-    ) as client:
+@pytest.mark.parametrize("auto_open", [True, False])
+async def test_without_a_lifespan_the_first_request_opens_the_batcher_or_its_answer_names_one(
+    auto_open: bool,
+) -> None:
+    batcher = DynBatcher(Echo, auto_open=auto_open)
+    transport = httpx2.ASGITransport(make_echo_app(batcher)[0])
+    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
         response = await client.get("/echo/hello")
+    await batcher.aclose()
+    if auto_open:
+        assert response.json() == "hello"
+        return
     assert response.status_code == 503
     assert response.json()["code"] == "not_ready"
     assert "lifespan" in response.json()["detail"]
@@ -665,72 +618,41 @@ def test_health_follows_a_batcher_from_loading_to_ready_to_draining(
     async def pass_gate(port: int) -> int:
         return await batcher.process_batched(port)
 
+    def probe(client: TestClient, status: int) -> Any:
+        """The answer of `/readyz`; `/livez` is 200 whatever it says."""
+        assert client.get("/health/livez").status_code == 200
+        response = client.get("/health/readyz")
+        assert response.status_code == status
+        assert response.headers["Cache-Control"] == "no-store"
+        assert response.headers.get("Retry-After") == ("1" if status == 503 else None)
+        body = response.json()
+        assert body["status"] == ("ready" if status == 200 else "not ready")
+        (report,) = body["batchers"]
+        return report
+
     with TestClient(app) as client:
         gate.wait_for_visitor()  # the model is loading
-        response = client.get("/health/readyz")
-        assert response.status_code == 503
-        assert response.headers["Retry-After"] == "1"
-        assert response.headers["Cache-Control"] == "no-store"
-        assert response.json() == {
-            "status": "not ready",
-            "batchers": [
-                {
-                    "name": "embedder",
-                    "state": "opening",
-                    "workers_ready": 0,
-                    "num_workers": 1,
-                    "waiting": 0,
-                    "start_error": None,
-                }
-            ],
+        assert probe(client, 503) == {
+            "name": "embedder",
+            "state": "opening",
+            "workers_ready": 0,
+            "num_workers": 1,
+            "waiting": 0,
+            "start_error": None,
         }
-        assert client.get("/health/livez").status_code == 200
-
         gate.let_on()
         assert client.get("/pass/0").status_code == 200  # it waits for the worker
-        response = client.get("/health/readyz")
-        assert response.status_code == 200
-        assert response.headers["Cache-Control"] == "no-store"
-        assert "Retry-After" not in response.headers
-        assert response.json()["status"] == "ready"
-        assert response.json()["batchers"][0]["workers_ready"] == 1
+        assert probe(client, 200)["workers_ready"] == 1
 
         running = thread.submit(client.get, f"/pass/{gate.port}")
         gate.wait_for_visitor()  # a request is in the model
         assert client.portal is not None
         client.portal.call(batcher.begin_drain)
-        response = client.get("/health/readyz")
-        assert response.status_code == 503
-        assert response.json()["batchers"][0]["state"] == "draining"
-        assert client.get("/health/livez").status_code == 200
+        assert probe(client, 503)["state"] == "draining"
         refused = client.get("/pass/0")
         assert (refused.status_code, refused.json()["code"]) == (503, "closed")
         gate.let_on()
         assert running.result(LIMIT).status_code == 200
-
-
-def test_readyz_tells_why_a_model_did_not_load_in_one_line() -> None:
-    good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
-    app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan(wait_ready=False)))
-    install_exception_handlers(app)
-    app.include_router(health_router(good, bad))
-
-    @app.get("/")
-    async def ask() -> str:
-        return await bad.process_batched("x")
-
-    with TestClient(app) as client:
-        response = client.get("/")
-        assert response.status_code == 503
-        assert "weights" not in response.text
-        response = client.get("/readyz")
-        assert response.status_code == 503
-        ours, theirs = response.json()["batchers"]
-        assert (ours["name"], ours["state"], ours["start_error"]) == ("Echo", "open", None)
-        assert (theirs["name"], theirs["state"]) == ("BreaksOnLoad", "broken")
-        # Not what the model's constructor has raised: a probe may be public.
-        assert theirs["start_error"] == "the model did not load"
-        assert client.get("/livez").status_code == 200
 
 
 def ask_until_status(client: TestClient, path: str, status: int) -> Any:
@@ -741,17 +663,32 @@ def ask_until_status(client: TestClient, path: str, status: int) -> Any:
     return response.json()
 
 
-def test_livez_fails_when_a_start_has_failed_and_its_time_is_over() -> None:
+def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after_a_while() -> None:
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
     app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan(wait_ready=False)))
+    install_exception_handlers(app)
     app.include_router(health_router(good, bad, broken_timeout=0.2))
+    app.include_router(health_router(good, bad, prefix="/default"))
     app.include_router(health_router(good, bad, broken_timeout=None, prefix="/patient"))
+
+    @app.get("/")
+    async def ask() -> str:
+        return await bad.process_batched("x")
+
     with TestClient(app) as client:
-        body = ask_until_status(client, "/livez", 503)
-        assert body["status"] == "broken"
-        assert [batcher["state"] for batcher in body["batchers"]] == ["open", "broken"]
-        assert body["batchers"][1]["start_error"] == "the model did not load"
-        assert client.get("/patient/livez").status_code == 200
+        response = client.get("/")
+        assert response.status_code == 503
+        assert "weights" not in response.text
+        bodies = [ask_until_status(client, "/livez", 503), client.get("/readyz").json()]
+        assert [body["status"] for body in bodies] == ["broken", "not ready"]
+        for ours, theirs in (body["batchers"] for body in bodies):
+            assert (ours["name"], ours["state"], ours["start_error"]) == ("Echo", "open", None)
+            assert (theirs["name"], theirs["state"]) == ("BreaksOnLoad", "broken")
+            # Not what the model's constructor has raised: a probe may be public.
+            assert theirs["start_error"] == "the model did not load"
+        for prefix in ("/default", "/patient"):
+            assert client.get(f"{prefix}/livez").status_code == 200
+            assert client.get(f"{prefix}/readyz").status_code == 503
 
 
 def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batcher(
@@ -779,18 +716,15 @@ def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batche
         assert ask_until_status(client, "/livez", 200) == {"status": "alive"}
 
 
-def test_a_health_router_that_could_never_fail_or_recover_is_refused() -> None:
+def test_a_health_router_is_in_openapi_on_demand_and_refused_if_it_can_never_fail() -> None:
+    app = FastAPI()
+    app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
+    assert set(app.openapi()["paths"]) == {"/livez", "/readyz"}
     with pytest.raises(errors.ConfigurationError, match="health_router"):
         health_router()
     for seconds in (-1, float("nan")):
         with pytest.raises(errors.ConfigurationError, match=f"broken_timeout={seconds}"):
             health_router(DynBatcher(Echo), broken_timeout=seconds)
-
-
-def test_health_routes_are_in_openapi_where_the_app_says_so() -> None:
-    app = FastAPI()
-    app.include_router(health_router(DynBatcher(Echo), include_in_schema=True))
-    assert set(app.openapi()["paths"]) == {"/livez", "/readyz"}
 
 
 # --- uvicorn --------------------------------------------------------------------------------------
@@ -847,49 +781,6 @@ def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
 
 
 @pytest.mark.slow
-def test_a_request_that_runs_at_sigterm_is_answered_and_nothing_remains(
-    serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
-) -> None:
-    """Fault F41."""
-    server = serve("apps.whole:app")
-    url = server.url()
-    assert httpx2.get(f"{url}/readyz").status_code == 200
-    running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
-    gate.wait_for_visitor()
-    workers = psutil.Process(server.process.pid).children(recursive=True)
-    server.process.send_signal(signal.SIGTERM)
-    server.wait_for("Waiting for connections to close|Waiting for background tasks|Shutting down")
-    gate.let_on()
-    response = running.result(LIMIT)
-    assert response.status_code == 200
-    assert response.json() in [worker.pid for worker in workers]
-    assert server.wait_for_exit() == -signal.SIGTERM
-    # Normal use adds nothing to the server's own log.
-    assert [line for line in server.output.splitlines() if not line.startswith("INFO: ")] == []
-    assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
-
-
-@pytest.mark.slow
-def test_each_of_two_uvicorn_workers_has_processes_of_its_own(
-    serve: Callable[..., Server],
-) -> None:
-    """Fault F57."""
-    server = serve("apps.whole:app", "--workers", "2")
-    url = server.url()
-    said = [server.wait_for(r"server (\d+) has worker (\d+) of (\d+)") for _ in range(2)]
-    (one, its_worker, its_parent), (two, other_worker, other_parent) = [m.groups() for m in said]
-    assert (its_parent, other_parent) == (one, two)
-    assert len({one, two, its_worker, other_worker, str(os.getpid())}) == 5
-    server.wait_for("Application startup complete")
-    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
-    everyone = psutil.Process(server.process.pid).children(recursive=True)
-    assert {int(its_worker), int(other_worker)} <= {process.pid for process in everyone}
-    server.process.send_signal(signal.SIGTERM)
-    server.wait_for_exit()
-    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("app", ["app", "wrapped"])
 def test_clients_that_go_away_are_forgotten_queued_or_running(
     serve: Callable[..., Server], gate: Gate, app: str
@@ -932,8 +823,3 @@ def test_without_fastapi_the_import_names_the_extra(missing: str) -> None:
     # Where another module is missing, FastAPI's own words say so.
     assert ("pip install 'fast_batcher[fastapi]'" in last) == (missing == "fastapi")
     assert missing in last
-
-
-def test_importing_the_package_does_not_import_fastapi() -> None:
-    code = "import sys, fast_batcher; sys.exit('fastapi' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)

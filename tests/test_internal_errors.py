@@ -77,22 +77,16 @@ async def test_calls_that_the_pump_had_taken_end_with_an_error(
             assert record.levelno == logging.ERROR
             assert record.exc_info is not None
             assert record.exc_info[0] is IndexError
+        # By every way to call.
+        set_policy(batcher, "arrived")
+        with pytest.raises(BatcherError, match="a fault of ours"):
+            await asyncio.wrap_future(batcher.submit(1))
+        set_policy(batcher, "arrived")
+        with pytest.raises(BatcherError, match="a fault of ours"):
+            await batcher.process_many(range(5))
         assert await batcher.process_many(range(7)) == [*range(7)]
         stats = assert_balance(batcher)
         assert (stats.waiting, stats.running, stats.restarts) == (0, 0, 0)
-
-
-async def test_a_call_from_a_thread_and_many_at_once_end_with_an_error_too() -> None:
-    async with DynBatcher(Echo, 2, timeout=None) as batcher:
-        for _ in range(2):
-            set_policy(batcher, "arrived")
-            with pytest.raises(BatcherError, match="a fault of ours"):
-                await asyncio.wrap_future(batcher.submit(1))
-            set_policy(batcher, "arrived")
-            with pytest.raises(BatcherError, match="a fault of ours"):
-                await batcher.process_many(range(5))
-        assert await batcher.process_batched(1) == 1
-        assert_balance(batcher)
 
 
 async def test_what_cannot_be_learned_from_an_answer_takes_it_from_nobody(
@@ -110,19 +104,19 @@ async def test_what_cannot_be_learned_from_an_answer_takes_it_from_nobody(
 async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
-        (worker,) = session_of(batcher).sender._links
-        send = session_of(batcher).sender._links[worker]
-        del session_of(batcher).sender._links[worker]
+        links = session_of(batcher).sender._links
+        ((worker, link),) = links.items()
+        del links[worker]
         lone = await outcome(call(batcher, "lone"))
         assert type(lone) is BatcherError
-        session_of(batcher).sender._links[worker] = send
+        links[worker] = link
         running = call(batcher, "running")
         visit = await gate.visit()
-        del session_of(batcher).sender._links[worker]
+        del links[worker]
         behind = [call(batcher, number) for number in range(2)]
         for one in behind:
             assert type(await outcome(one)) is BatcherError
-        session_of(batcher).sender._links[worker] = send
+        links[worker] = link
         visit.let_on()
         gate.close()
         assert await outcome(running) == "running"

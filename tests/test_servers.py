@@ -139,24 +139,22 @@ def test_reloading_leaves_the_number_of_workers_unchanged(
     end_quietly(reloaded)
 
 
-def test_four_uvicorn_workers_have_four_times_the_processes(
-    serve: Callable[..., Server],
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        (["uvicorn", "apps.whole:app", "--port", "0", "--workers", "4"], 4),
+        ([*GUNICORN, "--preload", "apps.whole:app"], 2),
+    ],
+    ids=["uvicorn", "gunicorn, preloaded"],
+)
+def test_each_process_of_a_server_has_a_batcher_of_its_own(
+    serve: Callable[..., Server], command: list[str], count: int
 ) -> None:
-    """Fault F57."""
-    server = serve("apps.whole:app", "--workers", "4")
+    """Faults F49 and F57: preloaded, it is constructed before the fork and opened after it."""
+    server = serve("", command=command)
     url = server.wait_for(URL)[1]
-    said = [server.wait_for(SAID).groups() for _ in range(4)]
-    assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == 4
-    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
-    end_quietly(server)
-
-
-def test_gunicorn_with_preload_has_a_batcher_per_process(serve: Callable[..., Server]) -> None:
-    """Fault F49: the batcher is constructed before the fork and opened after it."""
-    server = serve("", command=[*GUNICORN, "--preload", "apps.whole:app"])
-    url = server.wait_for(URL)[1]
-    said = [server.wait_for(SAID).groups() for _ in range(2)]
-    assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == 2
+    said = [server.wait_for(SAID).groups() for _ in range(count)]
+    assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == count
     assert all(parent == one for one, _, parent in said)
     server.wait_for("Application startup complete")
     assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
@@ -269,40 +267,33 @@ def assert_nothing_was_lost(server: Server, load: Load) -> None:
     assert re.findall(complaint, server.output) == []
 
 
+GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
+
+
 @pytest.mark.parametrize(
-    "command",
-    [UVICORN, [*UVICORN, "--workers", "2"], [*GUNICORN, "--preload", APP]],
-    ids=["uvicorn", "uvicorn, two workers", "gunicorn, preloaded"],
+    ("command", "is_group"),
+    [
+        pytest.param(UVICORN, True, id="uvicorn"),
+        pytest.param([*UVICORN, "--workers", "2"], True, id="uvicorn, two workers"),
+        pytest.param([*GUNICORN, "--preload", APP], True, id="gunicorn, preloaded"),
+        pytest.param(GRANIAN, False, id="granian"),
+        pytest.param(GRANIAN, True, id="granian, to the group"),
+        # Its server process is daemonic.
+        pytest.param(["hypercorn", "--bind", "127.0.0.1:0", APP], False, id="hypercorn"),
+    ],
 )
-def test_sigterm_to_the_group_loses_nothing_that_was_accepted(
-    serve: Callable[..., Server], load: Callable[[str], Load], command: list[str]
+def test_sigterm_loses_nothing_that_was_accepted(
+    serve: Callable[..., Server],
+    load: Callable[[str], Load],
+    command: list[str],
+    *,
+    is_group: bool,
 ) -> None:
+    if command is GRANIAN:
+        command = [*GRANIAN, str(find_free_port())]
     server = serve("", command=[*command])
     clients = load(server.wait_for(URL)[1])
-    end(server, clients)
-    assert_nothing_was_lost(server, clients)
-
-
-@pytest.mark.parametrize("is_group", [False, True], ids=["to one", "to the group"])
-def test_granian_loses_nothing_that_was_accepted_at_sigterm(
-    serve: Callable[..., Server], load: Callable[[str], Load], *, is_group: bool
-) -> None:
-    port = str(find_free_port())
-    server = serve(
-        "", command=["granian", "--interface", "asgi", "--workers", "2", "--port", port, APP]
-    )
-    clients = load(server.wait_for(URL)[1])
     end(server, clients, is_group=is_group)
-    assert_nothing_was_lost(server, clients)
-
-
-def test_hypercorn_loses_nothing_that_was_accepted_at_sigterm(
-    serve: Callable[..., Server], load: Callable[[str], Load]
-) -> None:
-    """Its server process is daemonic."""
-    server = serve("", command=["hypercorn", "--bind", "127.0.0.1:0", APP])
-    clients = load(server.wait_for(URL)[1])
-    end(server, clients, is_group=False)
     assert_nothing_was_lost(server, clients)
 
 

@@ -33,13 +33,6 @@ def test_nothing_has_no_quantile_and_one_value_is_every_quantile(q: float) -> No
     assert quantile(samples((7.5, 3)), q) == 7.5
 
 
-@pytest.mark.parametrize(
-    ("q", "expected"), [(0.0, 1.0), (0.5, 2.0), (0.501, 3.0), (0.75, 3.0), (0.76, 4.0), (1.0, 4.0)]
-)
-def test_it_is_the_smallest_value_that_reaches_the_share(q: float, expected: float) -> None:
-    assert quantile(samples((4.0, 1), (1.0, 1), (3.0, 1), (2.0, 1)), q) == expected
-
-
 def test_a_value_counts_as_often_as_it_weighs() -> None:
     """One slow batch of thirty was seen by thirty callers, not by one in three."""
     waits = samples((0.1, 1), (0.2, 1), (9.0, 30))
@@ -53,16 +46,12 @@ def test_it_is_that_of_the_written_out_list(seed: int) -> None:
     chance = random.Random(seed)
     waits = samples(*[(chance.choice([0.5, 1.5, chance.random()]), chance.randint(1, 9))] * 3)
     waits.extend((chance.random(), chance.randint(1, 9)) for _ in range(chance.randint(0, 30)))
+    before = list(waits)
     written_out = sorted(value for value, weight in waits for _ in range(weight))
     for percent in range(1, 101):
         rank = -(-percent * len(written_out) // 100)  # rounded up
         assert quantile(waits, percent / 100) == written_out[rank - 1]
-
-
-def test_samples_are_left_as_they_are() -> None:
-    waits = samples((2.0, 1), (1.0, 1))
-    quantile(waits, 0.5)
-    assert list(waits) == [(2.0, 1), (1.0, 1)]
+    assert list(waits) == before
 
 
 # The snapshot.
@@ -111,15 +100,10 @@ def test_every_count_arrives_under_its_own_name() -> None:
         infer_p50=0.02,
         infer_p95=0.06,
     )
-
-
-def test_it_can_be_written_as_json_without_our_words() -> None:
-    """Reasons are plain text, not members of an enum of ours, and sizes are in order."""
-    stats = snapshot(
-        Counters(batch_sizes=Counter({9: 1, 1: 1}), releases=Counter({Release.FULL: 2}))
-    )
-    assert [type(reason) for reason in stats.releases] == [str]
-    assert list(stats.batch_sizes) == [1, 9]
+    # Plain text and plain dicts, for JSON, with the sizes in order.
+    stats = snapshot(counters)
+    assert {type(reason) for reason in stats.releases} == {str}
+    assert list(stats.batch_sizes) == [2, 8]
     assert (type(stats.batch_sizes), type(stats.releases)) == (dict, dict)
 
 
@@ -142,15 +126,6 @@ def test_the_mean_batch_size(sizes: dict[int, int], mean: float) -> None:
 
 
 # What is kept.
-
-
-def test_counters_share_nothing() -> None:
-    first, second = Counters(), Counters()
-    first.batch_sizes[1] += 1
-    first.releases["full"] += 1
-    first.queue_waits.append((1.0, 1))
-    first.infer_times.append((1.0, 1))
-    assert second == Counters()
 
 
 @pytest.mark.parametrize("name", ["queue_waits", "infer_times"])

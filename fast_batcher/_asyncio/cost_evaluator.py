@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Group, Request
 from fast_batcher.errors import BatcherError, ConfigurationError, RequestTooLargeError
+from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
@@ -28,23 +29,19 @@ class CostEvaluator:
     """Asks the functions `cost` and `group_by` about requests.
 
     Args:
-        cost: From an input to its cost, a number above 0, at most `MOST_COST`; or None.
-        group_by: From an input to a key, hashable and equal to itself; or None.
-        max_request_cost: Most that a request may cost, or None.
+        settings: Have `cost`, from an input to its cost, a number above 0, at most `MOST_COST`;
+            `group_by`, from an input to a key, hashable and equal to itself; and
+            `max_request_cost`.
         name: The batcher's, for the log.
     """
 
-    def __init__(
-        self,
-        cost: Callable[[Any], float] | None,
-        group_by: Callable[[Any], object] | None,
-        max_request_cost: float | None,
-        name: str,
-    ) -> None:
-        self._cost = cost
-        self._group_by = group_by
-        self._max_request_cost = math.inf if max_request_cost is None else max_request_cost
+    def __init__(self, settings: Settings, name: str) -> None:
+        self._cost = settings.cost
+        self._group_by = settings.group_by
+        self._max_request_cost = settings.max_request_cost
         self._name = name
+        # Whether there is anything to ask.
+        self.is_needed = self._cost is not None or self._group_by is not None
         # Kept while a request in the queue or in a batch has it.
         self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
         self._has_warned = False
@@ -53,7 +50,10 @@ class CostEvaluator:
         """Set the request's cost and group; or tell why it cannot be taken."""
         began_at = monotonic()
         try:
-            self._ask(request)
+            if self._cost is not None:
+                request.cost = self._checked_cost(_call("cost", self._cost, request.value))
+            if self._group_by is not None:
+                request.group = self._group_of(_call("group_by", self._group_by, request.value))
         except BatcherError as error:
             return error
         except BaseException as error:  # noqa: BLE001  even a repr of what they answer may raise
@@ -72,12 +72,6 @@ class CostEvaluator:
             )
         return None
 
-    def _ask(self, request: Request) -> None:
-        if self._cost is not None:
-            request.cost = self._checked_cost(_call("cost", self._cost, request.value))
-        if self._group_by is not None:
-            request.group = self._group_of(_call("group_by", self._group_by, request.value))
-
     def _checked_cost(self, cost: object) -> float:
         is_number = isinstance(cost, Real) and not isinstance(cost, bool)
         try:
@@ -91,7 +85,7 @@ class CostEvaluator:
                 f"cost returned {shown}: it must return a number above 0, at most {MOST_COST:g}, "
                 "for every input"
             )
-        if number > self._max_request_cost:
+        if self._max_request_cost is not None and number > self._max_request_cost:
             raise RequestTooLargeError(
                 f"the input costs {number:.6g}, more than max_request_cost="
                 f"{self._max_request_cost:.6g}"

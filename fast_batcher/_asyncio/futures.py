@@ -7,6 +7,7 @@ any moment: that is counted, and harms no other caller.
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from fast_batcher._core.messages import Request
@@ -14,17 +15,12 @@ from fast_batcher.errors import BatcherError
 from fast_batcher.stats import Counters
 
 
+@dataclass(frozen=True, slots=True)
 class Failure:
-    """An outcome that is an error.
+    """An outcome that is an error."""
 
-    Args:
-        to_error: Makes an error for each caller, as tracebacks grow on shared ones.
-    """
-
-    __slots__ = ("to_error",)
-
-    def __init__(self, to_error: Callable[[], BatcherError]) -> None:
-        self.to_error = to_error
+    # Makes an error for each caller, as tracebacks grow on shared ones.
+    to_error: Callable[[], BatcherError]
 
 
 class ThreadCaller:

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from fast_batcher._asyncio.call_arguments import checked_priority, checked_timeout
 from fast_batcher._asyncio.session import Session
 from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Request
-from fast_batcher.settings import Settings
+from fast_batcher.settings import Settings, checked_priority, checked_timeout
 
 # Of one `process_many` call at most this many full batches per worker are queued or running: one
 # that runs, and one that waits full behind it. More would only stand in other callers' way.
@@ -40,7 +39,9 @@ async def process_many(
     priority = checked_priority(priority)
     limit = settings.timeout if timeout is None else checked_timeout(timeout)
     deadline = math.inf if limit is None else monotonic() + limit
-    window = _most_in_flight(settings)
+    # With a target, a batch that waits behind another one of its call might be rejected.
+    batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1
+    most_in_flight = batches * settings.max_batch_size * settings.num_workers
     loop = get_running_loop()
     outputs: list[Any] = []
     in_flight: deque[Request] = deque()
@@ -52,15 +53,13 @@ async def process_many(
             request.priority = priority
             if timeout is None:
                 request.target = math.inf  # the default timeout is no target
-            while (
-                session
-                and in_flight
-                and not (len(in_flight) < window and session.pump.has_room(request))
-            ):
+            while session and in_flight:
+                if len(in_flight) < most_in_flight and session.has_room(request):
+                    break
                 outputs.append(await in_flight[0].caller)
                 in_flight.popleft()
             session = find_session()
-            session.pump.accept(request)
+            session.accept(request)
             in_flight.append(request)
         while in_flight:
             outputs.append(await in_flight[0].caller)
@@ -68,14 +67,7 @@ async def process_many(
     finally:
         for request in in_flight:
             assert session is not None, "it has accepted them"
-            session.pump.abandon(request)
+            session.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
                 request.caller.exception()  # seen, so that asyncio does not report it
     return outputs
-
-
-def _most_in_flight(settings: Settings) -> int:
-    """Most requests of one call that may be in flight."""
-    # With a target, a batch that waits behind another one of its call might be rejected.
-    batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1
-    return batches * settings.max_batch_size * settings.num_workers

@@ -7,7 +7,6 @@ turn, so that there is no task, timer, lock or event per request.
 
 import asyncio
 import math
-from collections.abc import Sequence
 
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._asyncio.futures import fail, is_beyond_reach, set_exception
@@ -40,10 +39,9 @@ class Pump:
         scheduler: Decides.
         sender: Sends batches.
         pool: Reads what the workers say, and replaces workers.
-        cost_evaluator: Asks the user's functions about each input, None if there are none.
+        evaluator: Asks the user's functions about each input.
         status: Why requests are refused while the batcher is broken.
         reports: Makes errors and log lines.
-        max_queue_bytes: Most bytes of inputs waiting, None for no limit.
         loop: The event loop that serves the batcher.
     """
 
@@ -52,25 +50,23 @@ class Pump:
         scheduler: Scheduler,
         sender: BatchSender,
         pool: Pool,
-        cost_evaluator: CostEvaluator | None,
+        evaluator: CostEvaluator,
         status: Status,
         reports: Reports,
-        max_queue_bytes: int | None,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._scheduler = scheduler
         self._sender = sender
         self._pool = pool
-        self._cost_evaluator = cost_evaluator
+        self._evaluator = evaluator
         self._status = status
         self._reports = reports
-        self._is_weighed = max_queue_bytes is not None
         self._loop = loop
         self._arena = sender.arena
         # Types of inputs that may be staged; empty before something large has come.
         self._staged_types = sender.arena.probes
         # Requests of this turn of the loop, and whether `_run` is scheduled to take them.
-        self._arrivals: list[Request] = []
+        self.arrivals: list[Request] = []
         self._is_scheduled = False
         # One timer for the earliest moment at which the scheduler wants to be polled.
         self._timer: asyncio.TimerHandle | None = None
@@ -88,23 +84,20 @@ class Pump:
             self._scheduler.rank_requests()
         if type(request.value) in self._staged_types and self._has_place():
             request.staged = self._arena.stage(request.value)
-        self._arrivals.append(request)
+        self.arrivals.append(request)
         if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop.call_soon(self._run)
+            self.run_soon()
 
     def has_room(self, request: Request) -> bool:
         """Whether the queue has room for a request behind the requests that have just arrived."""
-        if not self._has_place():
-            return False
-        if not self._is_weighed:
-            return True
+        if not self._scheduler.queue.counts_bytes:
+            return self._has_place()
         # In the queue their bytes are part of its sum; here they would be added for each request.
         self.take_arrivals(monotonic())
         return self._scheduler.has_room(1, request)
 
     def _has_place(self) -> bool:
-        return self._scheduler.has_room(len(self._arrivals) + 1)
+        return self._scheduler.has_room(len(self.arrivals) + 1)
 
     def abandon(self, request: Request) -> None:
         """Forget a request whose caller has gone.
@@ -135,19 +128,18 @@ class Pump:
         request.is_settled = True
         set_exception(request, error)
 
-    def take_arrivals(self, now: float, more: Sequence[Request] = ()) -> None:
+    def take_arrivals(self, now: float) -> None:
         """Give the scheduler the requests that have arrived, and fail the requests that it rejects.
 
         Args:
             now: The moment.
-            more: Requests that are taken along.
         """
-        arrivals, self._arrivals = [*self._arrivals, *more], []
+        arrivals, self.arrivals = self.arrivals, []
         if not arrivals:
             return
         try:
-            if self._cost_evaluator is not None:
-                arrivals = self._evaluate_costs(self._cost_evaluator, arrivals)
+            if self._evaluator.is_needed:
+                arrivals = self._evaluate_costs(arrivals)
             rejected = self._scheduler.submit(now, arrivals)
         except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
             self.reject(arrivals, error)
@@ -156,11 +148,11 @@ class Pump:
             request.is_settled = True
             set_exception(request, self._status.broken_error() or refusal.to_error())
 
-    def _evaluate_costs(self, evaluator: CostEvaluator, arrivals: list[Request]) -> list[Request]:
+    def _evaluate_costs(self, arrivals: list[Request]) -> list[Request]:
         """Reject the requests for which the user's functions raise; returns the others."""
         accepted = []
         for request in arrivals:
-            error = evaluator.find_fault(request)
+            error = self._evaluator.find_fault(request)
             if error is None:
                 accepted.append(request)
             else:
@@ -214,13 +206,19 @@ class Pump:
                 self._reports.log_internal_error(error)
                 if isinstance(action, Expire):
                     set_exception(action.request, self._reports.internal_error(error))
+                elif isinstance(action, Dispatch):
+                    batch = action.batch
+                    internal_error = self._reports.internal_error
+                    self.withdraw(batch, [(one, internal_error(error)) for one in batch.requests])
         if wake_at is not None:
             self._wake_at(wake_at)
         self.notice_drained()
 
     def _do(self, action: Dispatch | Expire | Stall | Replace | Fault) -> None:
         if isinstance(action, Dispatch):
-            self._send(action.batch)
+            unsendable = self._sender.send(action.batch)
+            if unsendable:
+                self.withdraw(action.batch, unsendable)
         elif isinstance(action, Expire):
             set_exception(action.request, self._reports.expiry_error(action))
         elif isinstance(action, Stall):
@@ -234,26 +232,10 @@ class Pump:
                 error = self._reports.internal_error(action.error)
                 fail(self._scheduler.counters, request, error)
 
-    def _send(self, batch: Batch) -> None:
-        try:
-            unsendable = self._sender.send(batch)
-        except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
-            self._reports.log_internal_error(error)
-            unsendable = [
-                (request, self._reports.internal_error(error)) for request in batch.requests
-            ]
-        if unsendable:
-            self._withdraw(batch, unsendable)
-
-    def unsendable_found(
-        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
-    ) -> None:
-        """Inputs of a batch that was being sent cannot be sent: fail their requests."""
-        if self._scheduler.workers.find(batch.worker, batch.id) is batch:
-            self._withdraw(batch, unsendable)
-
-    def _withdraw(self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]) -> None:
+    def withdraw(self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]) -> None:
         """Fail the requests of a batch that cannot be sent; the worker has the others."""
+        if self._scheduler.workers.find(batch.worker, batch.id) is not batch:
+            return  # it has been lost, and its requests with it, while the batch was being sent
         for request, error in unsendable:
             if not request.is_settled:
                 fail(self._scheduler.counters, request, error)
@@ -283,7 +265,7 @@ class Pump:
         for request in self._scheduler.open_requests():
             if is_beyond_reach(request):
                 self._cancel(request)
-        self._arrivals = [one for one in self._arrivals if not is_beyond_reach(one)]
+        self.arrivals = [one for one in self.arrivals if not is_beyond_reach(one)]
         self._loop = loop
         self._timer, self._timer_at = None, math.inf
         self._drained = None

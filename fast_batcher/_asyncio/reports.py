@@ -21,20 +21,18 @@ class Reports:
 
     def __init__(self, name: str, settings: Settings) -> None:
         self._name = name
-        self._timeout = settings.timeout
-        self._infer_timeout = settings.infer_timeout
-        self._num_workers = settings.num_workers
+        self._settings = settings
 
     def index(self, worker: int) -> int:
         """Which of the workers this is, from 0; a replacement has its predecessor's index."""
-        return worker % self._num_workers
+        return worker % self._settings.num_workers
 
     def expiry_error(self, action: Expire) -> BatcherError:
         """Why a request has expired, as an error for its caller."""
         if action.refusal is not None:
             return action.refusal.to_error()
         named = action.request.timeout
-        limit = f"its timeout of {self._timeout if named is None else named} seconds"
+        limit = f"its timeout of {self._settings.timeout if named is None else named} seconds"
         if action.reason is ExpiryReason.NOT_READY:
             return NotReadyError(f"no worker was ready for the call within {limit}")
         if action.reason is ExpiryReason.WAITING:
@@ -42,39 +40,36 @@ class Reports:
         if action.reason is ExpiryReason.RUNNING:
             return DeadlineExceededError(f"the model had not answered within {limit}")
         return DeadlineExceededError(
-            f"the batch ran longer than infer_timeout={self._infer_timeout} seconds"
+            f"the batch ran longer than infer_timeout={self._settings.infer_timeout} seconds"
         )
 
     def log_stall(self, worker: int) -> None:
         """A worker computes for longer than any caller waits."""
+        limit = self._settings.infer_timeout
         logger.warning(
             "%s: worker %d is not ready: it has computed one batch for timeout=%s seconds, and no "
             "caller waits for it any more; it gets no other batch before it answers, and is "
             "replaced %s",
             self._name,
             self.index(worker),
-            self._timeout,
+            self._settings.timeout,
             "by infer_timeout alone, which is not set"
-            if self._infer_timeout is None
-            else f"after infer_timeout={self._infer_timeout} seconds",
+            if limit is None
+            else f"after infer_timeout={limit} seconds",
         )
 
     def log_infer_timeout(self, worker: int) -> None:
-        """A worker is being replaced."""
-        logger.warning(
-            "%s: worker %d is replaced: its batch took longer than infer_timeout=%s seconds",
-            self._name,
-            self.index(worker),
-            self._infer_timeout,
-        )
+        """A worker is being replaced because its batch takes too long."""
+        limit = self._settings.infer_timeout
+        reason = f"its batch took longer than infer_timeout={limit} seconds"
+        self._log_replacement(logging.WARNING, worker, reason)
 
     def log_fatal_error(self, worker: int) -> None:
         """A worker is being replaced because its device is lost."""
-        logger.error(
-            "%s: worker %d is replaced: its device cannot be used any more",
-            self._name,
-            self.index(worker),
-        )
+        self._log_replacement(logging.ERROR, worker, "its device cannot be used any more")
+
+    def _log_replacement(self, level: int, worker: int, reason: str) -> None:
+        logger.log(level, "%s: worker %d is replaced: %s", self._name, self.index(worker), reason)
 
     def log_internal_error(self, error: Exception) -> None:
         """A bug of the library has raised."""

@@ -29,14 +29,13 @@ from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.messages import Request
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._transport.codec import measure_size
-from fast_batcher._transport.frames import Frame
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -46,7 +45,6 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
-from fast_batcher.stats import Counters
 
 logger = logging.getLogger("fast_batcher")
 
@@ -57,22 +55,13 @@ class Session:
     Args:
         model_spec: What the workers load.
         settings: The batcher's settings.
-        counters: The batcher's counts, which go on from session to session.
-        status: The batcher's state, which this moves.
-        name: The batcher's name.
+        status: The batcher's state, which this moves, and its name and counts.
     """
 
-    def __init__(
-        self,
-        model_spec: ModelSpec,
-        settings: Settings,
-        counters: Counters,
-        status: Status,
-        name: str,
-    ) -> None:
+    def __init__(self, model_spec: ModelSpec, settings: Settings, status: Status) -> None:
         self.settings = settings
         self._status = status
-        self._name = name
+        name = self._name = status.name
         # The process, the event loop and the loop's thread that the session belongs to.
         self._pid = os.getpid()
         self.loop = asyncio.get_running_loop()
@@ -89,18 +78,13 @@ class Session:
         # The `wait_ready` calls under way.
         self._ready_waiters: list[asyncio.Future[None]] = []
 
-        reports = Reports(name, settings)
-        self._reports = reports
-        packer = evaluator = None
+        reports = self._reports = Reports(name, settings)
+        packer = None
         if settings.cost is not None:
             packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
-        if settings.cost is not None or settings.group_by is not None:
-            evaluator = CostEvaluator(
-                settings.cost, settings.group_by, settings.max_request_cost, name
-            )
         self.scheduler = Scheduler(
             make_policy(settings.policy, settings.max_delay),
-            counters,
+            status.counters,
             _limits_of(settings),
             measure_size=measure_size,
             packer=packer,
@@ -108,20 +92,29 @@ class Session:
         )
         self.memory = MemoryService(self.loop, settings.max_shared_bytes, name)
         self.pool = Pool(model_spec, settings, self, self.memory, name)
-        self.sender = BatchSender(settings, self.memory, self._unsendable_found, name)
-        self.pump = Pump(
-            self.scheduler,
-            self.sender,
-            self.pool,
-            evaluator,
-            status,
-            reports,
-            settings.max_queue_bytes,
-            self.loop,
+        # Inputs that cannot be sent may be found later, when there is a pump.
+        self.sender = BatchSender(settings, self.memory, lambda *it: self.pump.withdraw(*it), name)
+        evaluator = CostEvaluator(settings, name)
+        self.pump: Pump = Pump(
+            self.scheduler, self.sender, self.pool, evaluator, status, reports, self.loop
         )
         self._answers = Answers(
             self.scheduler, self.pump, self.sender, self.pool, self.memory, reports
         )
+        # Each takes a request, on the loop's thread.
+        self.accept = self.pump.accept
+        self.abandon = self.pump.abandon
+        self.has_room = self.pump.has_room
+        # What the pool tells, besides the methods below: a worker has answered, or has been
+        # replaced by another that is ready and answers only what it has.
+        self.frame_arrived = self._answers.take
+        self.worker_retired = self.scheduler.workers.retire
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Workers that are ready, requests in the queue, and requests that run."""
+        workers = self.scheduler.workers
+        return workers.ready_count, self.scheduler.waiting, workers.running
 
     # Opening.
 
@@ -144,7 +137,16 @@ class Session:
         self._ready_waiters.clear()
 
     def reconfigure(self, settings: Settings) -> None:
-        """Change settings; all of them are valid."""
+        """Change settings; all of them are valid.
+
+        Raises:
+            RuntimeError: It was called from another thread than that of the event loop.
+        """
+        if self.runs_elsewhere:
+            raise RuntimeError(
+                f"{self._name}: reconfigure() belongs to the thread of the event loop; from "
+                "another one use loop.call_soon_threadsafe"
+            )
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
         self.settings = settings
@@ -161,10 +163,11 @@ class Session:
         return self.sender.arena.allocate(dtype, shape)
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Go on with another event loop; the one before is closed.
+        """Go on with another event loop, if the one before is closed.
 
         Callers that waited on the closed loop cannot be told anything any more.
         """
+        self.require_closed_loop("this call")
         logger.info("%s: goes on with another event loop", self._name)
         self.loop = self.serving_loop = loop
         self.thread = get_ident()
@@ -172,6 +175,11 @@ class Session:
         self.pump.rebind(loop)
         self.pool.rebind(loop)
         self._take_submitted()
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether the event loop runs in another thread than this call."""
+        return self.loop.is_running() and self.thread != get_ident()
 
     @property
     def is_foreign(self) -> bool:
@@ -220,7 +228,7 @@ class Session:
             try:
                 if self.serving_loop is None:
                     self._status.refuse("it takes no calls")
-                self.pump.accept(request)
+                self.accept(request)
             except BatcherError as error:
                 request.is_settled = True
                 set_exception(request, error)
@@ -232,7 +240,7 @@ class Session:
     def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
         """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
         self.sender.add_worker(worker)
-        self._answers.reader.add_worker(worker)
+        self._answers.add_worker(worker)
         self.scheduler.worker_ready(monotonic(), worker.id, times)
         index = self._reports.index(worker.id)
         if index in self._seen_ready:
@@ -247,14 +255,10 @@ class Session:
             self.serving_loop = self.loop
         self.pump.advance(monotonic())
 
-    def worker_retired(self, worker: int) -> None:
-        """A worker has been replaced by another that is ready; it answers what it has."""
-        self.scheduler.workers.retire(worker)
-
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """A worker that was ready is dead."""
         self.sender.remove_worker(worker, exit.inherited)
-        self._answers.reader.remove_worker(worker)
+        self._answers.remove_worker(worker)
         lost = self.scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
@@ -285,8 +289,7 @@ class Session:
 
     def workers_given_up(self, reason: str, seconds: float) -> None:
         """Every worker has spent its restarts: calls fail at once until the next try succeeds."""
-        if self._status.state in (State.OPENING, State.OPEN):
-            self.serving_loop = None
+        self.serving_loop = None
         self._status.give_up(reason, seconds)
         self.pump.take_arrivals(monotonic())
         for request in self.scheduler.give_up():
@@ -295,10 +298,6 @@ class Session:
             fail(self.scheduler.counters, request, error)
         self._wake_ready_waiters()
         self.pump.notice_drained()
-
-    def frame_arrived(self, worker: int, frame: Frame) -> None:
-        """A worker has answered; raises if the answer makes no sense, and the pool replaces it."""
-        self._answers.take(worker, frame)
 
     def idle_workers(self) -> list[int]:
         """The ready workers that have nothing to do."""
@@ -317,9 +316,9 @@ class Session:
 
     def fail_open_requests(self) -> None:
         """Fail every request that has not been answered."""
-        submitted = [*self._submitted]
-        self._submitted.clear()
-        self.pump.take_arrivals(monotonic(), submitted)
+        while self._submitted:
+            self.pump.arrivals.append(self._submitted.popleft())
+        self.pump.take_arrivals(monotonic())
         counters = self.scheduler.counters
         for request in self.scheduler.close():
             if is_beyond_reach(request):
@@ -329,6 +328,18 @@ class Session:
                     f"{self._name} was closed before it had answered"
                 )
                 fail(counters, request, error)
+
+    async def aclose(self) -> None:
+        """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
+        await self.pump.wait_until_drained(self.settings.drain_timeout)
+        # While this waited, another caller may have stopped the batcher.
+        if not self.has_ended:
+            self.fail_open_requests()
+            await self.end_workers()
+
+    async def end_workers(self) -> None:
+        """Let the workers end by themselves within `stop_timeout`, then make them."""
+        await self.pool.aclose()
 
     def end(self, grace: float) -> None:
         """End everything, blocking until the workers are dead.
@@ -344,11 +355,6 @@ class Session:
         if not self.loop.is_closed():
             self._wake_ready_waiters()
             self.pump.notice_drained()
-
-    def _unsendable_found(
-        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
-    ) -> None:
-        self.pump.unsendable_found(batch, unsendable)
 
 
 def _limits_of(settings: Settings) -> Limits:

@@ -6,7 +6,7 @@ state, and it logs every move.
 
 import copy
 import logging
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.lifecycle import MOVES, Event, State
@@ -21,31 +21,25 @@ from fast_batcher.stats import Counters
 logger = logging.getLogger("fast_batcher")
 
 
-class _GivenUp(NamedTuple):
-    """Why no worker is started for now."""
-
-    reason: str
-    # The moment of the next try.
-    next_try: float
-
-
 class Status:
     """The state of one batcher.
 
     Args:
         name: The batcher's name, for errors and logs.
-        counters: Counts the calls that `refuse` rejects.
+        counters: The batcher's counts, which go on from session to session.
     """
 
     def __init__(self, name: str, counters: Counters) -> None:
-        self._name = name
-        self._counters = counters
+        self.name = name
+        self.counters = counters
         self.state = State.NEW
         # SIGTERM has come: calls are answered, and probes see that no new clients are wanted.
         self.is_leaving = False
         # Why the model could not be loaded, None if it could, or while it loads.
         self._start_error: WorkerStartupError | None = None
-        self._given_up: _GivenUp | None = None
+        # Why no worker is started for now, None if that is not so; and the moment of the next try.
+        self._given_up: str | None = None
+        self._next_try = 0.0
         # The moment since which the batcher is broken, None while it is not.
         self._broken_since: float | None = None
 
@@ -59,7 +53,7 @@ class Status:
         """Move to the state that follows this event, which must be legal in the present one."""
         before, self.state = self.state, MOVES[self.state, event]
         self._broken_since = monotonic() if self.state is State.BROKEN else None
-        logger.info("%s: %s -> %s (%s)", self._name, before.value, self.state.value, event.value)
+        logger.info("%s: %s -> %s (%s)", self.name, before.value, self.state.value, event.value)
 
     def fail_start(self, error: WorkerStartupError) -> None:
         """Break: a worker could not load its model."""
@@ -68,7 +62,7 @@ class Status:
 
     def give_up(self, reason: str, seconds: float) -> None:
         """Break: every worker has spent its restarts, and the next try is `seconds` away."""
-        self._given_up = _GivenUp(reason, monotonic() + seconds)
+        self._given_up, self._next_try = reason, monotonic() + seconds
         if self.state in (State.OPENING, State.OPEN):
             self.move(Event.GIVEN_UP)
 
@@ -88,11 +82,6 @@ class Status:
         return self._given_up is not None
 
     @property
-    def has_failed_to_start(self) -> bool:
-        """Whether a worker could not load its model at the opening."""
-        return self._start_error is not None
-
-    @property
     def broken_seconds(self) -> float | None:
         """Seconds for which the batcher has been broken without a break, None if it is not."""
         return None if self._broken_since is None else monotonic() - self._broken_since
@@ -108,9 +97,9 @@ class Status:
             return error
         if self._given_up is None:
             return None
-        seconds = max(0.0, self._given_up.next_try - monotonic())
+        seconds = max(0.0, self._next_try - monotonic())
         return NotReadyError(
-            f"{self._name}: {self._given_up.reason}; the next try is in {seconds:.3g} seconds",
+            f"{self.name}: {self._given_up}; the next try is in {seconds:.3g} seconds",
             retry_after=seconds,
         )
 
@@ -124,12 +113,12 @@ class Status:
         if broken_error is not None:
             raise broken_error
         if self.state in (State.DRAINING, State.CLOSED):
-            self._counters.rejected += 1
+            self.counters.rejected += 1
             raise BatcherClosedError(
-                f"{self._name} is {self.state.value} and takes no requests; `await open()` or "
+                f"{self.name} is {self.state.value} and takes no requests; `await open()` or "
                 "`async with` opens a closed batcher again"
             )
         raise NotReadyError(
-            f"{self._name}: {what}. Give its lifespan to the app: FastAPI(lifespan="
+            f"{self.name}: {what}. Give its lifespan to the app: FastAPI(lifespan="
             "batcher.lifespan), and in tests use `with TestClient(app)`, which runs it"
         )

@@ -202,10 +202,8 @@ def _check_announced_length(request: Request, max_bytes: int) -> int | None:
         BodyError: It is above `max_bytes`.
     """
     digits = request.headers.get("content-length", "")
-    if not (
-        digits.isascii() and digits.isdigit()
-    ):  # the bytes that arrive are counted all the same
-        return None
+    if not (digits.isascii() and digits.isdigit()):
+        return None  # the bytes that arrive are counted all the same
     announced = int(digits) if len(digits) <= MOST_LENGTH_DIGITS else sys.maxsize
     if announced > max_bytes:
         raise _too_large(max_bytes)

@@ -3,7 +3,6 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Header
@@ -75,29 +74,23 @@ def request_timeout(
 
 
 async def _cancel_on_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
-    if isinstance(connection, Request):
-        async with _cancelling_on_disconnect(connection):
-            yield
-    else:  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
-        yield
-
-
-@asynccontextmanager
-async def _cancelling_on_disconnect(request: Request) -> AsyncIterator[None]:
+    if not isinstance(connection, Request):
+        yield  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
+        return
     endpoint = asyncio.current_task()
     assert endpoint is not None, "FastAPI runs it in the task of the request"
-    has_gone = False
-    refusal: HTTPException | None = None
+    # Why the endpoint was cancelled here.
+    reason: HTTPException | None = None
 
     async def watch() -> None:
-        nonlocal has_gone, refusal
+        nonlocal reason
         try:
             # `request.is_disconnected()` would never say so behind a BaseHTTPMiddleware.
-            while (await request.receive())["type"] != "http.disconnect":
+            while (await connection.receive())["type"] != "http.disconnect":
                 pass  # the rest of a body that the endpoint has not read
+            reason = client_has_gone()
         except HTTPException as error:  # from a limit on the body, of FastAPI or of a middleware
-            refusal = error
-        has_gone = True
+            reason = error
         endpoint.cancel()
 
     watcher = asyncio.create_task(watch())
@@ -106,17 +99,15 @@ async def _cancelling_on_disconnect(request: Request) -> AsyncIterator[None]:
             yield
         finally:
             watcher.cancel()
-            if has_gone:
+            if reason is not None:
                 # If the endpoint has not raised the cancellation yet, it is raised here, and not
                 # in the middle of the response.
                 await asyncio.sleep(0)
     except asyncio.CancelledError:
-        if not has_gone:
+        if reason is None:
             raise
         endpoint.uncancel()
-        if refusal is not None:
-            raise refusal from None
-        raise client_has_gone() from None
+        raise reason from None
 
 
 cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")

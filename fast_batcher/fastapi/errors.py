@@ -119,7 +119,7 @@ def install_exception_handlers(
         )
 
     async def answer(connection: HTTPConnection, error: Exception) -> Any:
-        assert isinstance(error, errors.BatcherError)  # it is installed for this class alone
+        assert isinstance(error, errors.BatcherError | BodyError)  # it is installed for these
         own = _find_own_handler(app, error)
         if own is not None:
             if inspect.iscoroutinefunction(own):
@@ -131,7 +131,7 @@ def install_exception_handlers(
         return response
 
     app.add_exception_handler(errors.BatcherError, answer)
-    app.add_exception_handler(BodyError, _answer_body_error)
+    app.add_exception_handler(BodyError, answer)
     if app.exception_handlers.get(RequestValidationError) is request_validation_exception_handler:
         app.add_exception_handler(RequestValidationError, _answer_invalid)
 
@@ -151,14 +151,6 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: _describe(status) for status in statuses or (503, 504)}
 
 
-async def _answer_body_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, BodyError)  # it is installed for this class alone
-    error_id = secrets.token_hex(ERROR_ID_BYTES)
-    logger.debug("%s, error id %s: %s", error.code, error_id, error.detail)
-    body = {"detail": error.detail, "code": error.code, "error_id": error_id}
-    return JSONResponse(body, error.status_code, error.headers)
-
-
 async def _answer_invalid(request: Request, error: Exception) -> Response:
     """Give FastAPI's own answer to invalid input, without the input where JSON cannot hold it."""
     assert isinstance(error, RequestValidationError)  # it is installed for this class alone
@@ -170,7 +162,7 @@ async def _answer_invalid(request: Request, error: Exception) -> Response:
         return Response(body, 422, media_type="application/json")
 
 
-def _find_own_handler(app: FastAPI, error: errors.BatcherError) -> Any:
+def _find_own_handler(app: FastAPI, error: errors.BatcherError | BodyError) -> Any:
     """Return the app's handler for the class that the model raised, None if it has none.
 
     FastAPI's default handler of HTTPException does not count: it leaves out code and id.
@@ -184,8 +176,10 @@ def _find_own_handler(app: FastAPI, error: errors.BatcherError) -> Any:
     return None
 
 
-def find_answer(error: errors.BatcherError, queue_full_status: int) -> HttpAnswer:
-    """Return the answer to an error from the table, by the most derived class with a row."""
+def find_answer(error: errors.BatcherError | BodyError, queue_full_status: int) -> HttpAnswer:
+    """Return the answer to an error, if it is ours by the most derived class with a row."""
+    if isinstance(error, BodyError):
+        return HttpAnswer(error.status_code, error.code, error.detail)
     kind = next(kind for kind in type(error).__mro__ if kind in ANSWERS)
     answer = ANSWERS[kind]
     if kind is errors.QueueFullError:
@@ -196,7 +190,7 @@ def find_answer(error: errors.BatcherError, queue_full_status: int) -> HttpAnswe
 
 
 def _make_response(
-    error: errors.BatcherError, queue_full_status: int, *, debug: bool
+    error: errors.BatcherError | BodyError, queue_full_status: int, *, debug: bool
 ) -> tuple[Response, str]:
     """Log an error; return its answer and, for a WebSocket, its code and id in one line."""
     status, code, detail = find_answer(error, queue_full_status)

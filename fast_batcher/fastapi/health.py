@@ -68,7 +68,7 @@ def health_router(
 
 
 def _may_recover(batcher: DynBatcher[Any, Any], broken_timeout: float | None) -> bool:
-    seconds = batcher._broken_seconds  # noqa: SLF001  the probe is its only user
+    seconds = batcher._status.broken_seconds  # noqa: SLF001  the probe is its only user
     return seconds is None or broken_timeout is None or seconds < broken_timeout
 
 
