@@ -620,7 +620,7 @@ def test_a_function_that_is_being_shut_down_may_call_the_one_that_does_it() -> N
         calls = [InThread(last, 1)]
         held.next_batch()
         calls.append(InThread(ending, 5))
-        spin_until(lambda: bool(nesting._waits))  # for the end of the other
+        spin_until(lambda: bool(nesting._waits.pairs))  # for the end of the other
         held.let_on()
         assert [call.result() for call in calls] == [4, 10]
 

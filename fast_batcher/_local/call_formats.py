@@ -5,46 +5,29 @@ per feature: an item is a row of all features, the rows of a batch are padded to
 stacked, and what the function returns is split into rows. Runs where calls and batches run.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol, cast
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
 
+from fast_batcher._arrays import leaves
 from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._local.function import Function, Target, list_outputs
+from fast_batcher._local.function import Function, Target
 from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher.errors import OutputMismatchError
 
 # The outputs of one call may come from several batches: they are stacked as they are.
 _STACKED = Collation.stack()
 
 
-class CallFormat(Protocol):
-    """Converts between a call and its items."""
-
-    # Whether converting large arguments takes long, so that it must not block an event loop.
-    copies: bool
-
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The items of a call, and whether the caller wants the one output instead of a result."""
-
-    def result_of(self, outputs: list[Any]) -> Any:
-        """The result of a call, from the outputs of its items in their order."""
-
-    def make_function(self, target: Target, call: Any) -> Function:
-        """A function of a list of items.
-
-        Args:
-            target: What the user decorated.
-            call: The target's function, bound if it is a method.
-        """
-
-
 class ListFormat:
     """A list is several items; any other argument is one item."""
 
+    # Whether converting large arguments takes long, so that it must not block an event loop.
     copies = False
 
     def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The items in the one argument."""
+        """The items of a call, and whether the caller wants the one output instead of a list."""
         if len(args) != 1 or kwargs:
             raise TypeError(
                 "a batched function is called with one argument, an item or a list of items"
@@ -53,16 +36,21 @@ class ListFormat:
         return (item, False) if isinstance(item, list) else ([item], True)
 
     def result_of(self, outputs: list[Any]) -> list[Any]:
-        """The list of outputs."""
+        """The result of a call, from the outputs of its items in their order."""
         return outputs
 
     def make_function(self, target: Target, call: Any) -> Function:
-        """The function itself; one array or tensor as its result is split into copies of rows."""
+        """A function of a list of items.
+
+        Args:
+            target: What the user decorated.
+            call: The target's function, bound if it is a method.
+        """
         return Function(call, target.name, target.is_async, list_outputs)
 
 
 class FeatureFormat:
-    """Features become rows, and rows features.
+    """Features become rows, and rows features; see `ListFormat` for the methods.
 
     Args:
         settings: The options of the function.
@@ -109,3 +97,40 @@ class FeatureFormat:
             return split(outputs, count, self._collation, copy=True)
 
         return Function(call_with_rows, target.name, target.is_async, split_outputs)
+
+
+def list_outputs(outputs: Any, count: int) -> list[Any]:
+    """The outputs of `count` items as a list: a sequence as it is, an array by its first axis.
+
+    The rows of an array or tensor are copied. A view would keep the whole batch in memory, and it
+    would change when the function fills the array again, or when another caller writes into a row
+    that shares its memory.
+
+    Raises:
+        OutputMismatchError: It is no sequence, or has another length. Its outputs could reach the
+            wrong callers.
+    """
+    if type(outputs) is list and len(outputs) == count:
+        return outputs
+    is_array = hasattr(outputs, "shape") and hasattr(outputs, "__getitem__")
+    is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
+    if is_text or not (isinstance(outputs, Sequence) or is_array):
+        raise OutputMismatchError(
+            f"the function returned {type(outputs).__name__} for {count} inputs; return a list "
+            "with one output per input"
+        )
+    if getattr(outputs, "shape", None) == ():
+        raise OutputMismatchError(
+            f"the function returned a {type(outputs).__name__} without axes for {count} inputs; "
+            "its first axis is the batch"
+        )
+    if len(outputs) != count:
+        raise OutputMismatchError(
+            f"the function returned {len(outputs)} outputs for {count} inputs; return one per input"
+        )
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(outputs, numpy.ndarray):
+        return leaves.copy_rows(outputs)
+    if torch is not None and isinstance(outputs, torch.Tensor):
+        return [row.clone() for row in outputs]
+    return list(outputs)

@@ -97,6 +97,12 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return None
 
 
+def is_cancelled() -> bool:
+    """Whether the current task is being cancelled, or else a CancelledError is an error."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _set_outcomes(pairs: list[tuple[CallerFuture, Any]]) -> None:
     for future, outcome in pairs:
         try:

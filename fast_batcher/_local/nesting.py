@@ -7,12 +7,13 @@ computed inline, where it was made. Runs on every thread that calls.
 
 import asyncio
 import inspect
-import os
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Hashable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from fast_batcher._fork import at_fork
 from fast_batcher._local.function import FailedOutput, Function, as_error
 
 
@@ -37,10 +38,30 @@ class RunningBatch:
 # starts does not inherit it, because nothing shows whether the function waits for that thread.
 running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", default=None)
 
-# Protects `_waits`.
-_lock = threading.Lock()
-# The engines that each engine waits for, once per wait.
-_waits: dict[Hashable, list[Hashable]] = {}
+
+class _Waits:
+    """Which engines wait for which, as pairs, and how many batches of the first one do."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin without waits: a forked child has one thread, and another may hold the lock."""
+        self.lock = threading.Lock()
+        self.pairs: Counter[tuple[Hashable, Hashable]] = Counter()
+
+    def has_path(self, start: Hashable, engine: Hashable) -> bool:
+        """Whether `start` is the engine, or waits for it, directly or through others."""
+        reached: set[Hashable] = set()
+        following = {start}
+        while following:
+            reached |= following
+            following = {target for one, target in self.pairs if one in following} - reached
+        return engine in reached
+
+
+_waits = _Waits()
+at_fork(_waits, in_child=_Waits.forget)
 
 
 class EngineWait:
@@ -56,33 +77,31 @@ class EngineWait:
         target: The engine to wait for.
     """
 
-    __slots__ = ("_target", "_waiter")
+    __slots__ = ("_pair", "_target")
 
     def __init__(self, target: Hashable) -> None:
         self._target = target
-        # The engine that waits, None if nothing was noted.
-        self._waiter: Hashable | None = None
+        # The engine that waits and the target, None if nothing was noted.
+        self._pair: tuple[Hashable, Hashable] | None = None
 
     def __enter__(self) -> bool:
         batch = running_batch.get()
         if batch is None or batch.has_ended:
             return True
-        with _lock:
-            if _waits_for(self._target, batch.engine):
+        with _waits.lock:
+            if _waits.has_path(self._target, batch.engine):
                 return False
-            self._waiter = batch.engine
-            _waits.setdefault(batch.engine, []).append(self._target)
+            self._pair = (batch.engine, self._target)
+            _waits.pairs[self._pair] += 1
         return True
 
     def __exit__(self, *_: object) -> None:
-        if self._waiter is None:
+        if self._pair is None:
             return
-        with _lock:
-            targets = _waits.get(self._waiter, [])  # empty in a forked child
-            if self._target in targets:
-                targets.remove(self._target)
-            if not targets:
-                _waits.pop(self._waiter, None)
+        with _waits.lock:
+            _waits.pairs[self._pair] -= 1
+            if _waits.pairs[self._pair] <= 0:  # below 0 in a forked child
+                del _waits.pairs[self._pair]
 
 
 async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
@@ -122,27 +141,3 @@ def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> 
     raise RuntimeError(
         "a function that called itself returned something to be awaited; write it with `async def`"
     )
-
-
-def _waits_for(start: Hashable, engine: Hashable) -> bool:
-    """Whether `start` is the engine, or waits for it, directly or through others."""
-    seen: set[Hashable] = set()
-    todo = [start]
-    while todo:
-        one = todo.pop()
-        if one is engine:
-            return True
-        if one not in seen:
-            seen.add(one)
-            todo.extend(_waits.get(one, ()))
-    return False
-
-
-def _reset_after_fork() -> None:
-    """Forget all waits: a forked child has one thread, and another one may have held the lock."""
-    global _lock
-    _lock = threading.Lock()
-    _waits.clear()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)

@@ -7,13 +7,13 @@ import numpy
 import pytest
 from waits import shown
 
+from fast_batcher._local.call_formats import list_outputs
 from fast_batcher._local.function import (
     FailedOutput,
     Function,
     as_error,
     bind_weakly,
     is_async,
-    list_outputs,
     without_own_frame,
 )
 from fast_batcher.errors import InferenceError, OutputMismatchError

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._local.function import Function, list_outputs
+from fast_batcher._local.call_formats import list_outputs
+from fast_batcher._local.function import Function
 from fast_batcher._local.nesting import (
     EngineWait,
     RunningBatch,
