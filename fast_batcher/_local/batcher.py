@@ -135,7 +135,8 @@ class LocalBatcher:
         with EngineWait(engine) as can_end:
             if can_end:
                 return self._wait(engine, items)
-        return run_inline(self._compute_inline(items), is_async=self._function.is_async)
+        computing = compute_inline(self._function, items, self._settings.batch_size)
+        return run_inline(computing, is_async=self._function.is_async)
 
     def _wait(self, engine: Engine, items: Sequence[Any]) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
@@ -171,13 +172,10 @@ class LocalBatcher:
         with EngineWait(submitter.engine) as can_end:
             if can_end:
                 return await submitter.process(items)
-        computing = self._compute_inline(items)
+        computing = compute_inline(self._function, items, self._settings.batch_size)
         if self._function.is_async:
             return await computing
         return await asyncio.to_thread(run_inline, computing, is_async=False)  # not on the loop
-
-    async def _compute_inline(self, items: Sequence[Any]) -> list[Any]:
-        return await compute_inline(self._function, items, self._settings.batch_size)
 
     def stats(self) -> BatchProcessorStats:
         """The counts since the first call or `clear_stats`."""

@@ -64,7 +64,8 @@ class FeatureFormat:
     def __init__(self, settings: DecoratorSettings) -> None:
         self._collation = Collation.pad(
             value=0,
-            values=settings.padding,
+            # `batched` takes `pad_tokens` and documents `pad_token`.
+            values=settings.pad_tokens if settings.pad_token is None else settings.pad_token,
             side=cast("Literal['left', 'right']", settings.padding_side),
             outputs=cast("Literal['auto', 'rows', 'several']", settings.outputs),
         )
@@ -112,17 +113,13 @@ def list_outputs(outputs: Any, count: int) -> list[Any]:
     """
     if type(outputs) is list and len(outputs) == count:
         return outputs
-    is_array = hasattr(outputs, "shape") and hasattr(outputs, "__getitem__")
+    # An array without axes has a shape, and no length.
+    is_array = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
     is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
     if is_text or not (isinstance(outputs, Sequence) or is_array):
         raise OutputMismatchError(
             f"the function returned {type(outputs).__name__} for {count} inputs; return a list "
-            "with one output per input"
-        )
-    if getattr(outputs, "shape", None) == ():
-        raise OutputMismatchError(
-            f"the function returned a {type(outputs).__name__} without axes for {count} inputs; "
-            "its first axis is the batch"
+            "with one output per input, or an array whose first axis is the batch"
         )
     if len(outputs) != count:
         raise OutputMismatchError(

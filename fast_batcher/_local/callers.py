@@ -12,7 +12,7 @@ from typing import Any
 
 from fast_batcher._core.messages import Request
 from fast_batcher._local.function import FailedOutput
-from fast_batcher._local.settings import DecoratorSettings, cost_of
+from fast_batcher._local.settings import DecoratorSettings, length_of
 
 # What a caller waits for: an event loop's future, or one for a caller that blocks its thread.
 CallerFuture = asyncio.Future[Any] | concurrent.futures.Future[Any]
@@ -57,7 +57,7 @@ def make_requests(
     requests = [Request(item, (call, position)) for position, item in enumerate(items)]
     if settings.max_batch_length is not None:
         for request in requests:
-            request.cost = cost_of(request.value)
+            request.cost = max(1, length_of(request.value))
     if len(items) > settings.ranks_above:
         for request in requests:
             request.priority = settings.priority(request.value)
