@@ -10,7 +10,7 @@ import concurrent.futures
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,23 +26,16 @@ from fast_batcher.errors import BatcherClosedError
 from fast_batcher.types import BatchProcessorStats
 
 
+@dataclass
 class LoopSubmitter:
-    """Submits the calls of one event loop to an engine.
+    """Submits the calls of one event loop to an engine."""
 
-    Args:
-        engine: Where the calls go.
-        loop: Where they come from.
-        settings: The options of the function.
-    """
-
-    def __init__(
-        self, engine: Engine, loop: asyncio.AbstractEventLoop, settings: DecoratorSettings
-    ) -> None:
-        self.engine = engine
-        self._loop = loop
-        self._settings = settings
-        # The requests of each call of this turn. While there are any, a `flush` is scheduled.
-        self._pending: list[list[Request]] = []
+    engine: Engine
+    # Where the calls come from.
+    loop: asyncio.AbstractEventLoop
+    settings: DecoratorSettings
+    # The requests of each call of this turn. While there are any, a `flush` is scheduled.
+    pending: list[list[Request]] = field(default_factory=list)
 
     def process(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
         """Await the outputs of at least one item; the first error ends the wait for all.
@@ -50,8 +43,8 @@ class LoopSubmitter:
         Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
         computed is computed, and its outputs for this caller are dropped.
         """
-        future: asyncio.Future[list[Any]] = self._loop.create_future()
-        return self._wait(future, make_requests(items, future, self._settings))
+        future: asyncio.Future[list[Any]] = self.loop.create_future()
+        return self._wait(future, make_requests(items, future, self.settings))
 
     def process_one(self, item: Any) -> Coroutine[Any, Any, Any]:
         """Await the output of one item that has neither a cost nor a priority.
@@ -59,13 +52,13 @@ class LoopSubmitter:
         A short cut past `Call`, which most calls would pay for with a quarter of their CPU: an
         async function misses the bar of `benchmarks/decorators.py` without it.
         """
-        future: asyncio.Future[Any] = self._loop.create_future()
+        future: asyncio.Future[Any] = self.loop.create_future()
         return self._wait(future, [Request(item, future)])
 
     async def _wait(self, future: "asyncio.Future[Any]", requests: list[Request]) -> Any:
-        if not self._pending:
-            self._loop.call_soon(self.flush)
-        self._pending.append(requests)
+        if not self.pending:
+            self.loop.call_soon(self.flush)
+        self.pending.append(requests)
         try:
             return await future
         except BaseException:
@@ -77,13 +70,13 @@ class LoopSubmitter:
 
     def flush(self) -> None:
         """Submit the calls of this turn."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         if pending:
             self.engine.submit(pending)
 
     def _abandon(self, requests: list[Request]) -> None:
-        if requests in self._pending:
-            self._pending.remove(requests)
+        if requests in self.pending:
+            self.pending.remove(requests)
         else:
             self.engine.cancel(requests)
 

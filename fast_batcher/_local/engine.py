@@ -20,7 +20,7 @@ from fast_batcher._core.messages import Batch, Dispatch, Fault, Request, settle_
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
-from fast_batcher._local.function import FailedOutput, Function, as_error, without_own_frame
+from fast_batcher._local.function import FailedOutput, Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -177,7 +177,7 @@ class Engine:
 
         With `isolate_errors` the next batch may be half of this one.
         """
-        without_own_frame(raised)
+        drop_own_frame(raised)
         out_of_memory = is_out_of_memory(raised)
         if out_of_memory:  # its frames hold the batch that was too large
             clear_frames(raised)

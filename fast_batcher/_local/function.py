@@ -6,7 +6,7 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
@@ -64,13 +64,10 @@ class Target:
         )
 
 
-class FailedOutput:
+class FailedOutput(NamedTuple):
     """Takes the place of an output: the error for one caller."""
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: BatcherError) -> None:
-        self.error = error
+    error: BatcherError
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +108,7 @@ def as_error(raised: BaseException) -> BatcherError:
     return error
 
 
-def without_own_frame(raised: BaseException) -> BaseException:
+def drop_own_frame(raised: BaseException) -> None:
     """Drop the first frame of its traceback, which is the worker's.
 
     That frame holds the batch, the batch its callers, and they the error: only the garbage
@@ -119,7 +116,6 @@ def without_own_frame(raised: BaseException) -> BaseException:
     """
     if raised.__traceback__ is not None:
         assign(raised, "__traceback__", raised.__traceback__.tb_next)
-    return raised
 
 
 def is_async(call: object) -> bool:

@@ -11,27 +11,22 @@ import threading
 from collections import Counter
 from collections.abc import Coroutine, Hashable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from fast_batcher._fork import at_fork
 from fast_batcher._local.function import FailedOutput, Function, as_error
 
 
+@dataclass(slots=True, eq=False)
 class RunningBatch:
-    """The batch that a thread or task computes, as calls see it that are made from there.
+    """The batch that a thread or task computes, as calls see it that are made from there."""
 
-    Args:
-        engine: The engine of the batch.
-    """
-
-    __slots__ = ("engine", "has_ended")
-
-    def __init__(self, engine: Hashable) -> None:
-        self.engine = engine
-        # A task that an async function starts may outlive the batch. From then on the engine does
-        # not wait for what the task does. Never set on an engine's own thread: whatever runs there
-        # delays the engine's next batch.
-        self.has_ended = False
+    engine: Hashable
+    # A task that an async function starts may outlive the batch. From then on the engine does not
+    # wait for what the task does. Never set on an engine's own thread: whatever runs there delays
+    # the engine's next batch.
+    has_ended: bool = False
 
 
 # The batch that this thread or task computes, None outside of all batches. A thread that a function
@@ -64,6 +59,7 @@ _waits = _Waits()
 at_fork(_waits, in_child=_Waits.forget)
 
 
+@dataclass(slots=True)
 class EngineWait:
     """Notes, while it is entered, that the batch of this thread or task waits for an engine.
 
@@ -72,36 +68,31 @@ class EngineWait:
 
     A class, because `contextlib.contextmanager` sets an attribute of each error that passes, and
     errors of users may refuse that.
-
-    Args:
-        target: The engine to wait for.
     """
 
-    __slots__ = ("_pair", "_target")
-
-    def __init__(self, target: Hashable) -> None:
-        self._target = target
-        # The engine that waits and the target, None if nothing was noted.
-        self._pair: tuple[Hashable, Hashable] | None = None
+    # The engine to wait for.
+    target: Hashable
+    # The engine that waits and the target, None if nothing was noted.
+    pair: tuple[Hashable, Hashable] | None = None
 
     def __enter__(self) -> bool:
         batch = running_batch.get()
         if batch is None or batch.has_ended:
             return True
         with _waits.lock:
-            if _waits.has_path(self._target, batch.engine):
+            if _waits.has_path(self.target, batch.engine):
                 return False
-            self._pair = (batch.engine, self._target)
-            _waits.pairs[self._pair] += 1
+            self.pair = (batch.engine, self.target)
+            _waits.pairs[self.pair] += 1
         return True
 
     def __exit__(self, *_: object) -> None:
-        if self._pair is None:
+        if self.pair is None:
             return
         with _waits.lock:
-            _waits.pairs[self._pair] -= 1
-            if _waits.pairs[self._pair] <= 0:  # below 0 in a forked child
-                del _waits.pairs[self._pair]
+            _waits.pairs[self.pair] -= 1
+            if _waits.pairs[self.pair] <= 0:  # below 0 in a forked child
+                del _waits.pairs[self.pair]
 
 
 async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
