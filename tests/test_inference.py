@@ -59,10 +59,12 @@ def test_features_in_and_an_array_of_their_kind_out(
             assert result.tolist() == [3, 7]
 
 
-def test_rows_of_different_calls_share_a_padded_batch() -> None:
+@pytest.mark.parametrize("pad_tokens", ["pad_tokens", "pad_token"])
+def test_rows_of_different_calls_share_a_padded_batch(pad_tokens: str) -> None:
     batches: list[Features] = []
+    options: Any = {pad_tokens: {"ids": 9, "mask": 0}}
 
-    @inference.dynamically(pad_tokens={"ids": 9, "mask": 0}, padding_side="left")
+    @inference.dynamically(padding_side="left", **options)
     def note(features: Features) -> Any:
         batches.append(features)
         return features["ids"][:, -1]
