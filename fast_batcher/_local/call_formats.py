@@ -6,7 +6,9 @@ stacked, and what the function returns is split into rows. Runs where calls and 
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, cast
 
 from fast_batcher._arrays import leaves
@@ -15,6 +17,9 @@ from fast_batcher._arrays.collation import Collation
 from fast_batcher._local.function import Function, Target
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher.errors import OutputMismatchError
+
+# Makes the result of a call from the outputs of its items in their order.
+Finish = Callable[[list[Any]], Any]
 
 # The outputs of one call may come from several batches: they are stacked as they are.
 _STACKED = Collation.stack()
@@ -26,18 +31,14 @@ class ListFormat:
     # Whether converting large arguments takes long, so that it must not block an event loop.
     copies = False
 
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The items of a call, and whether the caller wants the one output instead of a list."""
+    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Finish]:
+        """The items of a call, and what makes its result from their outputs."""
         if len(args) != 1 or kwargs:
             raise TypeError(
                 "a batched function is called with one argument, an item or a list of items"
             )
         (item,) = args
-        return (item, False) if isinstance(item, list) else ([item], True)
-
-    def result_of(self, outputs: list[Any]) -> list[Any]:
-        """The result of a call, from the outputs of its items in their order."""
-        return outputs
+        return (item, list) if isinstance(item, list) else ([item], itemgetter(0))
 
     def make_function(self, target: Target, call: Any) -> Function:
         """A function of a list of items.
@@ -71,8 +72,8 @@ class FeatureFormat:
         )
         self._spread_kwargs = settings.spread_kwargs
 
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The rows of the features; a call with one row wants a result with one row."""
+    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Finish]:
+        """The rows of the features, and what stacks their outputs."""
         features = args[0] if args else kwargs
         # A tokenizer's answer is a mapping, but no dict.
         if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance(features, Mapping):
@@ -80,11 +81,7 @@ class FeatureFormat:
                 "a batched inference function is called with one dict of features, or with the "
                 "features as keyword arguments"
             )
-        return split_rows(features, self._collation), False
-
-    def result_of(self, outputs: list[Any]) -> Any:
-        """The outputs of all rows of the call, stacked."""
-        return join(outputs, _STACKED)
+        return split_rows(features, self._collation), partial(join, collation=_STACKED)
 
     def make_function(self, target: Target, call: Any) -> Function:
         """A function of rows, which stacks them for the function of features."""

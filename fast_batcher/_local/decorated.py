@@ -175,9 +175,8 @@ class Decorated:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) + bool(kwargs) == 2 and self._is_called_on_class(args):
             return self.__get__(args[0], type(args[0]))._call(args[1:], kwargs)  # noqa: SLF001  its own class
-        items, is_single = self._plan.call_format.items_of(args, kwargs)
-        outputs = self._batcher.process(items)
-        return outputs[0] if is_single else self._plan.call_format.result_of(outputs)
+        items, finish = self._plan.call_format.items_of(args, kwargs)
+        return finish(self._batcher.process(items))
 
     async def _acall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) + bool(kwargs) == 2 and self._is_called_on_class(args):
@@ -188,17 +187,14 @@ class Decorated:
             return await batcher.aprocess_one(args[0])
         call_format, cache = plan.call_format, plan.cache
         is_long = call_format.copies and is_much((args, kwargs), dim=0)
-        items, is_single = await offload(is_long, call_format.items_of, args, kwargs)
+        items, finish = await offload(is_long, call_format.items_of, args, kwargs)
         if not items:
             outputs = []
         elif cache is not None:
             outputs = await cache.process(items, batcher.aprocess)
         else:
             outputs = await batcher.aprocess(items)
-        if is_single:
-            return outputs[0]
-        is_long = call_format.copies and is_much(outputs)
-        return await offload(is_long, call_format.result_of, outputs)
+        return await offload(call_format.copies and is_much(outputs), finish, outputs)
 
     def _is_called_on_class(self, args: tuple[Any, ...]) -> bool:
         """Whether a call with two arguments is `Class.method(instance, ...)`."""
