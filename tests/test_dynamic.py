@@ -222,22 +222,16 @@ async def _call(function: BatchedFunction[Any, Any], item: Any, held: Held) -> A
     return await function.acall(item)
 
 
-def test_several_loops_and_threads_call_at_once() -> None:
-    async def call_many(function: BatchedFunction[int, int], start: int) -> list[int]:
-        return await asyncio.gather(*(function.acall(start + number) for number in range(300)))
+def test_a_loop_and_several_threads_call_at_once() -> None:
+    async def call_many(function: BatchedFunction[int, int]) -> list[int]:
+        return await asyncio.gather(*map(function.acall, range(300)))
 
     with dynamically(batch_size=8)(double) as function:
-        loops = [
-            InThread(lambda start=start: asyncio.run(call_many(function, start)))
-            for start in (0, 1000, 2000)
-        ]
-        threads = [
-            InThread(lambda start=start: [function(start + number) for number in range(300)])
-            for start in (3000, 4000)
-        ]
-        for number, call in enumerate((*loops, *threads)):
-            assert call.result() == [2 * (1000 * number + at) for at in range(300)]
-        assert function.stats.total_processed == 1500
+        calls = [InThread(lambda: asyncio.run(call_many(function)))]
+        calls += [InThread(lambda: [function(number) for number in range(300)]) for _ in range(3)]
+        for call in calls:
+            assert call.result() == [2 * number for number in range(300)]
+        assert function.stats.total_processed == 1200
 
 
 # Functions that call functions.
@@ -257,37 +251,22 @@ def test_a_function_that_calls_itself_is_computed_at_once_in_batches() -> None:
     assert sizes == [1, 2, *[2, 2, 1] * 2, 2, *[2, 2, 1] * 2, 1, 2, 2, 1]
 
 
-def test_functions_that_call_each_other_do_not_wait_for_each_other() -> None:
-    @dynamically
-    def is_even(items: list[int]) -> list[bool]:
-        return [item == 0 or is_odd(item - 1) for item in items]
-
-    @dynamically
-    def is_odd(items: list[int]) -> list[bool]:
-        return [item != 0 and is_even(item - 1) for item in items]
-
-    with is_even, is_odd:
-        assert is_even([10, 7]) == [True, False]
-        calls = [InThread(one, 8) for one in (is_even, is_odd) * 4]
-        assert [call.result() for call in calls] == [True, False] * 4
-
-
-def test_a_circle_of_any_length_is_not_closed() -> None:
+@pytest.mark.parametrize("length", [2, 5])
+def test_functions_that_call_each_other_in_a_circle_do_not_wait_for_each_other(length: int) -> None:
     """Each function calls the next, and the last one the first."""
     functions: list[Any] = []
 
     def chain(number: int) -> Any:
         def call_next(items: list[int]) -> list[int]:
-            return [1 + functions[(number + 1) % 5](one - 1) if one else 0 for one in items]
+            following = functions[(number + 1) % length]
+            return [1 + following(one - 1) if one else 0 for one in items]
 
         return dynamically(call_next)
 
-    functions += [chain(number) for number in range(5)]
-    try:
-        assert functions[0](12) == 12
-    finally:
-        for function in functions:
-            function.shutdown()
+    functions += [chain(number) for number in range(length)]
+    calls = [InThread(function, 12) for function in functions * 2]
+    assert [call.result() for call in calls] == [12] * len(calls)
+    end(*functions)
 
 
 def test_a_wait_that_is_noted_twice_ends_twice() -> None:
@@ -611,7 +590,7 @@ def test_a_function_that_is_being_shut_down_may_call_the_one_that_does_it() -> N
         calls = [InThread(last, 1)]
         held.next_batch()
         calls.append(InThread(ending, 5))
-        spin_until(lambda: bool(nesting._waits.pairs))  # for the end of the other
+        spin_until(lambda: bool(nesting._waits.targets))  # for the end of the other
         held.let_on()
         assert [call.result() for call in calls] == [4, 10]
 

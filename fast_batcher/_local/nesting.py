@@ -35,7 +35,7 @@ running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", def
 
 
 class _Waits:
-    """Which engines wait for which, as pairs, and how many batches of the first one do."""
+    """Which engines each engine waits for, and how many times."""
 
     def __init__(self) -> None:
         self.forget()
@@ -43,7 +43,7 @@ class _Waits:
     def forget(self) -> None:
         """Begin without waits: a forked child has one thread, and another may hold the lock."""
         self.lock = threading.Lock()
-        self.pairs: Counter[tuple[Hashable, Hashable]] = Counter()
+        self.targets: dict[Hashable, Counter[Hashable]] = {}
 
     def has_path(self, start: Hashable, engine: Hashable) -> bool:
         """Whether `start` is the engine, or waits for it, directly or through others."""
@@ -51,7 +51,7 @@ class _Waits:
         following = {start}
         while following:
             reached |= following
-            following = {target for one, target in self.pairs if one in following} - reached
+            following = set().union(*(self.targets.get(one, ()) for one in following)) - reached
         return engine in reached
 
 
@@ -72,8 +72,8 @@ class EngineWait:
 
     # The engine to wait for.
     target: Hashable
-    # The engine that waits and the target, None if nothing was noted.
-    pair: tuple[Hashable, Hashable] | None = None
+    # The engine that waits, None if nothing was noted.
+    waiter: Hashable | None = None
 
     def __enter__(self) -> bool:
         batch = running_batch.get()
@@ -82,17 +82,18 @@ class EngineWait:
         with _waits.lock:
             if _waits.has_path(self.target, batch.engine):
                 return False
-            self.pair = (batch.engine, self.target)
-            _waits.pairs[self.pair] += 1
+            self.waiter = batch.engine
+            _waits.targets.setdefault(self.waiter, Counter())[self.target] += 1
         return True
 
     def __exit__(self, *_: object) -> None:
-        if self.pair is None:
+        if self.waiter is None:
             return
         with _waits.lock:
-            _waits.pairs[self.pair] -= 1
-            if _waits.pairs[self.pair] <= 0:  # below 0 in a forked child
-                del _waits.pairs[self.pair]
+            # A forked child has none of its parent's.
+            left = _waits.targets.pop(self.waiter, Counter()) - Counter([self.target])
+            if left:
+                _waits.targets[self.waiter] = left
 
 
 async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
