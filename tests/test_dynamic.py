@@ -344,12 +344,13 @@ def test_an_async_function_may_call_itself_on_its_loop_and_in_threads() -> None:
 def test_a_function_that_returns_an_awaitable_is_awaited_but_not_in_a_call_of_itself() -> None:
     async def answer(items: list[int]) -> list[int]:
         await asyncio.sleep(0)
-        return [function(item - 1) if item == 1 else 2 * item for item in items]
+        return [decorated(item - 1) if item == 1 else 2 * item for item in items]
 
-    with dynamically(lambda items: answer(items)) as function:
-        assert function(2) == 4
+    decorated: Any = dynamically(lambda items: answer(items))
+    with decorated:
+        assert decorated(2) == 4
         with pytest.raises(RuntimeError, match="write it with `async def`"):
-            function(1)
+            decorated(1)
 
 
 # Methods.
