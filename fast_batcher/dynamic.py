@@ -5,11 +5,9 @@ from event loops alone, and `DynBatcher` for models that need a worker process.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack, overload
 
-from fast_batcher._local.builder import DecoratorBuilder
-from fast_batcher._local.decorated import Decorated, mark_async
+from fast_batcher._local.decorated import Decorated, decorate, mark_async
 from fast_batcher._local.settings import ThreadOptions
 
 InT = TypeVar("InT")
@@ -20,6 +18,8 @@ Outputs = Sequence[OutT] | Awaitable[Sequence[OutT]]
 
 class BatchedFunction(Decorated, Generic[InT, OutT]):
     """A function whose calls are batched, in a thread. `with` shuts it down at the end."""
+
+    option_names = ThreadOptions.__optional_keys__
 
     @overload
     def __call__(self, item: list[InT], /) -> list[OutT]: ...
@@ -75,19 +75,9 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         self.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Shut down."""
         self.shutdown()
-
-
-_BUILDER = DecoratorBuilder(
-    BatchedFunction, ThreadOptions.__optional_keys__, is_aio=False, has_features=False
-)
 
 
 @overload
@@ -156,10 +146,4 @@ def dynamically(
     Raises:
         ConfigurationError: An option is wrong, or this cannot be decorated.
     """
-    return _BUILDER.build(
-        func,
-        options,
-        batch_size=batch_size,
-        timeout_ms=timeout_ms,
-        small_batch_threshold=small_batch_threshold,
-    )
+    return decorate(BatchedFunction, func, batch_size, timeout_ms, small_batch_threshold, options)

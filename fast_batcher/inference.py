@@ -6,14 +6,16 @@ The function runs in a thread of this process.
 from collections.abc import Callable, Coroutine
 from typing import Any, Unpack, overload
 
-from fast_batcher._local.builder import DecoratorBuilder
-from fast_batcher._local.decorated import mark_async
+from fast_batcher._local.decorated import decorate, mark_async
 from fast_batcher._local.settings import InferenceOptions
 from fast_batcher.dynamic import BatchedFunction
 
 
 class BatchedInference(BatchedFunction[Any, Any]):
     """A function of features whose calls are batched, in a thread."""
+
+    option_names = InferenceOptions.__optional_keys__
+    has_features = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Wait in this thread for the outputs of a batch of rows.
@@ -38,11 +40,6 @@ class BatchedInference(BatchedFunction[Any, Any]):
         Arguments and errors are those of a call that blocks. Cancellation is safe at any time.
         """
         return self._acall(args, kwargs)
-
-
-_BUILDER = DecoratorBuilder(
-    BatchedInference, InferenceOptions.__optional_keys__, is_aio=False, has_features=True
-)
 
 
 @overload
@@ -98,10 +95,4 @@ def dynamically(
     Raises:
         ConfigurationError: An option is wrong, or this cannot be decorated.
     """
-    return _BUILDER.build(
-        func,
-        options,
-        batch_size=batch_size,
-        timeout_ms=timeout_ms,
-        small_batch_threshold=small_batch_threshold,
-    )
+    return decorate(BatchedInference, func, batch_size, timeout_ms, small_batch_threshold, options)

@@ -92,23 +92,25 @@ class Slow(InferenceModel[Any, Any]):
         return inputs
 
 
-class Gated(InferenceModel[Any, Any]):
-    """Echoes, but waits at the gate with every batch; its note is the batch."""
+class AtGate(InferenceModel[Any, Any]):
+    """Base of models that a test gives a gate."""
 
     def __init__(self, gate: str) -> None:
         self._gate = gate
+
+
+class Gated(AtGate):
+    """Echoes, but waits at the gate with every batch; its note is the batch."""
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         pass_gate(self._gate, list(inputs))
         return inputs
 
 
-class Alarmed(InferenceModel[Any, Any]):
+class Alarmed(AtGate):
     """Echoes, and is sent three signals from then on; tells the gate of each."""
 
-    def __init__(self, gate: str) -> None:
-        self._gate = gate
-        self._left = 3
+    _left = 3
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         signal.signal(signal.SIGALRM, self._ring)
@@ -134,11 +136,8 @@ class AlarmedLate(Echo):
         raise TimeoutError("infer took too long")
 
 
-class Holds(InferenceModel[Any, Any]):
+class Holds(AtGate):
     """Echoes, and waits at the gate with every batch that has "hold" among its inputs."""
-
-    def __init__(self, gate: str) -> None:
-        self._gate = gate
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         if "hold" in inputs:
@@ -146,14 +145,11 @@ class Holds(InferenceModel[Any, Any]):
         return inputs
 
 
-class GatedOnLoad(InferenceModel[Any, Any]):
+class GatedOnLoad(Echo):
     """Waits at the gate while it loads."""
 
     def __init__(self, gate: str) -> None:
         pass_gate(gate)
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        return inputs
 
 
 class Warm(InferenceModel[Any, list[Any]]):
@@ -180,14 +176,11 @@ class ChangesInputs(InferenceModel[Any, Any]):
         return outputs
 
 
-class Closes(InferenceModel[Any, Any]):
+class Closes(Echo):
     """Writes a line to a file when it is closed."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        return inputs
 
     def close(self) -> None:
         with open(self._path, "a") as file:
@@ -268,11 +261,8 @@ def _target(number: str) -> str:
         return ""
 
 
-class Forks(InferenceModel[Any, int]):
+class Forks(AtGate):
     """Forks a child that sleeps for ever, as a data loader might; tells the gate its pid."""
-
-    def __init__(self, gate: str) -> None:
-        self._gate = gate
 
     def infer(self, inputs: list[Any]) -> list[int]:
         child = os.fork()
@@ -303,17 +293,12 @@ class Terminates(InferenceModel[str, int]):
         return child.wait()
 
 
-class HandlesSigterm(InferenceModel[Any, Any]):
+class HandlesSigterm(Holds):
     """Echoes; waits at the gate with "hold" in a batch, and when its own handler gets SIGTERM."""
 
     def __init__(self, gate: str) -> None:
-        self._gate = gate
+        super().__init__(gate)
         signal.signal(signal.SIGTERM, lambda *_: pass_gate(gate, "SIGTERM"))
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        if "hold" in inputs:
-            pass_gate(self._gate, "batch")
-        return inputs
 
 
 class LeavesDescriptors(InferenceModel[Any, tuple[list[str], list[str]]]):
@@ -1051,12 +1036,10 @@ class KeepsInputs(InferenceModel[Any, Any]):
         return [[int(kept.sum()) for kept in self._kept] for _ in inputs]
 
 
-class ForksAndKeeps(InferenceModel[Any, Any]):
+class ForksAndKeeps(AtGate):
     """Forks with its first input, which the child sums up once it is let on; tells the gate."""
 
-    def __init__(self, gate: str) -> None:
-        self._gate = gate
-        self._has_forked = False
+    _has_forked = False
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         if self._has_forked:

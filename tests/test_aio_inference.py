@@ -8,14 +8,12 @@ import numpy
 import pytest
 import torch
 from collated_models import Noted
-from starlette.background import BackgroundTask
-from test_aio import HeldTask, Memory
+from held import HeldTask
+from test_aio import Memory
 from waits import until
 
 from fast_batcher import aio
-from fast_batcher import inference as in_thread
 from fast_batcher.aio import inference
-from fast_batcher.errors import ConfigurationError
 from fast_batcher.types import PriorityStrategy
 
 pytestmark = pytest.mark.anyio
@@ -55,17 +53,6 @@ async def test_the_example_of_batched_with_two_outputs() -> None:
     one, two = await answer({"input_ids": torch.tensor([[1, 2], [3, 4]])})
     assert (one.tolist(), two.tolist()) == ([[2, 3], [4, 5]], [3, 7])
     await answer.shutdown()
-
-
-@both
-async def test_frameworks_see_what_is_to_be_awaited(func: Any) -> None:
-    features = {"x": numpy.array([[1, 2]])}
-    async with inference.dynamically(func) as function:
-        await BackgroundTask(function, features)()
-        assert function.stats.total_processed == 1
-    with in_thread.dynamically(func) as function:
-        await BackgroundTask(function.acall, features)()
-        assert function.stats.total_processed == 1
 
 
 async def test_rows_are_cached() -> None:
@@ -145,14 +132,3 @@ async def test_spread_left_and_limited_in_length() -> None:
     async with answer:
         await answer(x=[numpy.ones(length, int) for length in (1, 3, 2)])
     assert batches == [[[-1, -1, 1], [1, 1, 1]], [[1, 1]]]
-
-
-async def test_batch_item_cls_is_accepted_with_a_note() -> None:
-    with pytest.warns(UserWarning, match="batch_item_cls") as warned:
-        inference.dynamically(batch_item_cls=dict)(double)
-    assert warned[0].filename == __file__
-
-
-def test_wrong_settings_are_refused_when_it_is_decorated() -> None:
-    with pytest.raises(ConfigurationError, match="padding_side='up'"):
-        inference.dynamically(padding_side="up")(double)

@@ -412,11 +412,15 @@ def test_several_loops_call_at_once(variant: Variant) -> None:
 
 def test_one_loop_may_follow_another(variant: Variant) -> None:
     function = variant.decorate(double)
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
 
     async def call(item: int) -> Any:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
         return await function(item)
 
     assert [asyncio.run(call(number)) for number in range(5)] == [0, 2, 4, 6, 8]
+    gc.collect()
+    assert sum(loop() is not None for loop in loops) == 1, "the last one, until another comes"
     assert asyncio.run(function(7)) == 14, "the coroutine was made before its loop"
     asyncio.run(function.shutdown())
 

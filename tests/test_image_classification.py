@@ -68,17 +68,14 @@ def classifier() -> Iterator[ImageClassifier]:
 
 
 @pytest.mark.parametrize("arch", TORCHVISION)
-def test_parameters_have_torchvisions_names_and_shapes(arch: str) -> None:
-    state = ARCHITECTURES[arch]().state_dict()
+def test_a_network_has_torchvisions_parameters_and_gives_one_score_per_class(arch: str) -> None:
+    network = ARCHITECTURES[arch](classes=1000).eval()
+    state = network.state_dict()
     text = "\n".join(f"{name} {tuple(value.shape)}" for name, value in state.items())
     assert hashlib.sha256(text.encode()).hexdigest() == TORCHVISION[arch]
-
-
-@pytest.mark.parametrize("arch", ["resnet18", "resnet50"])
-def test_a_network_gives_each_image_one_score_per_class(arch: str) -> None:
-    with torch.inference_mode():
-        scores = ARCHITECTURES[arch](classes=7).eval()(torch.zeros(2, 3, 64, 64))
-    assert scores.shape == (2, 7)
+    if arch != "resnet101":  # which only has more of the same blocks
+        with torch.inference_mode():
+            assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
 
 
 def test_weights_come_from_the_file_and_so_does_the_number_of_classes(
@@ -194,6 +191,7 @@ def test_a_batch_gives_each_image_what_it_gets_alone_whatever_is_beside_it(
         assert isinstance(answer, Prediction)
         alone.append(answer)
     assert len({answer.score for answer in alone}) == 3
+    assert isinstance(classifier.infer([b"broken"])[0], NotAnImageError)
     together = classifier.infer([images[0], b"broken", images[1], b"", images[2]])
     assert [type(answer) for answer in together] == [
         *(Prediction, NotAnImageError, Prediction, NotAnImageError, Prediction)
@@ -202,11 +200,6 @@ def test_a_batch_gives_each_image_what_it_gets_alone_whatever_is_beside_it(
         assert isinstance(answer, Prediction)
         assert answer.label == expected.label
         assert answer.score == pytest.approx(expected.score, rel=TOLERANCE)
-
-
-def test_a_batch_without_any_image_is_all_errors(classifier: ImageClassifier) -> None:
-    answers = classifier.infer([b"broken", b""])
-    assert [type(answer) for answer in answers] == [NotAnImageError, NotAnImageError]
 
 
 def array_of(image: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -298,25 +291,25 @@ def client(address: str) -> Iterator[httpx2.Client]:
 
 
 @pytest.mark.slow
-def test_of_many_requests_at_once_each_gets_its_own_answer(
+def test_of_many_images_and_arrays_at_once_each_gets_its_own_answer(
     client: httpx2.Client, classifier: ImageClassifier
 ) -> None:
-    bodies = [b"broken" if seed % 3 == 1 else make_image(seed) for seed in range(15)]
+    images = [make_image(seed) for seed in range(6)]
+    sent = [("/classify", image) for image in images] + [("/classify", b"broken")] * 5
+    sent += [("/classify-array", array_of(image).tobytes()) for image in images]
     before = client.get("/stats").json()["ImageClassifier"]
-    with ThreadPoolExecutor(15) as pool:
-        answers = list(pool.map(lambda body: client.post("/classify", content=body), bodies))
-    for body, answer in zip(bodies, answers, strict=True):
-        if body == b"broken":
-            assert answer.status_code == 422
-            assert answer.json()["code"] == "not_an_image"
-            continue
-        (expected,) = classifier.infer([body])
+    with ThreadPoolExecutor(len(sent)) as pool:
+        answers = list(pool.map(lambda one: client.post(one[0], content=one[1]), sent))
+    for answer in answers[6:11]:
+        assert (answer.status_code, answer.json()["code"]) == (422, "not_an_image")
+    del answers[6:11]
+    for answer, expected in zip(answers, 2 * list(classifier.infer(list(images))), strict=True):
         assert isinstance(expected, Prediction)
         assert answer.status_code == 200
         assert answer.json()["label"] == expected.label.replace("class", "name")
         assert answer.json()["score"] == pytest.approx(expected.score, rel=TOLERANCE)
     after = client.get("/stats").json()["ImageClassifier"]
-    assert after["completed"] - before["completed"] == 10
+    assert after["completed"] - before["completed"] == 12
     assert after["failed"] - before["failed"] == 5
     assert max(map(int, after["batch_sizes"])) <= 4
 
@@ -328,21 +321,6 @@ def test_a_body_above_the_limit_is_refused_and_one_at_the_limit_is_read(
     assert client.post("/classify", content=bytes(MAX_BYTES + 1)).status_code == 413
     assert client.post("/classify", content=bytes(MAX_BYTES)).status_code == 422
     assert client.post("/classify", content=make_image(0)).status_code == 200
-
-
-@pytest.mark.slow
-def test_images_and_arrays_at_once_each_get_their_own_answer(
-    client: httpx2.Client, classifier: ImageClassifier
-) -> None:
-    images = [make_image(seed) for seed in range(6)]
-    sent = [("/classify", image) for image in images]
-    sent += [("/classify-array", array_of(image).tobytes()) for image in images]
-    with ThreadPoolExecutor(12) as pool:
-        answers = list(pool.map(lambda one: client.post(one[0], content=one[1]).json(), sent))
-    for answer, expected in zip(answers, 2 * list(classifier.infer(list(images))), strict=True):
-        assert isinstance(expected, Prediction)
-        assert answer["label"] == expected.label.replace("class", "name")
-        assert answer["score"] == pytest.approx(expected.score, rel=TOLERANCE)
 
 
 @pytest.mark.slow

@@ -12,14 +12,8 @@ from held import Held, InThread, spin_until
 from hypothesis import given
 from hypothesis import strategies as st
 
-import fast_batcher
 from fast_batcher import inference
-from fast_batcher.errors import (
-    CollationError,
-    ConfigurationError,
-    InferenceError,
-    OutputMismatchError,
-)
+from fast_batcher.errors import CollationError, OutputMismatchError
 
 Features = dict[str, Any]
 
@@ -42,48 +36,35 @@ def call_together(function: Any, *calls: Features) -> list[Any]:
     return asyncio.run(main())
 
 
-def test_the_name_is_found_from_the_package() -> None:
-    assert fast_batcher.inference is inference
-
-
-def test_arrays_in_an_array_out() -> None:
-    with inference.dynamically(sums) as function:
-        result = function({"ids": numpy.array([[1, 2], [3, 4], [5, 6]])})
-        assert type(result) is numpy.ndarray
-        assert result.tolist() == [3, 7, 11]
-
-
-def test_tensors_in_a_tensor_out() -> None:
-    with inference.dynamically(sums) as function:
-        result = function(ids=torch.tensor([[1, 2], [3, 4]]))
-        assert isinstance(result, torch.Tensor)
-        assert result.tolist() == [3, 7]
-        assert result.dtype == torch.int64
-
-
-def test_features_may_be_in_any_mapping() -> None:
-    """As the answer of a tokenizer, which is no dict."""
-    with inference.dynamically(sums) as function:
-        features = UserDict(ids=numpy.array([[1, 2], [3, 4]]))
-        assert function(features).tolist() == [3, 7]
-        assert asyncio.run(_acall(function, features)).tolist() == [3, 7]
-
-
-async def _acall(function: Any, features: Any) -> Any:
-    return await function.acall(features)
-
-
 @pytest.mark.parametrize("make", [numpy.asarray, torch.as_tensor], ids=["numpy", "torch"])
-def test_a_feature_may_be_a_list_of_rows(make: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "features_of",
+    [
+        lambda make: {"ids": make([[1, 2], [3, 4]])},
+        # As the answer of a tokenizer, which is no dict.
+        lambda make: UserDict(ids=make([[1, 2], [3, 4]])),
+        lambda make: {"ids": [make([1, 2]), make([3, 4, 0])]},
+        lambda make: {"ids": make([[0.25, 2.75], [3.5, 3.5]])},
+    ],
+    ids=["array", "any mapping", "list of rows", "fractions"],
+)
+def test_features_in_and_an_array_of_their_kind_out(
+    make: Callable[[Any], Any], features_of: Callable[[Any], Any]
+) -> None:
+    features = features_of(make)
     with inference.dynamically(sums) as function:
-        result = function({"ids": [make(row) for row in rows_of(2, 3)]})
-        assert result.tolist() == [3, 6]
+        results = [function(features), function(**features), *call_together(function, features)]
+        for result in results:
+            assert isinstance(result, type(make([0])))
+            assert result.tolist() == [3, 7]
 
 
-def test_rows_of_different_calls_share_a_padded_batch() -> None:
+@pytest.mark.parametrize("pad_tokens", ["pad_tokens", "pad_token"])
+def test_rows_of_different_calls_share_a_padded_batch(pad_tokens: str) -> None:
     batches: list[Features] = []
+    options: Any = {pad_tokens: {"ids": 9, "mask": 0}}
 
-    @inference.dynamically(pad_tokens={"ids": 9, "mask": 0}, padding_side="left")
+    @inference.dynamically(padding_side="left", **options)
     def note(features: Features) -> Any:
         batches.append(features)
         return features["ids"][:, -1]
@@ -118,12 +99,6 @@ def test_padding_keeps_the_dtype(dtype: str) -> None:
     assert seen == [numpy.dtype(dtype)]
 
 
-def test_fractions_stay_fractions() -> None:
-    with inference.dynamically(lambda features: features["x"]) as function:
-        result = function({"x": numpy.array([[0.25, 0.75]])})
-        assert result.tolist() == [[0.25, 0.75]]
-
-
 def test_rows_of_several_axes_and_of_none() -> None:
     def answer(features: Features) -> Any:
         return features["image"].sum((1, 2)) + features["label"]
@@ -142,66 +117,75 @@ def test_features_may_be_spread() -> None:
         assert function({"a": numpy.array([[1]]), "b": numpy.array([[2]])}).tolist() == [[3]]
 
 
-def test_pad_token_is_another_name() -> None:
-    @inference.dynamically(pad_token={"ids": 7})
-    def answer(features: Features) -> Any:
-        return features["ids"]
-
-    with answer:
-        assert answer({"ids": rows_of(1, 2)}).tolist() == [[1, 7], [1, 2]]
-
-
 # Outputs.
 
 
-def test_a_dict_of_outputs() -> None:
-    def answer(features: Features) -> Features:
-        return {"sum": features["ids"].sum(1), "first": features["ids"][:, :1]}
+@pytest.mark.parametrize(
+    ("options", "function", "outputs"),
+    [
+        (
+            {},
+            lambda ids: {"sum": ids.sum(1), "first": ids[:, :1]},
+            [{"sum": [3], "first": [[1]]}, {"sum": [7, 11], "first": [[3], [5]]}],
+        ),
+        # As in `batched`.
+        ({}, lambda ids: [ids * 2, ids.sum(1)], [[[[2, 4]], [3]], [[[6, 8], [10, 12]], [7, 11]]]),
+        (
+            {"outputs": "rows"},
+            lambda ids: [row * 2 for row in ids],
+            [[[2, 4]], [[6, 8], [10, 12]]],
+        ),
+    ],
+    ids=["dict", "several outputs", "rows"],
+)
+def test_what_a_function_may_return(options: Any, function: Any, outputs: list[Any]) -> None:
+    def as_lists(found: Any) -> Any:
+        if isinstance(found, dict):
+            return {name: as_lists(value) for name, value in found.items()}
+        return found.tolist() if hasattr(found, "tolist") else [as_lists(one) for one in found]
 
-    with inference.dynamically(answer) as function:
-        one, two = call_together(
-            function, {"ids": numpy.array([[1, 2]])}, {"ids": numpy.array([[3, 4], [5, 6]])}
-        )
-        assert (one["sum"].tolist(), two["sum"].tolist()) == ([3], [7, 11])
-        assert two["first"].tolist() == [[3], [5]]
-
-
-def test_a_list_is_several_outputs_as_in_batched() -> None:
-    @inference.dynamically
-    def answer(features: Features) -> list[Any]:
-        return [features["ids"] * 2, features["ids"].sum(1)]
-
-    with answer:
-        doubled, summed = answer({"ids": torch.tensor([[1, 2], [3, 4], [5, 6]])})
-        assert doubled.tolist() == [[2, 4], [6, 8], [10, 12]]
-        assert summed.tolist() == [3, 7, 11]
-
-
-def test_or_rows_if_one_says_so() -> None:
-    @inference.dynamically(outputs="rows")
-    def answer(features: Features) -> list[Any]:
-        return [row * 2 for row in features["ids"]]
-
-    with answer:
-        assert answer({"ids": numpy.array([[1, 2], [3, 4]])}).tolist() == [[2, 4], [6, 8]]
+    calls = ({"ids": numpy.array([[1, 2]])}, {"ids": numpy.array([[3, 4], [5, 6]])})
+    with inference.dynamically(**options)(lambda features: function(features["ids"])) as decorated:
+        assert [as_lists(found) for found in call_together(decorated, *calls)] == outputs
 
 
-def test_what_can_be_read_in_two_ways_is_an_error_where_one_asks_for_that() -> None:
-    decorate = inference.dynamically(outputs="auto")
-    with decorate(lambda features: [features["ids"]] * 2) as function:
-        features = {"ids": numpy.array([[1, 2], [3, 4]])}
-        with pytest.raises(OutputMismatchError, match="outputs='rows'"):
-            function(features)
-
-
-def test_another_number_of_rows_is_an_error() -> None:
-    with inference.dynamically(lambda features: features["ids"][1:]) as function:
-        features = {"ids": numpy.array([[1], [2]])}
-        with pytest.raises(OutputMismatchError, match="1 rows for 2 inputs"):
-            function(features)
+@pytest.mark.parametrize(
+    ("outputs", "function", "error"),
+    [
+        ("auto", lambda ids: [ids] * 2, "outputs='rows'"),
+        ("several", lambda ids: ids[1:], "1 rows for 2 inputs"),
+    ],
+    ids=["read in two ways", "too few rows"],
+)
+def test_other_outputs_are_an_error(outputs: Any, function: Any, error: str) -> None:
+    decorated = inference.dynamically(outputs=outputs)(lambda features: function(features["ids"]))
+    with decorated, pytest.raises(OutputMismatchError, match=error):
+        decorated({"ids": numpy.array([[1, 2], [3, 4]])})
 
 
 # Calls.
+
+
+def test_methods_on_the_instance_and_on_the_class() -> None:
+    class Model:
+        factor = 3
+
+        @inference.dynamically
+        async def scale(self, features: Features) -> Any:
+            await asyncio.sleep(0)
+            return self.factor * features["x"]
+
+    model = Model()
+    on_the_class: Any = Model.scale
+    features = {"x": numpy.array([1, 2])}
+    for result in (
+        model.scale(features),
+        model.scale(**features),
+        on_the_class(model, features),
+        on_the_class(model, **features),
+    ):
+        assert result.tolist() == [3, 6]
+    model.scale.shutdown()
 
 
 def test_a_large_call_is_split_and_joined_again() -> None:
@@ -236,24 +220,6 @@ def test_what_comes_while_the_function_computes_is_one_batch() -> None:
         assert sorted(held.next_batch()) == [1, 1, 2, 2]
 
 
-def test_an_async_function_and_methods() -> None:
-    class Model:
-        factor = 3
-
-        @inference.dynamically
-        async def scale(self, features: Features) -> Any:
-            await asyncio.sleep(0)
-            return self.factor * features["x"]
-
-    model = Model()
-    assert model.scale({"x": numpy.array([1, 2])}).tolist() == [3, 6]
-    assert model.scale(x=numpy.array([1, 2])).tolist() == [3, 6]
-    calls: Any = Model.scale
-    assert calls(model, {"x": numpy.array([5])}).tolist() == [15]
-    assert calls(model, x=numpy.array([5])).tolist() == [15]
-    model.scale.shutdown()
-
-
 def test_rows_that_cannot_share_a_batch_are_computed_apart() -> None:
     """A batch that cannot be made is divided as one that fails, so each gets its own answer."""
     with inference.dynamically(lambda features: features["ids"].sum(1)) as function:
@@ -282,31 +248,6 @@ def test_features_that_are_no_batch_are_refused() -> None:
         function({"a": numpy.zeros((2, 1)), "b": numpy.zeros((3, 1))})
     with pytest.raises(CollationError, match="no rows"):
         function({"a": numpy.zeros((0, 1))})
-
-
-def test_the_error_of_a_function_reaches_its_callers() -> None:
-    def fail(features: Features) -> Any:
-        raise KeyError("ids")
-
-    with inference.dynamically(fail) as function, pytest.raises(KeyError) as caught:
-        function({"x": numpy.zeros((2, 1))})
-    assert isinstance(caught.value, InferenceError)
-
-
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"padding_side": "top"}, "padding_side='top'"),
-        ({"pad_tokens": 3}, "pad_tokens=3"),
-        ({"pad_tokens": {"a": 1}, "pad_token": {"a": 2}}, "pad_token="),
-        ({"outputs": "many"}, "outputs='many'"),
-        ({"batch_size": 0}, "batch_size=0"),
-    ],
-)
-def test_wrong_settings_are_refused_when_it_is_decorated(settings: Any, named: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        inference.dynamically(**settings)
-    assert named in str(caught.value)
 
 
 @given(

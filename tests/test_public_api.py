@@ -100,23 +100,13 @@ def test_a_listing_of_the_package_shows_what_is_loaded_when_it_is_asked_for() ->
     assert set(json.loads(done.stdout)) >= set(NAMES)
 
 
-def test_the_import_paths_of_fast_dynamic_batcher() -> None:
-    assert importlib.import_module("fast_batcher.dyn_batcher").DynBatcher is DynBatcher
-    template = importlib.import_module("fast_batcher.inference_template")
-    assert template.InferenceModel is InferenceModel
-    error = importlib.import_module("fast_batcher.errors").DynamicBatchIndexError
-    assert error is fast_batcher.DynamicBatchIndexError
-
-
-@pytest.mark.parametrize("module", ["dyn_batcher", "inference_template"])
-def test_they_bring_nothing_else(module: str) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"), [("dyn_batcher", "DynBatcher"), ("inference_template", "InferenceModel")]
+)
+def test_the_import_paths_of_fast_dynamic_batcher_bring_one_name(module: str, name: str) -> None:
     path = importlib.import_module(f"fast_batcher.{module}")
-    assert len(path.__all__) == 1
-    assert {name for name in vars(path) if name[0] != "_"} == set(path.__all__)
-
-
-def test_the_package_is_typed() -> None:
-    assert (ROOT / "fast_batcher" / "py.typed").is_file()
+    assert getattr(path, name) is getattr(fast_batcher, name)
+    assert [one for one in vars(path) if one[0] != "_"] == path.__all__ == [name]
 
 
 def test_the_version_is_the_one_of_the_installed_package() -> None:
@@ -286,11 +276,6 @@ def test_a_new_batcher_can_be_looked_at() -> None:
     )
 
 
-def test_a_batcher_can_be_told_its_types() -> None:
-    batcher = DynBatcher[str, int]("app.models:Embedder")
-    assert type(batcher) is DynBatcher
-
-
 def test_the_statistics_are_these() -> None:
     assert list(inspect.signature(BatcherStats).parameters) == [
         *("state", "workers_ready", "num_workers", "waiting", "running"),
@@ -310,24 +295,13 @@ class Doubler(InferenceModel[int, int]):
 
 def test_a_model_needs_infer_alone() -> None:
     assert issubclass(InferenceModel, ABC)
-    assert InferenceModel.__abstractmethods__ == {"infer"}
-    with pytest.raises(TypeError, match="abstract"):
+    with pytest.raises(TypeError, match=r"abstract method.*\binfer\b"):
         InferenceModel()  # type: ignore[abstract]
-
-
-def test_what_a_model_leaves_out_does_nothing() -> None:
+    assert "__init__" not in vars(InferenceModel)
     model = Doubler()
     assert model.infer([1, 2]) == [2, 4]
     assert list(model.warmup_inputs()) == []
     model.close()
-
-
-def test_a_models_constructor_is_its_own() -> None:
-    assert "__init__" not in vars(InferenceModel)
-
-
-def test_a_model_may_be_subscripted_with_its_types() -> None:
-    assert InferenceModel[str, int].__origin__ is InferenceModel  # type: ignore[attr-defined]
 
 
 # Explanations.

@@ -36,9 +36,7 @@ NAMES_DEFINED_TWICE = {"dynamically": "the decorator, with and without asyncio, 
 PROCESS_WIDE = {
     "_fork.py": "what a forked child has to close",
     "_parent/shutdown.py": "pools that a program has forgotten to end",
-    "_local/batcher.py": "batchers of decorated functions, which a forked child begins again",
-    "_local/nesting.py": "waits between functions, which a forked child does not have",
-    "_local/program_exit.py": "threads that compute when the program ends",
+    "_local/workers.py": "threads that compute when the program ends",
     "_worker/process_setup.py": "signals of processes that the model forks",
 }
 

@@ -7,27 +7,78 @@ it has an engine for each loop. Any thread may call.
 
 import asyncio
 import concurrent.futures
-import os
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from fast_batcher._core.messages import Request
+from fast_batcher._fork import at_fork
 from fast_batcher._local.callers import make_requests, running_loop
 from fast_batcher._local.engine import Counts, Engine
 from fast_batcher._local.function import Function
-from fast_batcher._local.loop_submitter import LoopSubmitter
 from fast_batcher._local.nesting import EngineWait, compute_inline, run_inline, running_batch
-from fast_batcher._local.program_exit import is_exiting
 from fast_batcher._local.settings import DecoratorSettings
-from fast_batcher._local.task_worker import TaskWorker
-from fast_batcher._local.thread_worker import ThreadWorker
+from fast_batcher._local.workers import TaskWorker, ThreadWorker, is_exiting
 from fast_batcher.errors import BatcherClosedError
 from fast_batcher.types import BatchProcessorStats
 
-# All batchers, so that a forked child can reset them.
-_batchers: "weakref.WeakSet[LocalBatcher]" = weakref.WeakSet()
+
+@dataclass
+class LoopSubmitter:
+    """Submits the calls of one event loop to an engine."""
+
+    engine: Engine
+    # Where the calls come from.
+    loop: asyncio.AbstractEventLoop
+    settings: DecoratorSettings
+    # The requests of each call of this turn. While there are any, a `flush` is scheduled.
+    pending: list[list[Request]] = field(default_factory=list)
+
+    def process(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
+        """Await the outputs of at least one item; the first error ends the wait for all.
+
+        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
+        computed is computed, and its outputs for this caller are dropped.
+        """
+        future: asyncio.Future[list[Any]] = self.loop.create_future()
+        return self._wait(future, make_requests(items, future, self.settings))
+
+    def process_one(self, item: Any) -> Coroutine[Any, Any, Any]:
+        """Await the output of one item that has neither a cost nor a priority.
+
+        A short cut past `Call`, which most calls would pay for with a quarter of their CPU: an
+        async function misses the bar of `benchmarks/decorators.py` without it.
+        """
+        future: asyncio.Future[Any] = self.loop.create_future()
+        return self._wait(future, [Request(item, future)])
+
+    async def _wait(self, future: "asyncio.Future[Any]", requests: list[Request]) -> Any:
+        if not self.pending:
+            self.loop.call_soon(self.flush)
+        self.pending.append(requests)
+        try:
+            return await future
+        except BaseException:
+            self._abandon(requests)
+            raise
+        finally:
+            # An error holds this frame, which must not hold the error.
+            del future, requests
+
+    def flush(self) -> None:
+        """Submit the calls of this turn."""
+        pending, self.pending = self.pending, []
+        if pending:
+            self.engine.submit(pending)
+
+    def _abandon(self, requests: list[Request]) -> None:
+        if requests in self.pending:
+            self.pending.remove(requests)
+        else:
+            self.engine.cancel(requests)
 
 
 class LocalBatcher:
@@ -44,12 +95,13 @@ class LocalBatcher:
         self._settings = settings
         self._runs_on_loop = is_aio and function.is_async
         self._reset()
-        _batchers.add(self)
+        # A forked child has one thread, and others may have held the lock.
+        at_fork(self, in_child=LocalBatcher._reset)
 
     def _reset(self) -> None:
-        self._counts = Counts()
-        # Protects everything below.
+        # Protects everything below, and the schedulers of the engines.
         self._lock = threading.Lock()
+        self._counts = Counts()
         self._is_closed = False
         # By the event loop that computes their batches, None for a thread.
         self._engines: dict[asyncio.AbstractEventLoop | None, Engine] = {}
@@ -76,7 +128,8 @@ class LocalBatcher:
         with EngineWait(engine) as can_end:
             if can_end:
                 return self._wait(engine, items)
-        return run_inline(self._compute_inline(items), is_async=self._function.is_async)
+        computing = compute_inline(self._function, items, self._settings.batch_size)
+        return run_inline(computing, is_async=self._function.is_async)
 
     def _wait(self, engine: Engine, items: Sequence[Any]) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
@@ -112,30 +165,29 @@ class LocalBatcher:
         with EngineWait(submitter.engine) as can_end:
             if can_end:
                 return await submitter.process(items)
-        computing = self._compute_inline(items)
+        computing = compute_inline(self._function, items, self._settings.batch_size)
         if self._function.is_async:
             return await computing
         return await asyncio.to_thread(run_inline, computing, is_async=False)  # not on the loop
-
-    async def _compute_inline(self, items: Sequence[Any]) -> list[Any]:
-        return await compute_inline(self._function, items, self._settings.batch_size)
 
     def stats(self) -> BatchProcessorStats:
         """The counts since the first call or `clear_stats`."""
         with self._lock:
             waiting = sum(engine.waiting for engine in self._engines.values())
-        items, batches, seconds = self._counts.read()
+            counts = replace(self._counts)
         return BatchProcessorStats(
             queue_size=waiting,
-            total_processed=items,
-            total_batches=batches,
-            avg_batch_size=items / batches if batches else 0.0,
-            avg_processing_time=seconds / batches if batches else 0.0,
+            total_processed=counts.items,
+            total_batches=counts.batches,
+            avg_batch_size=counts.items / max(1, counts.batches),
+            avg_processing_time=counts.seconds / max(1, counts.batches),
         )
 
     def clear_stats(self) -> None:
         """Count from 0 again."""
-        self._counts.clear()
+        with self._lock:
+            self._counts.items = self._counts.batches = 0
+            self._counts.seconds = 0.0
 
     def start(self) -> None:
         """Accept calls again after a shutdown. The first call makes everything that it needs."""
@@ -199,11 +251,16 @@ class LocalBatcher:
         if not self._runs_on_loop:
             self._refuse_at_exit()
         with self._lock:
-            self._forget_closed_loops()
+            closed = [one for one in self._submitters if one.is_closed()]
+            for one in closed:
+                del self._submitters[one]
+            ended = [self._engines.pop(one) for one in closed if one in self._engines]
             engine = self._engine_on(loop if self._runs_on_loop else None)
             submitter = LoopSubmitter(engine, loop, self._settings)
             self._submitters[loop] = submitter
-            return submitter
+        for engine in ended:
+            engine.abandon()
+        return submitter
 
     def _engine_on(self, loop: asyncio.AbstractEventLoop | None) -> Engine:
         """The engine whose batches run on this loop, or in a thread. Called under the lock."""
@@ -214,7 +271,7 @@ class LocalBatcher:
         engine = self._engines.get(loop)
         if engine is None:
             make_worker = ThreadWorker if loop is None else partial(TaskWorker, loop)
-            engine = Engine(self._function, self._settings, self._counts, make_worker)
+            engine = Engine(self._function, self._settings, self._counts, self._lock, make_worker)
             self._engines[loop] = engine
             if loop is None:
                 # Neither thread nor engine refers to this batcher: it can be collected while the
@@ -222,19 +279,3 @@ class LocalBatcher:
                 self._finalizer = weakref.finalize(self, engine.worker.stop)
                 self._finalizer.atexit = False
         return engine
-
-    def _forget_closed_loops(self) -> None:
-        for loop in [loop for loop in self._submitters if loop.is_closed()]:
-            del self._submitters[loop]
-            engine = self._engines.pop(loop, None)
-            if engine is not None:
-                engine.abandon()
-
-
-def _reset_batchers_after_fork() -> None:
-    """Forget engines and locks: a forked child has one thread, and others may have held locks."""
-    for batcher in list(_batchers):
-        batcher._reset()  # noqa: SLF001  this is its module
-
-
-os.register_at_fork(after_in_child=_reset_batchers_after_fork)

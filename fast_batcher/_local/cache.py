@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enum import Enum
 from typing import Any
 
+from fast_batcher._local.callers import is_cancelled
 from fast_batcher.types import AsyncCache
 
 logger = logging.getLogger("fast_batcher")
@@ -75,13 +76,9 @@ class OutputCache:
     async def _get(self, item: Any) -> Any:
         try:
             return await self._cache.get(item)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+        except (Exception, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and is_cancelled():
                 raise
-            self._warn("get", error)  # the cache raised it; the call was not cancelled
-            return None
-        except Exception as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("get", error)
             return None
 

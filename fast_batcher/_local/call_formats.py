@@ -5,29 +5,40 @@ per feature: an item is a row of all features, the rows of a batch are padded to
 stacked, and what the function returns is split into rows. Runs where calls and batches run.
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol, cast
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any, Literal, cast
 
+from fast_batcher._arrays import leaves
 from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._local.function import Function, Target, list_outputs
+from fast_batcher._local.function import Function, Target
 from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher.errors import OutputMismatchError
+
+# Makes the result of a call from the outputs of its items in their order.
+Finish = Callable[[list[Any]], Any]
 
 # The outputs of one call may come from several batches: they are stacked as they are.
 _STACKED = Collation.stack()
 
 
-class CallFormat(Protocol):
-    """Converts between a call and its items."""
+class ListFormat:
+    """A list is several items; any other argument is one item."""
 
     # Whether converting large arguments takes long, so that it must not block an event loop.
-    copies: bool
+    copies = False
 
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The items of a call, and whether the caller wants the one output instead of a result."""
-
-    def result_of(self, outputs: list[Any]) -> Any:
-        """The result of a call, from the outputs of its items in their order."""
+    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Finish]:
+        """The items of a call, and what makes its result from their outputs."""
+        if len(args) != 1 or kwargs:
+            raise TypeError(
+                "a batched function is called with one argument, an item or a list of items"
+            )
+        (item,) = args
+        return (item, list) if isinstance(item, list) else ([item], itemgetter(0))
 
     def make_function(self, target: Target, call: Any) -> Function:
         """A function of a list of items.
@@ -36,33 +47,11 @@ class CallFormat(Protocol):
             target: What the user decorated.
             call: The target's function, bound if it is a method.
         """
-
-
-class ListFormat:
-    """A list is several items; any other argument is one item."""
-
-    copies = False
-
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The items in the one argument."""
-        if len(args) != 1 or kwargs:
-            raise TypeError(
-                "a batched function is called with one argument, an item or a list of items"
-            )
-        (item,) = args
-        return (item, False) if isinstance(item, list) else ([item], True)
-
-    def result_of(self, outputs: list[Any]) -> list[Any]:
-        """The list of outputs."""
-        return outputs
-
-    def make_function(self, target: Target, call: Any) -> Function:
-        """The function itself; one array or tensor as its result is split into copies of rows."""
         return Function(call, target.name, target.is_async, list_outputs)
 
 
 class FeatureFormat:
-    """Features become rows, and rows features.
+    """Features become rows, and rows features; see `ListFormat` for the methods.
 
     Args:
         settings: The options of the function.
@@ -76,14 +65,15 @@ class FeatureFormat:
     def __init__(self, settings: DecoratorSettings) -> None:
         self._collation = Collation.pad(
             value=0,
-            values=settings.padding,
+            # `batched` takes `pad_tokens` and documents `pad_token`.
+            values=settings.pad_tokens if settings.pad_token is None else settings.pad_token,
             side=cast("Literal['left', 'right']", settings.padding_side),
             outputs=cast("Literal['auto', 'rows', 'several']", settings.outputs),
         )
         self._spread_kwargs = settings.spread_kwargs
 
-    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], bool]:
-        """The rows of the features; a call with one row wants a result with one row."""
+    def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Finish]:
+        """The rows of the features, and what stacks their outputs."""
         features = args[0] if args else kwargs
         # A tokenizer's answer is a mapping, but no dict.
         if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance(features, Mapping):
@@ -91,11 +81,7 @@ class FeatureFormat:
                 "a batched inference function is called with one dict of features, or with the "
                 "features as keyword arguments"
             )
-        return split_rows(features, self._collation), False
-
-    def result_of(self, outputs: list[Any]) -> Any:
-        """The outputs of all rows of the call, stacked."""
-        return join(outputs, _STACKED)
+        return split_rows(features, self._collation), partial(join, collation=_STACKED)
 
     def make_function(self, target: Target, call: Any) -> Function:
         """A function of rows, which stacks them for the function of features."""
@@ -109,3 +95,36 @@ class FeatureFormat:
             return split(outputs, count, self._collation, copy=True)
 
         return Function(call_with_rows, target.name, target.is_async, split_outputs)
+
+
+def list_outputs(outputs: Any, count: int) -> list[Any]:
+    """The outputs of `count` items as a list: a sequence as it is, an array by its first axis.
+
+    The rows of an array or tensor are copied. A view would keep the whole batch in memory, and it
+    would change when the function fills the array again, or when another caller writes into a row
+    that shares its memory.
+
+    Raises:
+        OutputMismatchError: It is no sequence, or has another length. Its outputs could reach the
+            wrong callers.
+    """
+    if type(outputs) is list and len(outputs) == count:
+        return outputs
+    # An array without axes has a shape, and no length.
+    is_array = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
+    is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
+    if is_text or not (isinstance(outputs, Sequence) or is_array):
+        raise OutputMismatchError(
+            f"the function returned {type(outputs).__name__} for {count} inputs; return a list "
+            "with one output per input, or an array whose first axis is the batch"
+        )
+    if len(outputs) != count:
+        raise OutputMismatchError(
+            f"the function returned {len(outputs)} outputs for {count} inputs; return one per input"
+        )
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    if numpy is not None and isinstance(outputs, numpy.ndarray):
+        return leaves.copy_rows(outputs)
+    if torch is not None and isinstance(outputs, torch.Tensor):
+        return [row.clone() for row in outputs]
+    return list(outputs)

@@ -8,31 +8,27 @@ import concurrent.futures
 import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fast_batcher._core.messages import Request
 from fast_batcher._local.function import FailedOutput
-from fast_batcher._local.settings import DecoratorSettings, cost_of
+from fast_batcher._local.settings import DecoratorSettings, length_of
 
 # What a caller waits for: an event loop's future, or one for a caller that blocks its thread.
 CallerFuture = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
 
+@dataclass(slots=True, eq=False)
 class Call:
-    """Collects the outcomes of the items of one call.
+    """Collects the outcomes of the items of one call."""
 
-    Args:
-        count: Number of the items.
-        future: What the caller waits for.
-    """
-
-    __slots__ = ("_missing", "future", "outcome")
-
-    def __init__(self, count: int, future: CallerFuture) -> None:
-        self.future = future
-        # The outputs by position, or the failure of an item.
-        self.outcome: list[Any] | FailedOutput = [None] * count
-        self._missing = count
+    # What the caller waits for.
+    future: CallerFuture
+    # Number of items without an outcome.
+    missing: int
+    # The outputs by position, or the failure of an item.
+    outcome: list[Any] | FailedOutput
 
     def put(self, position: int, outcome: Any) -> bool:
         """Note the outcome of one item; returns whether the call is over with it."""
@@ -42,8 +38,8 @@ class Call:
         outputs = self.outcome  # read once: another thread may put a failure there
         if type(outputs) is list:
             outputs[position] = outcome
-        self._missing -= 1
-        return not self._missing
+        self.missing -= 1
+        return not self.missing
 
 
 def make_requests(
@@ -53,11 +49,11 @@ def make_requests(
 
     The caller of each is the call and the item's position in it.
     """
-    call = Call(len(items), future)
+    call = Call(future, len(items), [None] * len(items))
     requests = [Request(item, (call, position)) for position, item in enumerate(items)]
     if settings.max_batch_length is not None:
         for request in requests:
-            request.cost = cost_of(request.value)
+            request.cost = max(1, length_of(request.value))
     if len(items) > settings.ranks_above:
         for request in requests:
             request.priority = settings.priority(request.value)
@@ -95,6 +91,12 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
         return asyncio.get_running_loop()
     except RuntimeError:
         return None
+
+
+def is_cancelled() -> bool:
+    """Whether the current task is being cancelled, or else a CancelledError is an error."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _set_outcomes(pairs: list[tuple[CallerFuture, Any]]) -> None:

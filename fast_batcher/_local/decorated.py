@@ -9,20 +9,21 @@ import functools
 import inspect
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.batches import is_much
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._local.batcher import LocalBatcher
 from fast_batcher._local.cache import OutputCache
-from fast_batcher._local.call_formats import CallFormat
+from fast_batcher._local.call_formats import FeatureFormat, ListFormat
 from fast_batcher._local.function import Target, bind_weakly
 from fast_batcher._local.nesting import running_batch
 from fast_batcher._local.settings import DecoratorSettings
-from fast_batcher.types import BatchProcessorStats
+from fast_batcher.types import BatchProcessorStats, PriorityStrategy
 
 _CallT = TypeVar("_CallT", bound=Callable[..., Any])
 
@@ -44,7 +45,7 @@ class BatchingPlan:
 
     target: Target
     settings: DecoratorSettings
-    call_format: CallFormat
+    call_format: ListFormat | FeatureFormat
     # Whether an async function runs on the event loop of its callers.
     is_aio: bool
     cache: OutputCache | None
@@ -93,6 +94,14 @@ class _Binding(NamedTuple):
 
 class Decorated:
     """A function or method whose calls are batched. The decorators make it; see there."""
+
+    # What each of the four decorators sets. The names of its options besides `batch_size`,
+    # `timeout_ms` and `small_batch_threshold`:
+    option_names: ClassVar[frozenset[str]]
+    # Whether calls are awaited, and an async function runs on the event loop of its callers:
+    is_aio: ClassVar[bool] = False
+    # Whether the function takes features, or else a list:
+    has_features: ClassVar[bool] = False
 
     def __init__(self, plan: BatchingPlan, binding: _Binding | None = None) -> None:
         batcher: LocalBatcher | None = None
@@ -166,9 +175,8 @@ class Decorated:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) + bool(kwargs) == 2 and self._is_called_on_class(args):
             return self.__get__(args[0], type(args[0]))._call(args[1:], kwargs)  # noqa: SLF001  its own class
-        items, is_single = self._plan.call_format.items_of(args, kwargs)
-        outputs = self._batcher.process(items)
-        return outputs[0] if is_single else self._plan.call_format.result_of(outputs)
+        items, finish = self._plan.call_format.items_of(args, kwargs)
+        return finish(self._batcher.process(items))
 
     async def _acall(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) + bool(kwargs) == 2 and self._is_called_on_class(args):
@@ -178,20 +186,15 @@ class Decorated:
         if is_item and plan.has_short_cut and running_batch.get() is None:
             return await batcher.aprocess_one(args[0])
         call_format, cache = plan.call_format, plan.cache
-        if call_format.copies and is_much((args, kwargs), dim=0):
-            items, is_single = await offload(True, call_format.items_of, args, kwargs)
-        else:
-            items, is_single = call_format.items_of(args, kwargs)
+        is_long = call_format.copies and is_much((args, kwargs), dim=0)
+        items, finish = await offload(is_long, call_format.items_of, args, kwargs)
         if not items:
             outputs = []
         elif cache is not None:
             outputs = await cache.process(items, batcher.aprocess)
         else:
             outputs = await batcher.aprocess(items)
-        if is_single:
-            return outputs[0]
-        is_long = call_format.copies and is_much(outputs)
-        return await offload(is_long, call_format.result_of, outputs)
+        return await offload(call_format.copies and is_much(outputs), finish, outputs)
 
     def _is_called_on_class(self, args: tuple[Any, ...]) -> bool:
         """Whether a call with two arguments is `Class.method(instance, ...)`."""
@@ -202,3 +205,48 @@ class Decorated:
         await self._batcher.ashutdown(cancel=cancel)
         if self._plan.cache is not None:
             await self._plan.cache.settle()
+
+
+def decorate(
+    kind: type[Decorated],
+    written: Any,
+    batch_size: int,
+    timeout_ms: float,
+    small_batch_threshold: int,
+    options: dict[str, Any],
+) -> Any:
+    """A decorated function, or a decorator if there is no function yet.
+
+    Args:
+        kind: What stands in the place of the function.
+        written: What stands below the decorator, None for a decorator with options.
+        batch_size: See `fast_batcher.dynamically`.
+        timeout_ms: See there.
+        small_batch_threshold: See there.
+        options: The other keyword arguments of the decorator.
+
+    Raises:
+        ConfigurationError: A value is wrong, or this cannot be decorated.
+        TypeError: The decorator has no option of this name.
+    """
+    for name in options:
+        if name not in kind.option_names:
+            raise TypeError(f"dynamically() got an unexpected keyword argument {name!r}")
+    # Those of `batched`: there, too, thread decorators have no such option.
+    strategy = PriorityStrategy.NONE if kind.is_aio else PriorityStrategy.PRIORITY
+    known = {"priority_strategy": strategy, **options}
+    if known.pop("batch_item_cls", None) is not None:
+        warnings.warn(
+            "batch_item_cls is accepted for programs written for batched, and not used: there are "
+            "no batch items here",
+            stacklevel=3,
+        )
+    settings = DecoratorSettings(batch_size, timeout_ms, small_batch_threshold, **known)
+    call_format = FeatureFormat(settings) if kind.has_features else ListFormat()
+
+    def decorate_function(written: Any) -> Decorated:
+        target = Target.of(written)
+        cache = None if settings.cache is None else OutputCache(settings.cache, target.name)
+        return kind(BatchingPlan(target, settings, call_format, kind.is_aio, cache))
+
+    return decorate_function if written is None else decorate_function(written)

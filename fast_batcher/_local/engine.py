@@ -10,21 +10,20 @@ import concurrent.futures
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Batch, Dispatch, Fault, Request
+from fast_batcher._core.messages import Batch, Dispatch, Fault, Request, settle_open
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
-from fast_batcher._local.function import FailedOutput, Function, as_error, without_own_frame
+from fast_batcher._local.function import FailedOutput, Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher.errors import (
     BatcherClosedError,
-    BatcherError,
     OutputMismatchError,
     QueueFullError,
     clear_frames,
@@ -40,7 +39,7 @@ _WORKER = 0
 class Worker(Protocol):
     """Computes the batches of one engine."""
 
-    def start(self, batch: Batch) -> None:
+    def compute(self, batch: Batch) -> None:
         """Compute a batch, and then each one that the engine returns for the last.
 
         The engine calls this only while the worker has no batch.
@@ -56,30 +55,14 @@ class Worker(Protocol):
         """Wait until nothing is left of the worker. Called after `ended`, so the wait is short."""
 
 
+@dataclass
 class Counts:
-    """Counts the batches of a function since its first call or `clear()`. Any thread may call."""
+    """What a function has computed since its first call or `clear_stats()`."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.clear()
-
-    def clear(self) -> None:
-        """Count from 0."""
-        with self._lock:
-            self._items = self._batches = 0
-            self._seconds = 0.0
-
-    def add(self, items: int, seconds: float) -> None:
-        """Count one batch: the number of its items and the time it took."""
-        with self._lock:
-            self._items += items
-            self._batches += 1
-            self._seconds += seconds
-
-    def read(self) -> tuple[int, int, float]:
-        """The numbers of items and batches, and the seconds that all batches took together."""
-        with self._lock:
-            return self._items, self._batches, self._seconds
+    items: int = 0
+    batches: int = 0
+    # Of all batches together.
+    seconds: float = 0.0
 
 
 class Engine:
@@ -88,7 +71,8 @@ class Engine:
     Args:
         function: What computes a batch.
         settings: The options of the function.
-        counts: Where it counts its batches.
+        counts: Where it counts its batches, under the lock.
+        lock: Protects the scheduler and the counts. The engines of a function share it.
         make_worker: Makes the worker of this engine.
     """
 
@@ -97,91 +81,81 @@ class Engine:
         function: Function,
         settings: DecoratorSettings,
         counts: Counts,
+        lock: threading.Lock,
         make_worker: Callable[["Engine"], Worker],
     ) -> None:
         self.function = function
         self._settings = settings
+        self._most_waiting = settings.max_queue_size or sys.maxsize
         length = settings.max_batch_length
         self._scheduler = Scheduler(
             GreedyPolicy(),
             Counters(),
             Limits(
                 max_batch_size=settings.batch_size,
-                max_queue_size=settings.max_queue_size or sys.maxsize,
+                max_queue_size=self._most_waiting,
                 isolate_errors=settings.isolate_errors,
                 batches_per_worker=1,
             ),
             packer=None if length is None else BatchPacker(length, is_padded=False),
         )
         self._scheduler.worker_ready(monotonic(), _WORKER)
-        # Protects the scheduler and the two below.
-        self._lock = threading.Lock()
+        self._counts = counts
+        self._lock = lock
+        # Whether it accepts no more requests, and whether its worker has been told to end.
         self._is_closing = False
         self._has_ended = False
-        self._counts = counts
         # Resolved when the engine is closed, everything is settled and the worker has ended.
         self.ended: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.worker = make_worker(self)
 
     @property
     def waiting(self) -> int:
-        """Number of requests that are in no batch yet."""
-        with self._lock:
-            return self._scheduler.waiting
+        """Number of requests that are in no batch yet. Read under the lock."""
+        return self._scheduler.waiting
 
     def submit(self, calls: Sequence[list[Request]]) -> None:
         """Accept the requests of each call. A call fails as a whole if there is no room for all."""
+        accepted: list[Request] = []
         refused: list[Request] = []
         errors: list[FailedOutput] = []
         with self._lock:
-            if self._is_closing or not self._scheduler.has_room(sum(map(len, calls))):
-                calls, refused, errors = self._refuse_without_room(calls)
-            if max(map(len, calls), default=0) > self._settings.ranks_above:
+            if max(map(len, calls)) > self._settings.ranks_above:
                 # Not before the first: a ranked queue costs every request some microseconds.
                 self._scheduler.rank_requests()
+            waiting = self._scheduler.queue.size
+            room = 0 if self._is_closing else self._most_waiting - waiting
+            for requests in calls:
+                if len(accepted) + len(requests) <= room:
+                    accepted += requests
+                else:
+                    refused.append(requests[0])
+                    errors.append(self._reject(requests, waiting + len(accepted)))
             now = monotonic()
-            self._scheduler.submit(now, list(chain.from_iterable(calls)))
+            self._scheduler.submit(now, accepted)
             batch = self._poll(now)
         if batch is not None:
-            self.worker.start(batch)
+            self.worker.compute(batch)
         deliver(refused, errors)
 
-    def _refuse_without_room(
-        self, calls: Sequence[list[Request]]
-    ) -> tuple[list[list[Request]], list[Request], list[FailedOutput]]:
-        """The calls that there is room for, and one request of each other call with its error."""
-        accepted: list[list[Request]] = []
-        refused: list[Request] = []
-        errors: list[FailedOutput] = []
-        waiting, taken = self._scheduler.queue.size, 0
-        name, limit = self.function.name, self._settings.max_queue_size
-        error: BatcherError
-        for requests in calls:
-            count = len(requests)
-            if self._scheduler.has_room(taken + count) and not self._is_closing:
-                accepted.append(requests)
-                waiting += count
-                taken += count
-                continue
-            for request in requests:
-                request.is_settled = True
-            refused.append(requests[0])
-            if self._is_closing:
-                error = BatcherClosedError(f"{name} was shut down and takes no calls")
-            else:
-                error = QueueFullError(
-                    f"{name}: no room for {count} more, {waiting} wait already "
-                    f"(max_queue_size={limit})"
-                )
-            errors.append(FailedOutput(error))
-        return accepted, refused, errors
+    def _reject(self, requests: list[Request], waiting: int) -> FailedOutput:
+        """Settle the requests of one call; returns the error of its caller."""
+        settle_open(requests)
+        name = self.function.name
+        if self._is_closing:
+            return FailedOutput(BatcherClosedError(f"{name} was shut down and takes no calls"))
+        return FailedOutput(
+            QueueFullError(
+                f"{name}: no room for {len(requests)} more, {waiting} wait already "
+                f"(max_queue_size={self._most_waiting})"
+            )
+        )
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """Forget requests whose caller has gone; one that runs is computed, its output dropped."""
         with self._lock:
             for request in requests:
                 self._scheduler.cancel(request)
-        self._end_if_done()
 
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
         """Settle a batch for which the function has returned; returns the next batch, if any."""
@@ -191,15 +165,11 @@ class Engine:
             outcomes = [FailedOutput(OutputMismatchError(*error.args)) for _ in batch.requests]
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             return self.fail(batch, error, seconds)
-        self._counts.add(len(batch.requests), seconds)
         with self._lock:
-            now = monotonic()
-            self._scheduler.batch_done(now, _WORKER, batch.id)
-            for request in batch.requests:
-                request.is_settled = True
+            now = self._take_back(batch, seconds)
+            settle_open(batch.requests)
             following = self._poll(now)
-        deliver(batch.requests, outcomes)
-        self._end_if_done()
+        self._deliver(batch.requests, outcomes)
         return following
 
     def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
@@ -207,22 +177,18 @@ class Engine:
 
         With `isolate_errors` the next batch may be half of this one.
         """
-        without_own_frame(raised)
+        drop_own_frame(raised)
         out_of_memory = is_out_of_memory(raised)
         if out_of_memory:  # its frames hold the batch that was too large
             clear_frames(raised)
-        self._counts.add(len(batch.requests), seconds)
         with self._lock:
-            now = monotonic()
-            self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=True)
+            now = self._take_back(batch, seconds, has_raised=True)
             failed = self._scheduler.batch_raised(
                 now, batch, out_of_memory=out_of_memory, is_fatal=not isinstance(raised, Exception)
             )
-            for request in failed:
-                request.is_settled = True
+            settle_open(failed)
             following = self._poll(now)
-        deliver(failed, [FailedOutput(as_error(raised)) for _ in failed])
-        self._end_if_done()
+        self._deliver(failed, [FailedOutput(as_error(raised)) for _ in failed])
         return following
 
     def drop(self, batch: Batch) -> Batch | None:
@@ -242,7 +208,6 @@ class Engine:
         """
         with self._lock:
             self._is_closing = True
-            self._scheduler.begin_drain()
             unanswered = self._scheduler.give_up() if cancel else []
         self._fail_as_closed(unanswered, "was shut down before it had answered")
 
@@ -255,8 +220,16 @@ class Engine:
 
     def _fail_as_closed(self, requests: list[Request], why: str) -> None:
         text = f"{self.function.name}: {why}"
-        deliver(requests, [FailedOutput(BatcherClosedError(text)) for _ in requests])
-        self._end_if_done()
+        self._deliver(requests, [FailedOutput(BatcherClosedError(text)) for _ in requests])
+
+    def _take_back(self, batch: Batch, seconds: float, *, has_raised: bool = False) -> float:
+        """Note that the worker has computed a batch; returns the moment."""
+        self._counts.items += len(batch.requests)
+        self._counts.batches += 1
+        self._counts.seconds += seconds
+        now = monotonic()
+        self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=has_raised)
+        return now
 
     def _poll(self, now: float) -> Batch | None:
         """The batch to compute now, if the worker is free and a request waits."""
@@ -268,6 +241,10 @@ class Engine:
             raise action.error
         assert isinstance(action, Dispatch), "without deadlines nothing expires"
         return action.batch
+
+    def _deliver(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
+        deliver(requests, outcomes)
+        self._end_if_done()
 
     def _end_if_done(self) -> None:
         if not self._is_closing:

@@ -2,20 +2,17 @@
 
 import functools
 import inspect
-import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from fast_batcher._arrays import leaves
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherError,
     ConfigurationError,
     InferenceError,
-    OutputMismatchError,
     assign,
     from_model,
 )
@@ -67,13 +64,10 @@ class Target:
         )
 
 
-class FailedOutput:
+class FailedOutput(NamedTuple):
     """Takes the place of an output: the error for one caller."""
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: BatcherError) -> None:
-        self.error = error
+    error: BatcherError
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +100,6 @@ class Function:
         return outputs
 
 
-def list_outputs(outputs: Any, count: int) -> list[Any]:
-    """The outputs of `count` items as a list: a sequence as it is, an array by its first axis.
-
-    The rows of an array or tensor are copied. A view would keep the whole batch in memory, and it
-    would change when the function fills the array again, or when another caller writes into a row
-    that shares its memory.
-
-    Raises:
-        OutputMismatchError: It is no sequence, or has another length. Its outputs could reach the
-            wrong callers.
-    """
-    if type(outputs) is list and len(outputs) == count:
-        return outputs
-    is_array = hasattr(outputs, "shape") and hasattr(outputs, "__getitem__")
-    is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
-    if is_text or not (isinstance(outputs, Sequence) or is_array):
-        raise OutputMismatchError(
-            f"the function returned {type(outputs).__name__} for {count} inputs; return a list "
-            "with one output per input"
-        )
-    if getattr(outputs, "shape", None) == ():
-        raise OutputMismatchError(
-            f"the function returned a {type(outputs).__name__} without axes for {count} inputs; "
-            "its first axis is the batch"
-        )
-    if len(outputs) != count:
-        raise OutputMismatchError(
-            f"the function returned {len(outputs)} outputs for {count} inputs; return one per input"
-        )
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(outputs, numpy.ndarray):
-        return leaves.copy_rows(outputs)
-    if torch is not None and isinstance(outputs, torch.Tensor):
-        return [row.clone() for row in outputs]
-    return list(outputs)
-
-
 def as_error(raised: BaseException) -> BatcherError:
     """A new error for one caller. It is an instance of what was raised, too, which is its cause."""
     original = raised if isinstance(raised, Exception) else None
@@ -151,7 +108,7 @@ def as_error(raised: BaseException) -> BatcherError:
     return error
 
 
-def without_own_frame(raised: BaseException) -> BaseException:
+def drop_own_frame(raised: BaseException) -> None:
     """Drop the first frame of its traceback, which is the worker's.
 
     That frame holds the batch, the batch its callers, and they the error: only the garbage
@@ -159,7 +116,6 @@ def without_own_frame(raised: BaseException) -> BaseException:
     """
     if raised.__traceback__ is not None:
         assign(raised, "__traceback__", raised.__traceback__.tb_next)
-    return raised
 
 
 def is_async(call: object) -> bool:

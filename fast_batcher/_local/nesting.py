@@ -7,42 +7,59 @@ computed inline, where it was made. Runs on every thread that calls.
 
 import asyncio
 import inspect
-import os
 import threading
+from collections import Counter
 from collections.abc import Coroutine, Hashable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
+from fast_batcher._fork import at_fork
 from fast_batcher._local.function import FailedOutput, Function, as_error
 
 
+@dataclass(slots=True, eq=False)
 class RunningBatch:
-    """The batch that a thread or task computes, as calls see it that are made from there.
+    """The batch that a thread or task computes, as calls see it that are made from there."""
 
-    Args:
-        engine: The engine of the batch.
-    """
-
-    __slots__ = ("engine", "has_ended")
-
-    def __init__(self, engine: Hashable) -> None:
-        self.engine = engine
-        # A task that an async function starts may outlive the batch. From then on the engine does
-        # not wait for what the task does. Never set on an engine's own thread: whatever runs there
-        # delays the engine's next batch.
-        self.has_ended = False
+    engine: Hashable
+    # A task that an async function starts may outlive the batch. From then on the engine does not
+    # wait for what the task does. Never set on an engine's own thread: whatever runs there delays
+    # the engine's next batch.
+    has_ended: bool = False
 
 
 # The batch that this thread or task computes, None outside of all batches. A thread that a function
 # starts does not inherit it, because nothing shows whether the function waits for that thread.
 running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", default=None)
 
-# Protects `_waits`.
-_lock = threading.Lock()
-# The engines that each engine waits for, once per wait.
-_waits: dict[Hashable, list[Hashable]] = {}
+
+class _Waits:
+    """Which engines each engine waits for, and how many times."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin without waits: a forked child has one thread, and another may hold the lock."""
+        self.lock = threading.Lock()
+        self.targets: dict[Hashable, Counter[Hashable]] = {}
+
+    def has_path(self, start: Hashable, engine: Hashable) -> bool:
+        """Whether `start` is the engine, or waits for it, directly or through others."""
+        reached: set[Hashable] = set()
+        following = {start}
+        while following:
+            reached |= following
+            following = set().union(*(self.targets.get(one, ()) for one in following)) - reached
+        return engine in reached
 
 
+_waits = _Waits()
+at_fork(_waits, in_child=_Waits.forget)
+
+
+@dataclass(slots=True)
 class EngineWait:
     """Notes, while it is entered, that the batch of this thread or task waits for an engine.
 
@@ -51,38 +68,32 @@ class EngineWait:
 
     A class, because `contextlib.contextmanager` sets an attribute of each error that passes, and
     errors of users may refuse that.
-
-    Args:
-        target: The engine to wait for.
     """
 
-    __slots__ = ("_target", "_waiter")
-
-    def __init__(self, target: Hashable) -> None:
-        self._target = target
-        # The engine that waits, None if nothing was noted.
-        self._waiter: Hashable | None = None
+    # The engine to wait for.
+    target: Hashable
+    # The engine that waits, None if nothing was noted.
+    waiter: Hashable | None = None
 
     def __enter__(self) -> bool:
         batch = running_batch.get()
         if batch is None or batch.has_ended:
             return True
-        with _lock:
-            if _waits_for(self._target, batch.engine):
+        with _waits.lock:
+            if _waits.has_path(self.target, batch.engine):
                 return False
-            self._waiter = batch.engine
-            _waits.setdefault(batch.engine, []).append(self._target)
+            self.waiter = batch.engine
+            _waits.targets.setdefault(self.waiter, Counter())[self.target] += 1
         return True
 
     def __exit__(self, *_: object) -> None:
-        if self._waiter is None:
+        if self.waiter is None:
             return
-        with _lock:
-            targets = _waits.get(self._waiter, [])  # empty in a forked child
-            if self._target in targets:
-                targets.remove(self._target)
-            if not targets:
-                _waits.pop(self._waiter, None)
+        with _waits.lock:
+            # A forked child has none of its parent's.
+            left = _waits.targets.pop(self.waiter, Counter()) - Counter([self.target])
+            if left:
+                _waits.targets[self.waiter] = left
 
 
 async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
@@ -122,27 +133,3 @@ def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> 
     raise RuntimeError(
         "a function that called itself returned something to be awaited; write it with `async def`"
     )
-
-
-def _waits_for(start: Hashable, engine: Hashable) -> bool:
-    """Whether `start` is the engine, or waits for it, directly or through others."""
-    seen: set[Hashable] = set()
-    todo = [start]
-    while todo:
-        one = todo.pop()
-        if one is engine:
-            return True
-        if one not in seen:
-            seen.add(one)
-            todo.extend(_waits.get(one, ()))
-    return False
-
-
-def _reset_after_fork() -> None:
-    """Forget all waits: a forked child has one thread, and another one may have held the lock."""
-    global _lock
-    _lock = threading.Lock()
-    _waits.clear()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)

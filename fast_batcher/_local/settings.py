@@ -109,11 +109,6 @@ class DecoratorSettings:
                 "of the two"
             )
 
-    @property
-    def padding(self) -> Mapping[str, float] | None:
-        """The padding values by feature: `batched` takes `pad_tokens` and documents `pad_token`."""
-        return self.pad_tokens if self.pad_token is None else self.pad_token
-
     @cached_property
     def ranks_above(self) -> float:
         """Number of items above which the items of a call have a priority below the usual one."""
@@ -138,11 +133,6 @@ def length_of(item: object) -> int:
         return len(item)  # type: ignore[arg-type]  # without a length it raises
     except TypeError:
         return 1
-
-
-def cost_of(item: object) -> int:
-    """What an item adds to `max_batch_length`: its length, and 1 if that is 0."""
-    return max(1, length_of(item))
 
 
 def _check_whole_number(name: str, value: object, least: int, most: float) -> None:

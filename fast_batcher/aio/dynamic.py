@@ -1,17 +1,18 @@
 """`@fast_batcher.aio.dynamically`: calls from event loops, computed in batches."""
 
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Generic, Self, Unpack, overload
 
-from fast_batcher._local.builder import DecoratorBuilder
-from fast_batcher._local.decorated import Decorated, mark_async
+from fast_batcher._local.decorated import Decorated, decorate, mark_async
 from fast_batcher._local.settings import AioOptions
 from fast_batcher.dynamic import InT, Outputs, OutT
 
 
 class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
     """A function whose calls are batched and awaited. `async with` shuts it down at the end."""
+
+    option_names = AioOptions.__optional_keys__
+    is_aio = True
 
     @overload
     def __call__(self, item: list[InT], /) -> Coroutine[Any, Any, list[OutT]]: ...
@@ -58,19 +59,9 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
         self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Shut down."""
         await self.shutdown()
-
-
-_BUILDER = DecoratorBuilder(
-    AsyncBatchedFunction, AioOptions.__optional_keys__, is_aio=True, has_features=False
-)
 
 
 @overload
@@ -133,10 +124,6 @@ def dynamically(
     Raises:
         ConfigurationError: An option is wrong, or this cannot be decorated.
     """
-    return _BUILDER.build(
-        func,
-        options,
-        batch_size=batch_size,
-        timeout_ms=timeout_ms,
-        small_batch_threshold=small_batch_threshold,
+    return decorate(
+        AsyncBatchedFunction, func, batch_size, timeout_ms, small_batch_threshold, options
     )

@@ -3,14 +3,16 @@
 from collections.abc import Callable, Coroutine
 from typing import Any, Unpack, overload
 
-from fast_batcher._local.builder import DecoratorBuilder
-from fast_batcher._local.decorated import mark_async
+from fast_batcher._local.decorated import decorate, mark_async
 from fast_batcher._local.settings import AioInferenceOptions
 from fast_batcher.aio.dynamic import AsyncBatchedFunction
 
 
 class AsyncBatchedInference(AsyncBatchedFunction[Any, Any]):
     """A function of features whose calls are batched and awaited."""
+
+    option_names = AioInferenceOptions.__optional_keys__
+    has_features = True
 
     @mark_async
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
@@ -28,11 +30,6 @@ class AsyncBatchedInference(AsyncBatchedFunction[Any, Any]):
             CollationError: The features have different numbers of rows, or none.
         """
         return self._acall(args, kwargs)
-
-
-_BUILDER = DecoratorBuilder(
-    AsyncBatchedInference, AioInferenceOptions.__optional_keys__, is_aio=True, has_features=True
-)
 
 
 @overload
@@ -75,10 +72,6 @@ def dynamically(
     Raises:
         ConfigurationError: An option is wrong, or this cannot be decorated.
     """
-    return _BUILDER.build(
-        func,
-        options,
-        batch_size=batch_size,
-        timeout_ms=timeout_ms,
-        small_batch_threshold=small_batch_threshold,
+    return decorate(
+        AsyncBatchedInference, func, batch_size, timeout_ms, small_batch_threshold, options
     )

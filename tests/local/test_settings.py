@@ -1,12 +1,11 @@
-"""Wrong settings of decorated functions, and what is counted as the length of an item."""
+"""Wrong settings of decorated functions are refused when the function is decorated."""
 
 from typing import Any
 
 import pytest
 
-from fast_batcher._local.settings import DecoratorSettings, length_of
+from fast_batcher import aio
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.types import PriorityStrategy
 
 
 @pytest.mark.parametrize(
@@ -26,31 +25,25 @@ from fast_batcher.types import PriorityStrategy
         ("max_queue_size", 0),
         ("max_queue_size", "many"),
         ("priority_strategy", 2),
+        ("priority_strategy", "LENGTH"),
         ("isolate_errors", 1),
+        ("padding_side", "top"),
+        ("pad_tokens", 3),
+        ("pad_token", 3),
+        ("outputs", "many"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_parameter(name: str, value: Any) -> None:
-    settings: dict[str, Any] = {name: value}
     with pytest.raises(ConfigurationError) as caught:
-        DecoratorSettings(**settings)
-    assert str(caught.value).startswith(f"{name}={value!r}")
+        aio.inference.dynamically(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
 
 
-def test_the_defaults_are_those_of_batched() -> None:
-    settings = DecoratorSettings()
-    assert (settings.batch_size, settings.timeout_ms, settings.small_batch_threshold) == (32, 5, 8)
+def test_pad_tokens_and_its_other_name_exclude_each_other() -> None:
+    with pytest.raises(ConfigurationError, match="pad_token="):
+        aio.inference.dynamically(pad_tokens={"a": 1}, pad_token={"a": 2})
 
 
-@pytest.mark.parametrize(
-    ("item", "length"),
-    [("abc", 3), ([1, 2], 2), ({"a": [1, 2, 3], "b": [1]}, 3), ({}, 0), (7, 1), (None, 1)],
-)
-def test_lengths(item: Any, length: int) -> None:
-    assert length_of(item) == length
-
-
-def test_priorities() -> None:
-    by_length = DecoratorSettings(priority_strategy=PriorityStrategy.LENGTH)
-    assert by_length.priority("four") == -4
-    assert DecoratorSettings(priority_strategy=PriorityStrategy.PRIORITY).priority("four") == -1
-    assert DecoratorSettings().ranks_above == float("inf")
+def test_an_option_of_another_decorator_is_an_unexpected_argument() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pad_tokens'"):
+        aio.dynamically(pad_tokens={})  # type: ignore[call-overload]  # wrong on purpose
