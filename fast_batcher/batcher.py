@@ -30,6 +30,7 @@ from fast_batcher._asyncio.session import Session
 from fast_batcher._asyncio.signals import call_on_sigterm
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
+from fast_batcher._collector import frozen
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
 from fast_batcher._shared_memory.layouts import to_shape
@@ -479,10 +480,21 @@ class DynBatcher(Generic[InputT, OutputT]):
     def lifespan(self, app: Any, /) -> AbstractAsyncContextManager[None]: ...
     @overload
     def lifespan(
-        self, /, *, wait_ready: bool = True, drain_on_sigterm: bool = False
+        self,
+        /,
+        *,
+        wait_ready: bool = True,
+        drain_on_sigterm: bool = False,
+        freeze_gc: bool = True,
     ) -> Callable[[Any], AbstractAsyncContextManager[None]]: ...
     def lifespan(
-        self, app: Any = None, /, *, wait_ready: bool = True, drain_on_sigterm: bool = False
+        self,
+        app: Any = None,
+        /,
+        *,
+        wait_ready: bool = True,
+        drain_on_sigterm: bool = False,
+        freeze_gc: bool = True,
     ) -> Any:
         """The batcher's life as an app's lifespan: `FastAPI(lifespan=batcher.lifespan)`.
 
@@ -497,6 +509,10 @@ class DynBatcher(Generic[InputT, OutputT]):
                 the server still finishes its requests. The server's own handler follows. Where
                 the lifespan does not run in the main thread, as with `TestClient`, a warning says
                 that SIGTERM has no such effect.
+            freeze_gc: Whether Python's garbage collector leaves out what is alive when the batcher
+                is ready, and collects young objects less often, until the last such lifespan of the
+                process ends. An app that has frozen objects or set thresholds keeps what it has
+                set. See docs/garbage_collection.md.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
@@ -510,7 +526,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             with draining:
                 await self._enter(wait_ready=wait_ready)
                 try:
-                    yield
+                    with frozen() if freeze_gc else nullcontext():
+                        yield
                 finally:
                     await self.__aexit__()
 

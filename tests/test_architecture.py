@@ -23,6 +23,7 @@ LIMIT = 60.0
 FLOORS: dict[str, int] = {
     "errors": 0,
     "_clock": 0,
+    "_collector": 0,
     "_fork": 0,
     "model": 0,
     "stats": 0,
@@ -424,6 +425,7 @@ TESTS = {
     "_arrays": "arrays",
     "_asyncio": "asyncio_shell",
     "_clock": "test_clock.py",
+    "_collector": "test_collector.py",
     "_core": "core",
     "_descendants": "test_descendants.py",
     "_fork": "shared_memory",

@@ -116,6 +116,7 @@ TABLE: dict[str, Row] = {
     "cost_is_padded": SWITCH,
     "max_shared_bytes": count(0, sys.maxsize),
     "shared_memory_threshold": count(4096, 65536),
+    "freeze_gc": SWITCH,
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {

@@ -205,6 +205,7 @@ def test_the_options() -> None:
         "cost_is_padded": True,
         "max_shared_bytes": 512 * 2**20,
         "shared_memory_threshold": 16 * 2**10,
+        "freeze_gc": True,
     }
 
 
@@ -219,7 +220,10 @@ def test_the_options() -> None:
         ("begin_drain", "(self)"),
         ("stop", "(self)"),
         ("reconfigure", "(self, **changes)"),
-        ("lifespan", "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False)"),
+        (
+            "lifespan",
+            "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False, freeze_gc=True)",
+        ),
     ],
 )
 def test_the_methods(method: str, signature: str) -> None:

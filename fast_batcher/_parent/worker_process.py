@@ -135,6 +135,7 @@ class WorkerProcess:
                     os.getpid(),
                     self._slabs,
                     outbox,
+                    settings.freeze_gc,
                 ),
                 name=f"fast_batcher-{self._model_spec.name}-{self.index}",
                 # Not daemonic: a model may have children, for example those of a data loader.

@@ -16,6 +16,7 @@ import multiprocessing.util
 import sys
 from typing import Any
 
+from fast_batcher._collector import freeze_for_good
 from fast_batcher._descendants import end_descendants
 from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._shared_memory.views import SlabViews
@@ -45,6 +46,7 @@ def worker_main(
     parent_pid: int,
     slabs: SlabViews | OSError | None,
     outbox: OutboxWriter | OSError | None,
+    freeze_gc: bool,
 ) -> None:
     """Run a worker process from its start to its end; the first frame says what to load.
 
@@ -58,6 +60,7 @@ def worker_main(
             process may not have as much.
         outbox: Memory in which large answers leave, None if the settings want none, an error if
             it could not be made.
+        freeze_gc: Whether garbage collections leave out the loaded model and its libraries.
     """
     set_signals(progress, parent_pid)
     end_with_parent(parent_pid)
@@ -72,7 +75,7 @@ def worker_main(
     multiprocessing.util.Finalize(None, end_descendants, exitpriority=0)
     try:
         encoder = ReplyEncoder(outbox, max_frame_bytes)
-        exit_code = _load_and_serve(channel, progress, max_batch_size, slabs, encoder)
+        exit_code = _load_and_serve(channel, progress, max_batch_size, slabs, encoder, freeze_gc)
     except BrokenPipeError:  # the parent has closed its ends, and reads nothing more
         exit_code = 0
     sys.exit(exit_code)
@@ -84,6 +87,7 @@ def _load_and_serve(
     max_batch_size: int,
     slabs: SlabViews | OSError | None,
     encoder: ReplyEncoder,
+    freeze_gc: bool,
 ) -> int:
     """Load the model and serve it; returns the exit code."""
     first = channel.receive()
@@ -94,6 +98,8 @@ def _load_and_serve(
         model = load_model(first.body)
         computing = collate(model)
         times = warm_up(computing, max_batch_size)
+        if freeze_gc:
+            freeze_for_good()
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
