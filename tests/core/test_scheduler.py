@@ -503,6 +503,26 @@ def test_an_arrival_asks_for_no_size_but_its_own_however_many_wait() -> None:
 # Drain and close.
 
 
+def test_draining_finishes_what_waits() -> None:
+    scheduler = make(max_batch_size=4)
+    busy = run(scheduler, 0.0)
+    waiting = submit(scheduler, 0.0, 2)
+    scheduler.begin_drain()
+    assert poll_batches(scheduler, 0.0) == []
+    settle(scheduler, 1.0, busy)
+    (batch,) = poll_batches(scheduler, 1.0)
+    assert (batch.requests, batch.release) == (waiting, Release.DRAIN)
+
+
+def test_draining_does_not_wait_for_a_window() -> None:
+    scheduler = make(FixedPolicy(50.0), max_batch_size=4)
+    submit(scheduler, 0.0)
+    assert scheduler.poll(0.0) == ([], 50.0)
+    scheduler.begin_drain()
+    (batch,) = poll_batches(scheduler, 0.0)
+    assert batch.release is Release.DRAIN
+
+
 def test_closing_takes_no_more_requests() -> None:
     scheduler = make()
     assert scheduler.close() == []
