@@ -62,12 +62,6 @@ def test_there_are_holds_to_be_bounded() -> None:
     assert world_of("closed", max_delay=0.5 * ALONE).run(1.0).share(Release.HOLD) > 0.5
 
 
-@settings(max_examples=20, deadline=None)
-@given(source=st.sampled_from(sorted(SOURCES)), seed=st.integers(0, 2**32))
-def test_the_same_events_lead_to_the_same_decisions(source: str, seed: int) -> None:
-    assert world_of(source, seed=seed).run(0.3).log == world_of(source, seed=seed).run(0.3).log
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [1, 2, 3, 4, 8, 16, 24, 32, 48, 64])
 @pytest.mark.parametrize("seconds", [with_knee, half_fixed, linear])
