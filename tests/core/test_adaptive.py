@@ -55,6 +55,7 @@ def test_a_hold_is_no_longer_than_its_bounds(
     assert world.longest_hold <= longest * (1 + 1e-9)
     assert counters.submitted == counters.completed + scheduler.waiting + scheduler.workers.running
     assert all(size <= 64 for _, _, size in world.log)
+    assert not world.rejected
 
 
 def test_there_are_holds_to_be_bounded() -> None:
