@@ -25,7 +25,7 @@ from fast_batcher._core.messages import (
     Request,
 )
 from fast_batcher._core.policy import FixedPolicy
-from fast_batcher._core.ranked_queue import RankedQueue, WorkAhead
+from fast_batcher._core.ranked_queue import WorkAhead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -168,6 +168,13 @@ def test_what_waits_drains_by_its_costs() -> None:
     world = backlog(10, 3.0)._replace(cost=100.0)
     assert times.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
     assert times.seconds_until_drained(backlog(0, 3.0)) == 3.0
+
+
+def test_what_waits_drains_though_rounding_has_left_it_no_cost() -> None:
+    times = learned(0.0, 10, 20, 40, packer=BatchPacker(None, is_padded=True))
+    seconds = times.seconds_until_drained(backlog(2, 1.0)._replace(cost=0.0))
+    assert seconds is not None
+    assert 1.0 <= seconds < inf
 
 
 def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
@@ -365,38 +372,6 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     assert isinstance(error, QueueFullError)
     assert error.retry_after == pytest.approx(4 * linear(2))
     assert batch is not None
-
-
-def test_a_full_queue_of_which_rounding_has_left_no_cost_tells_how_long_it_takes() -> None:
-    packer = BatchPacker(None, is_padded=True)
-    scheduler = make(max_batch_size=4, max_queue_size=3, max_latency=1e100, packer=packer)
-
-    def arrivals(*costs: float) -> list[Request]:
-        requests = [Request("input", None) for _ in costs]
-        for request, cost in zip(requests, costs, strict=True):
-            request.cost = cost
-        return requests
-
-    now = 0.0
-    for _ in range(LESSONS):
-        assert scheduler.submit(now, arrivals(1.0)) == []
-        (batch,) = poll_batches(scheduler, now)
-        now += 1.0
-        settle(scheduler, now, batch)
-    assert scheduler.submit(now, arrivals(1.0)) == []
-    poll_batches(scheduler, now)
-    large, *small = arrivals(1e15, 0.06, 0.06)
-    assert scheduler.submit(now, [large, *small]) == []
-    scheduler.cancel(large)
-    assert isinstance(scheduler.queue, RankedQueue)
-    assert scheduler.queue.cost == 0.0
-    _, refused = more = arrivals(1.0, 1.0)
-    ((request, refusal),) = scheduler.submit(now, more)
-    assert request is refused
-    error = refusal.to_error()
-    assert isinstance(error, QueueFullError)
-    assert error.retry_after is not None
-    assert 1.0 <= error.retry_after < inf
 
 
 # When a batch leaves.

@@ -47,7 +47,8 @@ from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 from fast_batcher.stats import Counters
 
-# Dead entries that the queue tolerates, made small: schedules of fifty steps must meet the sweep.
+QUEUES: list[Any] = [request_queue, ranked_queue]
+# Dead entries that the queues tolerate, made small: schedules of fifty steps must meet the sweep.
 TOLERATED_DEAD_ENTRIES = 2
 # One that runs, and a full one behind it.
 MOST_BATCHES_PER_WORKER = 2
@@ -181,7 +182,7 @@ class Schedule(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._usual_dead_entries = request_queue.MIN_DEAD_ENTRIES
-        for module in (request_queue, ranked_queue):
+        for module in QUEUES:
             module.MIN_DEAD_ENTRIES = TOLERATED_DEAD_ENTRIES
 
     @initialize(options=options_strategy)
@@ -224,7 +225,7 @@ class Schedule(RuleBasedStateMachine):
             self.worker_ready(is_polled=True)
 
     def teardown(self) -> None:
-        for module in (request_queue, ranked_queue):
+        for module in QUEUES:
             module.MIN_DEAD_ENTRIES = self._usual_dead_entries
         if hasattr(self, "options"):
             self.finish()
