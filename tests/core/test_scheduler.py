@@ -384,6 +384,33 @@ def test_deadline_and_infer_timeout_at_one_moment_expire_a_request_once() -> Non
 # Losing workers.
 
 
+def test_what_must_not_be_computed_twice_is_given_back() -> None:
+    scheduler = make(max_batch_size=2, idempotent=False)
+    submit(scheduler, 0.0, 5)
+    first, second = poll_batches(scheduler, 0.0)
+    assert scheduler.worker_lost(0, first.id, first.id) == Lost(first.requests, [])
+    assert all(request.is_settled for request in first.requests)
+    # The worker had not begun with the second.
+    assert not any(request.is_settled for request in second.requests)
+    assert (scheduler.workers.running, scheduler.waiting, scheduler.workers.ready_count) == (
+        0,
+        3,
+        0,
+    )
+    assert scheduler.batch_done(1.0, 0, first.id) is None
+
+
+def test_a_lost_worker_gives_back_nothing_that_has_left() -> None:
+    scheduler = make(max_batch_size=3, idempotent=False)
+    (hurried,) = submit(scheduler, 0.0, deadline=2.0)
+    gone, patient = submit(scheduler, 0.0, 2)
+    (batch,) = poll_batches(scheduler, 0.0)
+    scheduler.cancel(gone)
+    scheduler.poll(2.0)
+    assert hurried.is_settled
+    assert scheduler.worker_lost(0, batch.id, batch.id) == Lost([patient], [])
+
+
 def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
     scheduler = make(workers=1)
     assert scheduler.worker_lost(7) == NOTHING

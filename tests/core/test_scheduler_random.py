@@ -832,4 +832,4 @@ class Schedule(RuleBasedStateMachine):
 
 
 TestSchedule = Schedule.TestCase
-TestSchedule.settings = settings(max_examples=250, stateful_step_count=60)
+TestSchedule.settings = settings(max_examples=400, stateful_step_count=60)
