@@ -546,9 +546,9 @@ def test_draining_does_not_wait_for_a_window() -> None:
 def test_closing_takes_no_more_requests() -> None:
     scheduler = make()
     requests = [*run(scheduler, 0.0, deadline=9.0).requests, *submit(scheduler, 0.0, deadline=8.0)]
-    assert not scheduler.is_closed
+    states = [scheduler.is_closed]
     assert sorted(scheduler.close(), key=lambda request: request.id) == requests
-    assert scheduler.is_closed
+    assert [*states, scheduler.is_closed] == [False, True]
     assert scheduler.poll(100.0) == ([], None)
     refused = Request("too late", None)
     ((request, refusal),) = scheduler.submit(0.0, [refused])
