@@ -1,6 +1,6 @@
 """One scheduler, its workers and its callers in virtual time: every moment is an argument."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
@@ -8,15 +8,26 @@ from random import Random
 from schedules import make
 
 from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.messages import Batch, Dispatch, Release, Request
+from fast_batcher._core.messages import Batch, Dispatch, Expire, Release, Request
 from fast_batcher._core.policy import Policy
 
 Seconds = Callable[[float], float]
+# Instead of a client: arrivals at moments that were given, and at random ones.
+NO_CLIENT, AT_RANDOM = -1, -2
 
 
 def with_knee(size: float) -> float:
     """A model on a GPU: up to 16 inputs cost what one costs."""
     return 0.004 + 0.00002 * size + 0.00023 * max(0.0, size - 16)
+
+
+def poisson(rate: float, until: float, seed: int, since: float = 0.0) -> list[float]:
+    """Moments of arrival, `rate` per second on average."""
+    random = Random(seed)
+    moments = [since + random.expovariate(rate)]
+    while moments[-1] < until:
+        moments.append(moments[-1] + random.expovariate(rate))
+    return moments[:-1]
 
 
 class World:
@@ -29,6 +40,9 @@ class World:
         pause: How long that takes them, seconds.
         rate: Of arrivals that nobody's answers bring about, per second.
         together: How many of those come at once.
+        arrivals: Moments of other arrivals.
+        max_latency: The target of every request, seconds.
+        warm_up: Sizes and seconds of batches that the workers have computed before.
         seed: Of pauses and arrivals.
         lateness: Seconds by which the timer rings late.
         seconds: What a batch of a size takes.
@@ -45,6 +59,9 @@ class World:
         pause: Callable[[Random], float] = lambda random: random.uniform(0.1e-3, 1.1e-3),
         rate: float = 0.0,
         together: int = 1,
+        arrivals: Iterable[float] = (),
+        max_latency: float | None = None,
+        warm_up: Iterable[tuple[float, float]] = (),
         seed: int = 0,
         lateness: float = 0.0,
         seconds: Seconds = with_knee,
@@ -55,8 +72,11 @@ class World:
             max_batch_size=max_batch_size,
             max_queue_size=100_000,
             timeout=30.0,
-            workers=workers,
+            max_latency=max_latency,
+            workers=0,
         )
+        for worker in range(workers):
+            self.scheduler.worker_ready(0.0, worker, warm_up)
         self.seconds = seconds
         self.now = 0.0
         self._max_delay = inf if max_delay is None else max_delay
@@ -64,10 +84,11 @@ class World:
         self._pause = pause
         self._rate, self._together = rate, together
         self.lateness = lateness
-        # Moments and clients; those of no client are -1.
+        # Moments and clients.
         self._arrivals = [(self._draw_pause(), client) for client in range(clients)]
+        self._arrivals += [(moment, NO_CLIENT) for moment in arrivals]
         if rate:
-            self._arrivals.append((self._random.expovariate(rate), -1))
+            self._arrivals.append((self._random.expovariate(rate), AT_RANDOM))
         heapify(self._arrivals)
         self._running: list[tuple[float, int, Batch]] = []
         self._busy_until = [0.0] * workers
@@ -77,17 +98,22 @@ class World:
         # What is to be seen of it.
         self.answered = 0
         self.latency = 0.0
+        # Of each request that was answered, or rejected or dropped: its arrival, and for how long
+        # it has waited for that. And when each batch was answered.
+        self.latencies: list[tuple[float, float]] = []
+        self.rejected: list[tuple[float, float]] = []
+        self.done_at: dict[int, float] = {}
         self.log: list[tuple[float, Release, int]] = []
         self.longest_hold = 0.0
 
-    def run(self, seconds: float) -> "World":
-        """Let so much time pass."""
+    def run(self, seconds: float = inf) -> "World":
+        """Let so much time pass, or all that happens by itself."""
         end = self.now + seconds
         while True:
             arrival = self._arrivals[0][0] if self._arrivals else inf
             answer = self._running[0][0] if self._running else inf
             now = min(arrival, answer, self._wake_at)
-            if now > end:
+            if now > end or now == inf:
                 self.now = end
                 return self
             self.now = max(now, self.now)
@@ -96,13 +122,18 @@ class World:
             arrived = []
             while self._arrivals and self._arrivals[0][0] <= now:
                 arrived += self._next_arrivals()
-            assert self.scheduler.submit(self.now, arrived) == []
+            for _ in self.scheduler.submit(self.now, arrived):
+                self.rejected.append((self.now, 0.0))
             self._poll()
 
     @property
     def is_holding(self) -> bool:
         """Whether requests wait while a worker is free."""
         return bool(self.scheduler.queue.size and self.scheduler.workers.idle_workers)
+
+    def count_within(self, seconds: float, since: float = 0.0) -> int:
+        """Requests that arrived from then on and were answered in time."""
+        return sum(took <= seconds for arrival, took in self.latencies if arrival >= since)
 
     def stall(self, seconds: float) -> None:
         """The loop is blocked: all that happens meanwhile is noticed after it."""
@@ -118,13 +149,14 @@ class World:
 
     def _next_arrivals(self) -> list[Request]:
         _, client = heappop(self._arrivals)
-        if client >= 0:
+        if client != AT_RANDOM:
             return [Request("input", client)]
-        heappush(self._arrivals, (self.now + self._random.expovariate(self._rate), -1))
-        return [Request("input", -1) for _ in range(self._together)]
+        heappush(self._arrivals, (self.now + self._random.expovariate(self._rate), AT_RANDOM))
+        return [Request("input", NO_CLIENT) for _ in range(self._together)]
 
     def _answer(self, batch: Batch) -> None:
         assert self.scheduler.batch_done(self.now, batch.worker, batch.id) is batch
+        self.done_at[batch.id] = self.now
         for request in batch.requests:
             if request.is_settled:
                 continue
@@ -132,6 +164,7 @@ class World:
             self.scheduler.counters.completed += 1
             self.answered += 1
             self.latency += self.now - request.arrival
+            self.latencies.append((request.arrival, self.now - request.arrival))
             if request.caller >= 0:
                 heappush(self._arrivals, (self._draw_pause(), request.caller))
 
@@ -140,9 +173,13 @@ class World:
         actions, wake_at = self.scheduler.poll(self.now)
         assert wake_at is None or wake_at > self.now
         for action in actions:
-            assert isinstance(action, Dispatch)
-            self._send(action.batch)
-        self._wake_at = inf if wake_at is None else wake_at
+            if isinstance(action, Dispatch):
+                self._send(action.batch)
+            else:
+                assert isinstance(action, Expire)
+                arrival = action.request.arrival
+                self.rejected.append((arrival, self.now - arrival))
+        self._wake_at = wake_at or inf
         self._check_hold()
 
     def _notice_hold(self) -> None:

@@ -90,7 +90,7 @@ class Pump:
 
     def has_room(self, request: Request) -> bool:
         """Whether the queue has room for a request behind the requests that have just arrived."""
-        if self._scheduler.limits.max_queue_bytes is None:
+        if not self._scheduler.counts_bytes:
             return self._has_place()
         # In the queue their bytes are part of its sum; here they would be added for each request.
         self.take_arrivals(monotonic())

@@ -148,7 +148,7 @@ class Admission:
             return self._times.seconds_until_answered(backlog, ahead, request.cost)
 
         if len(levels) == 1 and not self._times.has_costs:
-            # Of equals the last one waits longest. This saves 1.5 us for each of the others.
+            # Of equals the last one waits longest. This saves 2 us for each of the others.
             slowest = now + predict(requests[-1], len(requests) - 1)
             if slowest <= min(map(target_of, requests)):
                 return requests, []

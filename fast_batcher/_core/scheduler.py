@@ -63,7 +63,8 @@ class Scheduler:
     ) -> None:
         self.counters = counters
         self._policy = policy
-        self.limits = limits
+        self._batches_per_worker = limits.batches_per_worker
+        self.counts_bytes = limits.max_queue_bytes is not None
         self._timeout = or_infinite(limits.timeout)
         self._packer = packer
         is_ranked = is_grouped or any(
@@ -159,7 +160,6 @@ class Scheduler:
         What waits keeps its place, though there may be more of it than `max_queue_size` now, and
         the target that it was accepted with. Without a policy the present one stays.
         """
-        self.limits = limits
         if limits.max_latency is not None:
             self.rank_requests()
             self._deadline_batches.has_set_targets = True
@@ -371,7 +371,7 @@ class Scheduler:
                 break
             self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
         while self.queue.size:
-            slot = self.workers.least_loaded(self.limits.batches_per_worker)
+            slot = self.workers.least_loaded(self._batches_per_worker)
             if slot is None:
                 break
             is_full = self.queue.is_full(self._size_cap.size)

@@ -7,6 +7,7 @@ What is read is a line through the buckets: see `_line`.
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from math import exp, frexp, inf, sqrt
 from operator import attrgetter
 
@@ -38,27 +39,23 @@ MOST_BUCKETS = 32
 LINE_LIFE = 8
 
 
+@dataclass(slots=True)
 class _Bucket:
     """Times of the sizes above half a power of two up to the power itself."""
 
-    __slots__ = ("count", "first", "high", "last_seen", "median", "quiet", "run", "size")
-
-    def __init__(self) -> None:
-        self.reset()
-        # The number of the observation that was its last, among those of all buckets.
-        self.last_seen = 0
-
-    def reset(self) -> None:
-        self.count = 0
-        # The mean of its sizes, the recent ones above all.
-        self.size = 0.0
-        self.median = self.high = 0.0
-        # The first times, sorted.
-        self.first: list[float] = []
-        # Steps of the median in one direction: positive upwards, negative downwards.
-        self.run = 0
-        # Times since the last one above `high`.
-        self.quiet = 0
+    count: int = 0
+    # The mean of its sizes, the recent ones above all.
+    size: float = 0.0
+    median: float = 0.0
+    high: float = 0.0
+    # The first times, sorted.
+    first: list[float] = field(default_factory=list)
+    # Steps of the median in one direction: positive upwards, negative downwards.
+    run: int = 0
+    # Times since the last one above `high`.
+    quiet: int = 0
+    # The number of the observation that was its last, among those of all buckets.
+    last_seen: int = 0
 
     def is_settled(self) -> bool:
         return self.count > 2 * PLAIN and abs(self.run) <= STEADY_RUN
@@ -145,10 +142,8 @@ class ServiceModel:
             exponent -= 1
         self._count += 1
         bucket = self._buckets.get(exponent)
-        if bucket is None:
+        if bucket is None or self._count - bucket.last_seen > bucket.half_life():
             bucket = self._add_bucket(exponent)
-        elif self._count - bucket.last_seen > bucket.half_life():
-            bucket.reset()
         bucket.last_seen = self._count
         bucket.observe(size, seconds)
         if not bucket.is_settled() or self._count >= self._next_line:
@@ -196,7 +191,7 @@ class ServiceModel:
         return line
 
     def _add_bucket(self, exponent: int) -> _Bucket:
-        if len(self._buckets) == MOST_BUCKETS:
+        if exponent not in self._buckets and len(self._buckets) == MOST_BUCKETS:
             del self._buckets[min(self._buckets, key=lambda key: self._buckets[key].last_seen)]
         bucket = self._buckets[exponent] = _Bucket()
         return bucket

@@ -55,17 +55,12 @@ def test_a_hold_is_no_longer_than_its_bounds(
     assert world.longest_hold <= longest * (1 + 1e-9)
     assert counters.submitted == counters.completed + scheduler.waiting + scheduler.workers.running
     assert all(size <= 64 for _, _, size in world.log)
+    assert not world.rejected
 
 
 def test_there_are_holds_to_be_bounded() -> None:
     assert world_of("closed").run(1.0).share(Release.HOLD) > 0.5
     assert world_of("closed", max_delay=0.5 * ALONE).run(1.0).share(Release.HOLD) > 0.5
-
-
-@settings(max_examples=20, deadline=None)
-@given(source=st.sampled_from(sorted(SOURCES)), seed=st.integers(0, 2**32))
-def test_the_same_events_lead_to_the_same_decisions(source: str, seed: int) -> None:
-    assert world_of(source, seed=seed).run(0.3).log == world_of(source, seed=seed).run(0.3).log
 
 
 @pytest.mark.slow

@@ -1,13 +1,16 @@
 """Refusing and dropping what would be late: rule by rule, and whole services in virtual time."""
 
+import itertools
 import random
+from collections.abc import Callable
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from schedules import make, poll_batches, reject, settle
-from virtual import Outcomes, Work, poisson, serve
+from virtual_time import Seconds, World, poisson, with_knee
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.batch_times import SAFETY_FACTOR, Backlog, BatchTimes
@@ -22,7 +25,7 @@ from fast_batcher._core.messages import (
     Request,
 )
 from fast_batcher._core.policy import FixedPolicy
-from fast_batcher._core.ranked_queue import RankedQueue, WorkAhead
+from fast_batcher._core.ranked_queue import WorkAhead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -165,6 +168,13 @@ def test_what_waits_drains_by_its_costs() -> None:
     world = backlog(10, 3.0)._replace(cost=100.0)
     assert times.seconds_until_drained(world) == pytest.approx(3.0 + 3 * linear(40), rel=0.02)
     assert times.seconds_until_drained(backlog(0, 3.0)) == 3.0
+
+
+def test_what_waits_drains_though_rounding_has_left_it_no_cost() -> None:
+    times = learned(0.0, 10, 20, 40, packer=BatchPacker(None, is_padded=True))
+    seconds = times.seconds_until_drained(backlog(2, 1.0)._replace(cost=0.0))
+    assert seconds is not None
+    assert 1.0 <= seconds < inf
 
 
 def test_a_low_priority_is_refused_where_a_high_one_is_in_time() -> None:
@@ -364,38 +374,6 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     assert batch is not None
 
 
-def test_a_full_queue_of_which_rounding_has_left_no_cost_tells_how_long_it_takes() -> None:
-    packer = BatchPacker(None, is_padded=True)
-    scheduler = make(max_batch_size=4, max_queue_size=3, max_latency=1e100, packer=packer)
-
-    def arrivals(*costs: float) -> list[Request]:
-        requests = [Request("input", None) for _ in costs]
-        for request, cost in zip(requests, costs, strict=True):
-            request.cost = cost
-        return requests
-
-    now = 0.0
-    for _ in range(LESSONS):
-        assert scheduler.submit(now, arrivals(1.0)) == []
-        (batch,) = poll_batches(scheduler, now)
-        now += 1.0
-        settle(scheduler, now, batch)
-    assert scheduler.submit(now, arrivals(1.0)) == []
-    poll_batches(scheduler, now)
-    large, *small = arrivals(1e15, 0.06, 0.06)
-    assert scheduler.submit(now, [large, *small]) == []
-    scheduler.cancel(large)
-    assert isinstance(scheduler.queue, RankedQueue)
-    assert scheduler.queue.cost == 0.0
-    _, refused = more = arrivals(1.0, 1.0)
-    ((request, refusal),) = scheduler.submit(now, more)
-    assert request is refused
-    error = refusal.to_error()
-    assert isinstance(error, QueueFullError)
-    assert error.retry_after is not None
-    assert 1.0 <= error.retry_after < inf
-
-
 # When a batch leaves.
 
 
@@ -574,121 +552,102 @@ def test_a_hold_makes_nobody_late_when_there_are_no_targets_any_more() -> None:
 
 # Whole services.
 
-
-def gpu(requests: list[Request], _: int) -> float:
-    """The GPU-like model of the simulations: seconds of a batch."""
-    return (4 + 0.02 * len(requests) + 0.23 * max(0, len(requests) - 16)) / 1000
-
-
 GPU_BATCH = 64
-GPU_CAPACITY = GPU_BATCH / gpu([Request(0, None)] * GPU_BATCH, 0)
+GPU_CAPACITY = GPU_BATCH / with_knee(GPU_BATCH)
 TARGET = 0.05
 
 
-def overloaded(load: float, seconds: float, seed: int, work: object = gpu) -> Outcomes:
-    scheduler = make(max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=TARGET)
-    moments = poisson(load * GPU_CAPACITY, seconds, seed)
-    return serve(scheduler, [(moment, Request(0, None)) for moment in moments], work)  # type: ignore[arg-type]
+def service(moments: list[float], *, max_latency: float = TARGET, **options: Any) -> World:
+    """What has become of all requests that arrive at these moments."""
+    return World("greedy", arrivals=moments, max_latency=max_latency, **options).run()
 
 
-def mid(requests: list[Request], _: int) -> float:
-    """The small one of the simulations."""
-    return (4 + 0.3 * len(requests)) / 1000
+def sometimes(factor: float, is_slow: Callable[[int], bool]) -> Seconds:
+    """The batches of which this is true take longer."""
+    numbers = itertools.count()
+    return lambda size: with_knee(size) * (factor if is_slow(next(numbers)) else 1)
 
 
-def cpu(requests: list[Request], _: int) -> float:
-    """The one that gains next to nothing from batches."""
-    return (0.5 + 2 * len(requests)) / 1000
+def mid(size: float) -> float:
+    """The small model of the simulations."""
+    return 0.004 + 0.0003 * size
+
+
+def cpu(size: float) -> float:
+    """A model that gains next to nothing from batches."""
+    return 0.0005 + 0.002 * size
 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.1])
 @pytest.mark.parametrize(
-    ("work", "size", "target"), [(gpu, 64, 0.05), (mid, 32, 0.05), (cpu, 16, 0.1)]
+    ("seconds", "size", "target"), [(with_knee, 64, 0.05), (mid, 32, 0.05), (cpu, 16, 0.1)]
 )
 def test_under_five_times_the_capacity_accepted_requests_are_answered_in_time(
-    work: Work, size: int, target: float, scatter: float
+    seconds: Seconds, size: int, target: float, scatter: float
 ) -> None:
     """Fault F60, with a millisecond to spare for the event loop before and after."""
     chance = random.Random(7)
 
-    def scattered(requests: list[Request], number: int) -> float:
-        return work(requests, number) * chance.lognormvariate(-scatter * scatter / 2, scatter)
+    def scattered(size: float) -> float:
+        return seconds(size) * chance.lognormvariate(-scatter * scatter / 2, scatter)
 
-    scheduler = make(max_batch_size=size, max_queue_size=100_000, max_latency=target)
-    capacity = size / work([Request(0, None)] * size, 0)
-    seconds = 8_000 / capacity
-    moments = poisson(5 * capacity, seconds, seed=8)
-    outcomes = serve(scheduler, [(moment, Request(0, None)) for moment in moments], scattered)
-    since = seconds / 5
-    assert outcomes.count_within(target - 0.001, since) >= 0.97 * (seconds - since) * capacity
-    waited = sum(took > 0 for _, took in outcomes.rejected)
-    assert waited < 0.01 * len(outcomes.rejected), "nearly all are refused at the door"
+    capacity = size / seconds(size)
+    end = 8_000 / capacity
+    moments = poisson(5 * capacity, end, seed=8)
+    world = service(moments, max_latency=target, max_batch_size=size, seconds=scattered)
+    since = end / 5
+    assert world.count_within(target - 0.001, since) >= 0.97 * (end - since) * capacity
+    waited = sum(took > 0 for _, took in world.rejected)
+    assert waited < 0.01 * len(world.rejected), "nearly all are refused at the door"
 
 
 @pytest.mark.parametrize("load", [1.2, 2.0, 5.0])
 def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
     """Fault F60."""
-    outcomes = overloaded(load, 4.0, seed=1)
-    assert outcomes.count_within(TARGET, since=0.5) >= 0.97 * 3.5 * GPU_CAPACITY
-    waits = sorted(took for _, took in outcomes.rejected)
+    world = service(poisson(load * GPU_CAPACITY, 4.0, seed=1))
+    assert world.count_within(TARGET, since=0.5) >= 0.97 * 3.5 * GPU_CAPACITY
+    waits = sorted(took for _, took in world.rejected)
     assert load < 2 or waits[int(0.99 * len(waits))] < 0.005
 
 
-def test_three_first_batches_that_are_far_too_slow_do_not_stop_the_service() -> None:
-    def slow_at_first(requests: list[Request], number: int) -> float:
-        return gpu(requests, number) * (50 if number <= 3 else 1)
-
-    # The very first batch of a worker is not learned from; after it come three that mislead.
-    outcomes = overloaded(0.8, 10.0, 2, slow_at_first)
-    end_of_slow = outcomes.done_at[3]
-    arrivals = [arrival for arrival, _ in outcomes.answered + outcomes.rejected]
-    offered = sum(arrival >= end_of_slow for arrival in arrivals)
-    assert offered > 10_000
-    assert outcomes.count_within(TARGET, since=end_of_slow) > 0.9 * offered
-
-
-def test_slow_batches_behind_a_warm_up_do_not_stop_the_service_either() -> None:
-    """What is known from the start refuses most then, so that batches of one are the slow ones."""
-    scheduler = make(
-        max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=TARGET, workers=0
-    )
-    one, full = ([Request(0, None)] * size for size in (1, GPU_BATCH))
-    scheduler.worker_ready(0.0, 0, [(1, gpu(one, 0)), (GPU_BATCH, gpu(full, 0))])
-    moments = poisson(0.8 * GPU_CAPACITY, 6.0, 2)
-    arrivals = [(moment, Request(0, None)) for moment in moments]
-    outcomes = serve(
-        scheduler, arrivals, lambda requests, number: gpu(requests, number) * (50, 1)[number > 3]
-    )
-    since = outcomes.done_at[3]
+@pytest.mark.parametrize(
+    "warm_up",
+    [
+        # The very first batch of a worker is not learned from; after it come three that mislead.
+        pytest.param([], id="at the start"),
+        # Most requests are refused then, so that batches of one are the slow ones.
+        pytest.param([(size, with_knee(size)) for size in (1, GPU_BATCH)], id="behind a warm-up"),
+    ],
+)
+def test_first_batches_that_are_far_too_slow_do_not_stop_the_service(
+    warm_up: list[tuple[float, float]],
+) -> None:
+    moments = poisson(0.8 * GPU_CAPACITY, 8.0, seed=2)
+    slow_at_first = sometimes(50, lambda number: number <= 3)
+    world = service(moments, seconds=slow_at_first, warm_up=warm_up)
+    since = world.done_at[3]
     offered = sum(moment >= since for moment in moments)
     assert offered > 10_000
-    assert outcomes.count_within(TARGET, since) > 0.9 * offered
+    assert world.count_within(TARGET, since) > 0.9 * offered
 
 
 def test_after_a_pulse_latency_is_normal_again() -> None:
     """Fault F61."""
-    scheduler = make(max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=TARGET)
     before = poisson(0.5 * GPU_CAPACITY, 1.0, 3)
     pulse = poisson(10 * GPU_CAPACITY, 2.0, 4, since=1.0)
     after = poisson(0.5 * GPU_CAPACITY, 5.0, 5, since=2.0)
-    arrivals = [(moment, Request(0, None)) for moment in before + pulse + after]
-    outcomes = serve(scheduler, arrivals, gpu)
-    late = [took for arrival, took in outcomes.answered if arrival > 2.0 + 2 * TARGET]
+    world = service(before + pulse + after)
+    late = [took for arrival, took in world.latencies if arrival > 2.0 + 2 * TARGET]
     assert max(late) <= TARGET
-    assert not [arrival for arrival, _ in outcomes.rejected if arrival > 2.0 + 2 * TARGET]
+    assert not [arrival for arrival, _ in world.rejected if arrival > 2.0 + 2 * TARGET]
 
 
 def test_stragglers_cause_no_false_rejections() -> None:
     """Fault F35."""
-
-    def with_stragglers(requests: list[Request], number: int) -> float:
-        return gpu(requests, number) * (20 if number % 100 == 99 else 1)
-
-    scheduler = make(max_batch_size=GPU_BATCH, max_queue_size=100_000, max_latency=1.0)
     moments = poisson(0.5 * GPU_CAPACITY, 10.0, 6)
-    arrivals = [(moment, Request(0, None)) for moment in moments]
-    outcomes = serve(scheduler, arrivals, with_stragglers)
-    assert len(outcomes.rejected) <= 0.01 * len(moments)
+    with_stragglers = sometimes(20, lambda number: number % 100 == 99)
+    world = service(moments, max_latency=1.0, seconds=with_stragglers)
+    assert len(world.rejected) <= 0.01 * len(moments)
     for size in (4, 16, 64):
-        expected = gpu([Request(0, None)] * size, 0)
-        assert scheduler._times.by_size.median(size) == pytest.approx(expected, rel=0.15)
+        median = world.scheduler._times.by_size.median(size)
+        assert median == pytest.approx(with_knee(size), rel=0.15)

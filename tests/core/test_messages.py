@@ -16,21 +16,13 @@ from fast_batcher._core.messages import (
     Stall,
 )
 
-
-def request(deadline: float) -> Request:
-    return Request("input", caller="caller", deadline=deadline)
-
-
-def batch_of(*deadlines: float) -> Batch:
-    requests = [request(deadline) for deadline in deadlines]
-    return Batch(3, 1, requests, Release.IDLE, sent_at=2.5, deadline=min(deadlines))
-
-
-EXPIRE = Expire(request(1.0), ExpiryReason.WAITING)
+REQUEST = Request("input", None, deadline=1.0)
+BATCH = Batch(0, 0, [REQUEST], Release.FULL, sent_at=0.0, deadline=1.0)
 
 
 @pytest.mark.parametrize(
-    "value", [batch_of(1.0), Dispatch(batch_of(1.0)), EXPIRE, Stall(0), Replace(0)]
+    "value",
+    [BATCH, Dispatch(BATCH), Expire(REQUEST, ExpiryReason.WAITING), Stall(0), Replace(0)],
 )
 def test_they_have_no_room_for_anything_else(value: object) -> None:
     """One of each is made per batch; a misspelled name is an error."""
@@ -39,22 +31,8 @@ def test_they_have_no_room_for_anything_else(value: object) -> None:
 
 
 def test_reasons_are_the_words_that_users_see() -> None:
-    assert [str(release) for release in Release] == [
-        "full",
-        "idle",
-        "hold",
-        "window",
-        "deadline",
-        "drain",
-        "retry",
-    ]
-    assert [str(reason) for reason in ExpiryReason] == [
-        "waiting",
-        "not ready",
-        "running",
-        "infer timeout",
-        "unreachable",
-    ]
+    assert " ".join(Release) == "full idle hold window deadline drain retry"
+    assert ", ".join(ExpiryReason) == "waiting, not ready, running, infer timeout, unreachable"
 
 
 def test_a_batch_is_freed_without_the_garbage_collector() -> None:
@@ -67,10 +45,8 @@ def test_a_batch_is_freed_without_the_garbage_collector() -> None:
     seen = weakref.ref(value)
     gc.disable()
     try:
-        requests = [Request(value, caller=None, deadline=1.0)]
-        batch = Batch(
-            id=0, worker=0, requests=requests, release=Release.FULL, sent_at=0.0, deadline=1.0
-        )
+        requests = [Request(value, None, deadline=1.0)]
+        batch = Batch(0, 0, requests, Release.FULL, sent_at=0.0, deadline=1.0)
         requests[0].batch_id = batch.id
         del value, requests, batch
         assert seen() is None

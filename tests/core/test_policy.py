@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from fast_batcher._core.adaptive import AdaptivePolicy, make_policy
+from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.messages import Release, Request
 from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
 from fast_batcher._core.ranked_queue import RankedQueue
@@ -14,51 +14,45 @@ ARRIVAL = 10.0
 LOAD = Load(waiting=1, running=0, workers=1, max_batch_size=4, service=ServiceModel())
 
 
-def queue_of(*deadlines: float, arrival: float = ARRIVAL) -> RankedQueue:
+def queue_of(*deadlines: float) -> RankedQueue:
     """Requests that have arrived one second after each other, each with this deadline."""
     queue = RankedQueue()
     for number, deadline in enumerate(deadlines):
         request = Request("input", caller=None, deadline=deadline)
         request.id = number
-        request.arrival = arrival + number
+        request.arrival = ARRIVAL + number
         queue.extend([request])
     return queue
 
 
-def test_greedy_sends_what_is_there() -> None:
-    assert GreedyPolicy().decide(ARRIVAL, queue_of(inf), LOAD) is Release.IDLE
-    assert GreedyPolicy().decide(ARRIVAL + 100, queue_of(inf, inf), LOAD) is Release.IDLE
-
-
-def test_fixed_holds_until_the_end_of_the_window_of_the_oldest() -> None:
-    queue = queue_of(inf, inf)
-    assert FixedPolicy(max_delay=5.0).decide(ARRIVAL + 1.0, queue, LOAD) == ARRIVAL + 5.0
-    assert FixedPolicy(max_delay=5.0).decide(ARRIVAL + 4.999, queue, LOAD) == ARRIVAL + 5.0
-
-
-@pytest.mark.parametrize("late", [0.0, 0.001, 100.0])
-def test_fixed_sends_from_the_end_of_the_window_on(late: float) -> None:
-    assert FixedPolicy(5.0).decide(ARRIVAL + 5.0 + late, queue_of(inf, inf), LOAD) is Release.WINDOW
-
-
-def test_fixed_does_not_wait_beyond_a_deadline() -> None:
-    """An answer that comes after the deadline helps nobody, so the request goes at once."""
-    assert FixedPolicy(5.0).decide(ARRIVAL, queue_of(ARRIVAL + 4.9), LOAD) is Release.DEADLINE
-
-
-def test_fixed_looks_at_every_deadline_not_only_at_the_oldest() -> None:
-    assert (
-        FixedPolicy(5.0).decide(ARRIVAL + 1.0, queue_of(inf, ARRIVAL + 3.0), LOAD)
-        is Release.DEADLINE
-    )
-
-
-def test_fixed_waits_for_a_deadline_at_the_end_of_the_window() -> None:
-    assert FixedPolicy(5.0).decide(ARRIVAL, queue_of(ARRIVAL + 5.0), LOAD) == ARRIVAL + 5.0
-
-
-def test_fixed_without_a_delay_is_greedy() -> None:
-    assert FixedPolicy(0.0).decide(ARRIVAL, queue_of(inf), LOAD) is Release.WINDOW
+@pytest.mark.parametrize(
+    ("policy", "waited", "deadlines", "decision"),
+    [
+        pytest.param(GreedyPolicy(), 0.0, [inf], Release.IDLE, id="greedy"),
+        pytest.param(GreedyPolicy(), 100.0, [inf, inf], Release.IDLE, id="greedy, late"),
+        pytest.param(FixedPolicy(5.0), 1.0, [inf, inf], ARRIVAL + 5.0, id="window of the oldest"),
+        pytest.param(FixedPolicy(5.0), 4.999, [inf], ARRIVAL + 5.0, id="just before its end"),
+        pytest.param(FixedPolicy(5.0), 5.0, [inf, inf], Release.WINDOW, id="its end"),
+        pytest.param(FixedPolicy(5.0), 105.0, [inf], Release.WINDOW, id="long after it"),
+        pytest.param(FixedPolicy(0.0), 0.0, [inf], Release.WINDOW, id="no window"),
+        # An answer that comes after the deadline helps no caller, so the request goes at once.
+        pytest.param(FixedPolicy(5.0), 0.0, [ARRIVAL + 4.9], Release.DEADLINE, id="deadline"),
+        pytest.param(
+            FixedPolicy(5.0), 1.0, [inf, ARRIVAL + 3.0], Release.DEADLINE, id="of a later request"
+        ),
+        pytest.param(
+            FixedPolicy(5.0), 0.0, [ARRIVAL + 5.0], ARRIVAL + 5.0, id="deadline at its end"
+        ),
+        pytest.param(make_policy("fixed", 5.0), 0.0, [inf], ARRIVAL + 5.0, id="made with delay"),
+        pytest.param(make_policy("fixed", None), 1e9, [inf], inf, id="made without a bound"),
+        pytest.param(make_policy("adaptive", None), 0.0, [inf], Release.IDLE, id="no evidence"),
+        pytest.param(make_policy("adaptive", 5.0), 0.0, [inf], Release.IDLE, id="none yet"),
+    ],
+)
+def test_what_it_decides(
+    policy: Policy, waited: float, deadlines: list[float], decision: Release | float
+) -> None:
+    assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), LOAD) == decision
 
 
 @pytest.mark.parametrize("policy", [GreedyPolicy(), FixedPolicy(5.0)])
@@ -76,17 +70,3 @@ def test_they_learn_nothing(policy: Policy) -> None:
 )
 def test_adaptive_without_a_delay_is_greedy(name: str, max_delay: float | None) -> None:
     assert isinstance(make_policy(name, max_delay), GreedyPolicy)
-
-
-@pytest.mark.parametrize("max_delay", [None, 5.0])
-def test_adaptive_does_not_hold_without_evidence(max_delay: float | None) -> None:
-    assert isinstance(make_policy("adaptive", max_delay), AdaptivePolicy)
-    assert make_policy("adaptive", max_delay).decide(ARRIVAL, queue_of(inf), LOAD) is Release.IDLE
-
-
-def test_fixed_is_made_with_its_delay() -> None:
-    assert make_policy("fixed", 5.0).decide(ARRIVAL, queue_of(inf), LOAD) == ARRIVAL + 5.0
-
-
-def test_fixed_without_a_bound_waits_for_a_full_batch() -> None:
-    assert make_policy("fixed", None).decide(1e9, queue_of(inf), LOAD) == inf

@@ -243,29 +243,6 @@ def test_a_higher_priority_is_company_before_a_nearer_cost() -> None:
     assert costs_of(arrivals.send(2)) == [10, 50]
 
 
-@given(
-    costs=st.lists(st.sampled_from([1.0, 2.0, 3.0, 10.0, 50.0]), min_size=1, max_size=60),
-    most=st.integers(1, 5),
-    budget=st.sampled_from([None, 5.0, 20.0, 100.0]),
-    is_padded=st.booleans(),
-)
-def test_batches_keep_to_the_budget_and_leave_with_the_oldest(
-    costs: list[float], most: int, budget: float | None, is_padded: bool
-) -> None:
-    packer = BatchPacker(budget, is_padded=is_padded)
-    arrivals = Arrivals(packer)
-    waiting = [request.id for request in arrivals.add_costs(*costs)]
-    while waiting:
-        batch = arrivals.send(most)
-        ids = [request.id for request in batch]
-        assert ids[0] == waiting[0], "the oldest is in every batch"
-        assert len(ids) <= most
-        assert len(ids) == 1 or packer.charge(batch) <= packer.max_batch_cost
-        assert max(ids) < waiting[0] + WINDOW_BATCHES * most
-        waiting = [number for number in waiting if number not in ids]
-    assert arrivals.queue.size == 0
-
-
 # What it keeps.
 
 

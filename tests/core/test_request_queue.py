@@ -12,7 +12,7 @@ from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue
 
 # Seconds that the scheduler would give to requests that name none.
-DEFAULT_TIMEOUT = 20.0
+DEFAULT_TIMEOUT = 2.0
 
 
 class Value:

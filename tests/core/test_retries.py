@@ -6,7 +6,7 @@ from hypothesis import given
 from schedules import NOTHING, make, poll_batches, run, settle, submit, told
 
 from fast_batcher._core.messages import Batch, ExpiryReason, Release, Request, Stage
-from fast_batcher._core.retries import Lost
+from fast_batcher._core.retries import ISOLATION_SECONDS, Lost
 from fast_batcher._core.scheduler import Scheduler
 
 # After a death.
@@ -103,6 +103,83 @@ def test_one_culprit_of_thirty_two_costs_ten_more_batches(culprit: int) -> None:
     scheduler = make(max_batch_size=32)
     batch = run(scheduler, 0.0, 32)
     assert find_culprits(scheduler, batch, {culprit}) == ({culprit}, 11)
+
+
+def test_the_search_for_culprits_has_an_end() -> None:
+    scheduler = make(max_batch_size=4)
+    batch = run(scheduler, 0.0, 4)
+    assert fail(scheduler, 1.0, batch) == []
+    (half,) = poll_batches(scheduler, 1.0)
+    end = 1.0 + ISOLATION_SECONDS
+    assert fail(scheduler, end, half) == half.requests
+    (other,) = poll_batches(scheduler, end)
+    settle(scheduler, end, other)
+    # A batch that fails later has a time of its own.
+    assert fail(scheduler, end, run(scheduler, end, 2)) == []
+
+
+def test_out_of_memory_makes_batches_smaller() -> None:
+    scheduler = make(max_batch_size=8)
+    batch = run(scheduler, 0.0, 8)
+    submit(scheduler, 0.5, 8)
+    assert fail(scheduler, 1.0, batch, out_of_memory=True) == []
+    sizes = []
+    waiting = poll_batches(scheduler, 1.0)
+    while waiting:
+        batch = waiting.pop(0)
+        sizes.append((len(batch.requests), batch.release))
+        settle(scheduler, 1.0, batch)
+        waiting += poll_batches(scheduler, 1.0)
+    assert sorted(sizes) == [(4, Release.FULL)] * 2 + [(4, Release.RETRY)] * 2
+
+
+def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
+    scheduler = make(max_batch_size=8, workers=2)
+    batch = run(scheduler, 0.0, 8)
+    scheduler.worker_lost(batch.worker, batch.id, batch.id, out_of_memory=True)
+    for _ in range(8):
+        (retry,) = poll_batches(scheduler, 1.0)
+        settle(scheduler, 1.0, retry)
+    submit(scheduler, 2.0, 8)
+    assert [len(batch.requests) for batch in poll_batches(scheduler, 2.0)] == [4, 4]
+
+
+def test_a_try_of_a_larger_batch_that_fails_goes_back_to_what_went_well() -> None:
+    scheduler = make(max_batch_size=32)
+    fail(scheduler, 0.0, run(scheduler, 0.0, 32), out_of_memory=True)
+    for now in (1.0, 1.0):
+        (batch,) = poll_batches(scheduler, now)
+        settle(scheduler, now, batch)
+    # Sixteen go well, until eighteen are tried.
+    now = 2.0
+    while True:
+        submit(scheduler, now, 18 - scheduler.waiting)
+        (batch,) = poll_batches(scheduler, now)
+        if len(batch.requests) == 18:
+            break
+        settle(scheduler, now, batch)
+        now += 1.0
+    fail(scheduler, now, batch, out_of_memory=True)
+    for _ in range(3):
+        for batch in poll_batches(scheduler, now):
+            settle(scheduler, now, batch)
+    submit(scheduler, now, 40)
+    assert len(poll_batches(scheduler, now)[0].requests) == 16
+
+
+def test_a_batch_that_is_sent_again_is_no_larger_than_memory_allows() -> None:
+    scheduler = make(max_batch_size=8, workers=1)
+    submit(scheduler, 0.0, 16)
+    first, second = poll_batches(scheduler, 0.0)
+    scheduler.worker_lost(0, first.id, first.id, out_of_memory=True)
+    scheduler.worker_ready(1.0, 1)
+    sizes = []
+    while batches := poll_batches(scheduler, 1.0):
+        for batch in batches:
+            sizes.append(len(batch.requests))
+            settle(scheduler, 1.0, batch)
+    assert sizes == [1] * 8 + [4, 4]
+    assert second.requests[0].is_settled
 
 
 def test_the_deadlines_of_what_is_tried_again_are_kept() -> None:

@@ -252,14 +252,6 @@ def test_no_request_expires_while_its_answer_arrives() -> None:
     assert not any(request.is_settled for request in requests)
 
 
-def test_a_caller_leaves_while_the_answer_arrives() -> None:
-    scheduler = make()
-    gone, _ = submit(scheduler, 0.0, 2)
-    arriving(scheduler, 0.0)
-    scheduler.cancel(gone)
-    assert (scheduler.workers.running, scheduler.counters.cancelled) == (1, 1)
-
-
 def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
     scheduler = make()
     submit(scheduler, 0.0, 2)
@@ -274,6 +266,7 @@ def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
     gone, stays = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
     scheduler.cancel(gone)
+    assert (scheduler.workers.running, scheduler.counters.cancelled) == (1, 1)
     assert scheduler.close() == [stays]
     assert scheduler.workers.running == 0
     assert not scheduler.workers.end_copy_out(batch)
@@ -391,6 +384,33 @@ def test_deadline_and_infer_timeout_at_one_moment_expire_a_request_once() -> Non
 # Losing workers.
 
 
+def test_what_must_not_be_computed_twice_is_given_back() -> None:
+    scheduler = make(max_batch_size=2, idempotent=False)
+    submit(scheduler, 0.0, 5)
+    first, second = poll_batches(scheduler, 0.0)
+    assert scheduler.worker_lost(0, first.id, first.id) == Lost(first.requests, [])
+    assert all(request.is_settled for request in first.requests)
+    # The worker had not begun with the second.
+    assert not any(request.is_settled for request in second.requests)
+    assert (scheduler.workers.running, scheduler.waiting, scheduler.workers.ready_count) == (
+        0,
+        3,
+        0,
+    )
+    assert scheduler.batch_done(1.0, 0, first.id) is None
+
+
+def test_a_lost_worker_gives_back_nothing_that_has_left() -> None:
+    scheduler = make(max_batch_size=3, idempotent=False)
+    (hurried,) = submit(scheduler, 0.0, deadline=2.0)
+    gone, patient = submit(scheduler, 0.0, 2)
+    (batch,) = poll_batches(scheduler, 0.0)
+    scheduler.cancel(gone)
+    scheduler.poll(2.0)
+    assert hurried.is_settled
+    assert scheduler.worker_lost(0, batch.id, batch.id) == Lost([patient], [])
+
+
 def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
     scheduler = make(workers=1)
     assert scheduler.worker_lost(7) == NOTHING
@@ -503,9 +523,33 @@ def test_an_arrival_asks_for_no_size_but_its_own_however_many_wait() -> None:
 # Drain and close.
 
 
+def test_draining_finishes_what_waits() -> None:
+    scheduler = make(max_batch_size=4)
+    busy = run(scheduler, 0.0)
+    waiting = submit(scheduler, 0.0, 2)
+    scheduler.begin_drain()
+    assert poll_batches(scheduler, 0.0) == []
+    settle(scheduler, 1.0, busy)
+    (batch,) = poll_batches(scheduler, 1.0)
+    assert (batch.requests, batch.release) == (waiting, Release.DRAIN)
+
+
+def test_draining_does_not_wait_for_a_window() -> None:
+    scheduler = make(FixedPolicy(50.0), max_batch_size=4)
+    submit(scheduler, 0.0)
+    assert scheduler.poll(0.0) == ([], 50.0)
+    scheduler.begin_drain()
+    (batch,) = poll_batches(scheduler, 0.0)
+    assert batch.release is Release.DRAIN
+
+
 def test_closing_takes_no_more_requests() -> None:
     scheduler = make()
-    assert scheduler.close() == []
+    requests = [*run(scheduler, 0.0, deadline=9.0).requests, *submit(scheduler, 0.0, deadline=8.0)]
+    states = [scheduler.is_closed]
+    assert sorted(scheduler.close(), key=lambda request: request.id) == requests
+    assert [*states, scheduler.is_closed] == [False, True]
+    assert scheduler.poll(100.0) == ([], None)
     refused = Request("too late", None)
     ((request, refusal),) = scheduler.submit(0.0, [refused])
     assert request is refused

@@ -65,14 +65,6 @@ def test_a_larger_batch_never_takes_less(
 
 
 @given(observed=observations)
-def test_the_same_times_teach_the_same(observed: list[tuple[float, float]]) -> None:
-    one, other = model_of(*observed), model_of(*observed)
-    for size, _ in observed:
-        assert one.median(size) == other.median(size)
-        assert one.high(size) == other.high(size)
-
-
-@given(observed=observations)
 def test_to_read_changes_nothing(observed: list[tuple[float, float]]) -> None:
     read = ServiceModel()
     for size, took in observed:

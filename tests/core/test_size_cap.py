@@ -11,11 +11,6 @@ def go_well(cap: SizeCap, times: int) -> None:
         cap.went_well(cap.size)
 
 
-def test_it_limits_nothing_at_first() -> None:
-    cap = SizeCap(32)
-    assert (cap.size, cap.is_watching) == (32, False)
-
-
 def test_it_halves() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)
@@ -23,13 +18,6 @@ def test_it_halves() -> None:
     cap.ran_out(16)
     cap.ran_out(8)
     assert cap.size == 4
-
-
-def test_it_never_goes_below_one() -> None:
-    cap = SizeCap(4)
-    for _ in range(5):
-        cap.ran_out(2)
-    assert cap.size == 1
 
 
 def test_a_request_that_is_too_large_alone_says_nothing_about_others() -> None:
