@@ -105,20 +105,17 @@ def _make_mask(row: Row, name: str, mask_of: str | None) -> Any:
 
 
 def describe_difference(one: Row, other: Row) -> str:
-    """Say why two rows cannot be in one batch."""
+    """Say why two rows of different signatures cannot be in one batch."""
     if one.tree != other.tree:
         return (
             f"rows of different structures cannot be joined: {_list_features(one)} and "
             f"{_list_features(other)}"
         )
-    for path, spec, second in zip(paths(one.tree), one.specs, other.specs, strict=True):
-        if spec != second:
-            is_length = spec._replace(shape=()) == second._replace(shape=())
-            remedy = (
-                "; axes of unequal lengths can be padded, see Collation.pad" if is_length else ""
-            )
-            return f"{arrays.named(path)} cannot be joined: {spec} and {second}{remedy}"
-    return f"the rows are of one kind: {_list_features(one)}"
+    features = zip(paths(one.tree), one.specs, other.specs, strict=True)
+    path, spec, second = next(one for one in features if one[1] != one[2])
+    is_length = spec._replace(shape=()) == second._replace(shape=())
+    remedy = "; axes of unequal lengths can be padded, see Collation.pad" if is_length else ""
+    return f"{arrays.named(path)} cannot be joined: {spec} and {second}{remedy}"
 
 
 def _list_features(row: Row) -> str:
