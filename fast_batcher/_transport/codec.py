@@ -124,11 +124,7 @@ def fits(length: int, max_frame_bytes: int) -> bool:
 
 
 def _size(item: bytes | RemoteFailure) -> int:
-    if isinstance(item, bytes):
-        return len(item) + _ITEM_OVERHEAD
-    # Text may take up to four bytes per character.
-    pickled = 0 if item.pickled is None else len(item.pickled)
-    return 4 * (len(item.text) + len(item.traceback)) + pickled + 8 * _ITEM_OVERHEAD
+    return len(item if isinstance(item, bytes) else dumps(item)) + _ITEM_OVERHEAD
 
 
 def one_line(error: BaseException) -> str:
