@@ -9,6 +9,7 @@ The event loop's thread calls everything in here, except `Answer.copy`, which an
 """
 
 import os
+from itertools import chain
 from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
@@ -66,11 +67,14 @@ class OutboxReader:
             TransportError: No answer can lie there.
         """
         self.is_used = True
-        _, length = lay_out(sizes)
-        end = start + HEADER_SIZE + length
-        if self._view is None or not 0 <= start < end <= self._size:
-            raise TransportError("a worker says that it has left an answer where there can be none")
-        return Answer(self._view[start:end], sizes, {*read_only}, items)
+        numbers = (start, *sizes, *chain.from_iterable(items))
+        if self._view is not None and all(type(one) is int and one >= 0 for one in numbers):
+            _, length = lay_out(sizes)
+            end = start + HEADER_SIZE + length
+            in_items = [sum(column) for column in zip(*items, strict=True)]
+            if sizes and end <= self._size and in_items == [sizes[0], len(sizes) - 1]:
+                return Answer(self._view[start:end], sizes, {*read_only}, items)
+        raise TransportError("a worker says that it has left an answer where there can be none")
 
     def close_fd(self) -> None:
         """Close the descriptor, so that no other process gets it; may be called again.

@@ -180,18 +180,34 @@ def test_results_that_are_kept_take_no_room(outbox: OutboxReader, writer: Outbox
     ("start", "sizes"),
     [
         (-1, [10]),
+        (0, [-10]),
+        (0, []),
         (SIZE, [10]),
         (SIZE - ALIGNMENT, [1]),
         (0, [SIZE - ALIGNMENT + 1]),
         (0, [10, 2**62]),
         (2**70, [10]),
+        (0.0, [10]),
+        (True, [10]),
+        (0, [10.0]),
+        (0, ["10"]),
+        ("0", [10]),
     ],
 )
 def test_an_answer_is_nowhere_but_in_the_outbox(
-    outbox: OutboxReader, start: int, sizes: list[int]
+    outbox: OutboxReader, start: Any, sizes: Any
 ) -> None:
+    items = [(sizes[0] if sizes else 0, len(sizes) - 1)]
     with pytest.raises(TransportError, match="where there can be none"):
-        outbox.find(start, sizes, [], [(sizes[0], len(sizes) - 1)])
+        outbox.find(start, sizes, [], items)
+
+
+@pytest.mark.parametrize(
+    "items", [[], [(9, 1)], [(11, 1)], [(10, 0)], [(10, 2)], [(10, 1), (1, 0)], [(5, 1), (5, 1)]]
+)
+def test_an_answer_whose_items_are_not_its_parts_is_none(outbox: OutboxReader, items: Any) -> None:
+    with pytest.raises(TransportError, match="where there can be none"):
+        outbox.find(0, [10, 20], [], items)
 
 
 def test_the_last_byte_of_the_outbox_can_be_an_answers(outbox: OutboxReader) -> None:
