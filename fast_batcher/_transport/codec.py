@@ -160,7 +160,7 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
 
 
-def list_outputs(outputs: Any, count: int) -> list[Any]:
+def to_output_list(outputs: Any, count: int) -> list[Any]:
     """Return the outputs of a batch as a list.
 
     Sequences are taken item by item, arrays and tensors row by row.

@@ -171,7 +171,7 @@ GOOD: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_a_sequence_of_the_right_length_is_taken_item_by_item(name: str) -> None:
-    outputs = codec.list_outputs(GOOD[name], 3)
+    outputs = codec.to_output_list(GOOD[name], 3)
     assert isinstance(outputs, list)
     for output, expected in zip(outputs, GOOD[name], strict=True):
         assert np.array_equal(output, expected)
@@ -183,7 +183,7 @@ def test_a_sequence_of_another_length_is_refused_and_both_counts_are_named(
     name: str, count: int
 ) -> None:
     with pytest.raises(OutputMismatchError, match=f"3 outputs for {count} inputs"):
-        codec.list_outputs(GOOD[name], count)
+        codec.to_output_list(GOOD[name], count)
 
 
 BAD: dict[str, Any] = {
@@ -206,19 +206,19 @@ BAD: dict[str, Any] = {
 @pytest.mark.parametrize("name", BAD)
 def test_anything_else_is_refused_and_its_type_is_named(name: str) -> None:
     with pytest.raises(OutputMismatchError, match=f"{type(BAD[name]).__name__} for 3 inputs"):
-        codec.list_outputs(BAD[name], 3)
+        codec.to_output_list(BAD[name], 3)
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
 def test_no_output_is_mistaken_for_a_batch_of_another_size(name: str) -> None:
     """Whatever passes has as many outputs as there were inputs."""
     with contextlib.suppress(OutputMismatchError):
-        assert len(codec.list_outputs(OUTPUTS[name](["x"] * 3), 3)) == 3
+        assert len(codec.to_output_list(OUTPUTS[name](["x"] * 3), 3)) == 3
 
 
 def test_a_row_of_an_array_is_pickled_without_the_others() -> None:
     matrix = np.zeros((100, 1000), dtype=np.float32)
-    rows = codec.list_outputs(matrix, 100)
+    rows = codec.to_output_list(matrix, 100)
     assert len(pickle.dumps(rows[0])) < 5000
 
 
@@ -226,14 +226,14 @@ def test_a_row_of_an_array_is_pickled_without_the_others() -> None:
 def test_a_row_of_a_tensor_is_pickled_without_the_others() -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.arange(300.0, requires_grad=True).reshape(100, 3)
-    rows = codec.list_outputs(tensor, 100)
+    rows = codec.to_output_list(tensor, 100)
     assert [row.tolist() for row in rows] == tensor.tolist()
     assert not rows[0].requires_grad
     assert len(pickle.dumps(rows[0])) < 1000
     with pytest.raises(OutputMismatchError, match="100 outputs for 99"):
-        codec.list_outputs(tensor, 99)
+        codec.to_output_list(tensor, 99)
     with pytest.raises(OutputMismatchError, match="Tensor for 1 inputs"):
-        codec.list_outputs(torch.tensor(1.0), 1)
+        codec.to_output_list(torch.tensor(1.0), 1)
 
 
 class Array:
