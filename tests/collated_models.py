@@ -35,12 +35,9 @@ class Sequences(InferenceModel[Any, Any]):
         return (inputs["input_ids"] * inputs["attention_mask"]).sum(1)
 
 
-class SetsItself(InferenceModel[Any, Any]):
+class SetsItself(Keeps):
     def __init__(self, pad_value: int) -> None:
         self.collation = Collation.pad(value=pad_value)
-
-    def infer(self, inputs: Any) -> Any:
-        return inputs
 
 
 class Trains(InferenceModel[Any, Any]):
@@ -81,21 +78,13 @@ class OutOfMemory(InferenceModel[Any, Any]):
         return inputs
 
 
-class WarmsUpUnequal(InferenceModel[Any, Any]):
-    collation = Collation.stack()
-
-    def infer(self, inputs: Any) -> Any:
-        return inputs
-
+class WarmsUpUnequal(Keeps):
     def warmup_inputs(self) -> list[Any]:
         return [np.zeros(2), np.zeros(2), np.zeros(3)]
 
 
-class Words(InferenceModel[Any, Any]):
+class Words(Keeps):
     collation = "stack"  # type: ignore[assignment]  # what it is about
-
-    def infer(self, inputs: Any) -> Any:
-        return inputs
 
 
 class Summed(InferenceModel[Any, Any]):

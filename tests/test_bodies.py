@@ -61,30 +61,24 @@ def status_of(client: socket.socket) -> int:
 
 
 @pytest.mark.slow
-def test_a_body_that_announces_2_gb_is_refused_before_any_of_it_is_sent(limited: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "pieces", "status"),
+    [
+        (f"Content-Length: {2**31}", [], 413),
+        ("Transfer-Encoding: chunked", [chunk(b"x" * 10_000)] * 11, 413),
+        ("Content-Length: 1000", [b"{"], 408),
+    ],
+    ids=["announces 2 GB", "without a length", "byte by byte"],
+)
+def test_a_body_is_refused_as_soon_as_it_is_too_large_or_too_slow(
+    limited: str, line: str, pieces: list[bytes], status: int
+) -> None:
     """Fault F67."""
     with connect(limited) as client:
-        begin(client, f"Content-Length: {2**31}")
-        assert status_of(client) == 413
-
-
-@pytest.mark.slow
-def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(limited: str) -> None:
-    """Fault F67."""
-    with connect(limited) as client:
-        begin(client, "Transfer-Encoding: chunked")
-        for _ in range(11):
-            client.sendall(chunk(b"x" * 10_000))
-        assert status_of(client) == 413
-
-
-@pytest.mark.slow
-def test_a_body_that_comes_byte_by_byte_is_refused(limited: str) -> None:
-    """Fault F67."""
-    with connect(limited) as client:
-        begin(client, "Content-Length: 1000")
-        client.sendall(b"{")
-        assert status_of(client) == 408
+        begin(client, line)
+        for piece in pieces:
+            client.sendall(piece)
+        assert status_of(client) == status
 
 
 BODIES: dict[str, tuple[bytes, dict[str, str], set[int]]] = {
@@ -334,10 +328,7 @@ def read_as_array(sent: Sent, shape: Any, dtype: Any, **options: Any) -> Any:
 @pytest.mark.parametrize("pieces", [(b"",), (b"abc",), (b"a", b"b", b"", b"c"), (b"abc", b"")])
 def test_bytes_are_what_was_sent(pieces: tuple[bytes, ...]) -> None:
     assert read_as_bytes(Sent(*pieces), 3) == b"".join(pieces)
-
-
-def test_one_piece_is_not_copied() -> None:
-    piece = bytes(1000)
+    piece = bytes(1000)  # one piece is not copied
     assert read_as_bytes(Sent(piece), 1000) is piece
 
 
@@ -469,13 +460,11 @@ def test_a_refusal_has_the_body_of_all_errors() -> None:
     assert body == {"detail": "the body is larger than 100 bytes", "code": "request_too_large"}
 
 
-def test_without_our_handlers_a_refusal_is_an_http_exception() -> None:
-    response = make_client(FastAPI()).post("/length", content=bytes(101))
+def test_without_our_handlers_a_refusal_is_an_http_exception_for_the_apps_own() -> None:
+    app = FastAPI()
+    response = make_client(app).post("/length", content=bytes(101))
     assert response.status_code == 413
     assert response.json() == {"detail": "the body is larger than 100 bytes"}
-
-
-def test_the_apps_own_handler_is_left_alone() -> None:
     app = FastAPI()
 
     @app.exception_handler(413)

@@ -42,8 +42,6 @@ class Padding:
 
     def axes_of(self, feature: str, ndim: int) -> frozenset[int]:
         """Return the padded axes of a row of `ndim` axes, counted from 0; empty if not padded."""
-        if feature == self.mask:  # it has the padded axes and no others
-            return frozenset(range(ndim))
         if self.value_of(feature) is None:
             return frozenset()
         return frozenset(dim % ndim for dim in self.dims if -ndim <= dim < ndim)

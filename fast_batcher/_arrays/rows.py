@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from fast_batcher._arrays import leaves as arrays
 from fast_batcher._arrays.collation import Collation, Padding
 from fast_batcher._arrays.leaves import Spec
-from fast_batcher._arrays.trees import Tree, flatten, paths
+from fast_batcher._arrays.trees import Tree, flatten, paths, with_entry
 from fast_batcher.errors import CollationError
 
 
@@ -38,9 +38,9 @@ def make_row(value: Any, collation: Collation) -> Row:
     row = _flatten_row(value, padding)
     if padding is not None and padding.mask is not None:
         _check_mask(value, padding.mask)
-        mask = _make_mask(row, padding.mask, padding.mask_of)
-        assert row.tree.kind is not None, "a mapping is no leaf"
-        row = _flatten_row(row.tree.kind({**value, padding.mask: mask}), padding)
+        mask, spec = _make_mask(row, padding.mask, padding.mask_of)
+        tree = with_entry(row.tree, padding.mask)
+        row = Row([*row.leaves, mask], tree, (*row.specs, spec))
     axis = collation.batch_dim[0]
     for position, spec in enumerate(row.specs):
         if not arrays.may_have_axis(spec, axis):
@@ -84,7 +84,7 @@ def _check_mask(value: Any, name: str) -> None:
         )
 
 
-def _make_mask(row: Row, name: str, mask_of: str | None) -> Any:
+def _make_mask(row: Row, name: str, mask_of: str | None) -> tuple[Any, Spec]:
     sizes: dict[tuple[int, ...], Spec] = {}
     for leaf, path, spec in zip(row.leaves, paths(row.tree), row.specs, strict=True):
         if None in spec.shape and mask_of in (None, path):
@@ -92,7 +92,8 @@ def _make_mask(row: Row, name: str, mask_of: str | None) -> Any:
             sizes[tuple([length for length, fixed in padded if fixed is None])] = spec
     if len(sizes) == 1:
         ((lengths, spec),) = sizes.items()
-        return arrays.ones(lengths, spec)
+        mask = arrays.ones(lengths, spec)
+        return mask, spec._replace(dtype=mask.dtype, shape=(None,) * len(lengths))
     if sizes:
         raise CollationError(
             f"mask={name!r}: the padded features of the input have the lengths {sorted(sizes)}; "
@@ -105,20 +106,17 @@ def _make_mask(row: Row, name: str, mask_of: str | None) -> Any:
 
 
 def describe_difference(one: Row, other: Row) -> str:
-    """Say why two rows cannot be in one batch."""
+    """Say why two rows of different signatures cannot be in one batch."""
     if one.tree != other.tree:
         return (
             f"rows of different structures cannot be joined: {_list_features(one)} and "
             f"{_list_features(other)}"
         )
-    for path, spec, second in zip(paths(one.tree), one.specs, other.specs, strict=True):
-        if spec != second:
-            is_length = spec._replace(shape=()) == second._replace(shape=())
-            remedy = (
-                "; axes of unequal lengths can be padded, see Collation.pad" if is_length else ""
-            )
-            return f"{arrays.named(path)} cannot be joined: {spec} and {second}{remedy}"
-    return f"the rows are of one kind: {_list_features(one)}"
+    features = zip(paths(one.tree), one.specs, other.specs, strict=True)
+    path, spec, second = next(one for one in features if one[1] != one[2])
+    is_length = spec._replace(shape=()) == second._replace(shape=())
+    remedy = "; axes of unequal lengths can be padded, see Collation.pad" if is_length else ""
+    return f"{arrays.named(path)} cannot be joined: {spec} and {second}{remedy}"
 
 
 def _list_features(row: Row) -> str:

@@ -112,6 +112,12 @@ def _build_object(kind: Any, tree: Tree, values: list[Any]) -> Any:
     return built
 
 
+def with_entry(tree: Tree, key: str) -> Tree:
+    """Return the tree of a mapping with one more leaf at its end."""
+    keys, leaves = (*tree.keys, key), (*tree.children, LEAF)
+    return Tree(tree.kind, keys, leaves, (*tree.own, key))
+
+
 def children(value: Any) -> list[Any] | None:
     """Return the children of a structure, None for a leaf."""
     state = _state_of(value)

@@ -49,8 +49,6 @@ class Ranges:
         self._free: list[tuple[int, int]] = [(0, whole)] if whole else []
         # End of each taken range by its start.
         self._taken: dict[int, int] = {}
-        # Bytes in them.
-        self.taken_bytes = 0
         # The largest end of a range that has been taken since the last `forget_peak`.
         self.peak = 0
 
@@ -58,6 +56,11 @@ class Ranges:
     def count(self) -> int:
         """How many ranges are taken."""
         return len(self._taken)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes in the ranges that are taken."""
+        return sum(end - start for start, end in self._taken.items())
 
     def take(self, length: int) -> int | None:
         """Take a range of `round_up(length)` bytes; its start, or None if there is no room."""
@@ -78,7 +81,6 @@ class Ranges:
         rest = [(free_start, start), (end, free_end)]
         self._free[index : index + 1] = [(low, high) for low, high in rest if low < high]
         self._taken[start] = end
-        self.taken_bytes += end - start
 
     def shrink(self, start: int, length: int) -> None:
         """Give back what a taken range has beyond `length` bytes, which is at least 1."""
@@ -96,7 +98,6 @@ class Ranges:
             KeyError: No taken range starts there.
         """
         end = self._taken.pop(start)
-        self.taken_bytes -= end - start
         # The free parts before and behind it.
         index = bisect_left(self._free, (start, end))
         if index < len(self._free) and self._free[index][0] == end:

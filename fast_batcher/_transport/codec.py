@@ -124,11 +124,7 @@ def fits(length: int, max_frame_bytes: int) -> bool:
 
 
 def _size(item: bytes | RemoteFailure) -> int:
-    if isinstance(item, bytes):
-        return len(item) + _ITEM_OVERHEAD
-    # Text may take up to four bytes per character.
-    pickled = 0 if item.pickled is None else len(item.pickled)
-    return 4 * (len(item.text) + len(item.traceback)) + pickled + 8 * _ITEM_OVERHEAD
+    return len(item if isinstance(item, bytes) else dumps(item)) + _ITEM_OVERHEAD
 
 
 def one_line(error: BaseException) -> str:
@@ -164,7 +160,7 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
 
 
-def list_outputs(outputs: Any, count: int) -> list[Any]:
+def to_output_list(outputs: Any, count: int) -> list[Any]:
     """Return the outputs of a batch as a list.
 
     Sequences are taken item by item, arrays and tensors row by row.

@@ -95,9 +95,8 @@ class FrameReader:
         # Bytes of the buffer that have not been given out, and where they begin.
         self.rest = 0
         self._start = 0
-        # A body that does not fit into the buffer, while it arrives, and its header.
-        self._large: memoryview | None = None
-        self._large_header: tuple[Kind, int, float] | None = None
+        # A frame that does not fit into the buffer, while its body arrives.
+        self._large: Frame | None = None
 
     def read(self) -> Frame | None:
         """Read once; return the first complete frame, or None until more bytes come.
@@ -117,7 +116,10 @@ class FrameReader:
             raise EOFError
         if self._large is not None:
             self._space = self._space[count:]
-            return None if self._space else self._finish_large()
+            if self._space:
+                return None
+            frame, self._large, self._space = self._large, None, self._view
+            return frame
         self.rest += count
         return self.next_frame()
 
@@ -142,7 +144,7 @@ class FrameReader:
             )
         size = HEADER_SIZE + length
         if size > READ_SIZE:
-            self._begin_large(length, (kind, batch_id, seconds))
+            self._begin_large(Frame(kind, batch_id, seconds, memoryview(bytearray(length))))
             return None
         if size > rest:
             self._make_space()
@@ -167,19 +169,9 @@ class FrameReader:
             self._start = 0
         self._space = self._view[self.rest :]
 
-    def _begin_large(self, length: int, header: tuple[Kind, int, float]) -> None:
-        self._large = memoryview(bytearray(length))
-        self._large_header = header
+    def _begin_large(self, frame: Frame) -> None:
         begun = self.rest - HEADER_SIZE
-        body_start = self._start + HEADER_SIZE
-        self._large[:begun] = self._view[body_start : body_start + begun]
-        self._space = self._large[begun:]
+        body, body_start = memoryview(frame.body), self._start + HEADER_SIZE
+        body[:begun] = self._view[body_start : body_start + begun]
+        self._large, self._space = frame, body[begun:]
         self._start = self.rest = 0
-
-    def _finish_large(self) -> Frame:
-        assert self._large is not None, "it has just been filled"
-        assert self._large_header is not None, "set together with the body"
-        frame = Frame(*self._large_header, self._large)
-        self._large = None
-        self._space = self._view
-        return frame

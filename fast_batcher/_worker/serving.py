@@ -127,7 +127,7 @@ class Server:
 
 def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
     try:
-        return codec.list_outputs(outputs, count)
+        return codec.to_output_list(outputs, count)
     except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
         return codec.describe(error)
 

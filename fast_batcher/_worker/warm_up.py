@@ -68,7 +68,7 @@ def _time_batch(model: Any, inputs: list[Any]) -> float:
     outputs = model.infer(batch)
     seconds = monotonic() - started
     try:
-        checked = codec.list_outputs(outputs, count)
+        checked = codec.to_output_list(outputs, count)
     except OutputMismatchError as error:
         raise OutputMismatchError(f"during warm-up: {error}") from None
     for output in checked:

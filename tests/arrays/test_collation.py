@@ -43,7 +43,6 @@ def test_padded_axes_are_those_that_a_feature_has() -> None:
     assert padding.axes_of("a", 1) == {0}
     assert padding.axes_of("a", 0) == frozenset()
     assert padding.axes_of("b", 3) == frozenset()
-    assert padding.axes_of("mask", 2) == {0, 1}
 
 
 def test_it_travels_to_the_worker() -> None:

@@ -91,7 +91,7 @@ def dumped(row: Any) -> bytes:
     return bytes(np.asarray(row).tobytes())
 
 
-def test_rows_may_be_read_only() -> None:
+def test_rows_of_arrays_may_be_read_only() -> None:
     layout = Layout(False, np.dtype("f4"), (2, 3), True)
     rows, part, whole = view_rows(dumps(layout), memoryview(bytearray(48)), 0, 2)
     assert part.readonly
@@ -125,13 +125,8 @@ WITHOUT = {
     "records": np.zeros(3, np.dtype((np.record, FIELDS))),
     "metadata of a field": np.zeros(3, [("x", np.dtype("f8", metadata={"unit": "m"}))]),
     "no axis": np.array(1.0),
-    "a tensor that is transposed": torch.zeros(3, 4).T,
-    "a tensor with a gradient": torch.zeros(3, requires_grad=True),
-    "a sparse tensor": torch.eye(3).to_sparse(),
-    "a meta tensor": torch.zeros(3, device="meta"),
-    "a conjugated tensor": torch.tensor([1 + 2j]).conj(),
-    "a negated tensor": torch.tensor([1 + 2j]).conj().imag,
-    "a tensor without an axis": torch.tensor(1.0),
+    # The others: `tests/transport/test_tensors.py`.
+    "a tensor that is not plain": torch.zeros(3, 4).T,
 }
 
 
@@ -144,15 +139,6 @@ def test_what_is_not_simply_its_bytes_has_no_layout(kind: str) -> None:
 def test_what_is_too_small_or_too_large_has_no_layout(value: Any) -> None:
     assert look(value, 40, 40) is not None
     assert look(value, 41, 50) is look(value, 30, 39) is None
-
-
-def test_a_tensor_with_something_else_or_without_memory_has_no_layout() -> None:
-    named = torch.zeros(3)
-    named.mine = 1
-    assert look(named) is None
-    emptied = torch.zeros(3)
-    emptied.untyped_storage().resize_(0)
-    assert look(emptied) is None
 
 
 def test_only_the_types_themselves_are_looked_at() -> None:

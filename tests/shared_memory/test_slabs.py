@@ -108,20 +108,19 @@ def volatile(address: int, size: int) -> memoryview:
     return memoryview(array)
 
 
-def test_memory_that_was_freed_is_an_error_and_not_the_end(slabs: Slabs) -> None:
+def test_memory_that_may_be_freed_is_copied_whole_or_is_an_error(
+    slabs: Slabs, views: SlabViews
+) -> None:
+    source = np.random.default_rng(0).integers(0, 255, 3 * MEBI, np.uint8)
+    part = taken(slabs, 3 * MEBI)
+    slabs.write(part, [(0, volatile(source.ctypes.data, source.nbytes))], releases_gil=True)
+    assert views.view(BATCH)[part.start : part.start + 3 * MEBI] == source.tobytes()
     gone = mmap.mmap(-1, MEBI)
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(gone))
     gc.collect()
     gone.close()
     with pytest.raises(OSError, match="resized"):
         slabs.write(taken(slabs, MEBI), [(0, volatile(address, MEBI))], releases_gil=True)
-
-
-def test_memory_that_may_be_freed_is_copied_whole(slabs: Slabs, views: SlabViews) -> None:
-    source = np.random.default_rng(0).integers(0, 255, 3 * MEBI, np.uint8)
-    part = taken(slabs, 3 * MEBI)
-    slabs.write(part, [(0, volatile(source.ctypes.data, source.nbytes))], releases_gil=True)
-    assert views.view(BATCH)[part.start : part.start + 3 * MEBI] == source.tobytes()
 
 
 def test_the_app_may_write(slabs: Slabs, views: SlabViews) -> None:
@@ -217,18 +216,15 @@ def test_a_slab_is_taken_as_long_as_there_is_a_reference_to_it_or_a_part_of_it(
     assert slabs.count == 1
     del part
     assert slabs.count == 0
+    held = [taken(slabs, SIZE)]
+    thread = threading.Thread(target=held.clear)  # any thread may drop the last reference
+    thread.start()
+    thread.join(LIMIT)
+    assert slabs.count == 0
     leaked = reserved(slabs, MEBI)
     leaked.leak()
     del leaked
     assert slabs.count == 1
-
-
-def test_any_thread_may_drop_the_last_reference(slabs: Slabs) -> None:
-    held = [taken(slabs, SIZE)]
-    thread = threading.Thread(target=held.clear)
-    thread.start()
-    thread.join(LIMIT)
-    assert taken(slabs, SIZE).start == 0
 
 
 def test_without_room_there_is_no_slab(slabs: Slabs) -> None:
@@ -279,18 +275,6 @@ def test_a_tensor_is_a_view(views: SlabViews) -> None:
     assert views.take_freed() == [BATCH]
 
 
-def test_each_batch_is_free_for_itself(views: SlabViews) -> None:
-    one, two = views.view(1), views.view(2)
-    del two
-    assert views.take_freed() == [2]
-    three = views.view(3)
-    assert views.take_freed() == []
-    del one
-    assert views.take_freed() == [1]
-    del three
-    assert views.take_freed() == [3]
-
-
 # --- forks ----------------------------------------------------------------------------------------
 
 
@@ -330,19 +314,21 @@ class Child:
             os.waitpid(self._pid, 0)
 
 
-def test_a_batch_that_a_child_may_view_is_free_when_the_child_has_ended(
+def test_a_batch_is_free_when_neither_this_process_nor_a_child_may_view_it(
     views: SlabViews, progress: WorkerProgress
 ) -> None:
     Child().end()
     told = [progress.inherited]  # there was nothing to see
-    held = [views.view(batch_id) for batch_id in (1, 2)]
+    held = {batch_id: views.view(batch_id) for batch_id in (1, 2)}
     child = Child()
     told.append(progress.inherited)
-    held.append(views.view(3))
-    held.clear()
+    held[3] = views.view(3)
+    del held[1], held[3]
     assert views.take_freed() == [3]
     child.end()
-    assert sorted(views.take_freed()) == [1, 2]
+    assert views.take_freed() == [1]
+    del held[2]
+    assert views.take_freed() == [2]
     assert [*told, progress.inherited] == [None, 2, None]
     assert views.take_freed() == []
 
@@ -361,14 +347,6 @@ def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(
     first.end()
     assert sorted(views.take_freed()) == [1, 2]
     assert (told, progress.inherited) == (2, None)
-
-
-def test_a_batch_that_is_viewed_here_is_not_free_when_a_child_has_ended(views: SlabViews) -> None:
-    held = views.view(1)
-    Child().end()
-    assert views.take_freed() == []
-    del held
-    assert views.take_freed() == [1]
 
 
 def test_a_batch_that_a_child_of_a_child_may_view_is_not_free(views: SlabViews) -> None:

@@ -248,6 +248,15 @@ def test_after_a_failure_nothing_is_locked_and_it_can_be_used_again() -> None:
         pickler.pickle([b"x" * LARGE, array, raw, Refuses()], lambda: True)
     del array
     raw.append(1)
+
+    class Shows:
+        def __reduce__(self) -> Any:
+            return bytes, (pickle.PickleBuffer(raw),)
+
+    with pytest.raises(ValueError, match="no") as kept:
+        pickler.pickle([Shows(), Refuses()], lambda: True)
+    raw.append(1)  # though the error is kept
+    assert kept.value.__traceback__
     with pytest.raises(pickle.PicklingError, match="non-contiguous"):
         pickler.pickle([pickle.PickleBuffer(memoryview(strided)[::2])], lambda: True)
     gc.collect()

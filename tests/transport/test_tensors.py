@@ -39,6 +39,8 @@ def test_a_tensor_that_is_more_than_its_bytes_is_not_plain() -> None:
     noted.note = "mine"
     shortened = plain.clone()
     shortened.untyped_storage().resize_(8)
+    emptied = plain.clone()
+    emptied.untyped_storage().resize_(0)
     others = [
         plain.T[1:],
         plain.to_sparse(),
@@ -51,6 +53,7 @@ def test_a_tensor_that_is_more_than_its_bytes_is_not_plain() -> None:
         torch.tensor(1.0),
         noted,
         shortened,
+        emptied,
     ]
     assert is_plain_tensor(torch, plain)
     assert [is_plain_tensor(torch, one) for one in others] == [False] * len(others)
