@@ -45,6 +45,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
+from fast_batcher.stats import Counters
 
 logger = logging.getLogger("fast_batcher")
 
@@ -79,17 +80,7 @@ class Session:
         self._ready_waiters: list[asyncio.Future[None]] = []
 
         reports = self._reports = Reports(name, settings)
-        packer = None
-        if settings.cost is not None:
-            packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
-        self.scheduler = Scheduler(
-            make_policy(settings.policy, settings.max_delay),
-            status.counters,
-            _limits_of(settings),
-            measure_size=measure_size,
-            packer=packer,
-            is_grouped=settings.group_by is not None,
-        )
+        self.scheduler = _make_scheduler(settings, status.counters)
         self.memory = MemoryService(self.loop, settings.max_shared_bytes, name)
         self.pool = Pool(model_spec, settings, self, self.memory, name)
         # Inputs that cannot be sent may be found later, when there is a pump.
@@ -356,6 +347,20 @@ class Session:
         if not self.loop.is_closed():
             self._wake_ready_waiters()
             self.pump.notice_drained()
+
+
+def _make_scheduler(settings: Settings, counters: Counters) -> Scheduler:
+    packer = None
+    if settings.cost is not None:
+        packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
+    return Scheduler(
+        make_policy(settings.policy, settings.max_delay),
+        counters,
+        _limits_of(settings),
+        measure_size=measure_size,
+        packer=packer,
+        is_grouped=settings.group_by is not None,
+    )
 
 
 def _limits_of(settings: Settings) -> Limits:
