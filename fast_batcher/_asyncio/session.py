@@ -96,6 +96,8 @@ class Session:
         self.accept = self.pump.accept
         self.abandon = self.pump.abandon
         self.has_room = self.pump.has_room
+        # Lets the workers end by themselves within `stop_timeout`, then makes them.
+        self.end_workers = self.pool.aclose
         # What the pool tells, besides the methods below: a worker has answered, or has been
         # replaced by another that is ready and answers only what it has.
         self.frame_arrived = self._answers.take
@@ -284,10 +286,7 @@ class Session:
         self.serving_loop = None
         self._status.give_up(reason, seconds)
         self.pump.take_arrivals(monotonic())
-        for request in self.scheduler.give_up():
-            error = self._status.broken_error()
-            assert error is not None, "it has just given up"
-            fail(self.scheduler.counters, request, error)
+        self._fail(self.scheduler.give_up())
         self._wake_ready_waiters()
         self.pump.notice_drained()
 
@@ -311,8 +310,12 @@ class Session:
         while self._submitted:
             self.pump.arrivals.append(self._submitted.popleft())
         self.pump.take_arrivals(monotonic())
+        self._fail(self.scheduler.close())
+
+    def _fail(self, requests: list[Request]) -> None:
+        """Tell callers why there will be no answer: the batcher is broken, or is being closed."""
         counters = self.scheduler.counters
-        for request in self.scheduler.close():
+        for request in requests:
             if is_beyond_reach(request):
                 counters.cancelled += 1
             else:
@@ -328,10 +331,6 @@ class Session:
         if not self.has_ended:
             self.fail_open_requests()
             await self.end_workers()
-
-    async def end_workers(self) -> None:
-        """Let the workers end by themselves within `stop_timeout`, then make them."""
-        await self.pool.aclose()
 
     def end(self, grace: float) -> None:
         """End everything, blocking until the workers are dead.
