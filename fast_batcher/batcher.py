@@ -395,7 +395,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # It may have waited for that, and another call of this have come first.
         session = self._begin_open()
         loop = get_running_loop()
-        if session.serving_loop is not loop and self._status.broken_error() is None:
+        if session.serving_loop is not loop and self._status.state is not State.BROKEN:
             session = self._find_session()
         if wait_ready:
             await session.wait_ready()

@@ -464,9 +464,7 @@ BROKEN: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
     ),
     "TypeError": (RaisesTypeError, ("canary",), "TypeError: the words of the model", ""),
     "a function": ("sample_models:pass_gate", (), "it is not a class", ""),
-    "no module": ("os.no_such_part:Model", (), "no module 'os.no_such_part'", ""),
     "no such class": ("sample_models:NoSuch.Inner", (), "has no 'NoSuch.Inner'", ""),
-    "async": ("sample_models:AsyncInfer", (), "infer is async", ""),
     "abstract": ("fast_batcher:InferenceModel", (), "does not implement infer", ""),
 }
 

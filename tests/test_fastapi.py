@@ -464,10 +464,10 @@ async def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
     batchers: list[DynBatcher[Any, Any]] = [DynBatcher(Echo), DynBatcher(Gated)]
     lifespans = [*[batcher.lifespan for batcher in batchers], Diary().lifespan("mine")]
     async with combine_lifespans(*lifespans)(FastAPI()) as state:
-        # No state stays no state: Starlette raises for any dict where the server keeps none.
-        assert state is None
         assert [batcher.is_ready for batcher in batchers] == [True, True]
     assert [batcher.state for batcher in batchers] == ["closed", "closed"]
+    # No state stays no state: Starlette raises for any dict where the server keeps none.
+    assert state is None
 
 
 def test_a_model_that_does_not_load_closes_the_batchers_before_it() -> None:

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -65,22 +65,19 @@ class Abstract(InferenceModel[Any, Any]):
     """Does not implement `infer`."""
 
 
-class HalfAbstract(Abstract):
-    def warmup_inputs(self) -> Sequence[Any]:
-        return [1]
+MODELS: list[type] = []
 
 
-class InferIsData:
-    infer = 7
+def model_with(infer: Any) -> type:
+    """A model with this `infer`, under whose name it can be imported."""
+    name = f"Model{len(MODELS)}"
+    MODELS.append(type(name, (), {"infer": infer, "__module__": __name__}))
+    globals()[name] = MODELS[-1]
+    return MODELS[-1]
 
 
-class InferIsNone(Echo):
-    infer = None  # type: ignore[assignment]
-
-
-class AsyncGeneratorInfer:
-    async def infer(self, inputs: list[Any]) -> Any:
-        yield inputs
+async def generate(_: Any, inputs: list[Any]) -> Any:
+    yield inputs
 
 
 @pytest.mark.parametrize(
@@ -88,13 +85,12 @@ class AsyncGeneratorInfer:
     [
         (NoInfer, "it has no method infer(self, inputs)"),
         (int, "it has no method infer(self, inputs)"),
-        (InferIsData, "it has no method infer(self, inputs)"),
-        (InferIsNone, "it has no method infer(self, inputs)"),
+        (model_with(7), "it has no method infer(self, inputs)"),
+        (model_with(None), "it has no method infer(self, inputs)"),
         (InferenceModel, "it does not implement infer"),
         (Abstract, "it does not implement infer"),
-        (HalfAbstract, "it does not implement infer"),
         (AsyncInfer, "infer is async; the worker has no event loop, write a plain def"),
-        (AsyncGeneratorInfer, "infer is async; the worker has no event loop, write a plain def"),
+        (model_with(generate), "infer is async; the worker has no event loop, write a plain def"),
         (GeneratorInfer, "infer is a generator; return a list with one output per input"),
     ],
 )
@@ -110,17 +106,6 @@ def logged(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return wrapper
-
-
-def model_with(infer: Any) -> type:
-    """A model with this `infer`, under whose name it can be imported."""
-    name = f"Model{len(MODELS)}"
-    MODELS.append(type(name, (), {"infer": infer, "__module__": __name__}))
-    globals()[name] = MODELS[-1]
-    return MODELS[-1]
-
-
-MODELS: list[type] = []
 
 
 @pytest.mark.parametrize(

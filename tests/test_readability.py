@@ -25,7 +25,6 @@ LARGE_CLASSES: dict[str, str] = {
 }
 LONG_FUNCTIONS: dict[str, str] = {
     "batcher.py:__init__": "its signature names the everyday settings",
-    "_asyncio/session.py:__init__": "makes the parts of an opening, and links them",
 }
 MANY_PARAMETERS: dict[str, str] = {
     "_arrays/collation.py:pad": "public: `Collation.pad` takes what `batched` and PyTorch take",

@@ -118,10 +118,10 @@ class Pump:
 
     def reject(self, requests: list[Request], error: Exception) -> None:
         """Fail requests which the scheduler has not taken because of an internal error."""
-        self._reports.log_internal_error(error)
+        to_error = self._reports.internal_error(error)
         for request in requests:
             if not request.is_settled:
-                self._turn_down(request, self._reports.internal_error(error))
+                self._turn_down(request, to_error())
 
     def _turn_down(self, request: Request, error: BatcherError) -> None:
         self._scheduler.counters.rejected += 1
@@ -203,13 +203,12 @@ class Pump:
             try:
                 self._do(action)
             except Exception as error:  # noqa: BLE001  the other actions have to be done
-                self._reports.log_internal_error(error)
+                to_error = self._reports.internal_error(error)
                 if isinstance(action, Expire):
-                    set_exception(action.request, self._reports.internal_error(error))
+                    set_exception(action.request, to_error())
                 elif isinstance(action, Dispatch):
                     batch = action.batch
-                    internal_error = self._reports.internal_error
-                    self.withdraw(batch, [(one, internal_error(error)) for one in batch.requests])
+                    self.withdraw(batch, [(one, to_error()) for one in batch.requests])
         if wake_at is not None:
             self._wake_at(wake_at)
         self.notice_drained()
@@ -227,10 +226,9 @@ class Pump:
             self._pool.replace(action.worker)
             self._reports.log_infer_timeout(action.worker)
         else:
-            self._reports.log_internal_error(action.error)
+            to_error = self._reports.internal_error(action.error)
             for request in action.requests:
-                error = self._reports.internal_error(action.error)
-                fail(self._scheduler.counters, request, error)
+                fail(self._scheduler.counters, request, to_error())
 
     def withdraw(self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]) -> None:
         """Fail the requests of a batch that cannot be sent; the worker has the others."""

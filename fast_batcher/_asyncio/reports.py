@@ -1,7 +1,9 @@
 """Errors and log lines about what the scheduler decides. API process, the event loop's thread."""
 
 import contextlib
+import functools
 import logging
+from collections.abc import Callable
 
 from fast_batcher._core.messages import Expire, ExpiryReason
 from fast_batcher._transport.codec import one_line
@@ -71,8 +73,8 @@ class Reports:
     def _log_replacement(self, level: int, worker: int, reason: str) -> None:
         logger.log(level, "%s: worker %d is replaced: %s", self._name, self.index(worker), reason)
 
-    def log_internal_error(self, error: Exception) -> None:
-        """A bug of the library has raised."""
+    def internal_error(self, error: Exception) -> Callable[[], BatcherError]:
+        """A bug has raised: log it, and return what makes an error for a caller that it hits."""
         # What a log handler raises must not end the loop.
         with contextlib.suppress(Exception):
             logger.error(
@@ -80,10 +82,8 @@ class Reports:
                 self._name,
                 exc_info=error,
             )
-
-    def internal_error(self, error: Exception) -> BatcherError:
-        """A bug of the library, as an error for a caller that it hits."""
-        return BatcherError(
+        return functools.partial(
+            BatcherError,
             f"{self._name}: an internal error of fast_batcher ({one_line(error)}); its traceback "
-            "is in the log. Please report it"
+            "is in the log. Please report it",
         )

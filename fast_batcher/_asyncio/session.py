@@ -45,6 +45,7 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
+from fast_batcher.stats import Counters
 
 logger = logging.getLogger("fast_batcher")
 
@@ -79,17 +80,7 @@ class Session:
         self._ready_waiters: list[asyncio.Future[None]] = []
 
         reports = self._reports = Reports(name, settings)
-        packer = None
-        if settings.cost is not None:
-            packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
-        self.scheduler = Scheduler(
-            make_policy(settings.policy, settings.max_delay),
-            status.counters,
-            _limits_of(settings),
-            measure_size=measure_size,
-            packer=packer,
-            is_grouped=settings.group_by is not None,
-        )
+        self.scheduler = _make_scheduler(settings, status.counters)
         self.memory = MemoryService(self.loop, settings.max_shared_bytes, name)
         self.pool = Pool(model_spec, settings, self, self.memory, name)
         # Inputs that cannot be sent may be found later, when there is a pump.
@@ -105,6 +96,8 @@ class Session:
         self.accept = self.pump.accept
         self.abandon = self.pump.abandon
         self.has_room = self.pump.has_room
+        # Lets the workers end by themselves within `stop_timeout`, then makes them.
+        self.end_workers = self.pool.aclose
         # What the pool tells, besides the methods below: a worker has answered, or has been
         # replaced by another that is ready and answers only what it has.
         self.frame_arrived = self._answers.take
@@ -292,10 +285,7 @@ class Session:
         self.serving_loop = None
         self._status.give_up(reason, seconds)
         self.pump.take_arrivals(monotonic())
-        for request in self.scheduler.give_up():
-            error = self._status.broken_error()
-            assert error is not None, "it has just given up"
-            fail(self.scheduler.counters, request, error)
+        self._fail(self.scheduler.give_up())
         self._wake_ready_waiters()
         self.pump.notice_drained()
 
@@ -319,8 +309,12 @@ class Session:
         while self._submitted:
             self.pump.arrivals.append(self._submitted.popleft())
         self.pump.take_arrivals(monotonic())
+        self._fail(self.scheduler.close())
+
+    def _fail(self, requests: list[Request]) -> None:
+        """Tell callers why there will be no answer: the batcher is broken, or is being closed."""
         counters = self.scheduler.counters
-        for request in self.scheduler.close():
+        for request in requests:
             if is_beyond_reach(request):
                 counters.cancelled += 1
             else:
@@ -337,10 +331,6 @@ class Session:
             self.fail_open_requests()
             await self.end_workers()
 
-    async def end_workers(self) -> None:
-        """Let the workers end by themselves within `stop_timeout`, then make them."""
-        await self.pool.aclose()
-
     def end(self, grace: float) -> None:
         """End everything, blocking until the workers are dead.
 
@@ -355,6 +345,20 @@ class Session:
         if not self.loop.is_closed():
             self._wake_ready_waiters()
             self.pump.notice_drained()
+
+
+def _make_scheduler(settings: Settings, counters: Counters) -> Scheduler:
+    packer = None
+    if settings.cost is not None:
+        packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
+    return Scheduler(
+        make_policy(settings.policy, settings.max_delay),
+        counters,
+        _limits_of(settings),
+        measure_size=measure_size,
+        packer=packer,
+        is_grouped=settings.group_by is not None,
+    )
 
 
 def _limits_of(settings: Settings) -> Limits:

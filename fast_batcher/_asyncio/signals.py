@@ -52,7 +52,7 @@ def call_on_sigterm(
     try:
         yield
     finally:
-        # Somebody may have set another meanwhile, who is not to lose it.
+        # A handler that was set meanwhile stays.
         # Nor can a handler be put back that was not set from Python.
         if signal.getsignal(signal.SIGTERM) is handle and before is not None:
             signal.signal(signal.SIGTERM, before)
