@@ -57,8 +57,11 @@ DECORATORS = {"_local", "dynamic", "inference", "aio"}
 CORE_MAY_IMPORT = {
     *("bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math", "typing")
 }
-# The same for what joins arrays: their libraries are used where they are loaded.
-ARRAYS_MAY_IMPORT = CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "operator", "sys")}
+MAY_IMPORT = {
+    "_core": CORE_MAY_IMPORT,
+    # The libraries of arrays are used where they are loaded.
+    "_arrays": CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "operator", "sys")},
+}
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
 NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
@@ -228,9 +231,6 @@ def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
     part = SOURCES[name].part
     like = {one for one in inside if one.partition(".")[0] == part}
     assert inside - like <= LEAF_MAY_IMPORT.get(part, set())
-
-
-MAY_IMPORT = {"_core": CORE_MAY_IMPORT, "_arrays": ARRAYS_MAY_IMPORT}
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if SOURCES[name].part in MAY_IMPORT])
