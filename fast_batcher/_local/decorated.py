@@ -163,6 +163,10 @@ class Decorated:
         """Count from 0 again. The cache's own counts stay."""
         self._batcher.clear_stats()
 
+    def start(self) -> None:
+        """Accept calls again after `shutdown()`. A new function needs no start."""
+        self._batcher.start()
+
     @property
     def _batcher(self) -> LocalBatcher:
         if self._own_batcher is None:
