@@ -55,10 +55,6 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         """
         return self._acall(args, kwargs)
 
-    def start(self) -> None:
-        """Accept calls again after `shutdown()`. A new function needs no start."""
-        self._batcher.start()
-
     def shutdown(self, *, cancel: bool = False) -> None:
         """Accept no more calls, settle all that were made, and end the thread. May be repeated.
 

@@ -12,7 +12,6 @@ from held import HeldTask
 from test_aio import Memory
 from waits import until
 
-from fast_batcher import aio
 from fast_batcher.aio import inference
 from fast_batcher.types import PriorityStrategy
 
@@ -43,16 +42,6 @@ async def test_calls_share_a_padded_batch(func: Any, make: Any) -> None:
         assert [result.tolist()[0][0] for result in results] == [2, 10]
         assert results[1].tolist() == [[10, 0], [12, 14]]
         assert function.stats.total_processed == 4
-
-
-async def test_the_example_of_batched_with_two_outputs() -> None:
-    @aio.inference.dynamically(pad_token={"input_ids": 0})
-    async def answer(features: Features) -> list[torch.Tensor]:
-        return [features["input_ids"] + 1, features["input_ids"].sum(1)]
-
-    one, two = await answer({"input_ids": torch.tensor([[1, 2], [3, 4]])})
-    assert (one.tolist(), two.tolist()) == ([[2, 3], [4, 5]], [3, 7])
-    await answer.shutdown()
 
 
 async def test_rows_are_cached() -> None:

@@ -32,6 +32,8 @@ STEP_LIMIT = 400
 # Seconds for the server to be healthy, and to end.
 SERVER_LIMIT = 100
 DEFAULTS = Settings()
+# The virtual environment stands for the base, and the test runs the health check.
+NOT_BUILT = {"FROM", "USER", "EXPOSE", "HEALTHCHECK"}
 
 each_image = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
 
@@ -203,10 +205,8 @@ class Build:
         for name in ("PYTHONPATH", "VIRTUAL_ENV"):
             self.environment.pop(name, None)
         for instruction, value in read_steps(path):
-            getattr(self, f"_do_{instruction.lower()}")(value)
-
-    def _do_from(self, _: str) -> None:
-        """The virtual environment stands for it."""
+            if instruction not in NOT_BUILT:
+                getattr(self, f"_do_{instruction.lower()}")(value)
 
     def _do_env(self, value: str) -> None:
         pairs = dict(pair.split("=", 1) for pair in shlex.split(value))
@@ -229,13 +229,10 @@ class Build:
                 relative = file.relative_to(ROOT)
                 if file.is_dir() or is_ignored(relative):
                     continue
-                to = self.workdir / target
                 # A folder's content goes into the target, as in a real build.
-                to = (
-                    to / file.relative_to(ROOT / source)
-                    if file != ROOT / source
-                    else to / file.name
-                )
+                is_whole = file == ROOT / source
+                inside = file.name if is_whole else file.relative_to(ROOT / source)
+                to = self.workdir / target / inside
                 to.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(file, to)
 
@@ -261,15 +258,6 @@ class Build:
         # Outside the environment, so that pip removes nothing of it.
         (packages,) = (self._folder / "venv").glob("lib/python*/site-packages")
         (packages / "shared.pth").write_text(f"{shared}\n")
-
-    def _do_user(self, _: str) -> None:
-        """Nobody becomes another here."""
-
-    def _do_expose(self, _: str) -> None:
-        """A note to people."""
-
-    def _do_healthcheck(self, _: str) -> None:
-        """Read from the recipe by the test."""
 
     def _do_cmd(self, value: str) -> None:
         self.command = json.loads(value)

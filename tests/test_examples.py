@@ -110,10 +110,6 @@ def test_the_first_code_block_of_the_readme_is_the_quickstart() -> None:
     assert block[1] == (EXAMPLES / "quickstart.py").read_text()
 
 
-def test_the_quickstart_is_short() -> None:
-    assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 25
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("app", "directory"),

@@ -36,31 +36,13 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 110.0
 
 NAMES = [
-    "BatcherClosedError",
-    "BatcherError",
-    "BatcherStats",
-    "Collation",
-    "CollationError",
-    "ConfigurationError",
-    "DeadlineExceededError",
-    "DynBatcher",
-    "DynamicBatchIndexError",
-    "InferenceError",
-    "InferenceModel",
-    "NotReadyError",
-    "OutputMismatchError",
-    "PoisonRequestError",
-    "QueueFullError",
-    "RequestTooLargeError",
-    "TransportError",
-    "UnsendableValueError",
-    "WorkerError",
-    "WorkerLostError",
-    "WorkerStartupError",
-    "aio",
-    "dynamically",
-    "inference",
-    "stack",
+    *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
+    *("CollationError", "ConfigurationError", "DeadlineExceededError", "DynBatcher"),
+    *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "NotReadyError"),
+    *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
+    *("RequestTooLargeError", "TransportError", "UnsendableValueError", "WorkerError"),
+    *("WorkerLostError", "WorkerStartupError", "aio", "dynamically", "inference"),
+    *("stack",),
 ]
 # The decorators and the modules that have more of them, and a function; the others are classes.
 DECORATORS = {"aio", "dynamically", "inference", "stack"}
@@ -235,23 +217,9 @@ def test_the_methods(method: str, signature: str) -> None:
 def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder")
     assert [name for name in dir(batcher) if name[0] != "_"] == [
-        "aclose",
-        "allocate_input",
-        "begin_drain",
-        "is_ready",
-        "lifespan",
-        "name",
-        "open",
-        "process_batched",
-        "process_many",
-        "process_rows",
-        "reconfigure",
-        "start_error",
-        "state",
-        "stats",
-        "stop",
-        "submit",
-        "timeout",
+        *("aclose", "allocate_input", "begin_drain", "is_ready", "lifespan", "name"),
+        *("open", "process_batched", "process_many", "process_rows", "reconfigure"),
+        *("start_error", "state", "stats", "stop", "submit", "timeout"),
     ]
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any, Literal, cast
+from typing import Any
 
 from fast_batcher._arrays import leaves
 from fast_batcher._arrays.batches import join, split, split_rows
@@ -67,8 +67,8 @@ class FeatureFormat:
             value=0,
             # `batched` takes `pad_tokens` and documents `pad_token`.
             values=settings.pad_tokens if settings.pad_token is None else settings.pad_token,
-            side=cast("Literal['left', 'right']", settings.padding_side),
-            outputs=cast("Literal['auto', 'rows', 'several']", settings.outputs),
+            side=settings.padding_side,
+            outputs=settings.outputs,
         )
         self._spread_kwargs = settings.spread_kwargs
 

@@ -60,11 +60,8 @@ class BatchingPlan:
     def has_short_cut(self) -> bool:
         """Whether a single item needs nothing but its batch: see `LoopSubmitter.process_one`."""
         settings = self.settings
-        if self.call_format.copies:
-            return False
-        return (
-            self.cache is None and settings.max_batch_length is None and settings.ranks_above >= 1
-        )
+        is_plain = settings.max_batch_length is None and settings.ranks_above >= 1
+        return is_plain and self.cache is None and not self.call_format.copies
 
     def make_batcher(self, call: Callable[..., Any]) -> LocalBatcher:
         """The batcher of the target's function, or of that function bound to an instance."""
@@ -165,6 +162,10 @@ class Decorated:
     def clear_stats(self) -> None:
         """Count from 0 again. The cache's own counts stay."""
         self._batcher.clear_stats()
+
+    def start(self) -> None:
+        """Accept calls again after `shutdown()`. A new function needs no start."""
+        self._batcher.start()
 
     @property
     def _batcher(self) -> LocalBatcher:

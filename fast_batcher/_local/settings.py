@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict, get_args
 
+from fast_batcher._arrays.collation import Outputs, Side
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS
 from fast_batcher.types import AsyncCache, PriorityStrategy
@@ -38,7 +39,7 @@ class FeatureOptions(TypedDict, total=False):
     pad_token: Mapping[str, float] | None
     padding_side: str
     spread_kwargs: bool
-    outputs: Literal["several", "rows", "auto"]
+    outputs: Outputs
 
 
 class InferenceOptions(ThreadOptions, FeatureOptions, total=False):
@@ -67,9 +68,9 @@ class DecoratorSettings:
     cache: AsyncCache[Any, Any] | None = None
     pad_tokens: Mapping[str, float] | None = None
     pad_token: Mapping[str, float] | None = None
-    padding_side: str = "right"
+    padding_side: Side = "right"
     spread_kwargs: bool = False
-    outputs: str = "several"
+    outputs: Outputs = "several"
 
     def __post_init__(self) -> None:
         _check_whole_number("batch_size", self.batch_size, 1, MAX_BATCH_SIZE)
@@ -93,7 +94,7 @@ class DecoratorSettings:
         self._check_padding()
 
     def _check_padding(self) -> None:
-        if self.padding_side not in ("left", "right"):
+        if self.padding_side not in get_args(Side):
             raise ConfigurationError(
                 f"padding_side={self.padding_side!r:.100}: give 'left' or 'right'"
             )

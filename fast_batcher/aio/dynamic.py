@@ -37,10 +37,6 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
         """
         return self._acall(args, kwargs)
 
-    def start(self) -> None:
-        """Accept calls again after `shutdown()`. A new function needs no start."""
-        self._batcher.start()
-
     async def shutdown(self, *, cancel: bool = False) -> None:
         """Accept no more calls, and wait until all that were made are settled. May be repeated.
 
