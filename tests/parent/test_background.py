@@ -106,10 +106,10 @@ async def test_closing_at_once_ends_the_wait_for_the_memory_to_be_given_back() -
     memory.run_in_thread(lambda: assert_set(is_over), lambda _: None)
     closing = asyncio.create_task(memory.aclose())
     await turns()
-    assert not memory.slabs.is_closed
+    assert memory.slabs._fd != -1
     is_over.set()
     memory.close()
     await asyncio.wait_for(closing, LIMIT)
-    assert memory.slabs.is_closed
+    assert memory.slabs._fd == -1
     await memory.aclose()
     memory.close()
