@@ -10,3 +10,8 @@ def session_of(batcher: DynBatcher[Any, Any]) -> Session:
     """The session of a batcher that has been opened."""
     assert batcher._session is not None
     return batcher._session
+
+
+def pids_of(batcher: DynBatcher[Any, Any]) -> list[int]:
+    """The processes of its workers."""
+    return [one.pid for one in session_of(batcher).pool.live.remaining() if one.pid is not None]

@@ -48,7 +48,7 @@ class JobThread:
             try:
                 thread.start()
             except RuntimeError:  # better late than never
-                self._tell_loop(done, _run(job))
+                self._do(job, done)
                 return
             self._thread = thread
         self._jobs.put((job, done))
@@ -81,32 +81,19 @@ class JobThread:
         self._outcomes.clear()
 
     def _work(self) -> None:
-        while self._run_next():
-            pass
+        for job, done in iter(self._jobs.get, None):
+            with self._lock:
+                if not self._is_held:
+                    self._do(job, done)
+            del job, done  # nothing keeps them while the next one is waited for
 
-    def _run_next(self) -> bool:
-        """Wait for a job and do it; a method, so that nothing keeps the job after it."""
-        next_job = self._jobs.get()
-        if next_job is None:
-            return False
-        job, done = next_job
-        with self._lock:
-            if self._is_held:
-                return True
-            error = _run(job)
-        self._tell_loop(done, error)
-        return True
-
-    def _tell_loop(self, done: Done, error: BaseException | None) -> None:
+    def _do(self, job: Job, done: Done) -> None:
+        error: BaseException | None = None
+        try:
+            job()
+        except BaseException as raised:  # noqa: BLE001  the event loop is told, whatever it is
+            # Without its frames, which hold the pipes of a failed start, for example.
+            error = raised.with_traceback(None)
         self._outcomes.append((done, error))
         with contextlib.suppress(RuntimeError):  # that loop is closed; `rebind` takes it
             self._loop.call_soon_threadsafe(self.take_outcomes)
-
-
-def _run(job: Job) -> BaseException | None:
-    try:
-        job()
-    except BaseException as error:  # noqa: BLE001  the event loop is told, whatever it is
-        # Without its frames, which hold the pipes of a failed start, for example.
-        return error.with_traceback(None)
-    return None

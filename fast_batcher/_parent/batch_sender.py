@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fast_batcher._core.messages import Batch, Request
-from fast_batcher._parent.input_arena import InputArena
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
 from fast_batcher._parent.worker import WorkerLink
@@ -51,15 +50,12 @@ class BatchSender:
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
         self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
+        # Where large inputs are copied when they arrive.
+        self.arena = self._shared_inputs.arena
         self._refused_late = refused_late
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
         self._pickler = PartsPickler(settings.shared_memory_threshold)
-
-    @property
-    def arena(self) -> InputArena:
-        """Where large inputs are copied when they arrive."""
-        return self._shared_inputs.arena
 
     def add_worker(self, link: WorkerLink) -> None:
         """Send batches to this worker from now on: it is ready."""

@@ -145,8 +145,7 @@ class InputArena:
 
     def enable(self) -> None:
         """Probe inputs from now on: a large one has come, and more of its kind will."""
-        for kind, probe in find_probes().items():
-            self.probes.setdefault(kind, probe)
+        self.probes.update(find_probes())
 
     def end_turn(self) -> None:
         """A turn of the loop is over: the next one may copy `MOST_PER_TURN` bytes again."""

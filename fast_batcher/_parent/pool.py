@@ -15,6 +15,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY, Restarts
+from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
 from fast_batcher._parent.starter import Starter
@@ -85,8 +86,9 @@ class Pool:
         self._places = [_Place(index, settings) for index in range(settings.num_workers)]
         # Every worker that is being started or has a process.
         self.live = LiveWorkers()
+        self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
         self._starter = Starter(
-            self.loop, settings.start_timeout, self.live, self.start_failed, model_spec.name, name
+            self._thread, settings.start_timeout, self.live, self.start_failed, model_spec.name
         )
         # Workers by id, from READY to their death.
         self._serving: dict[int, WorkerHandle] = {}
@@ -119,7 +121,7 @@ class Pool:
                 worker.attach(loop)
             if worker.state is WorkerState.ENDING or worker in self._retired:
                 worker.kill()
-        self._starter.rebind(loop)
+        self._thread.rebind(loop)
         self._memory.rebind(loop)
         for place in self._places:
             # A place with a timer has just been found empty.
@@ -379,7 +381,7 @@ class Pool:
         """Start nothing more, send nothing more, and close the pipes of the workers."""
         self.is_closing = True
         self._cancel_timers()
-        self._starter.hold()
+        self._thread.hold()
         # Before the outboxes of the workers, which the copier thread reads.
         self._memory.close()
         # Calls that come now wait, and see no worker die.
@@ -394,7 +396,7 @@ class Pool:
             place.worker = place.successor = None
         self._retired.clear()
         self._serving.clear()
-        self._starter.stop()
+        self._thread.stop()
         # Wakes an `aclose` that waits.
         self.live.discard(*self.live)
 

@@ -16,33 +16,28 @@ from fast_batcher.errors import WorkerStartupError
 class Starter:
     """Starts the workers of one pool.
 
-    Its thread lives as long as the workers, because on Linux the kernel ends them when the *thread*
-    that forked them ends.
-
     Args:
-        loop: The event loop.
+        thread: Where they are started. It lives as long as the workers, because on Linux the kernel
+            ends them when the *thread* that forked them ends.
         timeout: Seconds that a worker may take to load its model.
         live: Where the workers are noted.
         start_failed: Told of a worker that could not be started, or did not load in time.
         model_name: For errors.
-        name: The batcher's name, for the thread.
     """
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        thread: JobThread,
         timeout: float,
         live: LiveWorkers,
         start_failed: Callable[[WorkerHandle, WorkerStartupError], None],
         model_name: str,
-        name: str,
     ) -> None:
-        self._loop = loop
+        self._thread = thread
         self._timeout = timeout
         self._live = live
         self._start_failed = start_failed
         self._model_name = model_name
-        self._thread = JobThread(loop, f"fast_batcher-starter-{name}")
 
     def start(self, worker: WorkerHandle) -> None:
         """Start a worker; it tells the pool itself when it is ready."""
@@ -52,20 +47,8 @@ class Starter:
 
     def limit(self, worker: WorkerHandle) -> None:
         """Give a worker that loads its model `timeout` seconds from now on."""
-        worker.set_timer(self._loop.call_later(self._timeout, self._time_out, worker))
-
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Go on with another event loop; the one before is closed, and its timers with it."""
-        self._loop = loop
-        self._thread.rebind(loop)
-
-    def hold(self) -> None:
-        """Start nothing more; returns when the current start is over."""
-        self._thread.hold()
-
-    def stop(self) -> None:
-        """End the thread; the workers are dead."""
-        self._thread.stop()
+        loop = asyncio.get_running_loop()
+        worker.set_timer(loop.call_later(self._timeout, self._time_out, worker))
 
     def _finish_spawn(self, worker: WorkerHandle, error: BaseException | None) -> None:
         if error is not None:
@@ -76,7 +59,7 @@ class Starter:
             self._start_failed(worker, startup_error)
             self._live.discard(worker)
         elif worker.is_alive:  # otherwise the pool was stopped meanwhile
-            worker.attach(self._loop)
+            worker.attach(asyncio.get_running_loop())
             if worker.state is WorkerState.ENDING:
                 worker.kill()  # it was given up before there was a process to kill
             else:

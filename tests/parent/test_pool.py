@@ -1,10 +1,14 @@
 """The workers of a batcher, with real processes: started, replaced, ended, and what is told."""
 
 import asyncio
+import importlib
+import math
 import os
 import signal
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
+from multiprocessing import spawn
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,9 @@ from waits import LIMIT, SOON, Gate, Watch, turns
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
+from fast_batcher._parent.worker_process import describe_exit
 from fast_batcher._transport import codec
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.frames import Frame, Kind, pack_header, pack_times
 from fast_batcher.errors import RemoteTraceback, WorkerStartupError
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import Settings
@@ -154,6 +159,75 @@ async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
     assert first not in pids_of(pool)
 
 
+async def test_a_loss_is_told_with_the_last_batch_and_sending_to_the_dead_does_no_harm(
+    told: Told,
+) -> None:
+    pool = await told.ready(Echo)
+    link = told.links[0]
+    told.send(0, "a")
+    await told.until(lambda: told.count("answer") == 1)
+    os.kill(pids_of(pool)[0], signal.SIGKILL)
+    await told.until(lambda: told.count("lost") == 1)
+    (exit,) = told.exits
+    assert (exit.is_clean, exit.is_ours, exit.may_be_out_of_memory) == (False, False, True)
+    assert (exit.taken, exit.begun) == (7, 7)
+    link.send(Kind.INPUT_ATOMS, 1, b"to a dead worker")
+    link.fill(link.reserve(), [(Kind.INPUT_ATOMS, 1, b"to a dead worker")])
+
+
+async def test_a_worker_that_the_parent_kills_was_not_out_of_memory(told: Told) -> None:
+    pool = await told.ready(Echo)
+    pool.kill(0)
+    await told.until(lambda: told.count("lost") == 1)
+    (exit,) = told.exits
+    assert exit.text.startswith("signal 9")
+    assert (exit.is_ours, exit.may_be_out_of_memory) == (True, False)
+
+
+class SpeaksEarly:
+    """Sends a frame of its own while it is loaded, by the only pipe that it can write into."""
+
+    def __init__(self, kind: int, body: bytes) -> None:
+        (ends,) = importlib.import_module("fast_batcher._worker.main")._kept_open
+        os.write(ends[1].fileno(), pack_header(kind, len(body), 0, 0.0) + body)
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (Kind.READY, b"x"),
+        (Kind.READY, pack_times([(0, 1.0)])),
+        (Kind.READY, pack_times([(1, math.nan)])),
+        (Kind.OUTPUT_ATOMS, codec.dumps([1])),
+    ],
+)
+async def test_a_worker_that_says_something_else_than_how_its_start_went_is_killed(
+    told: Told, caplog: pytest.LogCaptureFixture, kind: Kind, body: bytes
+) -> None:
+    told.open(SpeaksEarly, int(kind), body)
+    await told.until(lambda: told.count("failed") == 1)
+    ((_, error),) = told.events
+    assert "ended with signal 9" in str(error)
+    assert "tested: worker 0" in caplog.text
+    assert "broke the protocol and is replaced" in caplog.text
+
+
+async def test_a_process_that_cannot_be_started_is_told_and_leaves_nothing(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture for every test sees that no descriptor is left."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(spawn, "_python_exe", b"/nowhere/python")
+    pool = told.open(Echo)
+    await told.until(lambda: told.count("failed") == 1)
+    ((_, error),) = told.events
+    assert "worker 0 could not be started: FileNotFoundError" in str(error)
+    assert pids_of(pool) == []
+
+
 async def test_a_worker_that_cannot_load_is_told_with_its_traceback_and_tried_again(
     told: Told,
 ) -> None:
@@ -201,6 +275,7 @@ async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> No
     await pool.aclose()
     assert path.read_text() == "ended\n"
     assert told.events[-1] == ("lost", (0, "exit code 0"))
+    assert told.exits[-1].is_clean
 
 
 @pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
@@ -290,3 +365,19 @@ async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:
     await told.ready(Warm, ["warm"], max_batch_size=4)
     assert [size for size, _ in told.times] == [1, 4]
     assert all(0 <= seconds < LIMIT for _, seconds in told.times)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (None, "unknown exit status"),
+        (0, "exit code 0"),
+        (3, "exit code 3"),
+        (-9, "signal 9 (SIGKILL, possibly out of memory)"),
+        (-11, "signal 11 (SIGSEGV)"),
+        (-15, "signal 15 (SIGTERM)"),
+        (-63, "signal 63 (unknown)"),
+    ],
+)
+def test_an_exit_in_words(code: int | None, text: str) -> None:
+    assert describe_exit(code) == text

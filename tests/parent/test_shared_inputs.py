@@ -35,7 +35,7 @@ from desk import (
     until_copying,
     wait_until_copied,
 )
-from inside import session_of
+from inside import pids_of, session_of
 from memory import memory_of, refuse_memory
 from sample_models import (
     Digests,
@@ -442,9 +442,7 @@ async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         # The model's child lives on.
-        (handle,) = session_of(batcher).pool.live.remaining()
-        assert handle.pid is not None
-        os.kill(handle.pid, signal.SIGKILL)
+        os.kill(pids_of(batcher)[0], signal.SIGKILL)
         await until(lambda: batcher.stats.restarts == 1)
         assert slabs_of(batcher).count == 1
         # The new one forks too, with its first input.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import session_of
+from inside import pids_of, session_of
 from packing import pack
 from sample_models import (
     CRASHES,
@@ -105,10 +105,8 @@ async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
     """The worker has answered and is dead before the loop looks for either."""
     answer = pack(Kind.OUTPUT_ATOMS, 0, dumps(["one", "two"]))
     async with DynBatcher(TalksNonsense) as batcher:
-        (pid,) = [handle.pid for handle in session_of(batcher).pool.live.remaining()]
-        assert pid is not None
         calls = [call(batcher, answer), call(batcher, b"die")]
-        with Watch([pid]) as worker:
+        with Watch(pids_of(batcher)) as worker:
             await turns()
             assert worker.survivors(LIMIT) == []
         assert [await outcome(task) for task in calls] == ["one", "two"]
@@ -122,11 +120,10 @@ async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_
         (handle,) = session_of(batcher).pool.live.remaining()
         assert isinstance(handle, WorkerProcess)
         assert handle._parts is not None
-        assert handle.pid is not None
         reader = handle._parts.channel._reader
         # The first part of it has come, and the worker waits for us to take the rest.
         await until(lambda: reader._large is not None)
-        os.kill(handle.pid, signal.SIGKILL)
+        os.kill(pids_of(batcher)[0], signal.SIGKILL)
         assert isinstance(await outcome(large), WorkerLostError)
         assert await batcher.process_batched(3) == b"xxx"
         assert_balance(batcher)
@@ -307,9 +304,7 @@ async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
 
         monkeypatch.setattr(session_of(batcher), "workers_given_up", tell)
         needed.unlink()
-        (handle,) = session_of(batcher).pool.live.remaining()
-        assert handle.pid is not None
-        os.kill(handle.pid, signal.SIGKILL)
+        os.kill(pids_of(batcher)[0], signal.SIGKILL)
         await until(lambda: batcher.state == "broken")
         (late,) = told
         error = await outcome(late)
@@ -326,9 +321,7 @@ async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) ->
     settings: dict[str, Any] = {"num_workers": 2, "max_restarts": 1, "restart_backoff": 0.01}
     async with DynBatcher(NeedsFile, model_args=(str(needed),), **settings) as batcher:
         needed.unlink()
-        first, second = [handle.pid for handle in session_of(batcher).pool.live.remaining()]
-        assert first is not None
-        assert second is not None
+        first, second = pids_of(batcher)
         os.kill(first, signal.SIGKILL)
         await until(lambda: any(one.is_given_up for one in session_of(batcher).pool._places))
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
@@ -347,9 +340,8 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         pool = session_of(batcher).pool
 
         def kill(index: int) -> None:
-            (pid,) = [handle.pid for handle in pool.live if handle.index == index]
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            (handle,) = [handle for handle in pool.live if handle.index == index]
+            handle.kill()
 
         kill(0)
         await until(lambda: pool._places[0].is_given_up)

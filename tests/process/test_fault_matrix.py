@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 import pytest
-from inside import session_of
+from inside import pids_of
 from sample_models import HOWS, Bomb, Minefield
 from waits import ONE_LOOP, assert_balance, call, outcome, until, within
 
@@ -129,6 +129,6 @@ async def test_a_model_that_fails_in_close_leaves_no_process(
             settings: dict[str, Any] = {"stop_timeout": 0.2}
             async with DynBatcher(Minefield, model_args=("close", how), **settings) as batcher:
                 assert await batcher.process_batched("first") == "first"
-                pids = [handle.pid for handle in session_of(batcher).pool.live.remaining()]
-    assert not [pid for pid in pids if pid is None or psutil.pid_exists(pid)]
+                pids = pids_of(batcher)
+    assert not any(map(psutil.pid_exists, pids))
     assert how not in HERE or "boom" in capfd.readouterr().err

@@ -354,12 +354,6 @@ def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-def test_an_answer_for_other_requests_is_none(post: Post) -> None:
-    where = post.where([np.zeros(LARGE)])
-    with pytest.raises(TransportError, match="1 outcomes came back for 2 requests"):
-        SharedOutcomes(post.outbox.find(*where), {}).read(2)
-
-
 @pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
 def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
     where = post.where([np.zeros(LARGE)])
