@@ -39,6 +39,7 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Host, Match, Mount
 
+from fast_batcher.errors import ConfigurationError
 from fast_batcher.fastapi import LeanRoute, cancel_on_disconnect, lean
 
 JSON = {"content-type": "application/json"}
@@ -608,6 +609,18 @@ def on_a_mounted_router(app: FastAPI, router: APIRouter, _: Any) -> None:
     app.router.routes.append(Mount("", app=protected))
 
 
+def in_a_router_of_the_app(app: FastAPI, router: APIRouter, _: Any) -> None:
+    class Guarded(APIRouter):
+        async def handle(self, scope: Any, receive: Any, send: Any) -> None:
+            if (b"authorization", b"secret") not in scope["headers"]:
+                raise HTTPException(401)
+            await super().handle(scope, receive, send)
+
+    guarded = Guarded(route_class=app.router.route_class)
+    add_echo(guarded)
+    app.include_router(guarded)
+
+
 def add_middleware(app: FastAPI) -> None:
     @app.middleware("http")
     async def protect(request: Request, call_next: Any) -> Any:
@@ -627,6 +640,7 @@ def add_middleware(app: FastAPI) -> None:
         on_one_inclusion_of_two,
         on_a_mounted_app,
         in_a_middleware,
+        in_a_router_of_the_app,
         in_a_middleware_of_a_mount,
         on_a_mounted_router,
     ],
@@ -709,8 +723,8 @@ def test_a_limit_on_the_bodies_of_an_app_holds() -> None:
 
 def test_cors_and_other_middlewares_see_every_request() -> None:
     def build(app: FastAPI, router: APIRouter, _: Any) -> None:
-        app.add_middleware(CORSMiddleware, allow_origins=["https://a"], allow_methods=["POST"])
         app.add_middleware(BaseHTTPMiddleware, dispatch=mark)
+        app.add_middleware(CORSMiddleware, allow_origins=["https://a"], allow_methods=["POST"])
         add_echo(app)
 
     async def mark(request: Request, call_next: Any) -> Any:
@@ -865,6 +879,19 @@ def test_lean_twice_is_as_once() -> None:
     once = app.router.middleware_stack
     lean(app)
     assert app.router.middleware_stack is once
+
+
+def test_what_is_around_the_router_of_an_app_is_not_passed_by() -> None:
+    app = FastAPI()
+    add_echo(app)
+    inner = app.router.middleware_stack
+
+    async def around(scope: Any, receive: Any, send: Any) -> None:
+        await inner(scope, receive, send)
+
+    app.router.middleware_stack = around
+    with pytest.raises(ConfigurationError, match=r"call lean\(app\) before"):
+        lean(app)
 
 
 def test_clients_cannot_fill_the_memory_with_paths(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,12 @@ def test_they_bring_nothing_else(module: str) -> None:
     assert {name for name in vars(path) if name[0] != "_"} == set(path.__all__)
 
 
+def test_what_the_fastapi_package_offers_can_be_imported_from_it() -> None:
+    package = importlib.import_module("fast_batcher.fastapi")
+    assert {"LeanRoute", "cancel_on_disconnect", "lean", "read_array"} < set(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
 def test_the_package_is_typed() -> None:
     assert (ROOT / "fast_batcher" / "py.typed").is_file()
 

@@ -11,6 +11,8 @@ more is declared than one body and a return type. When in doubt, it is FastAPI's
 
 import dataclasses
 import inspect
+import os
+from collections import deque
 from collections.abc import MutableMapping
 from functools import partial
 from operator import is_
@@ -33,14 +35,21 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute, request_response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fast_batcher.errors import ConfigurationError
+
 # What FastAPI may know of an ordinary endpoint; every other field of its `Dependant` is empty.
 ORDINARY_FIELDS = {"body_params", "call", "path", "scope", "use_cache"}
 # A client may choose the root path where a proxy passes it on: this many paths are enough.
 MAX_LEARNED_PATHS = 1024
 # Where the functions of FastAPI and Starlette come from, if no other program has replaced them.
-SOURCES = tuple(str(Path(package).parent) for package in (fastapi.__file__, starlette.__file__))
+SOURCES = tuple(
+    f"{Path(package).parent}{os.sep}" for package in (fastapi.__file__, starlette.__file__)
+)
 # Modules of the middlewares that limit the bodies of one route.
 BODY_LIMITS = ("fastapi._body_limit", "starlette.middleware.body_limit")
+
+# The methods by which FastAPI's routers find a route; a router of the app's own may do more there.
+WALK = ("app", "handle", "matches")
 
 
 class _Body:
@@ -50,7 +59,7 @@ class _Body:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._messages: list[Message] = []
+        self._messages: deque[Message] = deque()
         # What `receive` raised, for example a limit on the body.
         self._error: Exception | None = None
 
@@ -78,7 +87,7 @@ class _Body:
     async def replay(self) -> Message:
         """Give the messages once more, then what follows them; FastAPI's `receive`."""
         if self._messages:
-            return self._messages.pop(0)
+            return self._messages.popleft()
         if self._error is not None:
             raise self._error
         return await self._receive()
@@ -152,7 +161,7 @@ class _LeanEndpoint:
         answer, errors = self._answer.validate(result, {}, loc=("response",))
         if errors:
             path = f"{scope['method']} {scope.get('root_path', '').rstrip('/')}{self._path}"
-            context: EndpointContext = {**_describe(self._call), "path": path}
+            context: EndpointContext = {**_describe_endpoint(self._call), "path": path}
             raise ResponseValidationError(errors, body=result, endpoint_ctx=context)
         content: bytes = self._serialize(answer)
         return content
@@ -200,9 +209,19 @@ def lean(app: FastAPI) -> None:
 
     Each first request of a path takes FastAPI's way. Middlewares see all requests, as before. See
     `LeanRoute` for which endpoints gain; all others stay as they are.
+
+    Raises:
+        ConfigurationError: Another program has put something around the app's router.
     """
-    if not isinstance(app.router.middleware_stack, _ShortWay):
-        app.router.middleware_stack = _ShortWay(app.router)
+    router = app.router
+    if isinstance(router.middleware_stack, _ShortWay):
+        return
+    if getattr(_without_body_limits(router.middleware_stack), "__self__", None) is not router:
+        raise ConfigurationError(
+            f"lean(app): app.router.middleware_stack={router.middleware_stack!r:.100}: call "
+            "lean(app) before it is replaced, so that requests pass it first"
+        )
+    router.middleware_stack = _ShortWay(router)
 
 
 class _ShortWay:
@@ -294,6 +313,9 @@ def _is_selected_by_path(route: Any, router: APIRouter) -> bool:
     """Say whether a route is the router's own, and its path and method always lead to it."""
     known = (APIRoute, Route, Mount, APIWebSocketRoute, WebSocketRoute)
     by_path = {kind.matches for kind in known}
+    for some_router, _ in _list_routes(router):
+        if any(_get_function(some_router, name) is not getattr(APIRouter, name) for name in WALK):
+            return False
     for context in routing.iter_route_contexts(router.routes):
         # A route of which it is not known what it depends on, as `Host` does on a header.
         if _get_function(context.original_route, "matches") not in by_path:
@@ -306,14 +328,11 @@ def _is_selected_by_path(route: Any, router: APIRouter) -> bool:
 def _is_ordinary(route: Any) -> bool:
     """Say whether nothing is declared for a route that `_LeanEndpoint` does not do."""
     original = getattr(route, "original_route", route)
-    app = route.app
-    while type(app).__module__ in BODY_LIMITS:
-        app = app.app
     return (
         _get_function(original, "handle") in (APIRoute.handle, LeanRoute.handle)
         and _get_function(original, "get_route_handler") is APIRoute.get_route_handler
         # Programs that observe an app replace these; with them it is FastAPI's turn.
-        and _is_original(app)
+        and _is_original(_without_body_limits(route.app))
         and _is_original(APIRoute.handle)
         and _is_original(APIRoute.get_route_handler)
         and _is_original(Route.handle)
@@ -342,7 +361,13 @@ def _takes_one_body(route: Any) -> bool:
     return route.body_field is body and type(body.field_info) is params.Body
 
 
-def _get_function(route: BaseRoute, name: str) -> Any:
+def _without_body_limits(app: Any) -> Any:
+    while type(app).__module__ in BODY_LIMITS:
+        app = app.app
+    return app
+
+
+def _get_function(route: Any, name: str) -> Any:
     return getattr(getattr(route, name), "__func__", None)
 
 
@@ -359,7 +384,7 @@ def _list_routes(router: APIRouter) -> list[tuple[APIRouter, list[BaseRoute]]]:
     return found
 
 
-def _describe(call: Any) -> EndpointContext:
+def _describe_endpoint(call: Any) -> EndpointContext:
     """Say where an endpoint is written, as FastAPI's errors about its answers do."""
     try:
         file, line = inspect.getsourcefile(call), inspect.getsourcelines(call)[1]
