@@ -820,7 +820,8 @@ def test_a_default_response_class_is_left_to_fastapi() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["get_request_handler", "run_endpoint_function", "serialize_response"]
+    "name",
+    ["get_request_handler", "run_endpoint_function", "serialize_response", "solve_dependencies"],
 )
 def test_a_program_that_observes_fastapi_sees_every_request(
     name: str, monkeypatch: pytest.MonkeyPatch

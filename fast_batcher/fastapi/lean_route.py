@@ -25,7 +25,6 @@ import fastapi
 import starlette
 from fastapi import FastAPI, params, routing
 from fastapi.datastructures import DefaultPlaceholder
-from fastapi.dependencies import utils
 from fastapi.exceptions import EndpointContext, ResponseValidationError
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
 from pydantic_core import from_json
@@ -44,6 +43,16 @@ MAX_LEARNED_PATHS = 1024
 # Where the functions of FastAPI and Starlette come from, if no other program has replaced them.
 SOURCES = tuple(
     f"{Path(package).parent}{os.sep}" for package in (fastapi.__file__, starlette.__file__)
+)
+# What programs that observe an app put their own functions for; they shall see each request.
+REPLACEABLE = (
+    (APIRoute, "get_route_handler"),
+    (APIRoute, "handle"),
+    (Route, "handle"),
+    (routing, "get_request_handler"),
+    (routing, "run_endpoint_function"),
+    (routing, "serialize_response"),
+    (routing, "solve_dependencies"),
 )
 # Modules of the middlewares that limit the bodies of one route.
 BODY_LIMITS = ("fastapi._body_limit", "starlette.middleware.body_limit")
@@ -266,8 +275,9 @@ class _ShortWay:
         routes = self._routes
         await self._app(scope, receive, send)
         endpoint = _find_endpoint(scope, self._router, self._known)
-        is_new = endpoint is not None and len(self._learned) < MAX_LEARNED_PATHS
-        if is_new and self._routes is routes:  # they have not changed since FastAPI selected it
+        if endpoint is None or len(self._learned) >= MAX_LEARNED_PATHS:
+            return
+        if self._routes is routes:  # they have not changed since FastAPI selected the endpoint
             selected = {"endpoint": scope["endpoint"], "route": scope["route"]}
             if "fastapi" in scope:
                 selected["fastapi"] = dict(scope["fastapi"])
@@ -331,16 +341,8 @@ def _is_ordinary(route: Any) -> bool:
     return (
         _get_function(original, "handle") in (APIRoute.handle, LeanRoute.handle)
         and _get_function(original, "get_route_handler") is APIRoute.get_route_handler
-        # Programs that observe an app replace these; with them it is FastAPI's turn.
         and _is_original(_without_body_limits(route.app))
-        and _is_original(APIRoute.handle)
-        and _is_original(APIRoute.get_route_handler)
-        and _is_original(Route.handle)
-        and _is_original(routing.get_request_handler)
-        and _is_original(routing.run_endpoint_function)
-        and _is_original(routing.serialize_response)
-        and _is_original(routing.solve_dependencies)
-        and _is_original(utils.request_body_to_args)
+        and all(_is_original(getattr(owner, name, None)) for owner, name in REPLACEABLE)
         and _takes_one_body(route)
         and inspect.iscoroutinefunction(route.dependant.call)
         and isinstance(route.response_class, DefaultPlaceholder)
