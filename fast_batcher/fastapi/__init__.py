@@ -6,6 +6,7 @@
     errors          one table from errors to HTTP statuses, for answers and for OpenAPI
     health          the two routes for a supervisor's probes
     lean_route      ordinary endpoints at nearly the price of bare ASGI
+    lean_endpoint   how one of them is served
 
 Nothing inside the library imports this package; only it knows FastAPI or an HTTP status.
 """

@@ -1,192 +1,36 @@
 """Ordinary endpoints at nearly the price of bare ASGI. Runs in the API process, on its event loop.
 
-    LeanRoute       serves the ordinary requests of one route itself
-    lean            the same for all routes of an app, past FastAPI's router as well
-    _LeanEndpoint   reads an ordinary request, calls the endpoint, sends the answer
+    LeanRoute    serves the ordinary requests of one route itself
+    lean         the same for all routes of an app, past FastAPI's router as well
 
 FastAPI's own code handles all that is not ordinary, with the messages of the body replayed to it:
 it writes each validation error, runs dependencies, and sees each request of an endpoint for which
 more is declared than one body and a return type. When in doubt, it is FastAPI's turn.
 """
 
-import dataclasses
-import inspect
-import os
-from collections import deque
 from collections.abc import MutableMapping
-from functools import partial
 from operator import is_
-from pathlib import Path
-from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import fastapi
-import starlette
-from fastapi import FastAPI, params, routing
-from fastapi.datastructures import DefaultPlaceholder
-from fastapi.exceptions import EndpointContext, ResponseValidationError
+from fastapi import FastAPI, routing
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
-from pydantic_core import from_json
-from starlette.middleware.body_limit import MAX_BODY_SIZE_SCOPE_KEY
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute, request_response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fast_batcher.errors import ConfigurationError
+from fast_batcher.fastapi.lean_endpoint import (
+    Body,
+    LeanEndpoint,
+    get_function,
+    is_ordinary,
+    without_body_limits,
+)
 
-# What FastAPI may know of an ordinary endpoint; every other field of its `Dependant` is empty.
-ORDINARY_FIELDS = {"body_params", "call", "path", "scope", "use_cache"}
 # A client may choose the root path where a proxy passes it on: this many paths are enough.
 MAX_LEARNED_PATHS = 1024
-# Where the functions of FastAPI and Starlette come from, if no other program has replaced them.
-SOURCES = tuple(
-    f"{Path(package).parent}{os.sep}" for package in (fastapi.__file__, starlette.__file__)
-)
-# What programs that observe an app put their own functions for; they shall see each request.
-REPLACEABLE = (
-    (APIRoute, "get_route_handler"),
-    (APIRoute, "handle"),
-    (Route, "handle"),
-    (routing, "get_request_handler"),
-    (routing, "run_endpoint_function"),
-    (routing, "serialize_response"),
-    (routing, "solve_dependencies"),
-)
-# Modules of the middlewares that limit the bodies of one route.
-BODY_LIMITS = ("fastapi._body_limit", "starlette.middleware.body_limit")
-
 # The methods by which FastAPI's routers find a route; a router of the app's own may do more there.
 WALK = ("app", "handle", "matches")
-
-
-class _Body:
-    """The body of one request: read once, and replayed to FastAPI where it needs it."""
-
-    __slots__ = ("_error", "_messages", "_receive")
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._messages: deque[Message] = deque()
-        # What `receive` raised, for example a limit on the body.
-        self._error: Exception | None = None
-
-    async def read(self) -> bytes:
-        """Receive the body; return it, or no bytes if it did not arrive whole."""
-        message: Message = {"type": "http.request", "more_body": True}
-        try:
-            while message.get("more_body"):
-                message = await self._receive()
-                self._messages.append(message)
-        except Exception as error:  # noqa: BLE001  FastAPI gets it
-            self._error = error
-            return b""
-        if message["type"] != "http.request":
-            return b""
-        if len(self._messages) == 1:
-            return message.get("body", b"")  # type: ignore[no-any-return]
-        return b"".join(message.get("body", b"") for message in self._messages)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `receive` has raised; a limit of the app's router may raise once more."""
-        return self._error is not None
-
-    async def replay(self) -> Message:
-        """Give the messages once more, then what follows them; FastAPI's `receive`."""
-        if self._messages:
-            return self._messages.popleft()
-        if self._error is not None:
-            raise self._error
-        return await self._receive()
-
-
-class _LeanEndpoint:
-    """An endpoint that takes one body and gives one JSON document.
-
-    Args:
-        route: An `APIRoute`, or what FastAPI made of one where its router is included.
-    """
-
-    def __init__(self, route: Any) -> None:
-        dependant = route.dependant
-        self._dependencies: list[Any] = dependant.dependencies
-        self._methods: set[str] = route.methods
-        self._max_body_size: int | None = route.max_body_size
-        self._call = dependant.call
-        self._body = dependant.body_params[0]
-        self._status: int = route.status_code or 200
-        self._path: str = dependant.path
-        self._answer = route.response_field
-        self._serialize = partial(
-            route.response_field.serialize_json,
-            include=route.response_model_include,
-            exclude=route.response_model_exclude,
-            by_alias=route.response_model_by_alias,
-            exclude_unset=route.response_model_exclude_unset,
-            exclude_defaults=route.response_model_exclude_defaults,
-            exclude_none=route.response_model_exclude_none,
-        )
-
-    async def read(self, scope: Scope, body: _Body) -> Any:
-        """Return the endpoint's argument, None if it is FastAPI's turn."""
-        if not self._is_ordinary_request(scope):
-            return None
-        content = await body.read()
-        try:
-            # Not `validate_json`, which takes other values than FastAPI does.
-            value, errors = self._body.validate(from_json(content), {}, loc=("body",))
-        except Exception:  # noqa: BLE001  FastAPI meets it again and answers it
-            return None
-        return None if errors else value
-
-    async def answer(self, value: Any, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the endpoint and send what comes of it, as FastAPI does.
-
-        Args:
-            value: What `read` returned.
-            scope: Of the request.
-            receive: The body once more, for an exception handler that reads it.
-            send: As in ASGI.
-        """
-        outcome: Any
-        try:
-            outcome = await self._run(value, scope)
-        except Exception as error:  # noqa: BLE001  the exception handlers get it
-            outcome = error
-        if type(outcome) is not bytes:
-            await request_response(partial(_finish, outcome))(scope, receive, send)
-            return
-        length = str(len(outcome)).encode()
-        headers = [(b"content-length", length), (b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": self._status, "headers": headers})
-        await send({"type": "http.response.body", "body": outcome})
-
-    async def _run(self, value: Any, scope: Scope) -> Response | bytes:
-        result = await self._call(**{self._body.name: value})
-        if isinstance(result, Response):
-            return result
-        answer, errors = self._answer.validate(result, {}, loc=("response",))
-        if errors:
-            path = f"{scope['method']} {scope.get('root_path', '').rstrip('/')}{self._path}"
-            context: EndpointContext = {**_describe_endpoint(self._call), "path": path}
-            raise ResponseValidationError(errors, body=result, endpoint_ctx=context)
-        content: bytes = self._serialize(answer)
-        return content
-
-    def _is_ordinary_request(self, scope: Scope) -> bool:
-        for name, value in scope["headers"]:
-            if name == b"content-type":
-                is_json = value == b"application/json" or value.startswith(b"application/json;")
-                return (
-                    is_json
-                    and scope["method"] in self._methods
-                    and not self._dependencies
-                    and scope.get("fastapi.telemetry") is None
-                    and self._max_body_size in (None, scope.get(MAX_BODY_SIZE_SCOPE_KEY))
-                )
-        return False
 
 
 class LeanRoute(APIRoute):
@@ -205,7 +49,7 @@ class LeanRoute(APIRoute):
         """Serve one request of this route."""
         app = scope.get("app")
         endpoint = _find_endpoint(scope, app.router, self._known) if app is not None else None
-        body = _Body(receive)
+        body = Body(receive)
         value = await endpoint.read(scope, body) if endpoint is not None else None
         if endpoint is None or value is None:
             await super().handle(scope, body.replay, send)
@@ -225,7 +69,7 @@ def lean(app: FastAPI) -> None:
     router = app.router
     if isinstance(router.middleware_stack, _ShortWay):
         return
-    if getattr(_without_body_limits(router.middleware_stack), "__self__", None) is not router:
+    if getattr(without_body_limits(router.middleware_stack), "__self__", None) is not router:
         raise ConfigurationError(
             f"lean(app): app.router.middleware_stack={router.middleware_stack!r:.100}: call "
             "lean(app) before it is replaced, so that requests pass it first"
@@ -240,7 +84,7 @@ class _ShortWay:
         self._router = router
         self._app = router.middleware_stack
         # By method, path and root path: the endpoint, and what the router puts into the scope.
-        self._learned: dict[tuple[str, str, str], tuple[_LeanEndpoint, Scope]] = {}
+        self._learned: dict[tuple[str, str, str], tuple[LeanEndpoint, Scope]] = {}
         self._known: _Known = WeakKeyDictionary()
         # The routes with which these were learned, of the router and of each that it includes.
         self._routes: list[tuple[APIRouter, list[BaseRoute]]] = []
@@ -259,7 +103,7 @@ class _ShortWay:
             await self._learn(path, scope, receive, send)
             return
         endpoint, selected = self._learned[path]
-        body = _Body(receive)
+        body = Body(receive)
         value = await endpoint.read(scope, body)
         if value is not None or body.has_failed:
             self._select(scope, selected)
@@ -293,17 +137,18 @@ class _ShortWay:
             scope.setdefault("fastapi", {}).update(selected["fastapi"])
 
     def _has_learned_these_routes(self) -> bool:
-        # By identity: routes of one path are equal, and one of them may have a guard.
-        return bool(self._routes) and all(
-            len(router.routes) == len(routes) and all(map(is_, router.routes, routes))
-            for router, routes in self._routes
-        )
+        for router, routes in self._routes:
+            now = router.routes
+            # By identity: routes of one path are equal, and one of them may have a guard.
+            if len(now) != len(routes) or not all(map(is_, now, routes)):
+                return False
+        return bool(self._routes)
 
 
-_Known = MutableMapping[ASGIApp, _LeanEndpoint | None]
+_Known = MutableMapping[ASGIApp, LeanEndpoint | None]
 
 
-def _find_endpoint(scope: Scope, router: APIRouter, known: _Known) -> _LeanEndpoint | None:
+def _find_endpoint(scope: Scope, router: APIRouter, known: _Known) -> LeanEndpoint | None:
     """Return the endpoint that FastAPI's router has selected, None if it is not ordinary."""
     route = scope.get("route")
     # Where a router is included, FastAPI keeps beside its route what the inclusion adds to it.
@@ -314,8 +159,8 @@ def _find_endpoint(scope: Scope, router: APIRouter, known: _Known) -> _LeanEndpo
     if app is None:
         return None
     if app not in known:
-        is_ordinary = _is_selected_by_path(route, router) and _is_ordinary(route)
-        known[app] = _LeanEndpoint(route) if is_ordinary else None
+        is_served = _is_selected_by_path(route, router) and is_ordinary(route)
+        known[app] = LeanEndpoint(route) if is_served else None
     return known[app]
 
 
@@ -324,57 +169,16 @@ def _is_selected_by_path(route: Any, router: APIRouter) -> bool:
     known = (APIRoute, Route, Mount, APIWebSocketRoute, WebSocketRoute)
     by_path = {kind.matches for kind in known}
     for some_router, _ in _list_routes(router):
-        if any(_get_function(some_router, name) is not getattr(APIRouter, name) for name in WALK):
+        if any(get_function(some_router, name) is not getattr(APIRouter, name) for name in WALK):
             return False
     for context in routing.iter_route_contexts(router.routes):
         # A route of which it is not known what it depends on, as `Host` does on a header.
-        if _get_function(context.original_route, "matches") not in by_path:
+        if get_function(context.original_route, "matches") not in by_path:
             return False
         if getattr(context, "app", None) is route.app:
-            return not route.param_convertors
+            handle = get_function(context.original_route, "handle")
+            return handle in (APIRoute.handle, LeanRoute.handle) and not route.param_convertors
     return False  # a guard of an inclusion may be unknown, or a middleware of a mount passed by
-
-
-def _is_ordinary(route: Any) -> bool:
-    """Say whether nothing is declared for a route that `_LeanEndpoint` does not do."""
-    original = getattr(route, "original_route", route)
-    return (
-        _get_function(original, "handle") in (APIRoute.handle, LeanRoute.handle)
-        and _get_function(original, "get_route_handler") is APIRoute.get_route_handler
-        and _is_original(_without_body_limits(route.app))
-        and all(_is_original(getattr(owner, name, None)) for owner, name in REPLACEABLE)
-        and _takes_one_body(route)
-        and inspect.iscoroutinefunction(route.dependant.call)
-        and isinstance(route.response_class, DefaultPlaceholder)
-        and route.response_field is not None
-    )
-
-
-def _takes_one_body(route: Any) -> bool:
-    dependant = route.dependant
-    is_alone = all(
-        field.name in ORDINARY_FIELDS or not getattr(dependant, field.name)
-        for field in dataclasses.fields(dependant)
-    )
-    if not is_alone or len(dependant.body_params) != 1:
-        return False
-    [body] = dependant.body_params
-    # Another field stands for a body whose parameters are keys of it.
-    return route.body_field is body and type(body.field_info) is params.Body
-
-
-def _without_body_limits(app: Any) -> Any:
-    while type(app).__module__ in BODY_LIMITS:
-        app = app.app
-    return app
-
-
-def _get_function(route: Any, name: str) -> Any:
-    return getattr(getattr(route, name), "__func__", None)
-
-
-def _is_original(function: Any) -> bool:
-    return type(function) is FunctionType and function.__code__.co_filename.startswith(SOURCES)
 
 
 def _list_routes(router: APIRouter) -> list[tuple[APIRouter, list[BaseRoute]]]:
@@ -384,20 +188,3 @@ def _list_routes(router: APIRouter) -> list[tuple[APIRouter, list[BaseRoute]]]:
         if isinstance(included, APIRouter):
             found += _list_routes(included)
     return found
-
-
-def _describe_endpoint(call: Any) -> EndpointContext:
-    """Say where an endpoint is written, as FastAPI's errors about its answers do."""
-    try:
-        file, line = inspect.getsourcefile(call), inspect.getsourcelines(call)[1]
-    except (OSError, TypeError):
-        return {}
-    context: EndpointContext = {"line": line, "function": call.__name__}
-    return context if file is None else {"file": file, **context}
-
-
-async def _finish(outcome: Response | Exception, _: Request) -> Response:
-    """Give what came of an endpoint to Starlette, which runs the exception handlers."""
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
