@@ -122,6 +122,11 @@ class Call:
 
 def ask(app: Any, call: Call, calls: list[Any] | None = None) -> Outcome:
     """Send one request and collect all that comes of it."""
+    return asyncio.run(ask_here(app, call, calls))
+
+
+async def ask_here(app: Any, call: Call, calls: list[Any] | None = None) -> Outcome:
+    """Ask from a coroutine."""
     pieces = call.body if isinstance(call.body, list) else [call.body]
     incoming = [
         piece
@@ -162,7 +167,7 @@ def ask(app: Any, call: Call, calls: list[Any] | None = None) -> Outcome:
         calls.clear()
     error = ""
     try:
-        asyncio.run(app(scope, receive, send))
+        await app(scope, receive, send)
     except Exception as raised:  # noqa: BLE001  it is what the server would log
         error = f"{type(raised)} {raised} {raised.__cause__!r} {raised.__context__!r}"
     selected = (
@@ -597,16 +602,23 @@ def in_a_middleware_of_a_mount(app: FastAPI, router: APIRouter, _: Any) -> None:
     app.mount("", inner)
 
 
-def on_a_mounted_router(app: FastAPI, router: APIRouter, _: Any) -> None:
+def protect(app: Any) -> Any:
     async def protected(scope: Any, receive: Any, send: Any) -> None:
-        headers = dict(scope["headers"])
-        response: Any = Response(status_code=401)
-        if headers.get(b"authorization") == b"secret":
-            response = router
-        await response(scope, receive, send)
+        is_allowed = (b"authorization", b"secret") in scope["headers"]
+        await (app if is_allowed else Response(status_code=401))(scope, receive, send)
 
+    return protected
+
+
+def on_a_mounted_router(app: FastAPI, router: APIRouter, _: Any) -> None:
     add_echo(router)
-    app.router.routes.append(Mount("", app=protected))
+    app.router.routes.append(Mount("", app=protect(router)))
+
+
+def on_a_mount_of_a_route_of_the_app(app: FastAPI, router: APIRouter, _: Any) -> None:
+    add_echo(app)
+    mounted = APIRouter(routes=[app.routes[-1]])
+    app.router.routes.insert(0, Mount("", app=protect(mounted)))
 
 
 def in_a_router_of_the_app(app: FastAPI, router: APIRouter, _: Any) -> None:
@@ -619,6 +631,17 @@ def in_a_router_of_the_app(app: FastAPI, router: APIRouter, _: Any) -> None:
     guarded = Guarded(route_class=app.router.route_class)
     add_echo(guarded)
     app.include_router(guarded)
+
+
+def in_a_route_class_of_the_app(app: FastAPI, router: APIRouter, _: Any) -> None:
+    class Guarded(app.router.route_class):  # type: ignore[name-defined, misc]
+        async def handle(self, scope: Any, receive: Any, send: Any) -> None:
+            if (b"authorization", b"secret") not in scope["headers"]:
+                raise HTTPException(401)
+            await super().handle(scope, receive, send)
+
+    app.router.route_class = Guarded
+    add_echo(app)
 
 
 def add_middleware(app: FastAPI) -> None:
@@ -641,8 +664,10 @@ def add_middleware(app: FastAPI) -> None:
         on_a_mounted_app,
         in_a_middleware,
         in_a_router_of_the_app,
+        in_a_route_class_of_the_app,
         in_a_middleware_of_a_mount,
         on_a_mounted_router,
+        on_a_mount_of_a_route_of_the_app,
     ],
 )
 def test_a_guard_is_never_passed_by(build: Any) -> None:
@@ -685,6 +710,21 @@ def test_a_route_that_an_included_router_gets_later_takes_its_requests() -> None
     for router in routers:
         add_echo(router, dependencies=GUARDS)
     assert compare(twins, Call("/echo", OK)).status == 401
+
+
+def test_a_path_is_not_learned_from_a_request_during_which_the_routes_change() -> None:
+    app = FastAPI()
+
+    @app.post("/echo")
+    async def echo(item: Item) -> Answer:
+        add_echo(app, dependencies=GUARDS)
+        app.router.routes.insert(0, app.router.routes.pop())
+        await ask_here(app, Call("/other", OK))  # the first to meet the new routes
+        return RIGHT
+
+    lean(app)
+    assert ask(app, Call("/echo", OK)).status == 200
+    assert ask(app, Call("/echo", OK)).status == 401
 
 
 def test_an_endpoint_that_gets_a_dependency_later_is_served_with_it() -> None:
@@ -893,6 +933,23 @@ def test_what_is_around_the_router_of_an_app_is_not_passed_by() -> None:
     app.router.middleware_stack = around
     with pytest.raises(ConfigurationError, match=r"call lean\(app\) before"):
         lean(app)
+
+
+def test_an_app_in_the_place_of_that_of_a_route_may_be_any_object() -> None:
+    class Replaced:
+        __slots__ = ()
+        __hash__ = None  # type: ignore[assignment]
+
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            await PlainTextResponse("replaced")(scope, receive, send)
+
+    def build(app: FastAPI, router: APIRouter, _: Any) -> None:
+        add_echo(app)
+        route: Any = app.routes[-1]
+        route.app = Replaced()
+
+    for outcome in ask_all(make_twins(build), Call("/echo", OK)):
+        assert outcome.messages[1]["body"] == b"replaced"
 
 
 def test_clients_cannot_fill_the_memory_with_paths(monkeypatch: pytest.MonkeyPatch) -> None:

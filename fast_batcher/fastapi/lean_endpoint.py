@@ -182,8 +182,7 @@ def is_ordinary(route: Any) -> bool:
     original = getattr(route, "original_route", route)
     return (
         get_function(original, "get_route_handler") is APIRoute.get_route_handler
-        and _is_original(without_body_limits(route.app))
-        and all(_is_original(getattr(owner, name, None)) for owner, name in REPLACEABLE)
+        and all(is_original(getattr(owner, name, None)) for owner, name in REPLACEABLE)
         and _takes_one_body(route)
         and inspect.iscoroutinefunction(route.dependant.call)
         and isinstance(route.response_class, DefaultPlaceholder)
@@ -216,7 +215,8 @@ def get_function(route: Any, name: str) -> Any:
     return getattr(getattr(route, name), "__func__", None)
 
 
-def _is_original(function: Any) -> bool:
+def is_original(function: Any) -> bool:
+    """Say whether a function is FastAPI's or Starlette's, and no other program's in its place."""
     return type(function) is FunctionType and function.__code__.co_filename.startswith(SOURCES)
 
 

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from fastapi import FastAPI, routing
 from fastapi.routing import APIRoute, APIRouter, APIWebSocketRoute
-from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
+from starlette.routing import BaseRoute, Match, Mount, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fast_batcher.errors import ConfigurationError
@@ -24,6 +24,7 @@ from fast_batcher.fastapi.lean_endpoint import (
     LeanEndpoint,
     get_function,
     is_ordinary,
+    is_original,
     without_body_limits,
 )
 
@@ -121,11 +122,20 @@ class _ShortWay:
         endpoint = _find_endpoint(scope, self._router, self._known)
         if endpoint is None or len(self._learned) >= MAX_LEARNED_PATHS:
             return
-        if self._routes is routes:  # they have not changed since FastAPI selected the endpoint
+        # Else they have changed since FastAPI selected the endpoint, or a mount has led to it.
+        if self._routes is routes and self._leads_to(scope, *path):
             selected = {"endpoint": scope["endpoint"], "route": scope["route"]}
             if "fastapi" in scope:
                 selected["fastapi"] = dict(scope["fastapi"])
             self._learned[path] = endpoint, selected
+
+    def _leads_to(self, scope: Scope, method: str, path: str, root_path: str) -> bool:
+        """Say whether the router itself, or one that it includes, finds the route of a scope."""
+        probe = {"type": "http", "method": method, "path": path, "root_path": root_path}
+        for route in self._router.routes:
+            if route.matches(dict(probe))[0] is Match.FULL:
+                return route is scope["route"] or hasattr(route, "original_router")
+        return False
 
     def _select(self, scope: Scope, selected: Scope) -> None:
         """Put into the scope what FastAPI's router does; middlewares and handlers read it."""
@@ -155,8 +165,8 @@ def _find_endpoint(scope: Scope, router: APIRouter, known: _Known) -> LeanEndpoi
     included = scope.get("fastapi", {}).get("effective_route_context")
     if included is not None and included.original_route is route:
         route = included
-    app = getattr(route, "app", None)
-    if app is None:
+    app: Any = getattr(route, "app", None)
+    if not is_original(without_body_limits(app)):
         return None
     if app not in known:
         is_served = _is_selected_by_path(route, router) and is_ordinary(route)
