@@ -171,7 +171,12 @@ async def a_coroutine(_: object) -> float:
             "input to its cost",
         ),
         ({"name": ""}, "name='': give a printable, non-empty string or leave it"),
-        ({"cost": a_coroutine}, f"cost={a_coroutine!r}: it is async; write a plain def"),
+        # Without an id of its own the test's name would hold an address.
+        pytest.param(
+            {"cost": a_coroutine},
+            f"cost={a_coroutine!r}: it is async; write a plain def",
+            id="a coroutine",
+        ),
     ],
 )
 def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], message: str) -> None:

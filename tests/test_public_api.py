@@ -91,6 +91,12 @@ def test_the_import_paths_of_fast_dynamic_batcher_bring_one_name(module: str, na
     assert [one for one in vars(path) if one[0] != "_"] == path.__all__ == [name]
 
 
+def test_what_the_fastapi_package_offers_can_be_imported_from_it() -> None:
+    package = importlib.import_module("fast_batcher.fastapi")
+    assert {"LeanRoute", "cancel_on_disconnect", "lean", "read_array"} < set(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
 def test_the_version_is_the_one_of_the_installed_package() -> None:
     assert fast_batcher.__version__ == importlib.metadata.version("fast_batcher")
 

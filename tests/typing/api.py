@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, assert_type
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 import fast_batcher
 from fast_batcher import BatcherStats, DynBatcher, InferenceModel
@@ -23,6 +23,7 @@ from fast_batcher.errors import (
     OutputMismatchError,
     QueueFullError,
 )
+from fast_batcher.fastapi import LeanRoute, lean
 from fast_batcher.inference_template import InferenceModel as InferenceModelByOtherPath
 from fast_batcher.settings import BatcherOptions
 
@@ -220,6 +221,9 @@ FastAPI(lifespan=everything.lifespan)
 FastAPI(lifespan=batcher)  # type: ignore[arg-type]
 
 app = FastAPI()
+lean(app)
+lean("app")  # type: ignore[arg-type]
+app.include_router(APIRouter(route_class=LeanRoute))
 assert_type(batcher.lifespan(app), AbstractAsyncContextManager[None])
 assert_type(batcher.lifespan(wait_ready=False), Callable[[Any], AbstractAsyncContextManager[None]])
 
