@@ -96,6 +96,9 @@ class Settings:
     late: float
     client_processes: int
     seed: int
+    # See `Plan`.
+    give_up: float | None = None
+    reconnect: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ def make_plans(target: Target, case: Case, repetition: int, settings: Settings) 
         seconds=settings.seconds,
         warm_up=settings.warm_up,
         seed=0,
+        give_up=settings.give_up,
+        reconnect=settings.reconnect,
     )
     return [
         replace(
@@ -226,6 +231,7 @@ def summarise(records: list[Record], settings: Settings) -> dict[str, float]:
         "requests": float(sum(record.requests for record in records)),
         "lost": float(sum(sum(record.lost.values()) for record in records)),
         "late": float(sum(latency > settings.late for latency in latencies)),
+        "longest_gap": max(record.longest_gap for record in records),
         # Of the busiest process: at 1 it cannot send more.
         "client_busy": max(record.cpu / record.elapsed for record in records),
     }

@@ -1,0 +1,472 @@
+"""What do users of each server measure over HTTP?
+
+Starts each server in its own environment and loads it from another process. Scenarios: `echo` (a
+model that takes no time), `model` (5 ms and 0.1 ms for each input), `bodies` (602 KB), `overload`
+(three times what the model can do, from clients that give up), `kill` (SIGKILL of the model's
+process). The servers take turns within a repetition.
+"""
+
+import argparse
+import json
+import math
+import operator
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from http.client import HTTPException
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+import fast_batcher.fastapi
+from benchmarks import harness
+from benchmarks.cpu import descendants, read_ticks, stolen_percent
+from benchmarks.http_servers import Job
+from benchmarks.load import tied
+from benchmarks.load.measurement import Case, Settings, Target
+from benchmarks.load.measurement import measure as measure_load
+from benchmarks.load.server import HOST, START_LIMIT, UVICORN_OPTIONS, start
+from benchmarks.load_test import find_versions
+from benchmarks.report import Columns, Measurement, Spread, Table, Verdict, number
+from benchmarks.scenarios import ARRAY_SHAPE, Figures, Load
+from benchmarks.setup_peers import PEERS, python_of
+
+# What the tables show in place of an event loop.
+HTTP = "over HTTP"
+# Seconds for a server to end in order before it is killed.
+STOP_LIMIT = 5.0
+# From one try to reach a server that starts to the next, seconds.
+POLL_INTERVAL = 0.01
+# Connections at most in an open loop, and seconds after which its clients give up.
+OPEN_CONNECTIONS, PATIENCE = 4096, 5.0
+# Times the capacity, seconds after which clients give up, and what a server has of them for its
+# answer: the rest is for the way.
+OVERLOAD, LESS_PATIENCE, LIMIT = 3.0, 1.0, 0.85
+# Of the overload and the kill: unmeasured seconds; and from the client's start to the kill, with
+# half a second for that start.
+SETTLING, KILLED_AT = 2.0, 3.0
+# A server that is killed takes longer to be back than a load to be measured.
+KILL_SECONDS = 2.5
+
+
+@dataclass(frozen=True)
+class System:
+    """One server with one choice of settings."""
+
+    # In `benchmarks.http_servers`.
+    server: str
+    variant: str = ""
+    # The peer's virtual environment under `.venv-peers`; None for the interpreter that runs us.
+    environment: str | None = None
+    command: tuple[str, ...] = ("uvicorn", "{module}:app", "--port", "{port}", *UVICORN_OPTIONS)
+    body: bytes = b'{"text": "a short input"}'
+
+
+_PLAIN = ("{module}", "{port}")
+_MOSEC = ("{module}", "--address", HOST, "--port", "{port}")
+_BENTO = ("bentoml", "serve", "{module}:Echo", "--host", HOST, "--port", "{port}")
+BARE, FASTAPI, IN_A_THREAD = "bare ASGI", "FastAPI", "FastAPI, a thread"
+FUTURE, FUTURE_TUNED = "FastAPI, a future", "FastAPI, a future, tuned"
+UNTUNED, OURS, LEAN, IN_PROCESS = "ours untuned", "ours", "ours lean", "ours without HTTP"
+BATCHED, LITSERVE, BENTOML, MOSEC = "batched.aio", "LitServe", "BentoML", "Mosec"
+SYSTEMS = {
+    BARE: System("bare"),
+    FASTAPI: System("fastapi_alone"),
+    FUTURE: System("fastapi_alone", "future"),
+    FUTURE_TUNED: System("fastapi_alone", "tuned"),
+    IN_A_THREAD: System("fastapi_alone", "thread"),
+    IN_PROCESS: System("no server"),
+    UNTUNED: System("ours", "untuned"),
+    OURS: System("ours"),
+    LEAN: System("ours", "lean"),
+    "fast_dynamic_batcher": System("fast_dynamic_batcher", "", "fast_dynamic_batcher"),
+    BATCHED: System("batched_aio", "", "batched"),
+    LITSERVE: System("litserve", "", "litserve", _PLAIN),
+    BENTOML: System("bento", "", "bentoml", _BENTO, b'{"text": ["a short input"]}'),
+    MOSEC: System("mosec", "", "mosec", _MOSEC),
+    "Ray Serve": System("ray_serve", "", "ray_serve", _PLAIN),
+}
+if not hasattr(fast_batcher.fastapi, "lean"):
+    del SYSTEMS[LEAN]
+ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS}
+BATCHERS = ECHOES - {BARE, FASTAPI, FUTURE, FUTURE_TUNED}
+
+_MODEL = Job(seconds=0.005, seconds_per_input=0.0001)
+JOBS = {
+    "echo": Job(),
+    "model": _MODEL,
+    "bodies": Job(shape=ARRAY_SHAPE),
+    # A tenth as fast, so that three times what it can do is not more than HTTP can.
+    "overload": replace(_MODEL, seconds=0.05, seconds_per_input=0.001, limit=LIMIT),
+    "kill": _MODEL,
+}
+CPU, RATE, P50, P99 = "cpu_us", "requests_per_second", "p50_ms", "p99_ms"
+OF_CAPACITY, GAP, BEYOND, LOST = (
+    "percent_of_capacity",
+    "longest_gap",
+    "beyond_start_s",
+    "unanswered",
+)
+COLUMNS = {"CPU us/request": CPU, "requests/s": RATE, "p50 ms": P50, "p99 ms": P99, "lost": "lost"}
+FULL = {"% of the capacity": OF_CAPACITY, **COLUMNS}
+START = {"start-up s": "start_s", "idle, % of a core": "idle_percent", "memory MB": "memory_mb"}
+KILL = {
+    "longest s without a good answer": GAP,
+    "beyond the import of the model": BEYOND,
+    "requests without an answer": LOST,
+    "errors": "errors",
+    "requests/s": RATE,
+}
+
+
+def plan(systems: Collection[str], scenarios: Collection[str], seconds: float) -> list[Table]:
+    """What to measure, in order; a table's `scenario` is the key of its job."""
+
+    def make(
+        scenario: str, what: str, among: Collection[str], columns: Columns, connections: int
+    ) -> Table:
+        load = Load("Linear5ms", JOBS[scenario].max_batch_size, connections, seconds)
+        chosen = tuple(name for name in SYSTEMS if name in among and name in systems)
+        name = f"{what}, {connections} connections" if connections else what
+        return Table(name, scenario, load, chosen, columns, name)
+
+    def make_open(scenario: str, what: str, among: Collection[str], share: float) -> Table:
+        name = f"{what}, Poisson at {share:.0%}"
+        one = make(scenario, name, among, FULL, 0)
+        rate = share * JOBS[scenario].capacity
+        return replace(
+            one, share=share, load=replace(one.load, rate=rate, callers=OPEN_CONNECTIONS)
+        )
+
+    linear, batchers = "5 ms + 0.1 ms n", {*BATCHERS, IN_PROCESS}
+    readers, restarted = (
+        {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC},
+        {OURS, LITSERVE, BENTOML, MOSEC},
+    )
+    every = [
+        make("echo", "start", ECHOES, START, 0),
+        *(make("echo", "echo", ECHOES, COLUMNS, connections) for connections in (1, 32, 256)),
+        make("model", linear, BATCHERS, FULL, 128),
+        *(make_open("model", linear, batchers, share) for share in (0.3, 0.7, 0.9)),
+        *(make("bodies", "602 KB", readers, COLUMNS, connections) for connections in (1, 16)),
+        make_open("overload", "overload", BATCHERS, OVERLOAD),
+        make("kill", "SIGKILL", restarted, KILL, 128),
+    ]
+    return [table for table in every if table.scenario in scenarios]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a figure of a system must reach, by itself or compared with another."""
+
+    load: str
+    system: str
+    figure: str
+    # The other system, and its figure if that is another one.
+    other: str | None = None
+    other_figure: str | None = None
+    how: Callable[[float, float], float] = operator.truediv
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def judge(self, measurements: Sequence[Measurement]) -> Verdict:
+        """Compare within each repetition, as what slows the machine slows both."""
+        values = self._find(measurements, self.system, self.figure)
+        claim = f"{self.load}: {self.system}: {self.figure}"
+        if self.other is not None:
+            figure = self.other_figure or self.figure
+            others = self._find(measurements, self.other, figure)
+            values = {n: self.how(value, others[n]) for n, value in values.items() if n in others}
+            word = "beyond" if self.how is operator.sub else "over"
+            claim += f" {word} that of {self.other}" if figure == self.figure else f" over {figure}"
+        return Verdict(claim, Spread.of(list(values.values())), self.at_most, self.at_least)
+
+    def _find(
+        self, measurements: Sequence[Measurement], system: str, figure: str
+    ) -> dict[int, float]:
+        mine = [m for m in measurements if (m.scenario, m.system) == (self.load, system)]
+        return {m.repetition: m.figures[figure] for m in mine if figure in m.figures}
+
+
+_FEW, _MANY, _LARGE = "echo, 32 connections", "echo, 256 connections", "602 KB, 16 connections"
+_FULL, _BUSY = "5 ms + 0.1 ms n, 128 connections", "5 ms + 0.1 ms n, Poisson at 70%"
+_OVERLOAD, _KILL = "overload, Poisson at 300%", "SIGKILL, 128 connections"
+BARS = (
+    Bar(_FEW, LEAN, CPU, BARE, at_most=2.0),
+    Bar(_FEW, LEAN, CPU, OURS, at_most=0.45),
+    Bar(_FEW, OURS, CPU, FUTURE_TUNED, at_most=1.15),
+    Bar(_FEW, OURS, P99, UNTUNED, at_most=0.35),
+    Bar(_MANY, OURS, P99, OURS, P50, at_most=1.5),
+    Bar(_FULL, OURS, OF_CAPACITY, at_least=97.0),
+    Bar(_BUSY, OURS, P99, IN_PROCESS, at_most=1.3),
+    Bar(_LARGE, OURS, CPU, FASTAPI, how=operator.sub, at_most=220.0),
+    Bar(_LARGE, OURS, CPU, MOSEC, at_most=1.0),
+    Bar(_LARGE, OURS, CPU, IN_A_THREAD, at_most=1.0),
+    Bar(_LARGE, OURS, RATE, MOSEC, at_least=1.5),
+    Bar(_OVERLOAD, OURS, OF_CAPACITY, at_least=95.0),
+    Bar(_KILL, OURS, BEYOND, at_most=0.3),
+    Bar(_KILL, OURS, LOST, at_most=0.0),
+)
+
+
+@contextmanager
+def running(system: System, job: Job, body: bytes) -> Iterator[tuple[Target, float]]:
+    """Start a server, and end it with everything that it has started.
+
+    Yields:
+        Where it is, and the seconds until its first good answer.
+
+    Raises:
+        RuntimeError: It did not start.
+    """
+    python = python_of(system.environment) if system.environment else Path(sys.executable)
+    if not python.exists():
+        raise RuntimeError("not installed, see `make bench-setup`")
+    with socket.create_server((HOST, 0)) as listener:
+        port: int = listener.getsockname()[1]
+    words = [word.format(port=port, module=_module(system)) for word in system.command]
+    begin = time.perf_counter()
+    server = start(tied.command(*words, python=str(python)), _environment(system, job))
+    try:
+        target = Target(HOST, port, server)
+        while not _answers(target, body):
+            if server.process.poll() is not None or time.perf_counter() > begin + START_LIMIT:
+                raise RuntimeError(f"the server did not start: {' '.join(server.log)[-500:]}")
+            time.sleep(POLL_INTERVAL)
+        yield target, time.perf_counter() - begin
+    finally:
+        server.end(STOP_LIMIT)
+
+
+def _module(system: System) -> str:
+    return (
+        "benchmarks.load.floor"
+        if system.server == "bare"
+        else f"benchmarks.http_servers.{system.server}"
+    )
+
+
+def _environment(system: System, job: Job) -> dict[str, str]:
+    return {
+        "PYTHONPATH": str(harness.ROOT),
+        "HTTP_JOB": json.dumps(asdict(replace(job, variant=system.variant))),
+        "FLOOR_ANSWER_BYTES": str(len(system.body)),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "BENTOML_DO_NOT_TRACK": "True",
+    }
+
+
+def _answers(target: Target, body: bytes) -> bool:
+    try:
+        return target.post("/predict", body, "application/json")[0] == 200
+    except (OSError, HTTPException):
+        return False
+
+
+def measure_start(target: Target, start_s: float, seconds: float) -> Figures:
+    """Measure a server that has had one request."""
+    assert target.server is not None
+    pid = target.server.process.pid
+    time.sleep(seconds / 2)  # what a start leaves to do
+    before = target.server.read_cpu()
+    time.sleep(seconds)
+    used = target.server.read_cpu().since(before)
+    memory = 0
+    for one in (pid, *descendants(pid)):
+        with suppress(OSError):  # it ended while we looked
+            text = Path(f"/proc/{one}/smaps_rollup").read_text()
+            memory += int(text.partition("\nPss:")[2].split()[0])
+    idle = 100 * (used.api + used.workers) / seconds
+    return {"start_s": start_s, "idle_percent": idle, "memory_mb": memory / 1024}
+
+
+def measure(target: Target, table: Table, repetition: int, job: Job, body: bytes) -> Figures:
+    """Put a server under one load; kill its model's process if the job has a file with its id."""
+    load, is_special = table.load, bool(job.limit or job.pid_file)
+    settings = Settings(
+        bodies=[body],
+        content_type="application/octet-stream" if job.shape else "application/json",
+        seconds=load.seconds * (KILL_SECONDS if job.pid_file else 1),
+        warm_up=SETTLING if is_special else load.seconds / 4,
+        late=PATIENCE,
+        client_processes=1,
+        seed=harness.SEED,
+        give_up=LESS_PATIENCE if job.limit else (PATIENCE if table.share else None),
+        reconnect=is_special,
+    )
+    if job.pid_file:
+        # It may take the whole server with it, whose CPU time is then unknown.
+        target = replace(target, server=None)
+        threading.Timer(KILLED_AT, _kill, [Path(job.pid_file)]).start()
+    case = Case(table.name, "/predict", load.callers, load.rate or None)
+    found = measure_load(target, case, repetition, settings)
+    figures = found.figures | {
+        LOST: float(found.lost.get("connection closed", 0) + found.lost.get("no answer", 0)),
+        "errors": float(sum(n for what, n in found.lost.items() if what.startswith("status"))),
+    }
+    if job.seconds:
+        figures[OF_CAPACITY] = 100 * figures[RATE] / job.capacity
+    if "api_cpu_ms" in figures:
+        figures[CPU] = 1000 * (figures["api_cpu_ms"] + figures["workers_cpu_ms"])
+    return figures
+
+
+def _kill(pid_file: Path) -> None:
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+
+
+def measure_import(system: System, job: Job) -> float:
+    """Measure how long an interpreter takes to start and to import the server, seconds."""
+    python = python_of(system.environment) if system.environment else sys.executable
+    begin = time.perf_counter()
+    subprocess.run(
+        [python, "-c", f"import {_module(system)}"],
+        env=os.environ | _environment(system, job),
+        check=True,
+    )
+    return time.perf_counter() - begin
+
+
+class Run:
+    """All measurements of one run.
+
+    Args:
+        arguments: The command line's.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self.tables = plan(arguments.systems, arguments.parts, arguments.seconds)
+        self.measurements: list[Measurement] = []
+
+    def measure_all(self) -> None:
+        """Take turns within a repetition; every other repetition goes backwards."""
+        for scenario in self._arguments.parts:
+            tables = [table for table in self.tables if table.scenario == scenario]
+            turns = [name for name in SYSTEMS if any(name in one.systems for one in tables)]
+            for repetition in range(self._arguments.repetitions):
+                for name in reversed(turns) if repetition % 2 else turns:
+                    ahead = [one for one in tables if name in one.systems]
+                    try:
+                        self._measure(name, ahead, repetition)
+                    except (RuntimeError, OSError, ValueError, HTTPException) as error:
+                        for table in ahead:
+                            self._add(name, table, repetition, {}, str(error))
+
+    def _measure(self, name: str, ahead: list[Table], repetition: int) -> None:
+        """Measure one server under each load, and take the loads that are done from the list."""
+        if name == IN_PROCESS:
+            while ahead:
+                load = replace(ahead[0].load, seed=harness.SEED + repetition)
+                outcome = harness.measure(load, "ours", "open_loop", "uvloop")
+                found = outcome["figures"], outcome.get("error")
+                self._add(name, ahead.pop(0), repetition, *found)
+            return
+        system, scenario = SYSTEMS[name], ahead[0].scenario
+        with tempfile.TemporaryDirectory() as folder:
+            job = replace(JOBS[scenario], pid_file=f"{folder}/pid" if scenario == "kill" else "")
+            body = bytes(4 * math.prod(job.shape)) if job.shape else system.body
+            with running(system, job, body) as (target, start_s):
+                while ahead:
+                    begin, before = time.monotonic(), read_ticks()
+                    if ahead[0].columns is START:
+                        figures = measure_start(target, start_s, ahead[0].load.seconds / 2)
+                    else:
+                        figures = measure(target, ahead[0], repetition, job, body)
+                    stolen = stolen_percent(before, read_ticks())
+                    if self._arguments.host.was_calm(stolen, time.monotonic() - begin):
+                        if scenario == "kill":
+                            figures[BEYOND] = figures[GAP] - measure_import(system, JOBS["kill"])
+                        self._add(name, ahead.pop(0), repetition, figures)
+
+    def _add(
+        self, name: str, table: Table, repetition: int, figures: Figures, error: str | None = None
+    ) -> None:
+        callers = table.load.callers
+        found = Measurement(name, table.name, HTTP, callers, repetition, figures, {}, error)
+        self.measurements.append(found)
+        total = sum(len(one.systems) for one in self.tables) * self._arguments.repetitions
+        told = [
+            f"{what} {number(figures[one])}"
+            for what, one in table.columns.items()
+            if one in figures
+        ]
+        done = f"[{len(self.measurements)}/{total}] {table.name}: {name}"
+        print(f"{done}: {error or ', '.join(told)}", file=sys.stderr)
+
+    def remark(self) -> str:
+        """What the client itself costs, and how busy it was at most."""
+        bare = [m.figures for m in self.measurements if m.system == BARE and CPU in m.figures]
+        cost = Spread.of([figures["client_cpu_us"] for figures in bare])
+        busy = max(m.figures.get("client_busy", 0.0) for m in self.measurements)
+        return (
+            f"The client takes {cost or '-'} us of CPU per request at the bare ASGI app, and was "
+            f"busy for {busy:.0%} of the time at most."
+        )
+
+    def draw(self, path: Path) -> None:
+        """Draw CPU time and tail latency of each system at 32 connections."""
+        (table,) = (one for one in self.tables if one.name == _FEW)
+        picture = Figure(figsize=(11, 4.5), layout="constrained")
+        titles = {CPU: "CPU us per request, all processes", P99: "p99, ms"}
+        for axes, (figure, title) in zip(picture.subplots(1, 2), titles.items(), strict=True):
+            found = {
+                name: spread.median
+                for name in reversed(table.systems)
+                if (spread := table.spread(self.measurements, name, HTTP, figure))
+            }
+            colours = ["C1" if name.startswith("ours") else "C0" for name in found]
+            bars = axes.barh(list(found), list(found.values()), color=colours)
+            axes.bar_label(bars, [number(value) for value in found.values()], padding=3)
+            axes.set(xscale="log", xlabel=title)
+            axes.margins(x=0.2)
+        picture.suptitle(table.title)
+        picture.savefig(path, dpi=110)
+
+
+def main() -> int:
+    """Measure, print, store."""
+    arguments = harness.parse_arguments(
+        "http",
+        __doc__ or "",
+        systems=tuple(SYSTEMS),
+        seconds=4.0,
+        quick_seconds=1.0,
+        loops=(),
+        parts=tuple(JOBS),
+        quick_repetitions=1,
+    )
+    # So that the servers are ended as on Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    run = Run(arguments)
+    run.measure_all()
+    measured = {table.name for table in run.tables}
+    verdicts = [bar.judge(run.measurements) for bar in BARS if bar.load in measured]
+    tables = harness.text_of(run.tables, run.measurements, [HTTP])
+    environments = {SYSTEMS[name].environment for name in arguments.systems if name in SYSTEMS}
+    harness.store(
+        arguments.json,
+        "http",
+        arguments.machine | arguments.host.describe(),
+        {"seconds": arguments.seconds, "repetitions": arguments.repetitions, "seed": harness.SEED},
+        run.measurements,
+        f"median (range) of {arguments.repetitions} repetitions, {arguments.seconds:g} s each",
+        f"{tables}\n\n{run.remark()}",
+        verdicts,
+        find_versions() | {one: PEERS[one][0].split("==")[1] for one in environments if one},
+    )
+    if _FEW in measured:
+        run.draw(arguments.json.with_suffix(".png"))
+    return 1 if arguments.check and not all(verdict.holds for verdict in verdicts) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
