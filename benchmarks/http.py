@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from http.client import HTTPException
@@ -35,7 +35,7 @@ from benchmarks.load.measurement import Case, Settings, Target
 from benchmarks.load.measurement import measure as measure_load
 from benchmarks.load.server import HOST, START_LIMIT, UVICORN_OPTIONS, start
 from benchmarks.load_test import find_versions
-from benchmarks.report import Columns, Measurement, Spread, Table, Verdict, number
+from benchmarks.report import Columns, Compared, Measurement, Spread, Table, Verdict, number
 from benchmarks.scenarios import ARRAY_SHAPE, Figures, Load
 from benchmarks.setup_peers import PEERS, python_of
 
@@ -61,13 +61,42 @@ KILL_SECONDS = 2.5
 class System:
     """One server with one choice of settings."""
 
-    # In `benchmarks.http_servers`.
+    # Below `benchmarks`.
     server: str
     variant: str = ""
     # The peer's virtual environment under `.venv-peers`; None for the interpreter that runs us.
     environment: str | None = None
     command: tuple[str, ...] = ("uvicorn", "{module}:app", "--port", "{port}", *UVICORN_OPTIONS)
     body: bytes = b'{"text": "a short input"}'
+
+    @property
+    def python(self) -> str:
+        """The interpreter.
+
+        Raises:
+            RuntimeError: It is not installed.
+        """
+        python = python_of(self.environment) if self.environment else Path(sys.executable)
+        if not python.exists():
+            raise RuntimeError("not installed, see `make bench-setup`")
+        return str(python)
+
+    def variables(self, job: Job) -> dict[str, str]:
+        """What the server's environment has besides ours."""
+        return {
+            "PYTHONPATH": str(harness.ROOT),
+            "HTTP_JOB": json.dumps(asdict(replace(job, variant=self.variant))),
+            "FLOOR_ANSWER_BYTES": str(len(self.body)),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "BENTOML_DO_NOT_TRACK": "True",
+        }
+
+    def seconds_to_import(self, job: Job) -> float:
+        """Measure what an interpreter takes to start and to import the server."""
+        begin = time.perf_counter()
+        command = [self.python, "-c", f"import benchmarks.{self.server}"]
+        subprocess.run(command, env=os.environ | self.variables(job), check=True)
+        return time.perf_counter() - begin
 
 
 _PLAIN = ("{module}", "{port}")
@@ -78,26 +107,30 @@ FUTURE, FUTURE_TUNED = "FastAPI, a future", "FastAPI, a future, tuned"
 UNTUNED, OURS, LEAN, IN_PROCESS = "ours untuned", "ours", "ours lean", "ours without HTTP"
 BATCHED, LITSERVE, BENTOML, MOSEC = "batched.aio", "LitServe", "BentoML", "Mosec"
 SYSTEMS = {
-    BARE: System("bare"),
-    FASTAPI: System("fastapi_alone"),
-    FUTURE: System("fastapi_alone", "future"),
-    FUTURE_TUNED: System("fastapi_alone", "tuned"),
-    IN_A_THREAD: System("fastapi_alone", "thread"),
+    BARE: System("load.floor"),
+    FASTAPI: System("http_servers.fastapi_alone"),
+    FUTURE: System("http_servers.fastapi_alone", "future"),
+    FUTURE_TUNED: System("http_servers.fastapi_alone", "tuned"),
+    IN_A_THREAD: System("http_servers.fastapi_alone", "thread"),
     IN_PROCESS: System("no server"),
-    UNTUNED: System("ours", "untuned"),
-    OURS: System("ours"),
-    LEAN: System("ours", "lean"),
-    "fast_dynamic_batcher": System("fast_dynamic_batcher", "", "fast_dynamic_batcher"),
-    BATCHED: System("batched_aio", "", "batched"),
-    LITSERVE: System("litserve", "", "litserve", _PLAIN),
-    BENTOML: System("bento", "", "bentoml", _BENTO, b'{"text": ["a short input"]}'),
-    MOSEC: System("mosec", "", "mosec", _MOSEC),
-    "Ray Serve": System("ray_serve", "", "ray_serve", _PLAIN),
+    UNTUNED: System("http_servers.ours", "untuned"),
+    OURS: System("http_servers.ours"),
+    LEAN: System("http_servers.ours", "lean"),
+    "fast_dynamic_batcher": System("http_servers.fast_dynamic_batcher", "", "fast_dynamic_batcher"),
+    BATCHED: System("http_servers.batched_aio", "", "batched"),
+    LITSERVE: System("http_servers.litserve", "", "litserve", _PLAIN),
+    BENTOML: System("http_servers.bento", "", "bentoml", _BENTO, b'{"text": ["a short input"]}'),
+    MOSEC: System("http_servers.mosec", "", "mosec", _MOSEC),
+    "Ray Serve": System("http_servers.ray_serve", "", "ray_serve", _PLAIN),
 }
 if not hasattr(fast_batcher.fastapi, "lean"):
     del SYSTEMS[LEAN]
 ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS}
 BATCHERS = ECHOES - {BARE, FASTAPI, FUTURE, FUTURE_TUNED}
+READERS, RESTARTED = (
+    {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC},
+    {OURS, LITSERVE, BENTOML, MOSEC},
+)
 
 _MODEL = Job(seconds=0.005, seconds_per_input=0.0001)
 JOBS = {
@@ -130,91 +163,67 @@ KILL = {
 def plan(systems: Collection[str], scenarios: Collection[str], seconds: float) -> list[Table]:
     """What to measure, in order; a table's `scenario` is the key of its job."""
 
-    def make(
-        scenario: str, what: str, among: Collection[str], columns: Columns, connections: int
-    ) -> Table:
+    def make(scenario: str, among: set[str], columns: Columns, connections: int = 0) -> Table:
         load = Load("Linear5ms", JOBS[scenario].max_batch_size, connections, seconds)
         chosen = tuple(name for name in SYSTEMS if name in among and name in systems)
-        name = f"{what}, {connections} connections" if connections else what
+        name = f"{scenario}, {connections} connections" if connections else "start"
         return Table(name, scenario, load, chosen, columns, name)
 
-    def make_open(scenario: str, what: str, among: Collection[str], share: float) -> Table:
-        name = f"{what}, Poisson at {share:.0%}"
-        one = make(scenario, name, among, FULL, 0)
+    def make_open(scenario: str, among: set[str], share: float) -> Table:
+        one, name = make(scenario, among, FULL), f"{scenario}, Poisson at {share:.0%}"
         rate = share * JOBS[scenario].capacity
-        return replace(
-            one, share=share, load=replace(one.load, rate=rate, callers=OPEN_CONNECTIONS)
-        )
+        load = replace(one.load, rate=rate, callers=OPEN_CONNECTIONS)
+        return replace(one, title=name, label=name, load=load, share=share)
 
-    linear, batchers = "5 ms + 0.1 ms n", {*BATCHERS, IN_PROCESS}
-    readers, restarted = (
-        {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC},
-        {OURS, LITSERVE, BENTOML, MOSEC},
-    )
     every = [
-        make("echo", "start", ECHOES, START, 0),
-        *(make("echo", "echo", ECHOES, COLUMNS, connections) for connections in (1, 32, 256)),
-        make("model", linear, BATCHERS, FULL, 128),
-        *(make_open("model", linear, batchers, share) for share in (0.3, 0.7, 0.9)),
-        *(make("bodies", "602 KB", readers, COLUMNS, connections) for connections in (1, 16)),
-        make_open("overload", "overload", BATCHERS, OVERLOAD),
-        make("kill", "SIGKILL", restarted, KILL, 128),
+        make("echo", ECHOES, START),
+        *(make("echo", ECHOES, COLUMNS, connections) for connections in (1, 32, 256)),
+        make("model", BATCHERS, FULL, 128),
+        *(make_open("model", {*BATCHERS, IN_PROCESS}, share) for share in (0.3, 0.7, 0.9)),
+        *(make("bodies", READERS, COLUMNS, connections) for connections in (1, 16)),
+        make_open("overload", BATCHERS, OVERLOAD),
+        make("kill", RESTARTED, KILL, 128),
     ]
     return [table for table in every if table.scenario in scenarios]
 
 
-@dataclass(frozen=True)
-class Bar:
-    """What a figure of a system must reach, by itself or compared with another."""
-
-    load: str
-    system: str
-    figure: str
-    # The other system, and its figure if that is another one.
-    other: str | None = None
-    other_figure: str | None = None
-    how: Callable[[float, float], float] = operator.truediv
-    at_most: float | None = None
-    at_least: float | None = None
-
-    def judge(self, measurements: Sequence[Measurement]) -> Verdict:
-        """Compare within each repetition, as what slows the machine slows both."""
-        values = self._find(measurements, self.system, self.figure)
-        claim = f"{self.load}: {self.system}: {self.figure}"
-        if self.other is not None:
-            figure = self.other_figure or self.figure
-            others = self._find(measurements, self.other, figure)
-            values = {n: self.how(value, others[n]) for n, value in values.items() if n in others}
-            word = "beyond" if self.how is operator.sub else "over"
-            claim += f" {word} that of {self.other}" if figure == self.figure else f" over {figure}"
-        return Verdict(claim, Spread.of(list(values.values())), self.at_most, self.at_least)
-
-    def _find(
-        self, measurements: Sequence[Measurement], system: str, figure: str
-    ) -> dict[int, float]:
-        mine = [m for m in measurements if (m.scenario, m.system) == (self.load, system)]
-        return {m.repetition: m.figures[figure] for m in mine if figure in m.figures}
+_FEW, _LARGE = "echo, 32 connections", "bodies, 16 connections"
+# By the name of a load: systems, what their figure is compared with, and its bar.
+AT_MOST: dict[str, list[tuple[str, str | Compared, float]]] = {
+    _FEW: [
+        (LEAN, Compared(CPU, BARE), 2.0),
+        (LEAN, Compared(CPU, OURS), 0.45),
+        (OURS, Compared(CPU, FUTURE_TUNED), 1.15),
+        (OURS, Compared(P99, UNTUNED), 0.35),
+    ],
+    "echo, 256 connections": [(OURS, "p99_over_p50", 1.5)],
+    "model, Poisson at 70%": [(OURS, Compared(P99, IN_PROCESS), 1.3)],
+    _LARGE: [
+        (OURS, Compared(CPU, FASTAPI, operator.sub), 220.0),
+        (OURS, Compared(CPU, MOSEC), 1.0),
+        (OURS, Compared(CPU, IN_A_THREAD), 1.0),
+    ],
+    "kill, 128 connections": [(OURS, BEYOND, 0.3), (OURS, LOST, 0.0)],
+}
+AT_LEAST: dict[str, list[tuple[str, str | Compared, float]]] = {
+    "model, 128 connections": [(OURS, OF_CAPACITY, 97.0)],
+    _LARGE: [(OURS, Compared(RATE, MOSEC), 1.5)],
+    "overload, Poisson at 300%": [(OURS, OF_CAPACITY, 95.0)],
+}
 
 
-_FEW, _MANY, _LARGE = "echo, 32 connections", "echo, 256 connections", "602 KB, 16 connections"
-_FULL, _BUSY = "5 ms + 0.1 ms n, 128 connections", "5 ms + 0.1 ms n, Poisson at 70%"
-_OVERLOAD, _KILL = "overload, Poisson at 300%", "SIGKILL, 128 connections"
-BARS = (
-    Bar(_FEW, LEAN, CPU, BARE, at_most=2.0),
-    Bar(_FEW, LEAN, CPU, OURS, at_most=0.45),
-    Bar(_FEW, OURS, CPU, FUTURE_TUNED, at_most=1.15),
-    Bar(_FEW, OURS, P99, UNTUNED, at_most=0.35),
-    Bar(_MANY, OURS, P99, OURS, P50, at_most=1.5),
-    Bar(_FULL, OURS, OF_CAPACITY, at_least=97.0),
-    Bar(_BUSY, OURS, P99, IN_PROCESS, at_most=1.3),
-    Bar(_LARGE, OURS, CPU, FASTAPI, how=operator.sub, at_most=220.0),
-    Bar(_LARGE, OURS, CPU, MOSEC, at_most=1.0),
-    Bar(_LARGE, OURS, CPU, IN_A_THREAD, at_most=1.0),
-    Bar(_LARGE, OURS, RATE, MOSEC, at_least=1.5),
-    Bar(_OVERLOAD, OURS, OF_CAPACITY, at_least=95.0),
-    Bar(_KILL, OURS, BEYOND, at_most=0.3),
-    Bar(_KILL, OURS, LOST, at_most=0.0),
-)
+def verdicts(measurements: Sequence[Measurement], table: Table) -> list[Verdict]:
+    """The bars of one load."""
+    found = []
+    for kind, bars in (("at_most", AT_MOST), ("at_least", AT_LEAST)):
+        for system, column, bar in bars.get(table.name, ()):
+            claim = f"{table.name}: {system}: {column}"
+            if isinstance(column, Compared):
+                word = "beyond" if column.combine is operator.sub else "over"
+                claim = f"{table.name}: {column.figure} of {system} {word} that of {column.system}"
+            spread = table.spread(measurements, system, HTTP, column)
+            found.append(Verdict(claim, spread, **{kind: bar}))
+    return found
 
 
 @contextmanager
@@ -227,14 +236,12 @@ def running(system: System, job: Job, body: bytes) -> Iterator[tuple[Target, flo
     Raises:
         RuntimeError: It did not start.
     """
-    python = python_of(system.environment) if system.environment else Path(sys.executable)
-    if not python.exists():
-        raise RuntimeError("not installed, see `make bench-setup`")
     with socket.create_server((HOST, 0)) as listener:
         port: int = listener.getsockname()[1]
-    words = [word.format(port=port, module=_module(system)) for word in system.command]
+    known = {"port": port, "module": f"benchmarks.{system.server}"}
+    words = [word.format(**known) for word in system.command]
     begin = time.perf_counter()
-    server = start(tied.command(*words, python=str(python)), _environment(system, job))
+    server = start(tied.command(*words, python=system.python), system.variables(job))
     try:
         target = Target(HOST, port, server)
         while not _answers(target, body):
@@ -244,24 +251,6 @@ def running(system: System, job: Job, body: bytes) -> Iterator[tuple[Target, flo
         yield target, time.perf_counter() - begin
     finally:
         server.end(STOP_LIMIT)
-
-
-def _module(system: System) -> str:
-    return (
-        "benchmarks.load.floor"
-        if system.server == "bare"
-        else f"benchmarks.http_servers.{system.server}"
-    )
-
-
-def _environment(system: System, job: Job) -> dict[str, str]:
-    return {
-        "PYTHONPATH": str(harness.ROOT),
-        "HTTP_JOB": json.dumps(asdict(replace(job, variant=system.variant))),
-        "FLOOR_ANSWER_BYTES": str(len(system.body)),
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "BENTOML_DO_NOT_TRACK": "True",
-    }
 
 
 def _answers(target: Target, body: bytes) -> bool:
@@ -312,6 +301,8 @@ def measure(target: Target, table: Table, repetition: int, job: Job, body: bytes
         LOST: float(found.lost.get("connection closed", 0) + found.lost.get("no answer", 0)),
         "errors": float(sum(n for what, n in found.lost.items() if what.startswith("status"))),
     }
+    if P50 in figures:
+        figures["p99_over_p50"] = figures[P99] / figures[P50]
     if job.seconds:
         figures[OF_CAPACITY] = 100 * figures[RATE] / job.capacity
     if "api_cpu_ms" in figures:
@@ -321,18 +312,6 @@ def measure(target: Target, table: Table, repetition: int, job: Job, body: bytes
 
 def _kill(pid_file: Path) -> None:
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
-
-
-def measure_import(system: System, job: Job) -> float:
-    """Measure how long an interpreter takes to start and to import the server, seconds."""
-    python = python_of(system.environment) if system.environment else sys.executable
-    begin = time.perf_counter()
-    subprocess.run(
-        [python, "-c", f"import {_module(system)}"],
-        env=os.environ | _environment(system, job),
-        check=True,
-    )
-    return time.perf_counter() - begin
 
 
 class Run:
@@ -384,7 +363,7 @@ class Run:
                     stolen = stolen_percent(before, read_ticks())
                     if self._arguments.host.was_calm(stolen, time.monotonic() - begin):
                         if scenario == "kill":
-                            figures[BEYOND] = figures[GAP] - measure_import(system, JOBS["kill"])
+                            figures[BEYOND] = figures[GAP] - system.seconds_to_import(job)
                         self._add(name, ahead.pop(0), repetition, figures)
 
     def _add(
@@ -448,8 +427,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run = Run(arguments)
     run.measure_all()
-    measured = {table.name for table in run.tables}
-    verdicts = [bar.judge(run.measurements) for bar in BARS if bar.load in measured]
+    found = [verdict for table in run.tables for verdict in verdicts(run.measurements, table)]
     tables = harness.text_of(run.tables, run.measurements, [HTTP])
     environments = {SYSTEMS[name].environment for name in arguments.systems if name in SYSTEMS}
     harness.store(
@@ -460,12 +438,12 @@ def main() -> int:
         run.measurements,
         f"median (range) of {arguments.repetitions} repetitions, {arguments.seconds:g} s each",
         f"{tables}\n\n{run.remark()}",
-        verdicts,
+        found,
         find_versions() | {one: PEERS[one][0].split("==")[1] for one in environments if one},
     )
-    if _FEW in measured:
+    if "echo" in arguments.parts:
         run.draw(arguments.json.with_suffix(".png"))
-    return 1 if arguments.check and not all(verdict.holds for verdict in verdicts) else 0
+    return 1 if arguments.check and not all(verdict.holds for verdict in found) else 0
 
 
 if __name__ == "__main__":

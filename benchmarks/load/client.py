@@ -1,9 +1,9 @@
 """An HTTP client that sends requests and times their answers. Runs in a separate process.
 
-Reads a `Plan` as a line of JSON, writes "ready", waits for a line, measures, and writes a `Record`
-as a line of JSON. In a closed loop every connection asks again as soon as it is answered. In an
-open loop requests arrive at random, like those of independent users, and each is timed from its
-scheduled arrival: waiting for the client or for a connection counts.
+Reads a `Plan` as a line of JSON, writes "ready" to stderr, waits for a line, measures, and writes a
+`Record` as a line of JSON. In a closed loop every connection asks again as soon as it is answered.
+In an open loop requests arrive at random, like those of independent users, and each is timed from
+its scheduled arrival: waiting for the client or for a connection counts.
 
 A general HTTP client costs up to a millisecond of CPU per request, more than the server that it
 measures. This one understands answers to keep-alive requests that have a Content-Length or chunks.
@@ -398,7 +398,7 @@ async def _measure(plan: Plan) -> Record:
     await client.connect()
     # A collection would pause this process, and look like a pause of the server.
     gc.disable()
-    print("ready", flush=True)
+    print("ready", file=sys.stderr)
     # All processes start together. Reading blocks the loop, which has nothing to do yet.
     sys.stdin.readline()
     return await client.run()
