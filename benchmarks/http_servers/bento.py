@@ -8,7 +8,7 @@ JOB = Job.read()
 LIMIT = JOB.limit or 60.0
 
 
-@bentoml.service(traffic={"timeout": LIMIT})  # type: ignore[untyped-decorator]
+@bentoml.service(traffic={"timeout": LIMIT})
 class Echo:
     """The model in a worker of the server."""
 

@@ -14,7 +14,7 @@ JOB = Job.read()
 
 
 # By default five at a time, which are no batches.
-@serve.deployment(max_ongoing_requests=1024)  # type: ignore[untyped-decorator]
+@serve.deployment(max_ongoing_requests=1024)
 class Echo:
     """The model behind its endpoint."""
 
@@ -37,4 +37,4 @@ class Echo:
 if __name__ == "__main__":
     ray.init(include_dashboard=False, configure_logging=False)
     serve.start(http_options={"host": "127.0.0.1", "port": int(sys.argv[1])})
-    serve.run(Echo.bind(), blocking=True)
+    serve.run(Echo.bind(), blocking=True)  # type: ignore[attr-defined]

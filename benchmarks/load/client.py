@@ -280,6 +280,7 @@ class Client:
     def _connect_again(self) -> None:
         if self._waiting or self._asks_on(time.perf_counter()):
             self._connect()
+        self._finish_if_done()
 
     def _give_up(self, limit: float) -> None:
         """Give up what was due `limit` seconds ago, and look again soon."""
