@@ -1,4 +1,8 @@
-"""Mosec: a web server in Rust, and a process for the model."""
+"""Mosec: a web server in Rust, and a process for the model.
+
+Variants: ""; "short queue" takes no more requests than it can answer in time, for a user who has
+measured how many these are.
+"""
 
 import os
 from typing import Any
@@ -35,6 +39,10 @@ class Echo(mosec.Worker):  # type: ignore[misc]
 if __name__ == "__main__":
     if JOB.limit:
         os.environ["MOSEC_TIMEOUT"] = str(int(1000 * JOB.limit))
+        if JOB.variant:
+            # Two batches fewer: one computes, and one is on its way.
+            room = int(JOB.limit * JOB.capacity) - 2 * JOB.max_batch_size
+            os.environ["MOSEC_CAPACITY"] = str(room)
     server = mosec.Server()
     wait = int(1000 * WAIT)
     server.append_worker(
