@@ -17,7 +17,7 @@ help:
 	@echo 'make cov          every test with branch coverage, child processes included'
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
 	@echo 'make bench        a short form of the benchmarks, in less than 10 minutes'
-	@echo 'make bench-all    all of them in full, two hours; their results are what is published'
+	@echo 'make bench-all    all of them in full, three hours; their results are what is published'
 	@echo 'make soak         long runs with deliberate faults, half an hour'
 	@echo 'make publish      the README tables from the stored results'
 	@echo 'make clean        remove what these commands have made'
@@ -76,6 +76,7 @@ bench-all: bench-setup
 	$(BIN)/python -m benchmarks.payload
 	$(BIN)/python -m benchmarks.hold
 	$(BIN)/python -m benchmarks.reference_experiment
+	$(BIN)/python -m benchmarks.http
 	$(BIN)/python -m benchmarks.load_test --batch-sizes 1 8 32
 	$(BIN)/python -m benchmarks.simulation
 	$(MAKE) publish

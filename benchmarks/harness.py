@@ -64,10 +64,12 @@ def parse_arguments(
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a minute, for a rough answer")
-    add("--systems", nargs="+", choices=SYSTEMS, default=systems, metavar="SYSTEM")
-    add("--loops", nargs="+", choices=LOOPS, default=loops)
+    known = [*SYSTEMS, *(one for one in systems if one not in SYSTEMS)]
+    add("--systems", nargs="+", choices=known, default=systems, metavar="SYSTEM")
+    if loops:
+        add("--loops", nargs="+", choices=LOOPS, default=loops)
     if parts:
-        add("--parts", nargs="+", choices=parts, default=parts)
+        add("--parts", "--scenarios", nargs="+", choices=parts, default=parts)
     if callers:
         add("--callers", nargs="+", type=int, default=callers)
     add("--repetitions", type=int, help=f"{repetitions}, or {quick_repetitions} if quick")

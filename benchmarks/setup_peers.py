@@ -13,14 +13,19 @@ from pathlib import Path
 
 ENVIRONMENTS = Path(__file__).resolve().parent.parent / ".venv-peers"
 
+# What an app of ours runs on, in our versions, so that it makes no difference.
+HTTP = [f"{name}=={metadata.version(name)}" for name in ("fastapi", "uvicorn", "httptools")]
 PEERS = {
     # pydantic and numpy: imported by it or by its users' models.
-    "fast_dynamic_batcher": ["fast_dynamic_batcher==1.1.0", "pydantic", "numpy"],
+    "fast_dynamic_batcher": ["fast_dynamic_batcher==1.1.0", "pydantic", "numpy", *HTTP],
     # Imports torch only if it is there; without it, it starts faster and serves the same.
-    "batched": ["batched==0.1.5", "numpy"],
+    "batched": ["batched==0.1.5", "numpy", *HTTP],
     "async_batcher": ["async-batcher==0.2.2", "numpy"],
-    "bentoml": ["bentoml==1.4.39", "numpy"],
+    # httptools: without it, its uvicorn reads requests in Python.
+    "bentoml": ["bentoml==1.4.39", "numpy", "httptools"],
     "ray_serve": ["ray[serve]==2.60.0", "numpy"],
+    "litserve": ["litserve==0.2.19", *HTTP],
+    "mosec": ["mosec==0.9.8", "numpy"],
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waits import LIMIT, Watch, one_loop, until
 
-from benchmarks import decorators, harness, hold, idle_latency, overhead, peers, saturation
+from benchmarks import decorators, harness, hold, http, idle_latency, overhead, peers, saturation
 from benchmarks.cpu import TreeCpu, descendants, process_cpu, stolen_percent
 from benchmarks.harness import MOST_STOLEN, Host, measure
 from benchmarks.loops import closed_loop, mean_batch_size, open_loop
@@ -333,3 +333,43 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
     assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
     assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
     assert "[2/2]" in done.stderr
+
+
+def test_http_measures_servers_under_load(tmp_path: Path) -> None:
+    path = tmp_path / "http.json"
+    command = [sys.executable, "-m", "benchmarks.http", "--quick", "--seconds", "0.2"]
+    command += ["--scenarios", "echo", "--systems", "bare ASGI", "ours", "--json", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(path.read_text())
+    assert result["failures"] == []
+    found = {(m["scenario"], m["system"]): m["figures"] for m in result["measurements"]}
+    assert len(found) == 8
+    for (scenario, _), figures in found.items():
+        if scenario == "start":
+            assert figures["start_s"] > 0
+            assert figures["memory_mb"] > 0
+        else:
+            assert figures["cpu_us"] > 0
+            assert figures["requests_per_second"] > 0
+            assert figures["unanswered"] == figures["errors"] == 0
+    assert path.with_suffix(".png").exists()
+    assert "[8/8] echo, 256 connections: ours" in done.stderr
+
+
+def test_every_bar_over_http_is_about_what_is_measured() -> None:
+    tables = http.plan(http.SYSTEMS, http.JOBS, 1.0)
+    figures = dict.fromkeys(
+        (http.CPU, http.RATE, http.P99, http.OVER_P50, http.OF_CAPACITY, http.BEYOND, http.LOST),
+        1.0,
+    )
+    runs = [
+        Measurement(name, one.name, http.HTTP, one.load.callers, 0, figures, {})
+        for one in tables
+        for name in one.systems
+    ]
+    found = http.verdicts(runs, tables)
+    assert len(found) == len(http.BARS)
+    missing = [verdict.claim for verdict in found if verdict.measured is None]
+    # Until there is a lean route.
+    assert [claim for claim in missing if http.LEAN not in claim] == []

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -121,6 +122,40 @@ def test_an_address_without_a_server_is_an_error() -> None:
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_clients_give_up_what_is_not_answered_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as mute:
+        plan = make_plan(mute.getsockname()[1], rate=200.0, connections=1000, give_up=0.1)
+        (record,) = run_clients([plan])
+    assert record.lost == {"given up": len(draw_arrivals(plan, 0.0, random.Random(plan.seed)))}
+    assert record.latencies == []
+    assert record.longest_gap == pytest.approx(plan.seconds)
+
+
+@pytest.mark.slow
+def test_an_answer_in_chunks_is_read_and_a_server_that_goes_away_is_tried_again() -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+    def answer_once(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(10_000)
+            for part in (head, b"2\r\nok\r\n", b"0\r\n\r\n"):
+                connection.sendall(part)
+            connection.recv(10_000)
+            listener.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        plan = make_plan(listener.getsockname()[1], connections=1, reconnect=True, warm_up=0.0)
+        server = threading.Thread(target=answer_once, args=(listener,))
+        server.start()
+        (record,) = run_clients([plan])
+        server.join()
+    assert len(record.latencies) == 1
+    assert record.lost.pop("connection refused") > 0
+    assert record.lost == {"connection closed": 1}
 
 
 def test_a_load_is_divided_among_processes() -> None:

@@ -1,15 +1,16 @@
 """An HTTP client that sends requests and times their answers. Runs in a separate process.
 
-Reads a `Plan` as a line of JSON, writes "ready", waits for a line, measures, and writes a `Record`
-as a line of JSON. In a closed loop every connection asks again as soon as it is answered. In an
-open loop requests arrive at random, like those of independent users, and each is timed from its
-scheduled arrival: waiting for the client or for a connection counts.
+Reads a `Plan` as a line of JSON, writes "ready" to stderr, waits for a line, measures, and writes a
+`Record` as a line of JSON. In a closed loop every connection asks again as soon as it is answered.
+In an open loop requests arrive at random, like those of independent users, and each is timed from
+its scheduled arrival: waiting for the client or for a connection counts.
 
 A general HTTP client costs up to a millisecond of CPU per request, more than the server that it
-measures. This one understands answers to keep-alive requests that have a Content-Length.
+measures. This one understands answers to keep-alive requests that have a Content-Length or chunks.
 """
 
 import asyncio
+import gc
 import json
 import math
 import random
@@ -23,8 +24,13 @@ from typing import Any, cast
 # How long answers are waited for after the last request, seconds: longer than a batcher's default
 # time-out, so that a lost request is the server's loss.
 ANSWER_LIMIT = 40.0
+# From one look for requests that are given up to the next, and until a refused connection is tried
+# again, seconds.
+GIVE_UP_INTERVAL = 0.02
+RETRY_INTERVAL = 0.02
 STATUS = re.compile(rb"HTTP/1\.1 (\d{3})")
-LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
+LENGTH = re.compile(rb"content-length: *(\d+)|transfer-encoding: *chunked", re.IGNORECASE)
+LAST_CHUNK = b"0\r\n\r\n"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,10 @@ class Plan:
     seconds: float
     warm_up: float
     seed: int
+    # Seconds after which a request that was due is given up and its connection closed.
+    give_up: float | None = None
+    # Try again where a connection is refused; otherwise that ends the measurement.
+    reconnect: bool = False
 
 
 @dataclass
@@ -65,6 +75,8 @@ class Record:
     elapsed: float = 0.0
     # Seconds from the scheduled arrival until the request was sent, in an open loop.
     lags: list[float] = field(default_factory=list)
+    # The longest time in the measured time without a good answer, seconds.
+    longest_gap: float = 0.0
 
 
 class Connection(asyncio.Protocol):
@@ -97,9 +109,9 @@ class Connection(asyncio.Protocol):
             return
         status, length = STATUS.match(head), LENGTH.search(head)
         if status is None or length is None:
-            self._client.failed("an answer without status or Content-Length")
+            self._client.failed("an answer without status or length")
             return
-        if len(body) < int(length[1]):
+        if not (body.endswith(LAST_CHUNK) if length[1] is None else len(body) >= int(length[1])):
             return
         self._received = b""
         due, self.due = self.due, None
@@ -150,6 +162,8 @@ class Client:
         # By connection, in a closed loop: its first and last answer in the measured time, and their
         # count.
         self._answered_at: dict[Connection, tuple[float, float, int]] = {}
+        # When the last good answer of the measured time came.
+        self._last_answer = math.inf
         # Done when every request has ended, or with an error that ends the measurement.
         self._over: asyncio.Future[None] = self._loop.create_future()
 
@@ -180,6 +194,9 @@ class Client:
             self._arrivals = deque(draw_arrivals(plan, start, self._random))
             record.requests = sum(due >= self._measured_from for due in self._arrivals)
             self._arrive()
+        self._last_answer = self._measured_from
+        if plan.give_up is not None:
+            self._give_up(plan.give_up)
         try:
             limit = plan.warm_up + plan.seconds + ANSWER_LIMIT
             await asyncio.wait_for(self._over, limit)
@@ -189,6 +206,7 @@ class Client:
         record.elapsed = time.perf_counter() - start
         record.cpu = time.process_time() - cpu
         record.rate = self._measure_rate()
+        self._note_gap(self._measured_until)
         return record
 
     def connected(self, connection: Connection) -> None:
@@ -218,7 +236,7 @@ class Client:
 
     def disconnected(self, connection: Connection) -> None:
         """Note a connection that has ended, and replace it if needed."""
-        if self._is_over:
+        if self._is_over or connection not in self._open:
             return
         self._open.discard(connection)
         if connection.due is None:
@@ -252,8 +270,31 @@ class Client:
     def _connect_done(self, task: asyncio.Task[object]) -> None:
         self._connecting.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None:
+        if error is not None and self._plan.reconnect:
+            self._lost["connection refused"] += 1
+            self._loop.call_later(RETRY_INTERVAL, self._connect_again)
+        elif error is not None:
             self.failed(f"no connection to {self._plan.host}:{self._plan.port}: {error!r}")
+        self._finish_if_done()
+
+    def _connect_again(self) -> None:
+        if self._waiting or self._asks_on(time.perf_counter()):
+            self._connect()
+        self._finish_if_done()
+
+    def _give_up(self, limit: float) -> None:
+        """Give up what was due `limit` seconds ago, and look again soon."""
+        latest = time.perf_counter() - limit
+        while self._waiting and self._waiting[0] < latest:
+            self._waiting.popleft()
+            self._lost["given up"] += 1
+        for connection in list(self._open):
+            if connection.due is not None and connection.due < latest:
+                self._lost["given up"] += 1
+                # Not open any more, so its end is no loss of the server's.
+                self._open.discard(connection)
+                connection.close()
+        self._loop.call_later(GIVE_UP_INTERVAL, self._give_up, limit)
         self._finish_if_done()
 
     def _arrive(self) -> None:
@@ -296,6 +337,11 @@ class Client:
         if self._is_measured(now):
             first, _, count = self._answered_at.get(connection, (now, now, 0))
             self._answered_at[connection] = (first, now, count + 1)
+            self._note_gap(now)
+
+    def _note_gap(self, now: float) -> None:
+        self.record.longest_gap = max(self.record.longest_gap, now - self._last_answer)
+        self._last_answer = now
 
     def _measure_rate(self) -> float:
         """Good answers per second.
@@ -351,7 +397,9 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 async def _measure(plan: Plan) -> Record:
     client = Client(plan)
     await client.connect()
-    print("ready", flush=True)
+    # A collection would pause this process, and look like a pause of the server.
+    gc.disable()
+    print("ready", file=sys.stderr)
     # All processes start together. Reading blocks the loop, which has nothing to do yet.
     sys.stdin.readline()
     return await client.run()

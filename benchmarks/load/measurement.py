@@ -7,8 +7,11 @@ import http.client
 import json
 import statistics
 import subprocess
+import tempfile
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from typing import IO
 
 from benchmarks.cpu import TreeCpu
 from benchmarks.harness import ROOT
@@ -96,6 +99,9 @@ class Settings:
     late: float
     client_processes: int
     seed: int
+    # See `Plan`.
+    give_up: float | None = None
+    reconnect: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,8 @@ def make_plans(target: Target, case: Case, repetition: int, settings: Settings) 
         seconds=settings.seconds,
         warm_up=settings.warm_up,
         seed=0,
+        give_up=settings.give_up,
+        reconnect=settings.reconnect,
     )
     return [
         replace(
@@ -165,31 +173,34 @@ def run_clients(plans: list[Plan]) -> list[Record]:
         RuntimeError: A client failed; the text is its last line.
     """
     clients: list[subprocess.Popen[str]] = []
-    try:
-        for plan in plans:  # one by one: if one does not start, the others are ended
-            clients.append(_start_client(plan))  # noqa: PERF401
-        for client in clients:
-            assert client.stdout is not None
-            if not client.stdout.readline():
-                raise _complaint(client)
-        for client in clients:  # all are ready, so they start within microseconds
-            assert client.stdin is not None
-            client.stdin.write("go\n")
-            client.stdin.flush()
-        limit = max(plan.warm_up + plan.seconds for plan in plans) + ANSWER_LIMIT + SPARE_TIME
-        return [_wait(client, limit) for client in clients]
-    finally:
-        for client in clients:
-            client.kill()
-            client.communicate()
+    with ExitStack() as files:
+        # Files: on one virtual machine, pipes have lost parts of records above 64 KiB.
+        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in plans]
+        try:
+            for plan, output in zip(plans, outputs, strict=True):
+                clients.append(_start_client(plan, output))
+            for client in clients:
+                assert client.stderr is not None
+                if client.stderr.readline() != "ready\n":
+                    raise _complaint(client)
+            for client in clients:  # all are ready, so they start within microseconds
+                assert client.stdin is not None
+                client.stdin.write("go\n")
+                client.stdin.flush()
+            limit = max(plan.warm_up + plan.seconds for plan in plans) + ANSWER_LIMIT + SPARE_TIME
+            return [_wait(*pair, limit) for pair in zip(clients, outputs, strict=True)]
+        finally:
+            for client in clients:
+                client.kill()
+                client.communicate()
 
 
-def _start_client(plan: Plan) -> subprocess.Popen[str]:
+def _start_client(plan: Plan, output: IO[str]) -> subprocess.Popen[str]:
     client = subprocess.Popen(
         tied.command("benchmarks.load.client"),
         cwd=ROOT,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -199,14 +210,15 @@ def _start_client(plan: Plan) -> subprocess.Popen[str]:
     return client
 
 
-def _wait(client: subprocess.Popen[str], limit: float) -> Record:
+def _wait(client: subprocess.Popen[str], output: IO[str], limit: float) -> Record:
     try:
-        output, _ = client.communicate(timeout=limit)
+        client.communicate(timeout=limit)
     except subprocess.TimeoutExpired:
         raise _complaint(client) from None
     if client.returncode != 0:
         raise _complaint(client)
-    return Record(**json.loads(output))
+    output.seek(0)
+    return Record(**json.load(output))
 
 
 def _complaint(client: subprocess.Popen[str]) -> RuntimeError:
@@ -226,6 +238,7 @@ def summarise(records: list[Record], settings: Settings) -> dict[str, float]:
         "requests": float(sum(record.requests for record in records)),
         "lost": float(sum(sum(record.lost.values()) for record in records)),
         "late": float(sum(latency > settings.late for latency in latencies)),
+        "longest_gap": max(record.longest_gap for record in records),
         # Of the busiest process: at 1 it cannot send more.
         "client_busy": max(record.cpu / record.elapsed for record in records),
     }

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
@@ -24,6 +24,10 @@ START_LIMIT = 180.0
 STOP_LIMIT = 40.0
 # Longer than any measurement, so that the server never closes an idle connection, seconds.
 KEEP_ALIVE = 3600
+UVICORN_OPTIONS = [
+    *("--host", HOST, "--no-access-log", "--no-use-colors"),
+    *("--timeout-keep-alive", str(KEEP_ALIVE)),
+]
 # Lines of the server's log that an error shows.
 KEPT_LINES = 200
 
@@ -73,15 +77,19 @@ class Server:
                 continue  # it ended while we looked
         return TreeCpu(api=process_cpu(self.process.pid), workers=workers)
 
-    def end(self) -> bool:
+    def end(self, stop_limit: float = STOP_LIMIT) -> bool:
         """End it and everything it started; return whether SIGTERM was enough."""
+        started = descendants(self.process.pid)
         try:
             self.process.send_signal(signal.SIGTERM)
             # Its workers hold the other end of the log too: at the log's end all have ended.
-            self._reader.join(STOP_LIMIT)
+            self._reader.join(stop_limit)
             ended_in_order = not self._reader.is_alive()
         finally:
             self._kill_group()
+            for pid in started:  # what has left the group
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             status = self.process.wait()
             self._reader.join()
             assert self.process.stderr is not None
@@ -92,6 +100,25 @@ class Server:
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def start(command: Sequence[str], environment: Mapping[str, str] | None = None) -> Server:
+    """Start a server, from the repository's root.
+
+    Args:
+        command: What to run.
+        environment: Variables besides this process's.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | dict(environment or {}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    return Server(process)
 
 
 @contextmanager
@@ -105,18 +132,7 @@ def serve(app: str, environment: Mapping[str, str] | None = None) -> Iterator[Se
     Raises:
         RuntimeError: The server did not start, or did not end in order.
     """
-    options = ["--host", HOST, "--port", "0", "--no-access-log", "--no-use-colors"]
-    options += ["--timeout-keep-alive", str(KEEP_ALIVE)]
-    process = subprocess.Popen(
-        tied.command("uvicorn", app, *options),
-        cwd=ROOT,
-        env=os.environ | dict(environment or {}),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    server = Server(process)
+    server = start(tied.command("uvicorn", app, "--port", "0", *UVICORN_OPTIONS), environment)
     try:
         server.wait_until_listening()
         yield server

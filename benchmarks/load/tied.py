@@ -15,9 +15,9 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def command(module: str, *arguments: str) -> list[str]:
-    """Make the command that starts this process."""
-    return [sys.executable, "-m", "benchmarks.load.tied", str(os.getpid()), module, *arguments]
+def command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Make the command that starts this process with an interpreter."""
+    return [python, "-m", "benchmarks.load.tied", str(os.getpid()), module, *arguments]
 
 
 def main() -> None:

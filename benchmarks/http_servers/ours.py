@@ -1,0 +1,33 @@
+"""fast_batcher in a FastAPI app, as its documentation has it. Runs under uvicorn.
+
+Variants: ""; "untuned" leaves the garbage collector alone; "lean" has the lean route.
+"""
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+
+import fast_batcher.fastapi
+from benchmarks import http_servers
+from benchmarks.http_servers.fastapi_app import JOB, add_endpoint
+from fast_batcher import DynBatcher, InferenceModel
+
+
+class Model(http_servers.Model, InferenceModel[Any, Any]):
+    """The model that all servers have."""
+
+
+async def read_pixels(request: Request) -> Any:
+    """Read the body into shared memory."""
+    return await fast_batcher.fastapi.read_array(
+        request, JOB.shape, "<f4", empty=batcher.allocate_input
+    )
+
+
+batcher: DynBatcher[Any, Any] = DynBatcher(Model, JOB.max_batch_size, max_latency=JOB.limit)
+app = FastAPI(lifespan=partial(batcher.lifespan, freeze_gc=JOB.variant != "untuned"))
+fast_batcher.fastapi.install_exception_handlers(app)
+if JOB.variant == "lean":
+    vars(fast_batcher.fastapi)["lean"](app)
+add_endpoint(app, batcher.process_batched, read_pixels)
