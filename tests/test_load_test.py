@@ -23,7 +23,7 @@ from apps.doubling import SLOWNESS
 from waits import LIMIT, Watch
 
 from benchmarks import resnet_systems
-from benchmarks.load.client import Record, draw_arrivals
+from benchmarks.load.client import Plan, Record, draw_arrivals
 from benchmarks.load.measurement import (
     Case,
     Measurement,
@@ -121,13 +121,17 @@ def test_an_address_without_a_server_is_an_error() -> None:
             run_clients([plan])
 
 
-# --- the arithmetic -------------------------------------------------------------------------------
+def plan_for(listener: socket.socket, **changes: Any) -> Plan:
+    """One client's plan for a server that the test plays itself."""
+    target = Target("127.0.0.1", listener.getsockname()[1])
+    (plan,) = make_plans(target, Case("played", "/", 1), 0, SHORT)
+    return replace(plan, **changes)
 
 
 @pytest.mark.slow
 def test_clients_give_up_what_is_not_answered_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1000) as mute:
-        plan = make_plan(mute.getsockname()[1], rate=200.0, connections=1000, give_up=0.1)
+        plan = plan_for(mute, rate=200.0, connections=1000, give_up=0.1)
         (record,) = run_clients([plan])
     assert record.lost == {"given up": len(draw_arrivals(plan, 0.0, random.Random(plan.seed)))}
     assert record.latencies == []
@@ -148,7 +152,7 @@ def test_an_answer_in_chunks_is_read_and_a_server_that_goes_away_is_tried_again(
             listener.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        plan = make_plan(listener.getsockname()[1], connections=1, reconnect=True, warm_up=0.0)
+        plan = plan_for(listener, connections=1, reconnect=True, warm_up=0.0)
         server = threading.Thread(target=answer_once, args=(listener,))
         server.start()
         (record,) = run_clients([plan])
@@ -167,6 +171,9 @@ def test_a_load_is_divided_among_processes() -> None:
     assert len({plan.seed for plan in plans + again}) == 6
     alone = make_plans(Target("h", 1), replace(case, clients=1), 0, SETTINGS)
     assert [plan.connections for plan in alone] == [1]
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
 
 
 def test_records_of_several_processes_are_put_together() -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib
-import math
 import os
 import signal
 import sys
@@ -31,7 +30,7 @@ from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._parent.worker_process import describe_exit
 from fast_batcher._transport import codec
-from fast_batcher._transport.frames import Frame, Kind, pack_header, pack_times
+from fast_batcher._transport.frames import Frame, Kind, pack_header
 from fast_batcher.errors import RemoteTraceback, WorkerStartupError
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import Settings
@@ -199,8 +198,6 @@ class SpeaksEarly:
     ("kind", "body"),
     [
         (Kind.READY, b"x"),
-        (Kind.READY, pack_times([(0, 1.0)])),
-        (Kind.READY, pack_times([(1, math.nan)])),
         (Kind.OUTPUT_ATOMS, codec.dumps([1])),
     ],
 )
