@@ -65,58 +65,78 @@ class Phase(Enum):
     RETRYING = 3
 
 
+# Read once: on Python 3.11 a member of an enumeration costs as much as a call.
+_QUEUED = Phase.QUEUED
+
+
 class Request:
-    """One caller's input on its way through the queue and a worker.
+    """One caller's input on its way through the queue and a worker. One is made per call."""
 
-    One is made per call. Attributes that most requests never need are defaults of the class, so
-    that only a request that needs one stores it: constructing requests is a measurable part of what
-    a call costs (`benchmarks/overhead.py`).
-    """
-
-    # Where it is, and whether its caller has its outcome or has gone: see the module's docstring.
-    phase = Phase.QUEUED
-    is_settled = False
-    # The id of the batch that carries it; meaningful while it is SENT or COPYING_OUT. A reference
-    # to the batch would make every batch a cycle that only the garbage collector can free.
-    batch_id = -1
-    # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
-    deadline = inf
-    has_explicit_deadline = False
-    # The seconds that the caller named, None if it named none; errors repeat them.
-    timeout: float | None = None
-    # Higher goes first: see `RankedQueue`.
-    priority = 0
-    # Requests with different groups never share a batch; None where there is no `group_by`.
-    group: Group | None = None
-    cost = 1.0
-    # Bytes of the input; -1 until it is measured, which happens only where there is a
-    # `max_queue_bytes`.
-    size = -1
-    # The moment by which the answer is wanted, at most the deadline; unlike the deadline it ends
-    # nothing: see `Admission`. None until the scheduler sets one. The shell sets it to infinity if
-    # an explicit deadline is not to become a target.
-    target: float | None = None
-    # The copy of the input in shared memory, or None. The shell sets it, and the core
-    # never looks at it.
-    staged: Any = None
-    # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.
-    id = -1
-    arrival = 0.0
-    # How many requests came to its lane of a `RankedQueue` before it.
-    place = 0
-    # Workers that died while they had it, and how many of them had begun with it: see `Retries`.
-    losses = 0
-    deaths = 0
+    # Slots: an object whose attributes lie in a dict takes 0.1 us more per call.
+    __slots__ = (
+        "__weakref__",
+        "arrival",
+        "batch_id",
+        "caller",
+        "cost",
+        "deadline",
+        "deaths",
+        "group",
+        "has_explicit_deadline",
+        "id",
+        "is_settled",
+        "losses",
+        "phase",
+        "place",
+        "priority",
+        "size",
+        "staged",
+        "target",
+        "timeout",
+        "value",
+    )
 
     def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
         self.value = value
         # Who waits for the outcome. The core never looks at it.
         self.caller = caller
-        # Defaults of the class too, but read in every loop: that is faster in the instance.
+        # Where it is, and whether its caller has its outcome or has gone: see the module's
+        # docstring.
+        self.phase = _QUEUED
         self.is_settled = False
+        # The id of the batch that carries it; meaningful while it is SENT or COPYING_OUT. A
+        # reference to the batch would make every batch a cycle that only the garbage collector can
+        # free.
+        self.batch_id = -1
+        # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
         self.has_explicit_deadline = deadline is not None
-        if deadline is not None:
-            self.deadline = deadline
+        self.deadline = inf if deadline is None else deadline
+        # The seconds that the caller named, None if it named none; errors repeat them.
+        self.timeout: float | None = None
+        # Higher goes first: see `RankedQueue`.
+        self.priority = 0
+        # Requests with different groups never share a batch; None where there is no `group_by`.
+        self.group: Group | None = None
+        self.cost = 1.0
+        # Bytes of the input; -1 until it is measured, which happens only where there is a
+        # `max_queue_bytes`.
+        self.size = -1
+        # The moment by which the answer is wanted, at most the deadline; unlike the deadline it
+        # ends nothing: see `Admission`. None until the scheduler sets one. The shell sets it to
+        # infinity if an explicit deadline is not to become a target.
+        self.target: float | None = None
+        # The copy of the input in shared memory, or None. The shell sets it, and the core never
+        # looks at it.
+        self.staged: Any = None
+        # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.
+        self.id = -1
+        self.arrival = 0.0
+        # How many requests came to its lane of a `RankedQueue` before it.
+        self.place = 0
+        # Workers that died while they had it, and how many of them had begun with it: see
+        # `Retries`.
+        self.losses = 0
+        self.deaths = 0
 
 
 def target_of(request: Request) -> float:

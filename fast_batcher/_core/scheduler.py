@@ -8,6 +8,7 @@ from then on its `is_settled` is True. An internal error does not change that: s
 
 from collections.abc import Callable, Collection, Iterable
 from math import inf
+from operator import attrgetter
 from typing import Any
 
 from fast_batcher._core.admission import Admission
@@ -36,6 +37,8 @@ from fast_batcher._core.retries import Lost, Retries
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
 from fast_batcher.stats import Counters
+
+_deadline = attrgetter("deadline")
 
 
 class Scheduler:
@@ -119,7 +122,7 @@ class Scheduler:
             The requests that are not accepted, and why. The shell settles them.
         """
         self._times.price_warm_ups(requests)
-        if any(request.has_explicit_deadline for request in requests):
+        if any([request.has_explicit_deadline for request in requests]):
             self.rank_requests()
         accepted, rejected = self._admission.admit(now, requests, self.queue)
         self.counters.rejected += len(rejected)
@@ -138,7 +141,7 @@ class Scheduler:
                 request.deadline = deadline
         self.counters.submitted = request_id
         self.queue.extend(accepted)
-        self._next_expiry = min(self._next_expiry, min([one.deadline for one in accepted]))
+        self._next_expiry = min(self._next_expiry, self.queue.earliest_deadline())
         return rejected
 
     def cancel(self, request: Request) -> None:
@@ -434,7 +437,7 @@ class Scheduler:
         isolate_until: float = inf,
     ) -> None:
         """Give a worker a batch."""
-        deadline = min([request.deadline for request in requests])
+        deadline = min(map(_deadline, requests))
         batch = Batch(self._next_batch_id, slot.id, requests, release, now, deadline, isolate_until)
         self._next_batch_id += 1
         if release is not Release.RETRY:
