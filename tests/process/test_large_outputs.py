@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import sys
 from time import monotonic
 from typing import Any
@@ -314,11 +315,14 @@ async def test_an_answer_that_nobody_wants_any_more_is_not_copied(
 ) -> None:
     """And its memory is free, or there would be no room for the next ones."""
     async with opened(MakesLarge, max_batch_size=1, max_shared_bytes=3 * MEBI) as batcher:
+        (worker,) = pids_of(batcher)
         for number in range(4):
+            os.kill(worker, signal.SIGSTOP)  # no answer comes before the caller leaves
             task = call(batcher, ("array", 2 * MEBI, number))
-            await turns()
+            await until(lambda: batcher.stats.running == 1)
             task.cancel()
             assert isinstance(await outcome(task), asyncio.CancelledError)
+            os.kill(worker, signal.SIGCONT)
             assert await batcher.process_batched("next") == "next"
         assert not session_of(batcher).scheduler.workers.copying_out
         assert len(await batcher.process_batched(("array", 2 * MEBI, 9))) == 2 * MEBI
