@@ -157,7 +157,7 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     # One page, so that the worker waits in the middle of its answer until somebody reads.
     fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
     progress = WorkerProgress()
-    arguments = (theirs, progress, MEBI, 32, os.getpid(), None, None)
+    arguments = (theirs, progress, MEBI, 32, os.getpid(), None, None, True)
     process = context.Process(target=worker_main, args=arguments)
     process.start()
     for end in theirs:
