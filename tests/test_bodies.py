@@ -15,9 +15,11 @@ import httpx2
 import numpy as np
 import pytest
 from apps.bodies import MAX_BYTES, SHAPE
+from desk import opened, slabs_of
 from fastapi import Depends, FastAPI
 from fastapi.testclient import TestClient
 from raw_http import chunk, connect, head
+from sample_models import Digests, digest
 from servers import LIMIT, Gate, Server, ask_until, gate, serve
 from starlette.requests import Request
 from starlette.types import Message
@@ -370,40 +372,54 @@ def test_arrays_of_every_kind_are_what_was_sent(shape: tuple[int, ...], dtype: s
     assert found.flags.writeable
 
 
-def test_the_array_is_made_where_the_caller_wants_it() -> None:
-    row = np.zeros((2, 3), np.float32)
-    wanted = []
-
-    def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        wanted.append((shape, dtype))
-        return row
-
-    found = read_as_array(Sent(np.ones(6, "f4").tobytes()), [2, 3], "float32", empty=empty)
-    assert found is row
-    assert (row == 1).all()
-    assert wanted == [((2, 3), np.dtype("float32"))]
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_a_body_arrives_where_the_workers_see_it() -> None:
+    data = ARRAY.tobytes()
+    async with opened(Digests) as batcher:
+        memory = slabs_of(batcher)
+        for shape in (SHAPE, -1, (2, -1)):
+            sent = Sent(data[:70_000], data[70_000:], length=str(len(data)))
+            array = await read_array(sent.request, shape, "<f4", into=batcher)
+            assert 0 <= memory.offset_of(array.ctypes.data) < memory.size
+            assert array.tobytes() == data
+            assert await batcher.process_batched(array) == digest(array)
 
 
 @pytest.mark.parametrize(
-    "made",
-    [
-        np.zeros((3, 2), "f4"),
-        np.zeros((2, 3), "f8"),
-        np.zeros((2, 6), "f4")[:, ::2],
-        np.asfortranarray(np.zeros((2, 3), "f4")),
-        np.broadcast_to(np.zeros(3, "f4"), (2, 3)),
-    ],
-    ids=["shape", "dtype", "strides", "order", "read-only"],
+    ("shape", "expected"),
+    [(-1, (24,)), ((-1,), (24,)), ((2, -1), (2, 12)), ((-1, 3, 4), (2, 3, 4))],
 )
-def test_an_array_that_cannot_be_filled_is_refused(made: Any) -> None:
-    with pytest.raises(ConfigurationError, match="contiguous, writable array of shape"):
-        read_as_array(Sent(bytes(24)), (2, 3), "f4", empty=lambda *_: made)
+def test_one_size_is_what_the_body_has(shape: Any, expected: tuple[int, ...]) -> None:
+    data = bytes(range(24))
+    found = read_as_array(Sent(data, length="24"), shape, "u1")
+    assert (found.shape, found.tobytes()) == (expected, data)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "status"),
+    [(-1, None, 411), ((5, -1), "24", 422), ((0, -1), "0", 422), (-1, "31", 413)],
+)
+def test_a_size_that_cannot_be_found_is_refused_unread(
+    shape: Any, length: str | None, status: int
+) -> None:
+    sent = Sent(bytes(24), length=length)
+    with pytest.raises(BodyError) as caught:
+        read_as_array(sent, shape, "u1", max_bytes=30)
+    assert (caught.value.status_code, sent.asked) == (status, 0)
 
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        *[((2, -1), "f4"), ((2,), object), ((2,), "S0"), ((2,), "f4,O"), ((0, 10**30), "f4")],
+        *[
+            ((2, -2), "f4"),
+            ((-1, -1), "f4"),
+            ((2,), object),
+            ((2,), "S0"),
+            ((2,), "f4,O"),
+            ((0, 10**30), "f4"),
+        ],
         ((1,) * 65, "u1"),
     ],
 )
@@ -425,11 +441,10 @@ def test_what_is_no_array_of_numbers_is_refused(shape: tuple[int, ...], dtype: A
 def test_sizes_are_compared_before_there_is_an_array(
     shape: tuple[int, ...], length: str | None, status: int
 ) -> None:
-    made: list[Any] = []
     sent = Sent(bytes(24), length=length)
     with pytest.raises(BodyError) as caught:
-        read_as_array(sent, shape, "u1", max_bytes=30, empty=lambda *one: made.append(one))
-    assert (caught.value.status_code, sent.asked, made) == (status, 0, [])
+        read_as_array(sent, shape, "u1", max_bytes=30)
+    assert (caught.value.status_code, sent.asked) == (status, 0)
 
 
 # --- the answers ----------------------------------------------------------------------------------

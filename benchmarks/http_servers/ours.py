@@ -20,9 +20,7 @@ class Model(http_servers.Model, InferenceModel[Any, Any]):
 
 async def read_pixels(request: Request) -> Any:
     """Read the body into shared memory."""
-    return await fast_batcher.fastapi.read_array(
-        request, JOB.shape, "<f4", empty=batcher.allocate_input
-    )
+    return await fast_batcher.fastapi.read_array(request, JOB.shape, "<f4", into=batcher)
 
 
 batcher: DynBatcher[Any, Any] = DynBatcher(Model, JOB.max_batch_size, max_latency=JOB.limit)

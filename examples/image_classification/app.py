@@ -61,7 +61,7 @@ async def read_image(request: Request) -> bytes:
 
 async def read_input(request: Request) -> Any:
     """The body as an array, least significant bytes first, where the worker sees it."""
-    return await read_array(request, ARRAY_SHAPE, "<f4", empty=batcher.allocate_input)
+    return await read_array(request, ARRAY_SHAPE, "<f4", into=batcher)
 
 
 def describe_body(*kinds: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fast_batcher._fork import at_fork
+from fast_batcher._parent.heap import keep_freed_memory
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._shared_memory.layouts import (
     Key,
@@ -145,6 +146,8 @@ class InputArena:
 
     def enable(self) -> None:
         """Probe inputs from now on: a large one has come, and more of its kind will."""
+        if not self.probes:
+            keep_freed_memory()
         self.probes.update(find_probes())
 
     def end_turn(self) -> None:

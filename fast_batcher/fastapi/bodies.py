@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import DTypeLike, NDArray
 
+    from fast_batcher.batcher import DynBatcher
+
 # A body larger than this is refused: room for a dozen photographs.
 MAX_BODY_BYTES = 16 * 2**20
 # A body that takes longer to arrive than this is refused: 16 MiB over a line of 5 Mbit/s.
@@ -86,7 +88,7 @@ class BodyError(HTTPException):
     def __init__(self, status: int, code: str, detail: str, *, is_read: bool = False) -> None:
         # The server would read the rest of the body to find the next request.
         super().__init__(status, detail, None if is_read else {"Connection": "close"})
-        # `request_too_large`, or `wrong_length`.
+        # `request_too_large`, `wrong_length` or `length_required`.
         self.code = code
 
 
@@ -112,49 +114,48 @@ async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> byt
 
 async def read_array(
     request: Request,
-    shape: Sequence[int],
+    shape: int | Sequence[int],
     dtype: "DTypeLike",
     *,
     max_bytes: int = MAX_BODY_BYTES,
-    empty: "Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]] | None" = None,
+    into: "DynBatcher[Any, Any] | None" = None,
 ) -> "NDArray[Any]":
     """Read a body that is the bytes of one array, each piece to its place as it arrives.
 
-    Any bytes of the right number are an array; the model has to cope with NaN and infinity.
+    Any bytes of the right number are an array; the model has to cope with NaN and infinity. A file,
+    as a JPEG, is an array too: `read_array(request, -1, "uint8", into=batcher)`.
 
     Args:
         request: The request; nothing of its body has been read.
-        shape: Of the array, which is in C order.
+        shape: Of the array, which is in C order. One size may be -1: it is what the body has. Then
+            a client has to announce the length of its body.
         dtype: Of its numbers; `"<f4"` says their byte order too, `"float32"` means the server's.
-        max_bytes: Bytes of the longest body, for where the client chooses the shape.
-        empty: Makes the array to be filled, from shape and dtype; by default `numpy.empty`. With
-            `batcher.allocate_input` the array reaches the worker without another copy.
+        max_bytes: Bytes of the longest body.
+        into: The batcher that the array goes to. The body is read into memory that its workers
+            share (`DynBatcher.allocate_input`), so that it is not copied again; the model must not
+            write into the array then.
 
     Raises:
         BodyError: 413 if the array or the body has more than `max_bytes`; 422 if the body has
-            another number of bytes than the array. A body that announces its length is refused
-            before any of it is read and before the array is made.
+            another number of bytes than the array; 411 if a size is -1 and the body's length is not
+            announced. A body that announces its length is refused before any of it is read and
+            before the array is made.
         HTTPException: 499 if the client went away before the end.
-        ConfigurationError: Shape and dtype are not those of an array of numbers, or `empty` has
-            made another array, or one that is not contiguous and writable.
+        ConfigurationError: Shape and dtype are not those of an array of numbers.
     """
     import numpy as np  # an extra, and endpoints without arrays do not load it
 
-    kind, sizes = np.dtype(dtype), to_shape(shape)
-    if kind.hasobject or not kind.itemsize or min(sizes, default=0) < 0:
-        raise ConfigurationError(
-            f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, and numbers "
-            "of a fixed size"
-        )
+    kind = np.dtype(dtype)
+    sizes = _find_shape(to_shape(shape), kind, _check_announced_length(request, max_bytes))
     expected = math.prod(sizes) * kind.itemsize
     what = f"an array of shape {sizes} and dtype {kind}"
     if expected > max_bytes:
         text = f"{what} has {expected} bytes, and a body may have {max_bytes}"
         raise BodyError(413, "request_too_large", text)
-    announced = _check_announced_length(request, max_bytes)
-    if announced is not None and announced != expected:
-        raise BodyError(422, "wrong_length", f"{what} has {expected} bytes, the body {announced}")
-    array = _make_array(empty or np.empty, sizes, kind)
+    try:
+        array = (np.empty if into is None else into.allocate_input)(sizes, kind)
+    except ValueError as error:  # no bytes, but more dimensions or larger ones than there can be
+        raise ConfigurationError(f"read_array: shape={sizes!r:.100}: {error}") from error
     left = array.reshape(-1).view(np.uint8).data
 
     def put(piece: bytes) -> None:
@@ -172,27 +173,37 @@ async def read_array(
     return array
 
 
+def _find_shape(
+    sizes: tuple[int, ...], dtype: "np.dtype[Any]", announced: int | None
+) -> tuple[int, ...]:
+    """Return the shape of an array whose bytes are a body of the announced length.
+
+    Raises:
+        BodyError: There is none.
+        ConfigurationError: There is never one.
+    """
+    step = dtype.itemsize * math.prod(size for size in sizes if size != -1)
+    if dtype.hasobject or not dtype.itemsize or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
+        raise ConfigurationError(
+            f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, of which "
+            "one may be -1, and numbers of a fixed size"
+        )
+    if -1 not in sizes:
+        if announced not in (None, step):
+            what = f"an array of shape {sizes} and dtype {dtype}"
+            raise BodyError(422, "wrong_length", f"{what} has {step} bytes, the body {announced}")
+        return sizes
+    if announced is None:
+        raise BodyError(411, "length_required", "the body needs a Content-Length")
+    if step == 0 or announced % step:
+        text = f"the body has {announced} bytes, not a multiple of {step}"
+        raise BodyError(422, "wrong_length", text)
+    return tuple(announced // step if size == -1 else size for size in sizes)
+
+
 def client_has_gone() -> HTTPException:
     """Make the error that ends a request whose client has disconnected."""
     return HTTPException(CLIENT_CLOSED_REQUEST, "the client has disconnected")
-
-
-def _make_array(
-    empty: "Callable[[tuple[int, ...], np.dtype[Any]], NDArray[Any]]",
-    shape: tuple[int, ...],
-    dtype: "np.dtype[Any]",
-) -> "NDArray[Any]":
-    try:
-        array = empty(shape, dtype)
-    except ValueError as error:
-        text = f"read_array: shape={shape!r:.100}: {error}"
-        raise ConfigurationError(text) from error
-    if array.shape != shape or array.dtype != dtype or not array.flags.carray:
-        raise ConfigurationError(
-            f"read_array: empty={empty!r:.100} has not made a contiguous, writable array of shape "
-            f"{shape} and dtype {dtype}"
-        )
-    return array
 
 
 def _check_announced_length(request: Request, max_bytes: int) -> int | None:
