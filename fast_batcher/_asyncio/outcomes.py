@@ -38,7 +38,8 @@ def read_outcomes(frame: Frame, parts: list[Any] | None, count: int) -> list[Any
         outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
     else:
         raise TransportError(f"a worker answered with {frame.kind.name}")
-    _check_count(outcomes, count)
+    if len(outcomes) != count:
+        raise _wrong_count(len(outcomes), count)
     return outcomes
 
 
@@ -57,7 +58,8 @@ class SharedOutcomes(NamedTuple):
             TransportError: They answer no batch of `count` requests.
         """
         outcomes = self.answer.load(_unreadable)
-        _check_count(outcomes, count)
+        if len(outcomes) != count:
+            raise _wrong_count(len(outcomes), count)
         try:
             for position, failure in self.failures.items():
                 outcomes[position] = Failure(RemoteFailure(*failure).to_error)
@@ -88,9 +90,8 @@ def _read_item(item: Any) -> Any:
         return _unreadable(error)
 
 
-def _check_count(outcomes: list[Any], count: int) -> None:
-    if len(outcomes) != count:
-        raise TransportError(f"{len(outcomes)} outcomes came back for {count} requests")
+def _wrong_count(found: int, count: int) -> TransportError:
+    return TransportError(f"{found} outcomes came back for {count} requests")
 
 
 def _unreadable(error: BaseException) -> Failure:

@@ -174,7 +174,8 @@ class Pump:
         blocked, and the answer be there already.
         """
         self._is_scheduled = False
-        self._arena.end_turn()
+        if self._staged_types:
+            self._arena.end_turn()
         now = monotonic()
         if self._scheduler.next_expiry > now:
             self.advance(now)
@@ -211,7 +212,8 @@ class Pump:
                     self.withdraw(batch, [(one, to_error()) for one in batch.requests])
         if wake_at is not None:
             self._wake_at(wake_at)
-        self.notice_drained()
+        if self._drained is not None:
+            self.notice_drained()
 
     def _do(self, action: Dispatch | Expire | Stall | Replace | Fault) -> None:
         if isinstance(action, Dispatch):

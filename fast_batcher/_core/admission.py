@@ -84,8 +84,9 @@ class Admission:
     ) -> tuple[list[Request], list[Rejected]]:
         """Sort arrivals into accepted and rejected ones; earlier ones have precedence."""
         rejected: list[Rejected] = []
-        room = 0 if self.is_draining else self.room(queue)
+        room = 0 if self.is_draining else self._limits.max_queue_size - queue.size
         if len(requests) > room:
+            room = max(0, room)
             refusal = self._refusal_of_no_room(now, queue, room)
             rejected = [Rejected(request, refusal) for request in requests[room:]]
             requests = requests[:room]

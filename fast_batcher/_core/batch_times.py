@@ -57,8 +57,8 @@ class BatchTimes:
         # Whether anything besides the policy asks. Learning costs each batch some microseconds, so
         # it begins when the first question can come.
         self.is_wanted = self.has_costs
-        # Sizes and seconds of warm-up batches, until a request tells what their inputs may cost.
-        self._warm_ups: list[tuple[float, float]] = []
+        # Sizes and seconds of warm-up batches, until `price_warm_ups` tells what they cost.
+        self.unpriced_warm_ups: list[tuple[float, float]] = []
 
     @property
     def is_known(self) -> bool:
@@ -84,7 +84,7 @@ class BatchTimes:
         for size, seconds in times:
             self.by_size.observe(size, seconds)
             if self._packer is not None and not self.is_known:
-                self._warm_ups.append((size, seconds))
+                self.unpriced_warm_ups.append((size, seconds))
 
     def price_warm_ups(self, requests: Collection[Request]) -> None:
         """Assume that each input of the warm-up costs what these requests do on average.
@@ -93,12 +93,12 @@ class BatchTimes:
         the first answered batch instead, which may be slow for reasons of its own, would reject
         requests that can be served.
         """
-        if not (self._warm_ups and requests):
+        if not requests:
             return
         cost = sum([one.cost for one in requests]) / len(requests)
-        for size, seconds in self._warm_ups:
+        for size, seconds in self.unpriced_warm_ups:
             self.by_charge.observe(size * cost, seconds)
-        self._warm_ups.clear()
+        self.unpriced_warm_ups.clear()
 
     def seconds_until_free(
         self, now: float, slot: WorkerSlot, read: Callable[[float], float] | None = None

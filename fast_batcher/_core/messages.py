@@ -15,7 +15,7 @@ a batch until that part of the scheduler reaches it, and is skipped there.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, StrEnum
 from math import inf
 from typing import Any, Final, NamedTuple
@@ -182,15 +182,11 @@ class Batch:
     requests: list[Request]
     release: Release
     sent_at: float
-    # The earliest deadline among the requests whose caller still waits.
+    # The earliest deadline among the requests whose caller still waits, and how many these are.
     deadline: float
+    open_count: int
     # Of a batch that is tried again: until this moment it is divided if `infer` raises for it.
     isolate_until: float = inf
-    # Requests whose caller still waits.
-    open_count: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.open_count = len(self.requests)
 
     @property
     def is_retry(self) -> bool:

@@ -57,7 +57,7 @@ class RequestQueue:
 
     def choose(self, count: int) -> list[Request]:
         """The next batch, of at most `count` requests; they stay in the queue."""
-        return list(islice(self, count))
+        return list(islice(filterfalse(_is_settled, self._entries), count))
 
     def batch_left(self, requests: list[Request]) -> None:
         """Remove what `choose` has just returned."""

@@ -39,6 +39,7 @@ from fast_batcher._core.workers import WorkerSlot, WorkerTable
 from fast_batcher.stats import Counters
 
 _deadline = attrgetter("deadline")
+_has_explicit_deadline = attrgetter("has_explicit_deadline")
 
 
 class Scheduler:
@@ -121,8 +122,9 @@ class Scheduler:
         Returns:
             The requests that are not accepted, and why. The shell settles them.
         """
-        self._times.price_warm_ups(requests)
-        if any([one.has_explicit_deadline for one in requests]):  # noqa: C419  a generator is slower
+        if self._times.unpriced_warm_ups:
+            self._times.price_warm_ups(requests)
+        if any(map(_has_explicit_deadline, requests)):
             self.rank_requests()
         accepted, rejected = self._admission.admit(now, requests, self.queue)
         self.counters.rejected += len(rejected)
@@ -141,7 +143,7 @@ class Scheduler:
                 request.deadline = deadline
         self.counters.submitted = request_id
         self.queue.extend(accepted)
-        self._next_expiry = min(self._next_expiry, self.queue.earliest_deadline())
+        self._next_expiry = min(self._next_expiry, min(map(_deadline, accepted)))
         return rejected
 
     def cancel(self, request: Request) -> None:
@@ -343,12 +345,12 @@ class Scheduler:
         actions, self._faults = self._faults, []
         held_until = inf
         try:
-            if self.next_expiry <= now:
+            if min(self._next_expiry, self.workers.next_expiry) <= now:
                 self._expire(now, actions, has_read=has_read, answering=answering)
             held_until = self._dispatch(now, actions)
         except Exception as error:  # noqa: BLE001  whatever it is, no caller may wait for ever
             actions.append(Fault(error, self.give_up()))
-        wake_at = min(held_until, self.next_expiry)
+        wake_at = min(held_until, self._next_expiry, self.workers.next_expiry)
         return actions, None if wake_at == inf else wake_at
 
     def _expire(
@@ -437,8 +439,16 @@ class Scheduler:
         isolate_until: float = inf,
     ) -> None:
         """Give a worker a batch."""
-        deadline = min(map(_deadline, requests))
-        batch = Batch(self._next_batch_id, slot.id, requests, release, now, deadline, isolate_until)
+        batch = Batch(
+            self._next_batch_id,
+            slot.id,
+            requests,
+            release,
+            sent_at=now,
+            deadline=min(map(_deadline, requests)),
+            open_count=len(requests),
+            isolate_until=isolate_until,
+        )
         self._next_batch_id += 1
         if release is not Release.RETRY:
             self.queue.batch_left(requests)

@@ -139,7 +139,8 @@ class WorkerTable:
         slot.batches.remove(batch)
         if was_first:
             slot.is_stalled = False
-            self._begin_first(now, slot)
+            if slot.batches:
+                self._begin_first(now, slot)
 
     def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> None:
         """Take requests out of a batch before its worker has it: they could not be sent.
@@ -155,11 +156,10 @@ class WorkerTable:
             self.take_back(now, batch)
 
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
-        """The worker begins with its first batch, if it has one."""
+        """The worker begins with its first batch."""
         slot.started_at = now
-        if slot.batches:
-            self.next_expiry = min(self.next_expiry, now + self._infer_timeout)
-            # Its callers may have gone while it waited behind another batch.
+        self.next_expiry = min(self.next_expiry, now + self._infer_timeout)
+        if not slot.batches[0].open_count:  # its callers left while it waited behind another one
             self.notice_deserted(slot.batches[0])
 
     def caller_gone(self, request: Request) -> None:
