@@ -438,6 +438,7 @@ def lean_calls() -> Iterator[Call]:
         yield Call(path, OK)
     for method in ("PUT", "PATCH", "HEAD"):
         yield Call("/methods", OK, method)
+    yield Call("/cancelled/echo", OK)
     yield Call("/strange", b'{"word": "fine"}')
     yield Call("/strange", b'{"word": "unwritable"}')
     for text in (b"http", b"own", b"validation", b"response", b"any"):
@@ -482,7 +483,7 @@ def fastapi_calls() -> Iterator[Call]:
         *("/sync", "/untyped", "/two", "/embedded", "/path/3", "/path/x"),
         *("/undeclared/1", "/query?q=2", "/query?q=x", "/header", "/cookie", "/request"),
         *("/background", "/headers", "/depends", "/class", "/no-model", "/small"),
-        *("/guarded/echo", "/classed/echo", "/cancelled/echo"),
+        *("/guarded/echo", "/classed/echo"),
     ):
         yield Call(path, OK)
     yield Call("/small", b'{"text": "more than 20 bytes"}')
@@ -847,6 +848,17 @@ def test_an_override_of_a_dependency_changes_nothing_for_endpoints_without() -> 
     twins = make_twins(build)
     assert compare(twins, Call("/echo", OK, is_lean=True)).status == 200
     assert compare(twins, Call("/v1/echo", OK)).status == 200
+
+
+def test_an_override_of_the_disconnect_holds_in_its_place() -> None:
+    def build(app: FastAPI, _router: APIRouter, _calls: Any) -> None:
+        add_echo(app, dependencies=[cancel_on_disconnect])
+        app.dependency_overrides[cancel_on_disconnect.dependency] = refuse
+
+    async def refuse() -> None:
+        raise HTTPException(418, "no")
+
+    assert compare(make_twins(build), Call("/echo", OK)).status == 418
 
 
 def test_content_without_a_type_is_judged_by_fastapi() -> None:

@@ -71,9 +71,8 @@ class Scheduler:
         self.counts_bytes = limits.max_queue_bytes is not None
         self._timeout = or_infinite(limits.timeout)
         self._packer = packer
-        is_ranked = is_grouped or any(
-            one is not None for one in (packer, limits.max_latency, limits.max_queue_bytes)
-        )
+        ranks = (packer, limits.max_latency, limits.max_queue_bytes)
+        is_ranked = is_grouped or ranks != (None, None, None)
         self.queue: Queue = RankedQueue(packer) if is_ranked else RequestQueue()
         self.workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
@@ -134,14 +133,12 @@ class Scheduler:
             self._policy.arrived(now, len(accepted), not (self.queue.size or self.workers.batches))
         # From here on nothing is called that could raise: all are taken, or none.
         deadline = now + self._timeout
-        request_id = self.counters.submitted
-        for request in accepted:
+        for request_id, request in enumerate(accepted, self.counters.submitted):
             request.id = request_id
-            request_id += 1
             request.arrival = now
             if not request.has_explicit_deadline:
                 request.deadline = deadline
-        self.counters.submitted = request_id
+        self.counters.submitted += len(accepted)
         self.queue.extend(accepted)
         self._next_expiry = min(self._next_expiry, min(map(_deadline, accepted)))
         return rejected
@@ -439,15 +436,9 @@ class Scheduler:
         isolate_until: float = inf,
     ) -> None:
         """Give a worker a batch."""
+        size, deadline = len(requests), min(map(_deadline, requests))
         batch = Batch(
-            self._next_batch_id,
-            slot.id,
-            requests,
-            release,
-            sent_at=now,
-            deadline=min(map(_deadline, requests)),
-            open_count=len(requests),
-            isolate_until=isolate_until,
+            self._next_batch_id, slot.id, requests, release, now, deadline, size, isolate_until
         )
         self._next_batch_id += 1
         if release is not Release.RETRY:
@@ -460,5 +451,4 @@ class Scheduler:
         actions.append(Dispatch(batch))
         # One request speaks for its batch: recording all would cost more than sending them. Which
         # one depends on the id, so that in the long run every position counts.
-        size = len(requests)
         self.counters.count_batch(size, release, now - requests[batch.id % size].arrival)

@@ -28,12 +28,8 @@ from fast_batcher.fastapi.bodies import (
     read_array,
     read_body,
 )
-from fast_batcher.fastapi.dependencies import (
-    TIMEOUT_HEADER,
-    cancel_on_disconnect,
-    dependency,
-    request_timeout,
-)
+from fast_batcher.fastapi.dependencies import TIMEOUT_HEADER, dependency, request_timeout
+from fast_batcher.fastapi.disconnects import cancel_on_disconnect
 from fast_batcher.fastapi.errors import (
     ANSWERS,
     ErrorBody,

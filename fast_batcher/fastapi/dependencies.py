@@ -1,17 +1,14 @@
-"""What endpoints depend on. Runs in the API process, in the task of each request."""
+"""What endpoints depend on: a batcher, and the seconds that a client waits. API process."""
 
-import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, Header
+from fastapi import Header
 from starlette.exceptions import HTTPException
-from starlette.requests import HTTPConnection, Request
 
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.fastapi.bodies import client_has_gone
 from fast_batcher.settings import MAX_SECONDS
 
 InputT = TypeVar("InputT")
@@ -71,52 +68,3 @@ def request_timeout(
         return None if limit is not None and seconds >= limit else seconds
 
     return get_timeout
-
-
-async def _cancel_on_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
-    if not isinstance(connection, Request):
-        yield  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
-        return
-    endpoint = asyncio.current_task()
-    assert endpoint is not None, "FastAPI runs it in the task of the request"
-    # Why the endpoint was cancelled here.
-    reason: HTTPException | None = None
-
-    async def watch() -> None:
-        nonlocal reason
-        try:
-            # `request.is_disconnected()` would never say so behind a BaseHTTPMiddleware.
-            while (await connection.receive())["type"] != "http.disconnect":
-                pass  # the rest of a body that the endpoint has not read
-            reason = client_has_gone()
-        except HTTPException as error:  # from a limit on the body, of FastAPI or of a middleware
-            reason = error
-        endpoint.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        try:
-            yield
-        finally:
-            watcher.cancel()
-            if reason is not None:
-                # If the endpoint has not raised the cancellation yet, it is raised here, and not
-                # in the middle of the response.
-                await asyncio.sleep(0)
-    except asyncio.CancelledError:
-        if reason is None:
-            raise
-        endpoint.uncancel()
-        raise reason from None
-
-
-cancel_on_disconnect = Depends(_cancel_on_disconnect, scope="function")
-"""For `@app.post(..., dependencies=[cancel_on_disconnect])`, or those of an app or router: an
-`async def` endpoint is cancelled when its client goes away, which FastAPI does not do by itself.
-
-The endpoint's request to a batcher is then forgotten if it is queued, and its output is dropped if
-it runs; other requests of the batch are not affected. Logs and metrics see status 499. Not for
-endpoints that read `request.stream()` themselves; where a dependency reads the body, it comes
-first: `dependencies=[Depends(read), cancel_on_disconnect]`. A WebSocket is left alone: its endpoint
-learns of the disconnect by `WebSocketDisconnect`, where it receives.
-"""

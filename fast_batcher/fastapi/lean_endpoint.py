@@ -29,8 +29,11 @@ from starlette.responses import Response
 from starlette.routing import Route, request_response
 from starlette.types import Message, Receive, Scope, Send
 
-# What FastAPI may know of an ordinary endpoint; every other field of its `Dependant` is empty.
-ORDINARY_FIELDS = {"body_params", "call", "path", "scope", "use_cache"}
+from fast_batcher.fastapi.disconnects import EndedByDisconnect, end_by_disconnect
+
+# What FastAPI may know of an ordinary endpoint; every other field of its `Dependant` is empty, and
+# the only dependency is `cancel_on_disconnect`.
+ORDINARY_FIELDS = {"body_params", "call", "dependencies", "path", "scope", "use_cache"}
 # Where the functions of FastAPI and Starlette come from, if no other program has replaced them.
 SOURCES = tuple(
     f"{Path(package).parent}{os.sep}" for package in (fastapi.__file__, starlette.__file__)
@@ -52,10 +55,11 @@ BODY_LIMITS = ("fastapi._body_limit", "starlette.middleware.body_limit")
 class Body:
     """The body of one request: read once, and replayed to FastAPI where it needs it."""
 
-    __slots__ = ("_error", "_messages", "_receive")
+    __slots__ = ("_error", "_messages", "receive")
 
     def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+        # Gives what follows the body, once that has been read.
+        self.receive = receive
         self._messages: deque[Message] = deque()
         # What `receive` raised, for example a limit on the body.
         self._error: Exception | None = None
@@ -65,7 +69,7 @@ class Body:
         message: Message = {"type": "http.request", "more_body": True}
         try:
             while message.get("more_body"):
-                message = await self._receive()
+                message = await self.receive()
                 self._messages.append(message)
         except Exception as error:  # noqa: BLE001  FastAPI gets it
             self._error = error
@@ -87,7 +91,7 @@ class Body:
             return self._messages.popleft()
         if self._error is not None:
             raise self._error
-        return await self._receive()
+        return await self.receive()
 
 
 class LeanEndpoint:
@@ -100,6 +104,7 @@ class LeanEndpoint:
     def __init__(self, route: Any) -> None:
         dependant = route.dependant
         self._dependencies: list[Any] = dependant.dependencies
+        self._ends_by_disconnect = bool(self._dependencies)
         self._methods: set[str] = route.methods
         self._max_body_size: int | None = route.max_body_size
         self._call = dependant.call
@@ -129,30 +134,34 @@ class LeanEndpoint:
             return None
         return None if errors else value
 
-    async def answer(self, value: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(self, value: Any, scope: Scope, body: Body, send: Send) -> None:
         """Call the endpoint and send what comes of it, as FastAPI does.
 
         Args:
             value: What `read` returned.
             scope: Of the request.
-            receive: The body once more, for an exception handler that reads it.
+            body: What was read; an exception handler may read it again.
             send: As in ASGI.
         """
         outcome: Any
         try:
-            outcome = await self._run(value, scope)
+            if self._ends_by_disconnect:
+                async with EndedByDisconnect(body.receive):
+                    result = await self._call(**{self._body.name: value})
+            else:
+                result = await self._call(**{self._body.name: value})
+            outcome = self._to_answer(result, scope)
         except Exception as error:  # noqa: BLE001  the exception handlers get it
             outcome = error
         if type(outcome) is not bytes:
-            await request_response(partial(_finish, outcome))(scope, receive, send)
+            await request_response(partial(_finish, outcome))(scope, body.replay, send)
             return
         length = str(len(outcome)).encode()
         headers = [(b"content-length", length), (b"content-type", b"application/json")]
         await send({"type": "http.response.start", "status": self._status, "headers": headers})
         await send({"type": "http.response.body", "body": outcome})
 
-    async def _run(self, value: Any, scope: Scope) -> Response | bytes:
-        result = await self._call(**{self._body.name: value})
+    def _to_answer(self, result: Any, scope: Scope) -> Response | bytes:
         if isinstance(result, Response):
             return result
         answer, errors = self._answer.validate(result, {}, loc=("response",))
@@ -170,11 +179,18 @@ class LeanEndpoint:
                 return (
                     is_json
                     and scope["method"] in self._methods
-                    and not self._dependencies
+                    and (not self._dependencies or self._has_only_known_dependencies(scope))
                     and scope.get("fastapi.telemetry") is None
                     and self._max_body_size in (None, scope.get(MAX_BODY_SIZE_SCOPE_KEY))
                 )
         return False
+
+    def _has_only_known_dependencies(self, scope: Scope) -> bool:
+        return (
+            self._ends_by_disconnect
+            and _are_known(self._dependencies)
+            and end_by_disconnect not in scope["app"].dependency_overrides
+        )
 
 
 def is_ordinary(route: Any) -> bool:
@@ -196,11 +212,16 @@ def _takes_one_body(route: Any) -> bool:
         field.name in ORDINARY_FIELDS or not getattr(dependant, field.name)
         for field in dataclasses.fields(dependant)
     )
-    if not is_alone or len(dependant.body_params) != 1:
+    if not (is_alone and _are_known(dependant.dependencies)) or len(dependant.body_params) != 1:
         return False
     [body] = dependant.body_params
     # Another field stands for a body whose parameters are keys of it.
     return route.body_field is body and type(body.field_info) is params.Body
+
+
+def _are_known(dependencies: list[Any]) -> bool:
+    """Say whether an endpoint depends on nothing but `cancel_on_disconnect`."""
+    return all(one.call is end_by_disconnect for one in dependencies)
 
 
 def without_body_limits(app: Any) -> Any:

@@ -38,7 +38,8 @@ class LeanRoute(APIRoute):
     """A route whose ordinary requests take a short way: `APIRouter(route_class=LeanRoute)`.
 
     Answers, errors, exception handlers and OpenAPI are FastAPI's. The short way is for an
-    `async def` endpoint with one JSON body, a return type, and no other parameter or dependency.
+    `async def` endpoint with one JSON body, a return type, and no other parameter; of dependencies
+    only `cancel_on_disconnect`.
     """
 
     def __init__(self, path: str, endpoint: Any, **options: Any) -> None:
@@ -55,7 +56,7 @@ class LeanRoute(APIRoute):
         if endpoint is None or value is None:
             await super().handle(scope, body.replay, send)
         else:
-            await endpoint.answer(value, scope, body.replay, send)
+            await endpoint.answer(value, scope, body, send)
 
 
 def lean(app: FastAPI) -> None:
@@ -111,7 +112,7 @@ class _ShortWay:
         if value is None:
             await self._app(scope, body.replay, send)
             return
-        await endpoint.answer(value, scope, body.replay, send)
+        await endpoint.answer(value, scope, body, send)
 
     async def _learn(
         self, path: tuple[str, str, str], scope: Scope, receive: Receive, send: Send

@@ -1,4 +1,4 @@
-"""Endpoints that end with their clients; with and without a middleware that wraps the request."""
+"""Endpoints that end with their clients: plain, behind a middleware, and lean."""
 
 from fastapi import FastAPI
 from pydantic import BaseModel
@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from apps.models import Gated
 from fast_batcher import DynBatcher
-from fast_batcher.fastapi import cancel_on_disconnect, install_exception_handlers
+from fast_batcher.fastapi import cancel_on_disconnect, install_exception_handlers, lean
 
 batcher = DynBatcher(Gated)
 
@@ -46,3 +46,5 @@ def make_app() -> FastAPI:
 app = make_app()
 wrapped = make_app()
 wrapped.add_middleware(Middleware)
+short = make_app()
+lean(short)
