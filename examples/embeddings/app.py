@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, Field, StringConstraints
 from examples.embeddings.model import DIMENSIONS, MiniLM
 from fast_batcher import DynBatcher
 from fast_batcher.fastapi import (
+    ArrayResponse,
     LimitBody,
     combine_lifespans,
     dependency,
@@ -37,7 +38,7 @@ batched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, name="batched")
 unbatched = DynBatcher(MiniLM, max_batch_size=1, name="unbatched")
 batchers = (batched, unbatched)
 
-Embedder = DynBatcher[str, list[float]]
+Embedder = DynBatcher[str, bytes]
 Batched = Annotated[Embedder, Depends(dependency(batched))]
 Unbatched = Annotated[Embedder, Depends(dependency(unbatched))]
 
@@ -78,16 +79,16 @@ app.add_middleware(LimitBody)
 app.include_router(health_router(*batchers))
 
 
-@app.post("/embed", responses=error_responses(503, 504))
-async def embed(body: Text, embedder: Batched) -> Embedding:
+@app.post("/embed", response_model=Embedding, responses=error_responses(503, 504))
+async def embed(body: Text, embedder: Batched) -> ArrayResponse:
     """Embed a text, in one batch with the others that are in flight."""
-    return Embedding(embedding=await embedder.process_batched(body.text))
+    return ArrayResponse(await embedder.process_batched(body.text))
 
 
-@app.post("/embed-unbatched", responses=error_responses(503, 504))
-async def embed_unbatched(body: Text, embedder: Unbatched) -> Embedding:
+@app.post("/embed-unbatched", response_model=Embedding, responses=error_responses(503, 504))
+async def embed_unbatched(body: Text, embedder: Unbatched) -> ArrayResponse:
     """Embed a text on its own."""
-    return Embedding(embedding=await embedder.process_batched(body.text))
+    return ArrayResponse(await embedder.process_batched(body.text))
 
 
 @app.get("/stats")

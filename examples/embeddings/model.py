@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 
 from fast_batcher import InferenceModel
+from fast_batcher.encoding import to_json
 
 # Length of an embedding. Source: the model's configuration (1_Pooling/config.json).
 DIMENSIONS = 384
@@ -17,8 +18,11 @@ DIMENSIONS = 384
 GROUP_SIZE = 16
 
 
-class MiniLM(InferenceModel[str, list[float]]):
-    """Sentence embeddings of unit length, from weights that were installed as a package."""
+class MiniLM(InferenceModel[str, bytes]):
+    """Sentence embeddings of unit length, from weights that were installed as a package.
+
+    An output is the JSON that a client gets, written here and not in the API process.
+    """
 
     def __init__(self) -> None:
         # The libraries read these when they are imported. Nothing may be fetched: the weights are
@@ -32,11 +36,10 @@ class MiniLM(InferenceModel[str, list[float]]):
 
         self._encoder = SentenceTransformer(str(get_model_path()), device="cpu")
 
-    def infer(self, inputs: list[str]) -> Sequence[list[float]]:
+    def infer(self, inputs: list[str]) -> Sequence[bytes]:
         """Embed a batch of texts; `encode` turns gradients off and returns one row per text."""
         rows = self._encoder.encode(inputs, batch_size=GROUP_SIZE, show_progress_bar=False)
-        embeddings: list[list[float]] = rows.tolist()
-        return embeddings
+        return [to_json({"embedding": row}) for row in rows]
 
     def warmup_inputs(self) -> Sequence[str]:
         """A text before the first request, which would otherwise pay for memory and threads."""

@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
         "fast_batcher.fastapi needs FastAPI: pip install 'fast_batcher[fastapi]'", name="fastapi"
     ) from error
 
+from fast_batcher.fastapi.arrays import ArrayResponse
 from fast_batcher.fastapi.bodies import (
     BODY_TIMEOUT,
     MAX_BODY_BYTES,
@@ -46,6 +47,7 @@ __all__ = [
     "BROKEN_TIMEOUT",
     "MAX_BODY_BYTES",
     "TIMEOUT_HEADER",
+    "ArrayResponse",
     "BodyError",
     "ErrorBody",
     "LeanRoute",

@@ -1,0 +1,105 @@
+"""Answers with many numbers: JSON and base64 of arrays, in the worker and over HTTP."""
+
+import base64
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from pydantic import BaseModel
+
+from fast_batcher.encoding import to_base64, to_json
+from fast_batcher.fastapi import ArrayResponse, lean
+
+FLOATS = np.array([0.1, -1e-30, 1.0, 1 / 3])
+ROW = np.arange(12, dtype="f4").reshape(3, 4) / 7
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "u8", "bool"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), ()])
+def test_numbers_come_back_as_they_were(dtype: str, shape: tuple[int, ...]) -> None:
+    array = FLOATS.astype(dtype)[: math.prod(shape)].reshape(shape)
+    found = json.loads(to_json({"row": array}))["row"]
+    assert np.array_equal(np.array(found, dtype), array)
+    assert np.shape(found) == shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_tensors_are_written_as_arrays(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0.5, -2.0, 3.0]).to(dtype).requires_grad_(dtype.is_floating_point)
+    assert json.loads(to_json([tensor, tensor.detach()[1]])) == [tensor.tolist(), tensor[1].item()]
+
+
+@pytest.mark.parametrize("view", [ROW[:, 1], ROW[::2], ROW.T, torch.from_numpy(ROW).T])
+def test_views_are_written_in_their_order(view: Any) -> None:
+    expected = np.asarray(view)
+    assert np.array_equal(np.array(json.loads(to_json(view)), "f4"), expected)
+    decoded = np.frombuffer(base64.b64decode(to_base64(view)), "<f4")
+    assert np.array_equal(decoded, expected.reshape(-1))
+
+
+def test_what_json_has_no_number_for_is_null() -> None:
+    assert to_json(np.array([np.nan, np.inf, 1.0], "f4")) == b"[null,null,1.0]"
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {"a": 1j}, np.array([1j]), np.ones(2, ">f4"), [{1, 2}]]
+)
+def test_what_is_no_json_is_an_error(value: Any) -> None:
+    with pytest.raises(TypeError):
+        to_json(value)
+
+
+@pytest.mark.parametrize(
+    "numbers", [[1, 2.5], np.array([1, 2.5]), torch.tensor([1, 2.5]).bfloat16()]
+)
+def test_base64_is_float32_with_the_least_significant_byte_first(numbers: Any) -> None:
+    assert base64.b64decode(to_base64(numbers)) == b"\0\0\x80?\0\0 @"
+
+
+class Query(BaseModel):
+    size: int
+
+
+class Answer(BaseModel):
+    row: list[float]
+
+
+@pytest.mark.parametrize("is_lean", [False, True])
+def test_the_response_is_sent_as_it_is_and_documented_as_declared(is_lean: bool) -> None:
+    app = FastAPI()
+
+    @app.post("/row", response_model=Answer)
+    async def row(query: Query) -> ArrayResponse:
+        return ArrayResponse({"row": np.ones(query.size, "f4")})
+
+    @app.post("/bytes", response_model=Answer)
+    async def encoded(query: Query) -> ArrayResponse:
+        return ArrayResponse(to_json({"row": np.ones(query.size, "f4")}))
+
+    if is_lean:
+        lean(app)
+    client = TestClient(app)
+    for path in ("/row", "/bytes") * 2:  # the second time lean
+        response = client.post(path, json={"size": 2})
+        assert response.json() == {"row": [1.0, 1.0]}
+        assert response.headers["content-type"] == "application/json"
+    shown = app.openapi()["paths"]["/row"]["post"]["responses"]["200"]["content"]
+    assert shown["application/json"]["schema"] == {"$ref": "#/components/schemas/Answer"}
+
+
+def test_without_orjson_the_error_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['orjson'] = None\n"
+        "from fast_batcher.encoding import to_json\n"
+        "to_json([1])"
+    )
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "pip install 'fast_batcher[json]'" in ended.stderr.splitlines()[-1]
