@@ -190,6 +190,10 @@ def test_an_installed_package_serves_each_app(app: str, installed: str, saved: P
         if app == "pixels:app":
             pixels = np.full((3, 224, 224), 0.5, "<f4").tobytes()
             assert client.post("/brightness", content=pixels).json() == 0.5
+            assert client.post("/mean-byte", content=bytes([3]) * 100_000).json() == 3
+        elif app == "rows:app":
+            answer = client.post("/embed", json={"text": "hello"})
+            assert answer.json() == {"embedding": [1.0] * 384}
         elif app == "short:app":
             for _ in range(2):  # the first request of a path is FastAPI's, the second is not
                 answer = client.post("/shout", json={"text": "hello"})
