@@ -9,7 +9,7 @@ from time import monotonic
 
 from benchmarks.harness import RESULTS, hardware
 from soak.report import Findings, as_data, make_table
-from soak.scenarios import SCENARIOS, run_afresh
+from soak.scenarios import SCENARIOS, USUAL, run_afresh
 
 
 def store(arguments: argparse.Namespace, all_findings: list[Findings], seconds: float) -> None:
@@ -43,7 +43,7 @@ def main() -> int:
     all_findings = []
     started = monotonic()
     print(f"seed {arguments.seed}, {arguments.loop}", flush=True)
-    for name in arguments.scenarios or SCENARIOS:
+    for name in arguments.scenarios or USUAL:
         try:
             findings = run_afresh(name, arguments.short, arguments.seed, arguments.loop)
         except Exception as error:  # noqa: BLE001  the other scenarios' findings must not be lost

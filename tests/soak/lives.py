@@ -131,14 +131,14 @@ async def s7(short: bool, seed: int) -> Findings:
         if run % 10 == 0:
             print(f"S7 SIGTERM: {run} of {times}", flush=True)
         with tempfile.NamedTemporaryFile() as journal:
-            port = _free_port()
+            port = free_port()
             environment = {**ENVIRONMENT, "SOAK_JOURNAL": journal.name}
             command = ["-m", "uvicorn", "soak.app:app", "--port", str(port)]
             server = await asyncio.create_subprocess_exec(
                 sys.executable, *command, "--log-level", "error", env=environment
             )
             clients = Clients(f"http://127.0.0.1:{port}")
-            await _until_ready(clients.url)
+            await until_ready(clients.url)
             tasks = [asyncio.create_task(clients.ask(one, run)) for one in range(CLIENTS)]
             await asyncio.sleep(rng.uniform(0.2, 0.6))
             started = monotonic()
@@ -162,14 +162,14 @@ async def s7(short: bool, seed: int) -> Findings:
     return findings
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-async def _until_ready(url: str) -> None:
+async def until_ready(url: str) -> None:
     async with asyncio.timeout(LIMIT), httpx2.AsyncClient(base_url=url, trust_env=False) as client:
         while True:
             try:

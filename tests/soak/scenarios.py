@@ -13,6 +13,7 @@ from soak.lives import s3, s5, s7
 from soak.payloads import s6
 from soak.report import Findings
 from soak.steady import s4
+from soak.steady_http import s8
 
 SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
     "S1": s1,
@@ -22,7 +23,10 @@ SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
     "S5": s5,
     "S6": s6,
     "S7": s7,
+    "S8": s8,
 }
+# Together half an hour. S8 takes an hour more, and runs where it is named.
+USUAL = [name for name in SCENARIOS if name != "S8"]
 
 
 def run(name: str, short: bool, seed: int, loop: str) -> Findings:

@@ -125,9 +125,9 @@ def shared_mappings() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:fast_batcher")
 
 
-def rss_bytes() -> int:
-    """Resident memory of this process."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+def rss_bytes(pid: int | str = "self") -> int:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
