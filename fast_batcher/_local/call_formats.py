@@ -5,24 +5,23 @@ per feature: an item is a row of all features, the rows of a batch are padded to
 stacked, and what the function returns is split into rows. Runs where calls and batches run.
 """
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from fast_batcher._arrays import leaves
 from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._local.function import Function, Target
 from fast_batcher._local.settings import DecoratorSettings
-from fast_batcher.errors import OutputMismatchError
 
 # Makes the result of a call from the outputs of its items in their order.
 Finish = Callable[[list[Any]], Any]
 
 # The outputs of one call may come from several batches: they are stacked as they are.
 _STACKED = Collation.stack()
+_list_outputs = partial(list_outputs, returned="the function returned", copies=True)
 
 
 class ListFormat:
@@ -47,7 +46,7 @@ class ListFormat:
             target: What the user decorated.
             call: The target's function, bound if it is a method.
         """
-        return Function(call, target.name, target.is_async, list_outputs)
+        return Function(call, target.name, target.is_async, _list_outputs)
 
 
 class FeatureFormat:
@@ -95,36 +94,3 @@ class FeatureFormat:
             return split(outputs, count, self._collation, copy=True)
 
         return Function(call_with_rows, target.name, target.is_async, split_outputs)
-
-
-def list_outputs(outputs: Any, count: int) -> list[Any]:
-    """The outputs of `count` items as a list: a sequence as it is, an array by its first axis.
-
-    The rows of an array or tensor are copied. A view would keep the whole batch in memory, and it
-    would change when the function fills the array again, or when another caller writes into a row
-    that shares its memory.
-
-    Raises:
-        OutputMismatchError: It is no sequence, or has another length. Its outputs could reach the
-            wrong callers.
-    """
-    if type(outputs) is list and len(outputs) == count:
-        return outputs
-    # An array without axes has a shape, and no length.
-    is_array = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
-    is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
-    if is_text or not (isinstance(outputs, Sequence) or is_array):
-        raise OutputMismatchError(
-            f"the function returned {type(outputs).__name__} for {count} inputs; return a list "
-            "with one output per input, or an array whose first axis is the batch"
-        )
-    if len(outputs) != count:
-        raise OutputMismatchError(
-            f"the function returned {len(outputs)} outputs for {count} inputs; return one per input"
-        )
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
-    if numpy is not None and isinstance(outputs, numpy.ndarray):
-        return leaves.copy_rows(outputs)
-    if torch is not None and isinstance(outputs, torch.Tensor):
-        return [row.clone() for row in outputs]
-    return list(outputs)

@@ -7,15 +7,13 @@ finds that out, not the API process.
 
 import functools
 import pickle
-import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from fast_batcher.errors import (
     MAX_ERROR_TEXT,
     InferenceError,
-    OutputMismatchError,
     from_model,
     rebuild,
     take_apart,
@@ -158,33 +156,3 @@ def _pickle_if_it_survives(error: BaseException) -> bytes | None:
         return None
     # A message of 10 MB is not worth sending; its shortened text is.
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None
-
-
-def to_output_list(outputs: Any, count: int) -> list[Any]:
-    """Return the outputs of a batch as a list.
-
-    Sequences are taken item by item, arrays and tensors row by row.
-
-    Raises:
-        OutputMismatchError: They are of another type, or not `count`: an output could reach the
-            wrong caller.
-    """
-    if isinstance(outputs, list) and len(outputs) == count:
-        return outputs
-    # An array without axes has no length.
-    is_array = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
-    is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
-    if is_text or not (is_array or isinstance(outputs, Sequence)):
-        raise OutputMismatchError(
-            f"infer returned {type(outputs).__name__} for {count} inputs; return a list with one "
-            "output per input, or an array whose first axis is the batch"
-        )
-    if len(outputs) != count:
-        raise OutputMismatchError(
-            f"infer returned {len(outputs)} outputs for {count} inputs; return one per input"
-        )
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(outputs, torch.Tensor):
-        # A row is a view, and is pickled with the whole batch; a clone is not.
-        return [row.clone() for row in outputs.detach().cpu()]
-    return list(outputs)

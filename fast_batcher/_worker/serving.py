@@ -3,6 +3,7 @@
 from time import monotonic
 from typing import Any
 
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.codec import RemoteFailure
@@ -127,7 +128,7 @@ class Server:
 
 def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
     try:
-        return codec.to_output_list(outputs, count)
+        return list_outputs(outputs, count, "infer returned", copies=False)
     except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
         return codec.describe(error)
 

@@ -9,6 +9,7 @@ from itertools import cycle, islice
 from time import monotonic
 from typing import Any
 
+from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._transport import codec
 from fast_batcher._worker.out_of_memory import free_memory
 from fast_batcher.errors import CollationError, OutputMismatchError, is_out_of_memory
@@ -68,7 +69,7 @@ def _time_batch(model: Any, inputs: list[Any]) -> float:
     outputs = model.infer(batch)
     seconds = monotonic() - started
     try:
-        checked = codec.to_output_list(outputs, count)
+        checked = list_outputs(outputs, count, "infer returned", copies=False)
     except OutputMismatchError as error:
         raise OutputMismatchError(f"during warm-up: {error}") from None
     for output in checked:

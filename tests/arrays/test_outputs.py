@@ -1,0 +1,111 @@
+"""What a model may return for a batch."""
+
+import array
+import contextlib
+import pickle
+from collections import UserList, deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from sample_models import OUTPUTS
+
+from fast_batcher import OutputMismatchError
+from fast_batcher._arrays.outputs import list_outputs
+
+as_list = partial(list_outputs, returned="infer returned", copies=False)
+
+
+def count_up(count: int) -> Iterator[int]:
+    yield from range(count)
+
+
+GOOD: dict[str, Any] = {
+    "list": ["a", "b", "c"],
+    "tuple": ("a", "b", "c"),
+    "range": range(3),
+    "deque": deque("abc"),
+    "user list": UserList("abc"),
+    "array": array.array("i", [1, 2, 3]),
+    "vector": np.arange(3),
+    "matrix": np.arange(6).reshape(3, 2),
+    "list of None": [None, None, None],
+}
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_sequence_of_the_right_length_is_taken_item_by_item(name: str) -> None:
+    outputs = as_list(GOOD[name], 3)
+    assert isinstance(outputs, list)
+    for output, expected in zip(outputs, GOOD[name], strict=True):
+        assert np.array_equal(output, expected)
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_sequence_of_another_length_is_refused_and_both_counts_are_named(
+    name: str, count: int
+) -> None:
+    with pytest.raises(OutputMismatchError, match=f"3 outputs for {count} inputs"):
+        as_list(GOOD[name], count)
+
+
+BAD: dict[str, Any] = {
+    "None": None,
+    "generator": count_up(3),
+    "dict": {1: "a", 2: "b", 3: "c"},
+    "set": {1, 2, 3},
+    "str": "abc",
+    "bytes": b"abc",
+    "bytearray": bytearray(b"abc"),
+    "memoryview": memoryview(b"abc"),
+    "int": 3,
+    "map": map(str, range(3)),
+    "dict values": {1: 1, 2: 2, 3: 3}.values(),
+    "scalar": np.float32(3),
+    "array without axes": np.array(3),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_anything_else_is_refused_and_its_type_is_named(name: str) -> None:
+    with pytest.raises(OutputMismatchError, match=f"{type(BAD[name]).__name__} for 3 inputs"):
+        as_list(BAD[name], 3)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_no_output_is_mistaken_for_a_batch_of_another_size(name: str) -> None:
+    """Whatever passes has as many outputs as there were inputs."""
+    with contextlib.suppress(OutputMismatchError):
+        assert len(as_list(OUTPUTS[name](["x"] * 3), 3)) == 3
+
+
+def test_a_row_of_an_array_is_pickled_without_the_others() -> None:
+    matrix = np.zeros((100, 1000), dtype=np.float32)
+    rows = as_list(matrix, 100)
+    assert len(pickle.dumps(rows[0])) < 5000
+
+
+@pytest.mark.slow
+def test_a_row_of_a_tensor_is_pickled_without_the_others() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(300.0, requires_grad=True).reshape(100, 3)
+    rows = as_list(tensor, 100)
+    assert [row.tolist() for row in rows] == tensor.tolist()
+    assert not rows[0].requires_grad
+    assert len(pickle.dumps(rows[0])) < 1000
+    with pytest.raises(OutputMismatchError, match="100 outputs for 99"):
+        as_list(tensor, 99)
+    with pytest.raises(OutputMismatchError, match="Tensor for 1 inputs"):
+        as_list(torch.tensor(1.0), 1)
+
+
+def test_copies_share_no_memory_with_what_was_returned() -> None:
+    matrix = np.zeros((2, 3))
+    assert np.shares_memory(as_list(matrix, 2)[0], matrix)
+    rows = list_outputs(matrix, 2, "the function returned", copies=True)
+    assert not any(np.shares_memory(row, matrix) for row in rows)
+    with pytest.raises(OutputMismatchError, match="the function returned 2 outputs for 3"):
+        list_outputs(matrix, 3, "the function returned", copies=True)
