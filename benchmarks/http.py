@@ -26,7 +26,6 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-import fast_batcher.fastapi
 from benchmarks import harness
 from benchmarks.cpu import descendants, read_ticks, stolen_percent
 from benchmarks.http_servers import Job
@@ -105,7 +104,8 @@ _MOSEC = ("{module}", "--address", HOST, "--port", "{port}")
 _BENTO = ("bentoml", "serve", "{module}:Echo", "--host", HOST, "--port", "{port}")
 BARE, FASTAPI, IN_A_THREAD = "bare ASGI", "FastAPI", "FastAPI, a thread"
 FUTURE, FUTURE_TUNED = "FastAPI, a future", "FastAPI, a future, tuned"
-UNTUNED, OURS, LEAN, IN_PROCESS = "ours untuned", "ours", "ours lean", "ours without HTTP"
+UNTUNED, OURS, IN_PROCESS = "ours untuned", "ours", "ours without HTTP"
+BY_JSON = "ours by JsonEndpoint"
 BATCHED, LITSERVE, BENTOML = "batched.aio", "LitServe", "BentoML"
 MOSEC, MOSEC_SHORT = "Mosec", "Mosec, short queue"
 SYSTEMS = {
@@ -117,7 +117,7 @@ SYSTEMS = {
     IN_PROCESS: System("no server"),
     UNTUNED: System("http_servers.ours", "untuned"),
     OURS: System("http_servers.ours"),
-    LEAN: System("http_servers.ours", "lean"),
+    BY_JSON: System("http_servers.ours", "json"),
     "fast_dynamic_batcher": System("http_servers.fast_dynamic_batcher", "", "fast_dynamic_batcher"),
     BATCHED: System("http_servers.batched_aio", "", "batched"),
     LITSERVE: System("http_servers.litserve", "", "litserve", _PLAIN),
@@ -126,8 +126,6 @@ SYSTEMS = {
     MOSEC_SHORT: System("http_servers.mosec", "short queue", "mosec", _MOSEC),
     "Ray Serve": System("http_servers.ray_serve", "", "ray_serve", _PLAIN),
 }
-if not hasattr(fast_batcher.fastapi, "lean"):
-    del SYSTEMS[LEAN]
 ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS, MOSEC_SHORT}
 BATCHERS = ECHOES - {BARE, FASTAPI, FUTURE, FUTURE_TUNED}
 READERS = {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC}
@@ -186,8 +184,8 @@ def plan(systems: Collection[str], scenarios: Collection[str], seconds: float) -
 _FEW, _LARGE, _KILL = "echo, 32 connections", "bodies, 16 connections", "kill, 128 connections"
 # A load, a system, what is judged of it, and its bar.
 BARS: tuple[tuple[str, str, str | Compared, dict[str, float]], ...] = (
-    (_FEW, LEAN, Compared(CPU, BARE), {"at_most": 2.0}),
-    (_FEW, LEAN, Compared(CPU, OURS), {"at_most": 0.45}),
+    (_FEW, BY_JSON, Compared(CPU, OURS), {"at_most": 0.6}),
+    (_FEW, BY_JSON, Compared(CPU, FASTAPI), {"at_most": 1.0}),
     (_FEW, OURS, Compared(CPU, FUTURE_TUNED), {"at_most": 1.15}),
     (_FEW, OURS, Compared(P99, UNTUNED), {"at_most": 0.35}),
     ("echo, 256 connections", OURS, OVER_P50, {"at_most": 1.5}),

@@ -370,6 +370,4 @@ def test_every_bar_over_http_is_about_what_is_measured() -> None:
     ]
     found = http.verdicts(runs, tables)
     assert len(found) == len(http.BARS)
-    missing = [verdict.claim for verdict in found if verdict.measured is None]
-    # Until there is a lean route.
-    assert [claim for claim in missing if http.LEAN not in claim] == []
+    assert [verdict.claim for verdict in found if verdict.measured is None] == []

@@ -781,7 +781,7 @@ def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("app", ["app", "wrapped", "short"])
+@pytest.mark.parametrize("app", ["app", "wrapped", "by_json"])
 def test_clients_that_go_away_are_forgotten_queued_or_running(
     serve: Callable[..., Server], gate: Gate, app: str
 ) -> None:

@@ -93,7 +93,7 @@ def test_the_import_paths_of_fast_dynamic_batcher_bring_one_name(module: str, na
 
 def test_what_the_fastapi_package_offers_can_be_imported_from_it() -> None:
     package = importlib.import_module("fast_batcher.fastapi")
-    assert {"LeanRoute", "cancel_on_disconnect", "lean", "read_array"} < set(package.__all__)
+    assert {"JsonEndpoint", "cancel_on_disconnect", "read_array"} < set(package.__all__)
     assert all(hasattr(package, name) for name in package.__all__)
 
 

@@ -1,16 +1,17 @@
 """fast_batcher in a FastAPI app, as its documentation has it. Runs under uvicorn.
 
-Variants: ""; "untuned" leaves the garbage collector alone; "lean" has the lean route.
+Variants: ""; "untuned" leaves the garbage collector alone; "json" has a `JsonEndpoint`.
 """
 
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
+from starlette.routing import Route
 
 import fast_batcher.fastapi
 from benchmarks import http_servers
-from benchmarks.http_servers.fastapi_app import JOB, add_endpoint
+from benchmarks.http_servers.fastapi_app import JOB, Text, add_endpoint
 from fast_batcher import DynBatcher, InferenceModel
 
 
@@ -26,6 +27,13 @@ async def read_pixels(request: Request) -> Any:
 batcher: DynBatcher[Any, Any] = DynBatcher(Model, JOB.max_batch_size, max_latency=JOB.limit)
 app = FastAPI(lifespan=partial(batcher.lifespan, freeze_gc=JOB.variant != "untuned"))
 fast_batcher.fastapi.install_exception_handlers(app)
-if JOB.variant == "lean":
-    vars(fast_batcher.fastapi)["lean"](app)
-add_endpoint(app, batcher.process_batched, read_pixels)
+if JOB.variant == "json" and not JOB.shape:
+
+    async def predict(body: Text) -> Text:
+        """Answer one text."""
+        return Text(text=await batcher.process_batched(body.text))
+
+    endpoint = fast_batcher.fastapi.JsonEndpoint(predict)
+    app.router.routes.append(Route("/predict", endpoint, methods=["POST"]))
+else:
+    add_endpoint(app, batcher.process_batched, read_pixels)

@@ -5,8 +5,7 @@
     bodies          bodies that are read within limits of bytes and time
     errors          one table from errors to HTTP statuses, for answers and for OpenAPI
     health          the two routes for a supervisor's probes
-    lean_route      ordinary endpoints at nearly the price of bare ASGI
-    lean_endpoint   how one of them is served
+    json_endpoint   JSON endpoints without FastAPI's request handling
 
 Nothing inside the library imports this package; only it knows FastAPI or an HTTP status.
 """
@@ -38,7 +37,7 @@ from fast_batcher.fastapi.errors import (
     install_exception_handlers,
 )
 from fast_batcher.fastapi.health import BROKEN_TIMEOUT, health_router
-from fast_batcher.fastapi.lean_route import LeanRoute, lean
+from fast_batcher.fastapi.json_endpoint import JsonEndpoint
 from fast_batcher.fastapi.lifespan import combine_lifespans
 
 __all__ = [
@@ -50,7 +49,7 @@ __all__ = [
     "ArrayResponse",
     "BodyError",
     "ErrorBody",
-    "LeanRoute",
+    "JsonEndpoint",
     "LimitBody",
     "cancel_on_disconnect",
     "combine_lifespans",
@@ -58,7 +57,6 @@ __all__ = [
     "error_responses",
     "health_router",
     "install_exception_handlers",
-    "lean",
     "read_array",
     "read_body",
     "request_timeout",

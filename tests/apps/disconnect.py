@@ -1,14 +1,19 @@
-"""Endpoints that end with their clients: plain, behind a middleware, and lean."""
+"""Endpoints that end with their clients: plain, behind a middleware, and as `JsonEndpoint`."""
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from apps.models import Gated
 from fast_batcher import DynBatcher
-from fast_batcher.fastapi import cancel_on_disconnect, install_exception_handlers, lean
+from fast_batcher.fastapi import (
+    JsonEndpoint,
+    cancel_on_disconnect,
+    install_exception_handlers,
+)
 
 batcher = DynBatcher(Gated)
 
@@ -26,13 +31,14 @@ class Middleware(BaseHTTPMiddleware):
         return await call_next(request)
 
 
+async def pass_gate(body: Body) -> int:
+    return await batcher.process_batched(body.gate)
+
+
 def make_app() -> FastAPI:
     app = FastAPI(lifespan=batcher.lifespan)
     install_exception_handlers(app)
-
-    @app.post("/pass", dependencies=[cancel_on_disconnect])
-    async def pass_gate(body: Body) -> int:
-        return await batcher.process_batched(body.gate)
+    app.post("/pass", dependencies=[cancel_on_disconnect])(pass_gate)
 
     @app.get("/stats")
     async def stats() -> dict[str, int]:
@@ -46,5 +52,7 @@ def make_app() -> FastAPI:
 app = make_app()
 wrapped = make_app()
 wrapped.add_middleware(Middleware)
-short = make_app()
-lean(short)
+by_json = make_app()
+by_json.router.routes.insert(
+    0, Route("/pass", JsonEndpoint(pass_gate, cancel_on_disconnect=True), methods=["POST"])
+)

@@ -11,7 +11,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, assert_type
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
+from starlette.routing import Route
 
 import fast_batcher
 from fast_batcher import BatcherStats, DynBatcher, InferenceModel
@@ -23,7 +24,7 @@ from fast_batcher.errors import (
     OutputMismatchError,
     QueueFullError,
 )
-from fast_batcher.fastapi import LeanRoute, lean
+from fast_batcher.fastapi import JsonEndpoint
 from fast_batcher.inference_template import InferenceModel as InferenceModelByOtherPath
 from fast_batcher.settings import BatcherOptions
 
@@ -221,9 +222,15 @@ FastAPI(lifespan=everything.lifespan)
 FastAPI(lifespan=batcher)  # type: ignore[arg-type]
 
 app = FastAPI()
-lean(app)
-lean("app")  # type: ignore[arg-type]
-app.include_router(APIRouter(route_class=LeanRoute))
+
+
+async def shout(body: str) -> int:
+    return await batcher.process_batched(body)
+
+
+app.router.routes.append(Route("/shout", JsonEndpoint(shout), methods=["POST"]))
+JsonEndpoint(shout, cancel_on_disconnect=True)
+JsonEndpoint(len)  # type: ignore[arg-type]
 assert_type(batcher.lifespan(app), AbstractAsyncContextManager[None])
 assert_type(batcher.lifespan(wait_ready=False), Callable[[Any], AbstractAsyncContextManager[None]])
 

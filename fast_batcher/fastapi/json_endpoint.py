@@ -1,0 +1,204 @@
+"""JSON endpoints without FastAPI's request handling. Runs in the API process, on its event loop.
+
+FastAPI spends most of a small request's CPU time on dependencies, parameters and response models.
+`JsonEndpoint` does without them, and says so: it is an ASGI application on an ordinary route, which
+every middleware, body limit and exception handler of the app sees.
+"""
+
+import inspect
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from typing import Annotated, Any, get_args, get_origin
+
+from fastapi import APIRouter, params
+from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
+
+from fast_batcher.errors import ConfigurationError
+from fast_batcher.fastapi.bodies import client_has_gone
+from fast_batcher.fastapi.disconnects import EndedByDisconnect
+
+
+class JsonEndpoint:
+    """An ASGI application that answers one JSON body with another.
+
+    `app.router.add_route("/predict", JsonEndpoint(predict), methods=["POST"])`, where `predict` is
+    `async def predict(body: In) -> Out`. The body is validated as `In` and the result is written as
+    `Out`, by Pydantic. An invalid body raises `RequestValidationError`; that and every other
+    exception goes to the app's own exception handlers.
+
+    It runs no dependencies and is not in OpenAPI. So that no guard is left out, a request fails
+    with a `ConfigurationError` where the app has `dependencies=`, and where the route is not one of
+    the app's own: the dependencies of an included router cannot be seen from here.
+
+    Args:
+        predict: A coroutine function of one parameter, the body, with annotations of its parameter
+            and its result.
+        cancel_on_disconnect: Whether `predict` is cancelled when its client goes away; logs and
+            metrics then see status 499.
+
+    Raises:
+        ConfigurationError: `predict` has other parameters, no annotations, or annotations that
+            Pydantic cannot validate; or FastAPI is older than 0.137 and does not keep included
+            routers apart from the app.
+    """
+
+    def __init__(
+        self, predict: Callable[[Any], Awaitable[Any]], *, cancel_on_disconnect: bool = False
+    ) -> None:
+        if _router_copies_included_routes():
+            raise ConfigurationError(
+                "JsonEndpoint needs FastAPI 0.137 or newer: older versions drop the dependencies "
+                "of an included router for this route; upgrade, or use @app.post"
+            )
+        self._predict = predict
+        body, result = _read_annotations(predict)
+        self._reader, self._writer = _make_adapter(predict, body), _make_adapter(predict, result)
+        self._ends_by_disconnect = cancel_on_disconnect
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        self._refuse_dependencies(scope)
+        request = Request(scope, receive)
+        body = self._validate(await _read_json(request))
+        async with EndedByDisconnect(receive) if self._ends_by_disconnect else nullcontext():
+            result = await self._predict(body)
+        # A result of another type is an error: it may hold fields that `Out` leaves out.
+        content = self._writer.dump_json(result, by_alias=True, warnings="error")
+        await Response(content, media_type="application/json")(scope, receive, send)
+
+    def _refuse_dependencies(self, scope: Scope) -> None:
+        """Make sure that no dependency is declared for the route of a request.
+
+        Raises:
+            ConfigurationError: The app has some, or the route may have.
+        """
+        router = scope["app"].router
+        if getattr(router, "dependencies", ()):
+            raise ConfigurationError(
+                f"JsonEndpoint({_name(self._predict)}) runs no dependencies, and the app has "
+                "dependencies=: declare them on the routers that need them, or use @app.post"
+            )
+        own = (one for one in router.routes if isinstance(one, Route) and one.endpoint is self)
+        if any(route.matches(scope)[0] is Match.FULL for route in own):
+            return
+        raise ConfigurationError(
+            f"JsonEndpoint({_name(self._predict)}) runs no dependencies, so it serves only a route "
+            "of the app itself, not of an included router: app.router.add_route(path, endpoint)"
+        )
+
+    def _validate(self, content: bytes) -> Any:
+        """Return the body that a client has sent.
+
+        Raises:
+            RequestValidationError: It is none.
+        """
+        try:
+            return self._reader.validate_json(content)
+        except ValidationError as error:
+            raise _make_request_error(error, content) from None
+
+
+async def _read_json(request: Request) -> bytes:
+    """Read a body that its client declares to be JSON.
+
+    Raises:
+        HTTPException: 415 if it is declared to be anything else, which a page of another site may
+            send with the user's cookies; 499 if the client went away before the end.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise HTTPException(415, "the body must be JSON: send Content-Type: application/json")
+    try:
+        return await request.body()
+    except ClientDisconnect:
+        raise client_has_gone() from None
+
+
+def _make_request_error(error: ValidationError, content: bytes) -> RequestValidationError:
+    """Describe an invalid body as FastAPI does: its errors are below "body"."""
+    details = error.errors(include_url=False)
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        body = content.decode(errors="replace")
+        for one in details:
+            one["input"] = {}  # otherwise the whole body
+    found = [{**one, "loc": ("body", *one["loc"])} for one in details]
+    return RequestValidationError(found, body=body)
+
+
+def _read_annotations(predict: Callable[[Any], Awaitable[Any]]) -> tuple[Any, Any]:
+    """Return the types of the body and of the result of an endpoint.
+
+    Raises:
+        ConfigurationError: It has more than these, or less.
+    """
+    shape = "async def predict(body: In) -> Out"
+    if not inspect.iscoroutinefunction(predict):
+        raise ConfigurationError(f"JsonEndpoint({_name(predict)}): write {shape}")
+    try:
+        signature = inspect.signature(predict, eval_str=True)
+    except NameError as error:
+        raise ConfigurationError(
+            f"JsonEndpoint({_name(predict)}): {error}: its annotations must be names of its module"
+        ) from error
+    found = list(signature.parameters.values())
+    if (
+        len(found) != 1
+        or found[0].kind not in _BY_POSITION
+        or found[0].default is not found[0].empty
+    ):
+        raise ConfigurationError(
+            f"JsonEndpoint({_name(predict)}): parameters {signature}: it takes the body alone, "
+            f"without a default, and runs no dependencies: write {shape}, or use @app.post"
+        )
+    annotations = found[0].annotation, signature.return_annotation
+    if signature.empty in annotations:
+        raise ConfigurationError(
+            f"JsonEndpoint({_name(predict)}): annotate the body and the result: write {shape}"
+        )
+    for annotation in annotations:
+        if get_origin(annotation) is Annotated and any(
+            isinstance(one, params.Depends | params.Param | params.Body)
+            for one in get_args(annotation)[1:]
+        ):
+            raise ConfigurationError(
+                f"JsonEndpoint({_name(predict)}): {annotation}: it does not do what FastAPI's "
+                "Depends, Query, Header or Body say: use @app.post"
+            )
+    return annotations
+
+
+def _make_adapter(predict: object, annotation: Any) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(annotation)
+    except PydanticUserError as error:
+        raise ConfigurationError(
+            f"JsonEndpoint({_name(predict)}): {annotation!r:.100}: not a type of JSON values: "
+            f"{error}"
+        ) from error
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _router_copies_included_routes() -> bool:
+    """Say whether this FastAPI keeps no trace of the router that a route was included from."""
+    inner, outer = APIRouter(), APIRouter()
+    inner.routes.append(Route("/", _router_copies_included_routes))
+    outer.include_router(inner)
+    return any(isinstance(route, Route) for route in outer.routes)
+
+
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
