@@ -4,14 +4,18 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
+# The version that the `fastapi` extra asks for, and the tests that run with it.
+OLDEST_FASTAPI := $(shell sed -n 's/^fastapi = \["fastapi>=\(.*\)"\]/\1/p' pyproject.toml)
+FASTAPI_TESTS := tests/test_fastapi.py tests/test_bodies.py tests/test_disconnects.py tests/test_json_endpoint.py
 # Tests that run side by side. Most of them wait for a process half of their time.
 JOBS ?= 2
 
-.PHONY: help install fix check test test-fast cov demo bench-setup bench bench-all soak publish clean
+.PHONY: help install fix check test test-oldest test-fast cov demo bench-setup bench bench-all soak publish clean
 
 help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched, one table'
 	@echo 'make test         formatting, lint and every test'
+	@echo 'make test-oldest  the tests of the FastAPI integration with the oldest version supported'
 	@echo 'make test-fast    the tests that take no processes or models, in seconds'
 	@echo 'make fix          format and mend what can be mended'
 	@echo 'make cov          every test with branch coverage, child processes included'
@@ -32,6 +36,15 @@ install: .venv/installed
 	$(BIN)/pip install --disable-pip-version-check --no-compile -e '.[dev]'
 	touch $@
 
+# All that .venv has, but for FastAPI and what it needs.
+.venv-oldest/installed: .venv/installed
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --disable-pip-version-check --no-compile \
+		'fastapi==$(OLDEST_FASTAPI).*' httpx
+	.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(.venv-oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/others.pth"
+	touch $@
+
 fix: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -45,6 +58,11 @@ check: install
 # Neighbours stay together, so that what a module's tests share is made once and not once per job.
 test: check
 	$(PYTEST) --numprocesses $(JOBS) --dist worksteal
+
+# Old versions use what newer ones of their own requirements warn about.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest --numprocesses $(JOBS) --override-ini filterwarnings=default \
+		$(FASTAPI_TESTS)
 
 test-fast: install
 	$(PYTEST) -m 'not slow'
@@ -89,5 +107,5 @@ publish: install
 	$(BIN)/python -m benchmarks.publish
 
 clean:
-	rm -rf .venv .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	rm -rf .venv .venv-oldest .venv-peers .coverage* .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

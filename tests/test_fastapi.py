@@ -19,6 +19,7 @@ from apps.models import BreaksOnLoad, Echo, Gated, Raises, TooDarkError
 from fastapi import Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
+from fastapi_versions import needs_included_routers
 from servers import (
     LIMIT,
     Gate,
@@ -781,12 +782,19 @@ def test_plain_uvicorn_shows_each_failure_once_with_its_traceback(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("app", ["app", "wrapped", "by_json"])
+@pytest.mark.parametrize(
+    "app",
+    [
+        "disconnect:app",
+        "disconnect:wrapped",
+        pytest.param("json_disconnect:app", marks=needs_included_routers),
+    ],
+)
 def test_clients_that_go_away_are_forgotten_queued_or_running(
     serve: Callable[..., Server], gate: Gate, app: str
 ) -> None:
     """Faults F43 and F44."""
-    server = serve(f"apps.disconnect:{app}")
+    server = serve(f"apps.{app}")
     url = server.url()
     running = post_and_stay(url, "/pass", gate.port)
     gate.wait_for_visitor()

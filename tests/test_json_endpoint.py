@@ -9,6 +9,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, HTTPException, Query, Req
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.testclient import TestClient
+from fastapi_versions import needs_included_routers
 from pydantic import BaseModel, Field
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.routing import Mount, Route, Router
@@ -17,11 +18,7 @@ from fast_batcher import DynBatcher, InferenceModel
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.fastapi import JsonEndpoint, install_exception_handlers
 
-try:
-    JsonEndpoint(None)  # type: ignore[arg-type]
-except ConfigurationError as error:
-    # The oldest versions are tested, too; there this class refuses to be used.
-    pytestmark = pytest.mark.skipif("needs FastAPI" in str(error), reason=str(error))
+pytestmark = needs_included_routers
 
 
 class Item(BaseModel):

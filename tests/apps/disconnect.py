@@ -1,19 +1,14 @@
-"""Endpoints that end with their clients: plain, behind a middleware, and as `JsonEndpoint`."""
+"""Endpoints that end with their clients: plain and behind a middleware."""
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from apps.models import Gated
 from fast_batcher import DynBatcher
-from fast_batcher.fastapi import (
-    JsonEndpoint,
-    cancel_on_disconnect,
-    install_exception_handlers,
-)
+from fast_batcher.fastapi import cancel_on_disconnect, install_exception_handlers
 
 batcher = DynBatcher(Gated)
 
@@ -52,7 +47,3 @@ def make_app() -> FastAPI:
 app = make_app()
 wrapped = make_app()
 wrapped.add_middleware(Middleware)
-by_json = make_app()
-by_json.router.routes.insert(
-    0, Route("/pass", JsonEndpoint(pass_gate, cancel_on_disconnect=True), methods=["POST"])
-)
