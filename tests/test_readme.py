@@ -174,7 +174,7 @@ def test_the_wheel_has_the_package_and_nothing_else_of_the_checkout(
 
 def test_the_first_command_serves_the_first_program() -> None:
     (install, start) = blocks(README, "console")[0].splitlines()
-    assert install == "pip install 'fast_batcher[fastapi]' uvicorn"
+    assert install == "pip install '.[fastapi]' uvicorn"
     assert start == f"uvicorn {APPS[0]}"
     assert next(iter(SAVED)) == f"{APPS[0].partition(':')[0]}.py"
     assert SAVED["app.py"] == PROGRAMS[0]
@@ -191,15 +191,21 @@ def test_an_installed_package_serves_each_app(app: str, installed: str, saved: P
             pixels = np.full((3, 224, 224), 0.5, "<f4").tobytes()
             assert client.post("/brightness", content=pixels).json() == 0.5
             assert client.post("/mean-byte", content=bytes([3]) * 100_000).json() == 3
+            assert client.post("/brightness", content=pixels[1:]).status_code == 422
         elif app == "rows:app":
             answer = client.post("/embed", json={"text": "hello"})
             assert answer.json() == {"embedding": [1.0] * 384}
+            assert client.post("/embed", json={"text": 5}).status_code == 422
         elif app == "short:app":
-            for _ in range(2):  # the first request of a path is FastAPI's, the second is not
-                answer = client.post("/shout", json={"text": "hello"})
-                assert answer.json() == {"text": "HELLO!"}
+            answer = client.post("/shout", json={"text": "hello"})
+            assert answer.json() == {"text": "HELLO!"}
+            assert client.post("/shout", json={"text": 5}).status_code == 422
         else:
             assert client.get("/shout/hello").json() == "HELLO!"
+        if app == "shared:app":
+            answer = client.get("/shout/hello", headers={"X-Request-Timeout": "1e-9"})
+            assert answer.json()["code"].startswith("deadline")
+            assert answer.status_code in (503, 504)
         if app == "service:app":
             assert client.get("/livez").json() == {"status": "alive"}
             assert client.get("/readyz").json()["status"] == "ready"

@@ -10,7 +10,7 @@ from fast_batcher.encoding import to_json
 class ArrayResponse(Response):
     """A JSON answer that may hold NumPy arrays and tensors: `return ArrayResponse({"row": row})`.
 
-    Needs `pip install 'fast_batcher[json]'`. FastAPI sends it as it is, so what the endpoint
+    Needs the extra `json`, which is orjson. FastAPI sends it as it is, so what the endpoint
     declares as its response model is documented, and not checked.
 
     Args:
