@@ -41,7 +41,7 @@ from fast_batcher.errors import (
     NotReadyError,
 )
 from fast_batcher.model import InferenceModel, InputT, OutputT
-from fast_batcher.model_spec import check_model, find_cost
+from fast_batcher.model_spec import check_model, find_cost, warn_about_hooks
 from fast_batcher.settings import (
     BatcherOptions,
     PolicyName,
@@ -146,6 +146,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
         self.name = self._model.name if name is None else name
         warn_about_workers(num_workers)
+        warn_about_hooks(model)
         self._status = Status(self.name, Counters())
         # What lives from one opening to the next end; the last one that there was, if it has ended.
         self._session: Session | None = None
@@ -244,6 +245,11 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Cancellation: safe at any time; all of them are abandoned.
         """
+        if isinstance(values, str | bytes):  # whose items are letters and numbers
+            raise ConfigurationError(
+                f"process_many: values is of type {type(values).__name__}: give a list of inputs; "
+                "process_batched takes one input"
+            )
         return await process_many(
             self._find_session, values, self._settings, timeout=timeout, priority=priority
         )

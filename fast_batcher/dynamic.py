@@ -5,7 +5,7 @@ from event loops alone, and `DynBatcher` for models that need a worker process.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Generic, Self, TypeVar, Unpack, overload
+from typing import Any, Generic, Protocol, Self, TypeVar, Unpack, overload
 
 from fast_batcher._local.decorated import Decorated, decorate, mark_async
 from fast_batcher._local.settings import ThreadOptions
@@ -14,6 +14,8 @@ InT = TypeVar("InT")
 OutT = TypeVar("OutT")
 # What a decorated function returns: a sequence, or a coroutine that gives one.
 Outputs = Sequence[OutT] | Awaitable[Sequence[OutT]]
+# A function of a list, or a method of one.
+ListFunction = Callable[[list[InT]], Outputs[OutT]] | Callable[[Any, list[InT]], Outputs[OutT]]
 
 
 class BatchedFunction(Decorated, Generic[InT, OutT]):
@@ -76,12 +78,17 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         self.shutdown()
 
 
+class ThreadDecorator(Protocol):
+    """The type of `fast_batcher.dynamically` with options."""
+
+    @overload
+    def __call__(self, func: ListFunction[InT, OutT], /) -> BatchedFunction[InT, OutT]: ...
+    @overload
+    def __call__(self, func: Callable[..., Any], /) -> BatchedFunction[Any, Any]: ...
+
+
 @overload
-def dynamically(func: Callable[[list[InT]], Outputs[OutT]], /) -> BatchedFunction[InT, OutT]: ...
-@overload
-def dynamically(
-    func: Callable[[Any, list[InT]], Outputs[OutT]], /
-) -> BatchedFunction[InT, OutT]: ...
+def dynamically(func: ListFunction[InT, OutT], /) -> BatchedFunction[InT, OutT]: ...
 @overload
 def dynamically(func: Callable[..., Any], /) -> BatchedFunction[Any, Any]: ...
 @overload
@@ -92,7 +99,7 @@ def dynamically(
     timeout_ms: float = 5.0,
     small_batch_threshold: int = 8,
     **options: Unpack[ThreadOptions],
-) -> Callable[[Callable[..., Any]], BatchedFunction[Any, Any]]: ...
+) -> ThreadDecorator: ...
 def dynamically(
     func: Any = None,
     /,

@@ -51,11 +51,15 @@ def to_base64(array: Any) -> str:
         ASCII.
 
     Raises:
+        TypeError: It has complex numbers, dates, texts or objects.
         ModuleNotFoundError: NumPy is not installed.
     """
     import numpy as np
 
-    return base64.b64encode(np.asarray(_to_array(array), "<f4").tobytes()).decode("ascii")
+    numbers = np.asarray(_to_array(array))
+    if not np.can_cast(numbers.dtype, "<f4", "same_kind"):
+        raise TypeError(f"to_base64: array has dtype {numbers.dtype}; give real numbers")
+    return base64.b64encode(numbers.astype("<f4").tobytes()).decode("ascii")
 
 
 def _to_array(value: Any) -> Any:

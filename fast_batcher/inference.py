@@ -3,20 +3,27 @@
 The function runs in a thread of this process.
 """
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Unpack, overload
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol, Unpack, overload
 
 from fast_batcher._local.decorated import decorate, mark_async
 from fast_batcher._local.settings import InferenceOptions
-from fast_batcher.dynamic import BatchedFunction
+from fast_batcher.dynamic import BatchedFunction, OutT
+
+# What a list becomes depends on its entries: of numbers an array, of texts a list.
+ReturnsList = Callable[..., list[Any] | Awaitable[list[Any]]]
 
 
-class BatchedInference(BatchedFunction[Any, Any]):
+class BatchedInference(BatchedFunction[Any, OutT]):
     """A function of features whose calls are batched, in a thread."""
 
     option_names = InferenceOptions.__optional_keys__
     has_features = True
 
+    @overload  # type: ignore[override]  # it takes no list of items
+    def __call__(self, features: Mapping[str, Any], /) -> OutT: ...
+    @overload
+    def __call__(self, **features: Any) -> OutT: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Wait in this thread for the outputs of a batch of rows.
 
@@ -33,6 +40,10 @@ class BatchedInference(BatchedFunction[Any, Any]):
         """
         return self._call(args, kwargs)
 
+    @overload  # type: ignore[override]  # it takes no list of items
+    def acall(self, features: Mapping[str, Any], /) -> Coroutine[Any, Any, OutT]: ...
+    @overload
+    def acall(self, **features: Any) -> Coroutine[Any, Any, OutT]: ...
     @mark_async
     def acall(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Await the outputs of a batch of rows, on any event loop.
@@ -42,8 +53,23 @@ class BatchedInference(BatchedFunction[Any, Any]):
         return self._acall(args, kwargs)
 
 
+class InferenceDecorator(Protocol):
+    """The type of `fast_batcher.inference.dynamically` with options."""
+
+    @overload
+    def __call__(self, func: ReturnsList, /) -> BatchedInference[Any]: ...
+    @overload
+    def __call__(self, func: Callable[..., Awaitable[OutT]], /) -> BatchedInference[OutT]: ...
+    @overload
+    def __call__(self, func: Callable[..., OutT], /) -> BatchedInference[OutT]: ...
+
+
 @overload
-def dynamically(func: Callable[..., Any], /) -> BatchedInference: ...
+def dynamically(func: ReturnsList, /) -> BatchedInference[Any]: ...
+@overload
+def dynamically(func: Callable[..., Awaitable[OutT]], /) -> BatchedInference[OutT]: ...
+@overload
+def dynamically(func: Callable[..., OutT], /) -> BatchedInference[OutT]: ...
 @overload
 def dynamically(
     func: None = None,
@@ -53,7 +79,7 @@ def dynamically(
     timeout_ms: float = 5.0,
     small_batch_threshold: int = 8,
     **options: Unpack[InferenceOptions],
-) -> Callable[[Callable[..., Any]], BatchedInference]: ...
+) -> InferenceDecorator: ...
 def dynamically(
     func: Any = None,
     /,

@@ -9,12 +9,15 @@ import os
 import pickle
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._suggestions import find_misspelt
 from fast_batcher.errors import ConfigurationError
+from fast_batcher.model import InferenceModel
 
 # The error for a class or function of a `__main__` that no worker can import.
 NOT_IN_WORKER = (
@@ -23,6 +26,8 @@ NOT_IN_WORKER = (
     "another .py file and import it from there"
 )
 
+# What a model may have besides `infer`.
+_HOOKS = ("warmup_inputs", "close", "cost", "collation")
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -109,6 +114,26 @@ def find_model_fault(model: type) -> str | None:
             "Collation.pad()"
         )
     return _find_arity_fault(model, infer)
+
+
+def warn_about_hooks(model: object) -> None:
+    """Warn of what looks like a misspelt hook of a class, at the line that constructs the batcher.
+
+    Args:
+        model: A class, or a text, about which the worker warns when it has imported the class.
+    """
+    if not isinstance(model, type):
+        return
+    classes = [one for one in model.__mro__ if one is not InferenceModel]
+    own = {name for one in classes for name in vars(one)}
+    names = sorted(name for name in own if name[0] != "_")
+    for name, hook in find_misspelt(names, set(_HOOKS) - own):
+        warnings.warn(
+            f"{model.__qualname__}.{name} looks like {hook}, which the library uses, and is not "
+            "used; rename it, or let its name begin with an underscore",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def is_main_importable() -> bool:

@@ -11,11 +11,11 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from math import inf
 from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
+from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import ConfigurationError
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
@@ -330,8 +330,7 @@ def reject_unknown_options(given: Iterable[str]) -> None:
     for name in given:
         if name not in BatcherOptions.__annotations__:
             known = [*(field.name for field in fields(Settings)), "model_args", "model_kwargs"]
-            near = get_close_matches(name, known, n=1)
-            hint = f". Did you mean {near[0]!r}?" if near else ""
+            hint = suggest_parameter(name, known)
             raise TypeError(f"DynBatcher() got an unexpected keyword argument {name!r}{hint}")
 
 

@@ -406,7 +406,7 @@ async def test_none_is_cached_and_an_error_is_not() -> None:
     memory = Memory()
     calls: list[list[int]] = []
 
-    async def nothing(items: list[int]) -> list[None]:
+    async def nothing(items: list[int]) -> list[int | None]:
         calls.append(items)
         if 0 in items:
             raise ValueError("bad")

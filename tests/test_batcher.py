@@ -630,6 +630,14 @@ async def test_many_come_back_in_order_and_nothing_is_an_empty_list() -> None:
         assert assert_balance(batcher).rejected == 0
 
 
+@pytest.mark.parametrize("text", ["abc", b"abc"])
+async def test_one_text_is_not_many_inputs(text: Any) -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher(Echo)
+    with pytest.raises(ConfigurationError, match=r"values is of type .*: give a list of inputs"):
+        await batcher.process_many(text)
+    await batcher.aclose()
+
+
 async def test_other_callers_get_their_turns_between_many(gate: Gate) -> None:
     size = 4
     async with DynBatcher(Gated, size, model_args=(gate.path,)) as batcher:

@@ -449,7 +449,7 @@ BROKEN: dict[str, tuple[Any, tuple[str, ...], str, str]] = {
     "killed": (ExitsOnLoad, ("killed",), "signal 9 (SIGKILL, possibly out of memory) before", ""),
     "segfault": (ExitsOnLoad, ("segfault",), "signal 11 (SIGSEGV) before", ""),
     "warm-up, too few outputs": (WarmsUpBadly, (), "during warm-up", ""),
-    "warm-up raises": (RaisesOnWarmUp, (), "ValueError: too cold", ""),
+    "warm-up raises": (RaisesOnWarmUp, (), "during warm-up", "too cold"),
     "no arguments": (
         NeedsArguments,
         (),
@@ -1015,6 +1015,30 @@ def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start
     status, stderr = running.finish()
     assert status != 0
     assert "if __name__ == '__main__':" in stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_while_it_loads_is_not_blamed_on_the_guard(program: Start) -> None:
+    running = program(
+        """
+        async def main():
+            await DynBatcher(sample_models.ExitsOnLoad, model_args=("killed",)).open()
+
+        asyncio.run(main())
+        """
+    )
+    status, stderr = running.finish()
+    assert status != 0
+    assert "signal 9" in stderr
+    assert "__main__" not in stderr
+
+
+@pytest.mark.slow
+def test_a_batcher_that_a_script_has_not_opened_says_how_to_open_it(program: Start) -> None:
+    status, stderr = program("DynBatcher(sample_models.Echo).submit(1)").finish()
+    assert status != 0
+    assert "`async with batcher` or `await batcher.open()` opens it" in stderr
+    assert "FastAPI" not in stderr
 
 
 @pytest.mark.slow

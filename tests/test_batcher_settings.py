@@ -285,13 +285,23 @@ def test_the_second_argument_is_max_batch_size_and_the_third_max_delay() -> None
     ("name", "hint"),
     [
         ("drain_timout", ". Did you mean 'drain_timeout'?"),
+        ("max_dealy", ". Did you mean 'max_delay'?"),
         ("max_batchsize", ". Did you mean 'max_batch_size'?"),
-        ("timeout_ms", ". Did you mean 'timeout'?"),
+        ("start_timeout_ms", ". Did you mean 'start_timeout', in seconds?"),
+        ("max_batch_costs", ". Did you mean 'max_batch_cost'?"),
+        # Other libraries' names get what they mean, not what they look like.
+        ("timeout_ms", ". Did you mean 'timeout', in seconds?"),
+        ("max_wait_ms", ". Did you mean 'max_delay', in seconds?"),
+        ("batch_timeout", ". Did you mean 'max_delay'?"),
+        ("max_latency_ms", ". Did you mean 'max_latency', in seconds?"),
+        ("batch_size", ". Did you mean 'max_batch_size'?"),
+        ("workers_per_device", ". Did you mean 'num_workers'?"),
+        ("queue_size", ". Did you mean 'max_queue_size'?"),
         ("model_arg", ". Did you mean 'model_args'?"),
         ("colour", ""),
     ],
 )
-def test_an_unknown_option_is_a_type_error_with_the_nearest_name(name: str, hint: str) -> None:
+def test_an_unknown_option_is_a_type_error_with_the_nearest_meaning(name: str, hint: str) -> None:
     with pytest.raises(TypeError) as caught:
         construct(**{name: 1})
     message = f"DynBatcher() got an unexpected keyword argument '{name}'{hint}"

@@ -423,11 +423,19 @@ def test_a_size_that_cannot_be_found_is_refused_unread(
             ((2,), "S0"),
             ((2,), "f4,O"),
             ((0, 10**30), "f4"),
+            ("2", "f4"),
+            (b"12", "f4"),
+            ((2.0,), "f4"),
+            (None, "f4"),
+            (((2,), 3), "f4"),
         ],
         ((1,) * 65, "u1"),
+        # NumPy has six types of errors for what is no dtype.
+        *[(2, dtype) for dtype in ("f3", ",", "\ud800", "(9999999999,)f4", 1.5, [("a",)])],
+        (2, {"names": ["a"], "formats": ["f4"], "itemsize": 10**30}),
     ],
 )
-def test_what_is_no_array_of_numbers_is_refused(shape: tuple[int, ...], dtype: Any) -> None:
+def test_what_is_no_array_of_numbers_is_refused(shape: Any, dtype: Any) -> None:
     with pytest.raises(ConfigurationError, match="read_array"):
         read_as_array(Sent(b""), shape, dtype)
 
@@ -437,6 +445,7 @@ def test_what_is_no_array_of_numbers_is_refused(shape: tuple[int, ...], dtype: A
     [
         ((31,), None, 413),
         ((2**62, 2**62), None, 413),
+        ((10**4000, 10**4000), None, 413),
         ((24,), "23", 422),
         ((24,), "30", 422),
         ((24,), "31", 413),

@@ -63,6 +63,15 @@ def test_base64_is_float32_with_the_least_significant_byte_first(numbers: Any) -
     assert base64.b64decode(to_base64(numbers)) == b"\0\0\x80?\0\0 @"
 
 
+@pytest.mark.parametrize(
+    "numbers",
+    [[1j], np.ones(1, "M8[s]"), np.ones(1, "m8[s]"), ["1"], [None], torch.ones(1) * 1j],
+)
+def test_base64_refuses_what_is_no_real_number(numbers: Any) -> None:
+    with pytest.raises(TypeError, match="give real numbers"):
+        to_base64(numbers)
+
+
 class Query(BaseModel):
     size: int
 

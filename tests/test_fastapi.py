@@ -103,7 +103,7 @@ TABLE: list[tuple[errors.BatcherError, int, str, str | None, str]] = [
     (errors.OutputMismatchError("canary"), 500, "output_mismatch", None, _MODELS),
     (errors.CollationError("c"), 500, "collation_failed", None, "the input does not fit the model"),
     (errors.WorkerError("hm"), 503, "worker_failed", "1", "hm"),
-    (errors.WorkerStartupError("c"), 503, "worker_startup_failed", "1", "the model did not load"),
+    (errors.WorkerStartupError("c"), 503, "worker_startup_failed", None, "the model did not load"),
     (errors.WorkerLostError("signal 9"), 503, "worker_lost", "1", "signal 9"),
     (errors.PoisonRequestError("canary"), 500, "poison_request", None, _MODELS),
     (errors.TransportError("garbage"), 503, "transport_failed", "1", "garbage"),
@@ -687,6 +687,10 @@ def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after
             assert (theirs["name"], theirs["state"]) == ("BreaksOnLoad", "broken")
             # Not what the model's constructor has raised: a probe may be public.
             assert theirs["start_error"] == "the model did not load"
+        # It does not load until the batcher is opened again.
+        for path in ("/", "/readyz"):
+            response = client.get(path)
+            assert (response.status_code, response.headers.get("Retry-After")) == (503, None)
         for prefix in ("/default", "/patient"):
             assert client.get(f"{prefix}/livez").status_code == 200
             assert client.get(f"{prefix}/readyz").status_code == 503

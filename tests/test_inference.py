@@ -230,15 +230,20 @@ def test_rows_that_cannot_share_a_batch_are_computed_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "features"),
-    [((), {}), ((1,), {}), (({"a": [1]}, {"b": [2]}), {}), (({"a": [1]},), {"b": [2]})],
+    ("arguments", "features", "given"),
+    [
+        ((), {}, ""),
+        ((torch.zeros(3),), {}, "Tensor"),
+        (({"a": [1]}, {"b": [2]}), {}, "dict, dict"),
+        (({"a": [1]},), {"b": [2]}, "dict, b="),
+    ],
 )
-def test_it_is_called_with_features(arguments: Any, features: Any) -> None:
+def test_it_is_called_with_features(arguments: Any, features: Any, given: str) -> None:
     class Uncalled:
         def __call__(self, features: Features) -> Any:
             raise AssertionError
 
-    with pytest.raises(TypeError, match="one dict of features"):
+    with pytest.raises(TypeError, match=rf"one dict of features.*this call has \({given}\)"):
         inference.dynamically(Uncalled())(*arguments, **features)
 
 

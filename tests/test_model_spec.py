@@ -24,13 +24,48 @@ from sample_models import (
 from test_batcher_settings import construct, refusal
 from waits import shown
 
-from fast_batcher import ConfigurationError, InferenceModel
+from fast_batcher import ConfigurationError, DynBatcher, InferenceModel
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import MAX_FRAME_BYTES
 
 ROOT = Path(__file__).parent.parent
 # No process of these tests takes longer, in seconds, unless it hangs.
 LIMIT = 60.0
+
+# Hooks.
+
+
+class Misspells(Echo):
+    """Has names that look like hooks, and one that does not."""
+
+    def warm_up_inputs(self) -> list[str]:
+        return []
+
+    def closes(self) -> None: ...
+
+    def clone(self) -> None: ...
+
+    def _close(self) -> None: ...
+
+
+class HasBoth(Misspells):
+    """Has the hooks as well."""
+
+    def warmup_inputs(self) -> list[str]:
+        return []
+
+    def close(self) -> None: ...
+
+
+def test_a_misspelt_hook_is_a_warning_at_the_line_that_constructs_the_batcher() -> None:
+    with pytest.warns(RuntimeWarning) as seen:
+        DynBatcher(Misspells)
+    assert [warning.filename for warning in seen] == [__file__] * 2
+    closes, warm_up = [str(warning.message) for warning in seen]
+    assert "Misspells.closes looks like close" in closes
+    assert "Misspells.warm_up_inputs looks like warmup_inputs" in warm_up
+    DynBatcher(HasBoth)
+
 
 # Models by name.
 

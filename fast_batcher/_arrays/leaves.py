@@ -36,7 +36,8 @@ class Spec(NamedTuple):
             return f"a Python {self.dtype.__name__}"
         if self.kind == "none":
             return "None"
-        shape = ", ".join("any" if length is None else str(length) for length in self.shape)
+        lengths = ["any" if length is None else str(length) for length in self.shape]
+        shape = f"{lengths[0]}," if len(lengths) == 1 else ", ".join(lengths)
         place = "" if self.device is None else f" on {self.device}"
         article = "an" if self.kind == "array" else "a"
         return f"{article} {self.kind} of shape ({shape}) and dtype {self.dtype}{place}"

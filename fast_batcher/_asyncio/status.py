@@ -6,6 +6,7 @@ state, and it logs every move.
 
 import copy
 import logging
+import sys
 from typing import NoReturn
 
 from fast_batcher._clock import monotonic
@@ -19,6 +20,13 @@ from fast_batcher.errors import (
 from fast_batcher.stats import Counters
 
 logger = logging.getLogger("fast_batcher")
+
+# The remedies for a batcher that was not opened, in an app and in a script.
+GIVE_LIFESPAN = (
+    "Give its lifespan to the app: FastAPI(lifespan=batcher.lifespan), and in tests use `with "
+    "TestClient(app)`, which runs it"
+)
+OPEN_IT = "`async with batcher` or `await batcher.open()` opens it"
 
 
 class Status:
@@ -118,7 +126,5 @@ class Status:
                 f"{self.name} is {self.state.value} and takes no requests; `await open()` or "
                 "`async with` opens a closed batcher again"
             )
-        raise NotReadyError(
-            f"{self.name}: {what}. Give its lifespan to the app: FastAPI(lifespan="
-            "batcher.lifespan), and in tests use `with TestClient(app)`, which runs it"
-        )
+        remedy = GIVE_LIFESPAN if "fastapi" in sys.modules else OPEN_IT
+        raise NotReadyError(f"{self.name}: {what}. {remedy}")

@@ -76,9 +76,11 @@ class FeatureFormat:
         features = args[0] if args else kwargs
         # A tokenizer's answer is a mapping, but no dict.
         if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance(features, Mapping):
+            given = ", ".join([type(one).__name__ for one in args] + [f"{one}=" for one in kwargs])
             raise TypeError(
                 "a batched inference function is called with one dict of features, or with the "
-                "features as keyword arguments"
+                "features as keyword arguments, each an array or tensor with one row per input; "
+                f"this call has ({given})"
             )
         return split_rows(features, self._collation), partial(join, collation=_STACKED)
 

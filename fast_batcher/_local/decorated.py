@@ -23,6 +23,7 @@ from fast_batcher._local.call_formats import FeatureFormat, ListFormat
 from fast_batcher._local.function import Target, bind_weakly
 from fast_batcher._local.nesting import running_batch
 from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.types import BatchProcessorStats, PriorityStrategy
 
 _CallT = TypeVar("_CallT", bound=Callable[..., Any])
@@ -232,17 +233,19 @@ def decorate(
     """
     for name in options:
         if name not in kind.option_names:
-            raise TypeError(f"dynamically() got an unexpected keyword argument {name!r}")
+            known = ("batch_size", "timeout_ms", "small_batch_threshold", *kind.option_names)
+            hint = suggest_parameter(name, known)
+            raise TypeError(f"dynamically() got an unexpected keyword argument {name!r}{hint}")
     # Those of `batched`: there, too, thread decorators have no such option.
     strategy = PriorityStrategy.NONE if kind.is_aio else PriorityStrategy.PRIORITY
-    known = {"priority_strategy": strategy, **options}
-    if known.pop("batch_item_cls", None) is not None:
+    given = {"priority_strategy": strategy, **options}
+    if given.pop("batch_item_cls", None) is not None:
         warnings.warn(
             "batch_item_cls is accepted for programs written for batched, and not used: there are "
             "no batch items here",
             stacklevel=3,
         )
-    settings = DecoratorSettings(batch_size, timeout_ms, small_batch_threshold, **known)
+    settings = DecoratorSettings(batch_size, timeout_ms, small_batch_threshold, **given)
     call_format = FeatureFormat(settings) if kind.has_features else ListFormat()
 
     def decorate_function(written: Any) -> Decorated:

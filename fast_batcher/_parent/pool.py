@@ -24,7 +24,7 @@ from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model_spec import ModelSpec, is_main_importable
 from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
@@ -32,6 +32,11 @@ logger = logging.getLogger("fast_batcher")
 # Heartbeats, a minute, after which shared memory that no batch has used goes back to the system. To
 # get it again costs some milliseconds per batch of images, which is little once a minute.
 BEATS_TO_KEEP_MEMORY = 12
+# The remedy where a worker may have ended because it imported the program.
+MAIN_GUARD = (
+    ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
+    "worker imports it"
+)
 
 
 class _Place:
@@ -250,11 +255,10 @@ class Pool:
             self._lose(worker, exit)
             self._restart_later(place)
         else:
+            hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
             error = WorkerStartupError(
                 f"worker {worker.index} ended with {exit.text} before it had loaded "
-                f"{self._model_spec.name}; its output on stderr may tell why. A script that is run "
-                "needs `if __name__ == '__main__':` around what it does, because the worker "
-                "imports it"
+                f"{self._model_spec.name}; its output on stderr may tell why{hint}"
             )
             self.start_failed(worker, error)
 

@@ -42,6 +42,8 @@ class Exit(NamedTuple):
 
     # "exit code 3", "signal 9 (SIGKILL)".
     text: str
+    # A signal ended it.
+    by_signal: bool
     # It was asked to end, and has.
     is_clean: bool
     # The parent has ended it, and has logged why.

@@ -301,6 +301,7 @@ class WorkerProcess:
         is_ours = self.state is _ENDING and not self._has_hung_up
         exit = Exit(
             text=describe_exit(exit_code),
+            by_signal=exit_code is not None and exit_code < 0,
             is_clean=exit_code == 0 and self.was_asked_to_end,
             is_ours=is_ours,
             taken=progress.taken,

@@ -70,6 +70,8 @@ def to_shape(shape: Any) -> tuple[int, ...]:
     Raises:
         TypeError: It is something else.
     """
+    if isinstance(shape, str | bytes):  # a sequence of integers, if it is bytes or empty
+        raise TypeError(f"{type(shape).__name__!r} object cannot be interpreted as a shape")
     try:
         return (operator.index(shape),)
     except TypeError:

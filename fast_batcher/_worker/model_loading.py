@@ -5,7 +5,7 @@ from typing import Any
 
 from fast_batcher._transport import codec
 from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model_spec import describe_arguments, find_model_fault
+from fast_batcher.model_spec import describe_arguments, find_model_fault, warn_about_hooks
 
 
 def load_model(pickled: bytes | bytearray | memoryview) -> Any:
@@ -24,6 +24,7 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
         fault = "it is not a class" if not isinstance(cls, type) else find_model_fault(cls)
         if fault is not None:
             raise WorkerStartupError(f"model={model!r}: {fault}")
+        warn_about_hooks(cls)
         model_name, model = model, cls
     else:
         model_name = f"{model.__module__}:{model.__qualname__}"

@@ -12,7 +12,12 @@ from typing import Any
 from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._transport import codec
 from fast_batcher._worker.out_of_memory import free_memory
-from fast_batcher.errors import CollationError, OutputMismatchError, is_out_of_memory
+from fast_batcher.errors import (
+    CollationError,
+    OutputMismatchError,
+    WorkerStartupError,
+    is_out_of_memory,
+)
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -33,10 +38,17 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
         Sizes and seconds; empty without inputs.
 
     Raises:
-        OutputMismatchError: The model returned something other than one output per input.
-        CollationError: The inputs cannot be joined.
-        Exception: What the model raises.
+        WorkerStartupError: The model raised, or what it returned is not one output per input.
     """
+    try:
+        return _compute_all(model, max_batch_size)
+    except Exception as error:
+        raise WorkerStartupError(
+            f"during warm-up with what warmup_inputs() returned: {codec.one_line(error)}"
+        ) from error
+
+
+def _compute_all(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
     warmup_inputs = getattr(model, "warmup_inputs", None)
     inputs = list(warmup_inputs()) if warmup_inputs is not None else []
     if not inputs:
@@ -68,11 +80,7 @@ def _time_batch(model: Any, inputs: list[Any]) -> float:
     started = monotonic()
     outputs = model.infer(batch)
     seconds = monotonic() - started
-    try:
-        checked = list_outputs(outputs, count, "infer returned", copies=False)
-    except OutputMismatchError as error:
-        raise OutputMismatchError(f"during warm-up: {error}") from None
-    for output in checked:
+    for output in list_outputs(outputs, count, "infer returned", copies=False):
         # There is no request yet, so the cause is the declaration or the model.
         if isinstance(output, CollationError | OutputMismatchError):
             raise output

@@ -1,11 +1,11 @@
 """`@fast_batcher.aio.dynamically`: calls from event loops, computed in batches."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Generic, Self, Unpack, overload
+from typing import Any, Generic, Protocol, Self, Unpack, overload
 
 from fast_batcher._local.decorated import Decorated, decorate, mark_async
 from fast_batcher._local.settings import AioOptions
-from fast_batcher.dynamic import InT, Outputs, OutT
+from fast_batcher.dynamic import InT, ListFunction, OutT
 
 
 class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
@@ -60,14 +60,17 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
         await self.shutdown()
 
 
+class AioDecorator(Protocol):
+    """The type of `fast_batcher.aio.dynamically` with options."""
+
+    @overload
+    def __call__(self, func: ListFunction[InT, OutT], /) -> AsyncBatchedFunction[InT, OutT]: ...
+    @overload
+    def __call__(self, func: Callable[..., Any], /) -> AsyncBatchedFunction[Any, Any]: ...
+
+
 @overload
-def dynamically(
-    func: Callable[[list[InT]], Outputs[OutT]], /
-) -> AsyncBatchedFunction[InT, OutT]: ...
-@overload
-def dynamically(
-    func: Callable[[Any, list[InT]], Outputs[OutT]], /
-) -> AsyncBatchedFunction[InT, OutT]: ...
+def dynamically(func: ListFunction[InT, OutT], /) -> AsyncBatchedFunction[InT, OutT]: ...
 @overload
 def dynamically(func: Callable[..., Any], /) -> AsyncBatchedFunction[Any, Any]: ...
 @overload
@@ -79,7 +82,7 @@ def dynamically(
     timeout_ms: float = 5.0,
     small_batch_threshold: int = 8,
     **options: Unpack[AioOptions],
-) -> Callable[[Callable[..., Any]], AsyncBatchedFunction[Any, Any]]: ...
+) -> AioDecorator: ...
 def dynamically(
     func: Any = None,
     /,

@@ -1,19 +1,25 @@
 """`@fast_batcher.aio.inference.dynamically`: awaited calls with arrays, in padded batches."""
 
-from collections.abc import Callable, Coroutine
-from typing import Any, Unpack, overload
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Protocol, Unpack, overload
 
 from fast_batcher._local.decorated import decorate, mark_async
 from fast_batcher._local.settings import AioInferenceOptions
 from fast_batcher.aio.dynamic import AsyncBatchedFunction
+from fast_batcher.dynamic import OutT
+from fast_batcher.inference import ReturnsList
 
 
-class AsyncBatchedInference(AsyncBatchedFunction[Any, Any]):
+class AsyncBatchedInference(AsyncBatchedFunction[Any, OutT]):
     """A function of features whose calls are batched and awaited."""
 
     option_names = AioInferenceOptions.__optional_keys__
     has_features = True
 
+    @overload  # type: ignore[override]  # it takes no list of items
+    def __call__(self, features: Mapping[str, Any], /) -> Coroutine[Any, Any, OutT]: ...
+    @overload
+    def __call__(self, **features: Any) -> Coroutine[Any, Any, OutT]: ...
     @mark_async
     def __call__(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Await the outputs of a batch of rows. Cancellation is safe at any time.
@@ -32,8 +38,23 @@ class AsyncBatchedInference(AsyncBatchedFunction[Any, Any]):
         return self._acall(args, kwargs)
 
 
+class AioInferenceDecorator(Protocol):
+    """The type of `fast_batcher.aio.inference.dynamically` with options."""
+
+    @overload
+    def __call__(self, func: ReturnsList, /) -> AsyncBatchedInference[Any]: ...
+    @overload
+    def __call__(self, func: Callable[..., Awaitable[OutT]], /) -> AsyncBatchedInference[OutT]: ...
+    @overload
+    def __call__(self, func: Callable[..., OutT], /) -> AsyncBatchedInference[OutT]: ...
+
+
 @overload
-def dynamically(func: Callable[..., Any], /) -> AsyncBatchedInference: ...
+def dynamically(func: ReturnsList, /) -> AsyncBatchedInference[Any]: ...
+@overload
+def dynamically(func: Callable[..., Awaitable[OutT]], /) -> AsyncBatchedInference[OutT]: ...
+@overload
+def dynamically(func: Callable[..., OutT], /) -> AsyncBatchedInference[OutT]: ...
 @overload
 def dynamically(
     func: None = None,
@@ -43,7 +64,7 @@ def dynamically(
     timeout_ms: float = 5.0,
     small_batch_threshold: int = 8,
     **options: Unpack[AioInferenceOptions],
-) -> Callable[[Callable[..., Any]], AsyncBatchedInference]: ...
+) -> AioInferenceDecorator: ...
 def dynamically(
     func: Any = None,
     /,

@@ -141,17 +141,21 @@ async def read_array(
             announced. A body that announces its length is refused before any of it is read and
             before the array is made.
         HTTPException: 499 if the client went away before the end.
-        ConfigurationError: Shape and dtype are not those of an array of numbers.
+        ConfigurationError: Shape and dtype are not those of an array of numbers. The app checks
+            them first if a client chooses them.
     """
     import numpy as np  # an extra, and endpoints without arrays do not load it
 
-    kind = np.dtype(dtype)
-    sizes = _find_shape(to_shape(shape), kind, _check_announced_length(request, max_bytes))
+    announced = _check_announced_length(request, max_bytes)
+    try:
+        sizes, kind = to_shape(shape), np.dtype(dtype)
+    except Exception as error:  # of six types: NumPy parses texts
+        raise ConfigurationError(
+            f"read_array: shape={shape!r:.100}, dtype={dtype!r:.100}: {error}"
+        ) from error
+    sizes = _find_shape(sizes, kind, announced, max_bytes)
     expected = math.prod(sizes) * kind.itemsize
     what = f"an array of shape {sizes} and dtype {kind}"
-    if expected > max_bytes:
-        text = f"{what} has {expected} bytes, and a body may have {max_bytes}"
-        raise BodyError(413, "request_too_large", text)
     try:
         array = (np.empty if into is None else into.allocate_input)(sizes, kind)
     except ValueError as error:  # no bytes, but more dimensions or larger ones than there can be
@@ -174,12 +178,12 @@ async def read_array(
 
 
 def _find_shape(
-    sizes: tuple[int, ...], dtype: "np.dtype[Any]", announced: int | None
+    sizes: tuple[int, ...], dtype: "np.dtype[Any]", announced: int | None, max_bytes: int
 ) -> tuple[int, ...]:
     """Return the shape of an array whose bytes are a body of the announced length.
 
     Raises:
-        BodyError: There is none.
+        BodyError: There is none, or the array is larger than `max_bytes`.
         ConfigurationError: There is never one.
     """
     step = dtype.itemsize * math.prod(size for size in sizes if size != -1)
@@ -188,9 +192,12 @@ def _find_shape(
             f"read_array: shape={sizes!r:.100}, dtype={dtype!r:.100}: sizes from 0 up, of which "
             "one may be -1, and numbers of a fixed size"
         )
+    what = f"an array of shape {sizes!r:.100} and dtype {dtype}"
+    if step > max_bytes:  # by how much may be a number that Python refuses to write
+        text = f"{what} has more than the {max_bytes} bytes that a body may have"
+        raise BodyError(413, "request_too_large", text)
     if -1 not in sizes:
         if announced not in (None, step):
-            what = f"an array of shape {sizes} and dtype {dtype}"
             raise BodyError(422, "wrong_length", f"{what} has {step} bytes, the body {announced}")
         return sizes
     if announced is None:

@@ -50,6 +50,8 @@ class HttpAnswer(NamedTuple):
     status: int
     code: str
     detail: str | None = None
+    # Whether the same request may succeed later; `Retry-After` says so.
+    may_pass_later: bool = True
 
 
 # The one table; the most derived class with a row counts.
@@ -66,8 +68,11 @@ ANSWERS: dict[type[errors.BatcherError], HttpAnswer] = {
     errors.OutputMismatchError: HttpAnswer(500, "output_mismatch", "the model failed"),
     errors.CollationError: HttpAnswer(500, "collation_failed", "the input does not fit the model"),
     errors.WorkerError: HttpAnswer(503, "worker_failed"),
-    # Its message carries the traceback of the model's constructor.
-    errors.WorkerStartupError: HttpAnswer(503, "worker_startup_failed", "the model did not load"),
+    # Its message carries the traceback of the model's constructor. The model is not loaded again
+    # until the batcher is opened again.
+    errors.WorkerStartupError: HttpAnswer(
+        503, "worker_startup_failed", "the model did not load", may_pass_later=False
+    ),
     errors.WorkerLostError: HttpAnswer(503, "worker_lost"),
     errors.PoisonRequestError: HttpAnswer(500, "poison_request", "the model failed"),
     errors.TransportError: HttpAnswer(503, "transport_failed"),
@@ -193,7 +198,7 @@ def _make_response(
     error: errors.BatcherError | BodyError, queue_full_status: int, *, debug: bool
 ) -> tuple[Response, str]:
     """Log an error; return its answer and, for a WebSocket, its code and id in one line."""
-    status, code, detail = find_answer(error, queue_full_status)
+    status, code, detail, may_pass_later = find_answer(error, queue_full_status)
     headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
         status, detail, headers = error.status_code, error.detail, error.headers
@@ -212,7 +217,7 @@ def _make_response(
     if retry_after is not None:
         body["retry_after"] = retry_after
     response = JSONResponse(body, status, headers)
-    if status in (503, 429):
+    if status in (503, 429) and may_pass_later:
         seconds = math.ceil(retry_after or 0)
         response.headers.setdefault("Retry-After", str(max(RETRY_AFTER, seconds)))
     return response, f"{code} {error_id}"

@@ -62,7 +62,10 @@ def health_router(
         }
         if ready:
             return JSONResponse(content, headers=headers)
-        return JSONResponse(content, 503, {**headers, "Retry-After": str(RETRY_AFTER)})
+        failures = [batcher.start_error for batcher in batchers]
+        if all(failure is None or find_answer(failure, 503).may_pass_later for failure in failures):
+            return JSONResponse(content, 503, {**headers, "Retry-After": str(RETRY_AFTER)})
+        return JSONResponse(content, 503, headers)
 
     return router
 

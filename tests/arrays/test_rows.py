@@ -52,28 +52,28 @@ def test_rows_of_one_kind(one: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("one", "other", "text"),
     [
-        (zeros(2), zeros(3), "shape (2) and dtype float32 and an array of shape (3)"),
+        (zeros(2), zeros(3), "shape (2,) and dtype float32 and an array of shape (3,)"),
         (
             zeros(2),
             zeros(2, dtype="f8"),
-            "dtype float32 and an array of shape (2) and dtype float64",
+            "dtype float32 and an array of shape (2,) and dtype float64",
         ),
         (zeros(2), zeros(2, dtype=">f4"), "dtype >f4"),
-        (zeros(2), torch.zeros(2), "a tensor of shape (2) and dtype torch.float32 on cpu"),
+        (zeros(2), torch.zeros(2), "a tensor of shape (2,) and dtype torch.float32 on cpu"),
         (zeros(), 0.0, "a Python float"),
         (True, 1, "a Python bool and a Python int"),
         ("a", b"a", "a Python str and a Python bytes"),
         ({"a": zeros(1)}, {"a": None}, "'a' cannot be joined: an array"),
         ({"a": zeros(1)}, {"b": zeros(1)}, "dict of (a) and dict of (b)"),
         ((zeros(1),), [zeros(1)], "tuple of (0) and list of (0)"),
-        (zeros(1), {"a": zeros(1)}, "an array of shape (1) and dtype float32 and dict of (a)"),
+        (zeros(1), {"a": zeros(1)}, "an array of shape (1,) and dtype float32 and dict of (a)"),
     ],
 )
 def test_rows_that_differ(one: Any, other: Any, text: str) -> None:
     assert not are_alike(one, other)
     difference = describe_difference(make_row(one, STACK), make_row(other, STACK))
     assert text in difference
-    assert ("see Collation.pad" in difference) == ("of shape (3)" in text)
+    assert ("see Collation.pad" in difference) == ("of shape (3,)" in text)
 
 
 def test_padded_axes_may_differ_and_no_others() -> None:

@@ -44,6 +44,26 @@ def test_pad_tokens_and_its_other_name_exclude_each_other() -> None:
         aio.inference.dynamically(pad_tokens={"a": 1}, pad_token={"a": 2})
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("timout_ms", ". Did you mean 'timeout_ms'?"),
+        ("max_wait_ms", ". Did you mean 'timeout_ms'?"),
+        ("max_delay", ". Did you mean 'timeout_ms'?"),
+        ("max_batch_size", ". Did you mean 'batch_size'?"),
+        ("max_batch_len", ". Did you mean 'max_batch_length'?"),
+        ("padding", ". Did you mean 'padding_side'?"),
+        ("colour", ""),
+    ],
+)
+def test_an_unknown_option_gets_the_decorators_nearest_meaning(name: str, hint: str) -> None:
+    options: dict[str, Any] = {name: 1}
+    with pytest.raises(TypeError) as caught:
+        aio.inference.dynamically(**options)
+    message = f"dynamically() got an unexpected keyword argument '{name}'{hint}"
+    assert str(caught.value) == message
+
+
 def test_an_option_of_another_decorator_is_an_unexpected_argument() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'pad_tokens'"):
         aio.dynamically(pad_tokens={})  # type: ignore[call-overload]  # wrong on purpose

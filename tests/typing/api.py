@@ -16,7 +16,9 @@ from starlette.routing import Route
 
 import fast_batcher
 from fast_batcher import BatcherStats, DynBatcher, InferenceModel
+from fast_batcher.aio import AsyncBatchedFunction
 from fast_batcher.dyn_batcher import DynBatcher as DynBatcherByOtherPath
+from fast_batcher.dynamic import BatchedFunction
 from fast_batcher.errors import (
     BatcherError,
     DeadlineExceededError,
@@ -31,6 +33,13 @@ from fast_batcher.settings import BatcherOptions
 
 def use(*values: object) -> None:
     """What a value with a type is for."""
+
+
+class Vector:
+    """What an array is for a type checker."""
+
+    def __len__(self) -> int:
+        return 1
 
 
 # Models.
@@ -315,9 +324,94 @@ async def call_decorated() -> None:
     count_words.shutdown()
 
 
+# Decorators with settings keep the types, too.
+
+
 @fast_batcher.dynamically(batch_size=8)
-def with_settings(texts: list[str]) -> list[int]:
+def with_settings(texts: list[str]) -> tuple[int, ...]:
+    return tuple(len(text) for text in texts)
+
+
+@fast_batcher.dynamically(batch_size=8, max_queue_size=64)
+async def with_settings_async(texts: list[str]) -> list[int]:
     return [len(text) for text in texts]
 
 
-use(with_settings("a text"), with_settings.stats)
+@fast_batcher.aio.dynamically(batch_size=8, cache=None)
+async def with_aio_settings(texts: list[str]) -> list[int]:
+    return [len(text) for text in texts]
+
+
+@fast_batcher.dynamically(batch_size=8)
+def untyped(texts: Any) -> Any:
+    return texts
+
+
+class WithSettings:
+    """Has batched methods with settings."""
+
+    @fast_batcher.dynamically(batch_size=8)
+    def count(self, texts: list[str]) -> list[int]:
+        return [len(text) for text in texts]
+
+    @fast_batcher.aio.dynamically()
+    async def count_async(self, texts: list[str]) -> list[int]:
+        return [len(text) for text in texts]
+
+    @fast_batcher.inference.dynamically(batch_size=8)
+    def scale(self, features: dict[str, Vector]) -> dict[str, Vector]:
+        return features
+
+
+@fast_batcher.inference.dynamically
+def scale(features: dict[str, Vector]) -> Vector:
+    return features["x"]
+
+
+@fast_batcher.inference.dynamically(pad_tokens={"x": 0}, spread_kwargs=True)
+async def scale_with_settings(x: Vector) -> tuple[Vector, Vector]:
+    return x, x
+
+
+@fast_batcher.inference.dynamically(outputs="rows")
+def in_rows(features: dict[str, Vector]) -> list[float]:
+    return [0.0] * len(features["x"])
+
+
+@fast_batcher.aio.inference.dynamically
+async def scale_async(features: dict[str, Vector]) -> Vector:
+    return features["x"]
+
+
+@fast_batcher.aio.inference.dynamically(batch_size=8)
+def scale_async_with_settings(features: dict[str, Vector]) -> dict[str, Vector]:
+    return features
+
+
+assert_type(with_settings, BatchedFunction[str, int])
+assert_type(with_settings("a text"), int)
+assert_type(with_settings(["a text"]), list[int])
+assert_type(with_settings_async, BatchedFunction[str, int])
+assert_type(with_aio_settings, AsyncBatchedFunction[str, int])
+assert_type(WithSettings().count("a text"), int)
+assert_type(WithSettings().count_async, AsyncBatchedFunction[str, int])
+use(untyped(1), untyped.stats)
+with_settings(b"bytes")  # type: ignore[call-overload]
+with_aio_settings(b"bytes")  # type: ignore[call-overload]
+WithSettings().count(7)  # type: ignore[call-overload]
+fast_batcher.dynamically(batch_size="8")  # type: ignore[call-overload]
+fast_batcher.dynamically(batch_sise=8)  # type: ignore[call-overload]
+
+assert_type(scale({"x": [1.0]}), Vector)
+assert_type(scale(x=[1.0]), Vector)
+assert_type(scale_with_settings({"x": [1.0]}), tuple[Vector, Vector])
+assert_type(WithSettings().scale(x=[1.0]), dict[str, Vector])
+assert_type(in_rows(x=[1.0]), Any)  # an array of them
+scale([1.0])  # type: ignore[call-overload]
+
+
+async def call_inference() -> None:
+    assert_type(await scale.acall(x=[1.0]), Vector)
+    assert_type(await scale_async(x=[1.0]), Vector)
+    assert_type(await scale_async_with_settings({"x": [1.0]}), dict[str, Vector])
+    await scale_async([1.0])  # type: ignore[call-overload]

@@ -6,9 +6,14 @@ Everything else about loading is shown with real workers, in `test_batcher_proce
 from pathlib import Path
 
 import pytest
+from sample_models import Echo
 
 from fast_batcher._transport import codec
 from fast_batcher._worker.model_loading import load_model
+
+
+class Misspells(Echo):
+    def closes(self) -> None: ...
 
 
 def test_a_module_that_misses_another_raises_what_it_raises(
@@ -19,3 +24,8 @@ def test_a_module_that_misses_another_raises_what_it_raises(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
         load_model(codec.dumps(("needs_another:Model", (), {})))
+
+
+def test_a_misspelt_hook_of_a_model_that_is_given_as_text_is_a_warning() -> None:
+    with pytest.warns(RuntimeWarning, match=r"Misspells\.closes looks like close"):
+        load_model(codec.dumps((f"{__name__}:Misspells", (), {})))

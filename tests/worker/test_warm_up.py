@@ -7,7 +7,7 @@ import pytest
 from sample_models import Echo, RaisesOnWarmUp, Warm, WarmsUpBadly
 
 from fast_batcher._worker.warm_up import warm_up
-from fast_batcher.errors import OutputMismatchError
+from fast_batcher.errors import WorkerStartupError
 
 
 class Sizes(Echo):
@@ -60,15 +60,18 @@ def test_without_inputs_there_is_nothing_to_tell() -> None:
 def test_a_full_batch_that_is_too_large_is_no_reason_not_to_start() -> None:
     """Requests may never fill one, and batches become smaller if they do."""
     assert [size for size, _ in warm_up(Sizes("a", most=2), 8)] == [1]
-    with pytest.raises(MemoryError):
+    with pytest.raises(WorkerStartupError, match="MemoryError: too large"):
         warm_up(Sizes("a", most=0), 8)
 
 
 def test_a_warm_up_that_fails_raises() -> None:
-    with pytest.raises(OutputMismatchError, match="during warm-up: infer returned 0 outputs for 1"):
-        warm_up(WarmsUpBadly(), 4)
-    with pytest.raises(ValueError, match="too cold"):
-        warm_up(RaisesOnWarmUp(), 4)
+    for model, text in {
+        WarmsUpBadly(): "OutputMismatchError: infer returned 0 outputs for 1",
+        RaisesOnWarmUp(): "ValueError: too cold",
+        Warm(5): "TypeError: 'int' object is not iterable",  # type: ignore[arg-type]  # wrong on purpose
+    }.items():
+        with pytest.raises(WorkerStartupError, match=rf"during warm-up .*warmup_inputs.*{text}"):
+            warm_up(model, 4)
 
 
 def test_a_model_may_use_its_inputs_up() -> None:
