@@ -53,6 +53,7 @@ def parse_arguments(
     parts: Sequence[str] = (),
     repetitions: int = 5,
     quick_repetitions: int = 3,
+    flags: Mapping[str, str] | None = None,
 ) -> argparse.Namespace:
     """Read the command line that most benchmarks share, as `overhead --quick --systems ours`.
 
@@ -64,6 +65,8 @@ def parse_arguments(
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="a minute, for a rough answer")
+    for flag, text in (flags or {}).items():
+        add(f"--{flag}", action="store_true", help=text)
     known = [*SYSTEMS, *(one for one in systems if one not in SYSTEMS)]
     add("--systems", nargs="+", choices=known, default=systems, metavar="SYSTEM")
     if loops:

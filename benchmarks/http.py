@@ -106,7 +106,8 @@ BARE, FASTAPI, IN_A_THREAD = "bare ASGI", "FastAPI", "FastAPI, a thread"
 FUTURE, FUTURE_TUNED = "FastAPI, a future", "FastAPI, a future, tuned"
 UNTUNED, OURS, IN_PROCESS = "ours untuned", "ours", "ours without HTTP"
 BY_JSON = "ours by JsonEndpoint"
-BATCHED, LITSERVE, BENTOML = "batched.aio", "LitServe", "BentoML"
+FAST_DYNAMIC_BATCHER, BATCHED = "fast_dynamic_batcher", "batched.aio"
+LITSERVE, BENTOML, RAY = "LitServe", "BentoML", "Ray Serve"
 MOSEC, MOSEC_SHORT = "Mosec", "Mosec, short queue"
 SYSTEMS = {
     BARE: System("load.floor"),
@@ -118,14 +119,27 @@ SYSTEMS = {
     UNTUNED: System("http_servers.ours", "untuned"),
     OURS: System("http_servers.ours"),
     BY_JSON: System("http_servers.ours", "json"),
-    "fast_dynamic_batcher": System("http_servers.fast_dynamic_batcher", "", "fast_dynamic_batcher"),
+    FAST_DYNAMIC_BATCHER: System("http_servers.fast_dynamic_batcher", "", "fast_dynamic_batcher"),
     BATCHED: System("http_servers.batched_aio", "", "batched"),
     LITSERVE: System("http_servers.litserve", "", "litserve", _PLAIN),
     BENTOML: System("http_servers.bento", "", "bentoml", _BENTO, b'{"text": ["a short input"]}'),
     MOSEC: System("http_servers.mosec", "", "mosec", _MOSEC),
     MOSEC_SHORT: System("http_servers.mosec", "short queue", "mosec", _MOSEC),
-    "Ray Serve": System("http_servers.ray_serve", "", "ray_serve", _PLAIN),
+    RAY: System("http_servers.ray_serve", "", "ray_serve", _PLAIN),
 }
+# The README's systems and loads: one run of about a quarter of an hour.
+PUBLISHED = (
+    *(BARE, FASTAPI, OURS, BY_JSON, FAST_DYNAMIC_BATCHER),
+    *(BATCHED, LITSERVE, BENTOML, MOSEC, RAY),
+)
+PUBLISHED_LOADS = (
+    "start",
+    "echo, 32 connections",
+    "model, 128 connections",
+    "model, Poisson at 70%",
+    "bodies, 16 connections",
+)
+PUBLISHED_REPETITIONS = 3
 ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS, MOSEC_SHORT}
 BATCHERS = ECHOES - {BARE, FASTAPI, FUTURE, FUTURE_TUNED}
 READERS = {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC}
@@ -313,6 +327,8 @@ class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self.tables = plan(arguments.systems, arguments.parts, arguments.seconds)
+        if arguments.published:
+            self.tables = [one for one in self.tables if one.name in PUBLISHED_LOADS]
         self.measurements: list[Measurement] = []
 
     def measure_all(self) -> None:
@@ -411,7 +427,12 @@ def main() -> int:
         loops=(),
         parts=tuple(JOBS),
         quick_repetitions=1,
+        flags={"published": "what the README shows, in a quarter of an hour"},
     )
+    if arguments.published:
+        arguments.systems = PUBLISHED
+        arguments.parts = ("echo", "model", "bodies")
+        arguments.repetitions = PUBLISHED_REPETITIONS
     # So that the servers are ended as on Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     run = Run(arguments)

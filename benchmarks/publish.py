@@ -1,4 +1,4 @@
-"""Writes the README's tables from the stored results; measures nothing.
+"""Writes the README's table from the stored results of `benchmarks.http`; measures nothing.
 
 python -m benchmarks.publish          write
 python -m benchmarks.publish --check  end with 1 if the README does not say what the results say
@@ -8,107 +8,49 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import http
 from benchmarks.harness import RESULTS, ROOT
-from benchmarks.payload import MIDDLE, label_of
-from benchmarks.peers import CALLERS, LOADS, load_label, name_callers
 from benchmarks.report import Measurement, Series, number
-from benchmarks.saturation import CALLERS as SATURATION_CALLERS
 
 README = ROOT / "README.md"
-# What each table compares: each peer with its defaults and tuned, whichever is better in a row.
-FAST_DYNAMIC_BATCHER = ("fast_dynamic_batcher", "fast_dynamic_batcher tuned")
-COMPARED = {
-    "**fast_batcher**": ("ours",),
-    "fast_dynamic_batcher": FAST_DYNAMIC_BATCHER,
-    "batched.aio": ("batched.aio", "batched.aio 0.1 ms"),
-    "batched (thread)": ("batched thread", "batched thread 0.1 ms"),
-    "async-batcher": ("async-batcher", "async-batcher 1 ms"),
-    "BentoML dispatcher": ("BentoML dispatcher", "BentoML dispatcher 100 ms"),
-    "Ray Serve batch": ("Ray Serve batch", "Ray Serve batch tuned"),
-}
-COMPARED_LARGE = {
-    "**fast_batcher**": ("ours",),
-    "fast_dynamic_batcher": FAST_DYNAMIC_BATCHER,
-    "process pool": ("process pool",),
-    "torch.multiprocessing": ("process pool of tensors",),
-}
-# Of these figures more is better.
-MORE_IS_BETTER = {"requests_per_second", "within_50_ms"}
-
-# A row's text, the label of the load, its callers, and the figure.
-Row = tuple[str, str, int, str]
+# A column's text, the load, and the figure.
+_START, _ECHO, _CLOSED, _OPEN, _LARGE = http.PUBLISHED_LOADS
+COLUMNS = (
+    ("echo at 32 connections: CPU us", _ECHO, http.CPU),
+    ("p99 ms", _ECHO, http.P99),
+    ("5 ms model, 128 connections: % of its capacity", _CLOSED, http.OF_CAPACITY),
+    ("the same at 70 % load: p50 ms", _OPEN, http.P50),
+    ("p99 ms", _OPEN, http.P99),
+    ("602 KB at 16 connections: CPU us", _LARGE, http.CPU),
+    ("memory MB", _START, "memory_mb"),
+)
+NAMES = {http.OURS: "**fast_batcher**", http.BY_JSON: "**fast_batcher, `JsonEndpoint`**"}
+NAMES |= {http.FASTAPI: "FastAPI without a batcher", http.BARE: "an ASGI app without FastAPI"}
 
 
-def small_inputs() -> str:
-    """Make the table of small inputs."""
-    last, at_80 = load_label(LOADS[-1]), load_label(0.8)
-    text = "CPU of all processes, us per request, "
-    rows: list[Row] = [
-        (text + name_callers(callers), "full_speed", callers, "all_cpu_us") for callers in CALLERS
-    ]
-    rows += [
-        ("A lone request at a 5 ms model, p50 ms", "lone_requests", 1, "p50_ms"),
-        ("Idle, share of a core", "idle", 1, "idle_share_of_core"),
-        ("Saturated, requests/s", "saturation", SATURATION_CALLERS, "requests_per_second"),
-        ("Poisson arrivals at 80 % of capacity, p50 ms", at_80, 0, "p50_ms"),
-        ("the same, p99 ms", at_80, 0, "p99_ms"),
-        ("at 95 %: answered within 50 ms", last, 0, "within_50_ms"),
-    ]
-    lines = [
-        "Against every batcher that runs inside an app's process, in one run on one machine. Each",
-        "has its defaults or is tuned as well as we could, whichever is better in that row. Ours",
-        "and the tuned make batches of 32; by default async-batcher has no limit, and BentoML",
-        "takes 100. `-` is for what was not measured or was lost on the way:",
-    ]
-    return _table("peers", lines, COMPARED, rows)
-
-
-def large_inputs() -> str:
-    """Make the table of large inputs."""
-    label, echo = (label_of("full_speed", MIDDLE, model) for model in ("ArrayLabel", "ArrayEcho"))
-    callers = MIDDLE.count
-    rows: list[Row] = [
-        ("A label back, requests/s", label, callers, "requests_per_second"),
-        ("the same, CPU of all processes, us per request", label, callers, "all_cpu_us"),
-        ("The array back, requests/s", echo, callers, "requests_per_second"),
-        ("the same, CPU of all processes, us per request", echo, callers, "all_cpu_us"),
-    ]
-    lines = [
-        f"Images as arrays of 602 KB, from {callers} callers who ask again as soon as they are",
-        "answered. fast_dynamic_batcher has its defaults or is tuned, whichever is better; the",
-        "pools take one array per call:",
-    ]
-    return _table("payload", lines, COMPARED_LARGE, rows)
-
-
-def _table(
-    name: str, lines: Sequence[str], compared: dict[str, tuple[str, ...]], rows: Sequence[Row]
-) -> str:
-    """A row per figure, a column per library, and where the figures come from."""
-    stored: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+def over_http() -> str:
+    """Make the table: a row for each system, and where the figures come from."""
+    stored: dict[str, Any] = json.loads((RESULTS / "http.json").read_text())
     measurements = [Measurement(**one) for one in stored["measurements"]]
-    loop = measurements[0].loop
-    head = ["| | " + " | ".join(compared) + " |", "|---|" + "---:|" * len(compared)]
-    body = []
-    for text, label, callers, figure in rows:
-        best = max if figure in MORE_IS_BETTER else min
+    callers = {one.scenario: one.callers for one in measurements}
+    rows = ["| | " + " | ".join(text for text, _, _ in COLUMNS) + " |"]
+    rows.append("|---|" + "---:|" * len(COLUMNS))
+    for system in http.PUBLISHED:
         cells = []
-        for systems in compared.values():
-            series = [Series.of(measurements, one, label, loop, callers) for one in systems]
-            spreads = [one.spread(figure) for one in series]
-            medians = [spread.median for spread in spreads if spread is not None]
-            cells.append(number(best(medians)) if medians else "-")
-        body.append(f"| {text} | " + " | ".join(cells) + " |")
+        for _, load, figure in COLUMNS:
+            series = Series.of(measurements, system, load, http.HTTP, callers[load])
+            spread = series.spread(figure)
+            cells.append("-" if spread is None else number(spread.median))
+        rows.append(f"| {NAMES.get(system, system)} | " + " | ".join(cells) + " |")
     hardware = stored["hardware"]
     source = (
         f"{stored['date'][:10]}, {hardware['processor']}, {hardware['cores']} cores, Python "
-        f"{hardware['python']}, {loop}; median of {stored['settings']['repetitions']}. "
-        f"`{stored['command']}`"
+        f"{hardware['python']}; median of {stored['settings']['repetitions']}; CPU of all "
+        f"processes for each request. `{stored['command']}`"
     )
-    return "\n".join([*lines, "", *head, *body, "", source])
+    return "\n".join([*rows, "", source])
 
 
 def put(document: str, mark: str, text: str) -> str:
@@ -130,7 +72,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     arguments = parser.parse_args()
     before = README.read_text()
-    after = put(put(before, "peers", small_inputs()), "payload", large_inputs())
+    after = put(before, "http", over_http())
     if arguments.check:
         stale = "the README is stale; run `python -m benchmarks.publish`"
         print("up to date" if before == after else stale)
