@@ -91,11 +91,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             else at the first call.
         name: For logs and health checks, printable. Default the model's name.
         cost: Returns the cost of an input, for example its number of tokens: above 0, at most 1e15.
-            It is called once per input on the event loop's thread, so it must be quick. Batches are
-            then formed of inputs with similar costs. Default the model's `cost`, if its class has
+            It is called once per input on the event loop's thread, so it must be quick, and sees
+            the context variables (`contextvars`) of the call. Batches are then formed of inputs
+            with similar costs. Default the model's `cost`, if its class has
             a static or class method of that name.
         group_by: Returns a hashable key of an input: only inputs with equal keys share a batch. It
-            is called once per input on the event loop's thread.
+            is called once per input on the event loop's thread, and sees the context variables of
+            the call.
         options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`, which
             describes each.
 
