@@ -344,10 +344,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A NumPy array for one large input, for example a body that is read in pieces.
 
         Filled, and given to a call as it is or with another dtype or shape of as many bytes, it
-        reaches the worker without another copy, and read-only: a second try is not possible. It
-        should not be changed until the call returns, and may be used again then, unless the model
-        keeps views of its inputs. Arrays that are kept occupy the memory; and for good if they were
-        there when the process forked, as its child sees what is written there later.
+        reaches the worker without another copy. What the model writes into it changes nothing here.
+        It should not be changed until the call returns, and may be used again then, unless the
+        model keeps views of its inputs. Arrays that are kept occupy the memory; and for good if
+        they were there when the process forked, as its child sees what is written there later.
 
         Args:
             shape: Of the array.
