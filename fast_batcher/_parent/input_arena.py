@@ -2,8 +2,8 @@
 
 An array or tensor is copied behind inputs of the same layout that came before it, so that a batch
 lies in one piece when it is formed, and its frame only says where. The caller's value is kept, too:
-a staged input is sent once, because the model may write into it, and another try sends the value. An array that the app
-has allocated here is its own copy, and its worker does not write into it (copy on write).
+a staged input is sent once, because the model may write into it, and another try sends the value.
+An array that the app has allocated here is its own copy: the worker maps it with copy on write.
 """
 
 import functools
