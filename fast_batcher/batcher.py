@@ -91,11 +91,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             else at the first call.
         name: For logs and health checks, printable. Default the model's name.
         cost: Returns the cost of an input, for example its number of tokens: above 0, at most 1e15.
-            It is called once per input on the event loop's thread, so it must be quick. Batches are
-            then formed of inputs with similar costs. Default the model's `cost`, if its class has
+            It is called once per input on the event loop's thread, so it must be quick, and sees
+            the context variables (`contextvars`) of the call. Batches are then formed of inputs
+            with similar costs. Default the model's `cost`, if its class has
             a static or class method of that name.
         group_by: Returns a hashable key of an input: only inputs with equal keys share a batch. It
-            is called once per input on the event loop's thread.
+            is called once per input on the event loop's thread, and sees the context variables of
+            the call.
         options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`, which
             describes each.
 
@@ -348,10 +350,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         """A NumPy array for one large input, for example a body that is read in pieces.
 
         Filled, and given to a call as it is or with another dtype or shape of as many bytes, it
-        reaches the worker without another copy, and read-only: a second try is not possible. It
-        should not be changed until the call returns, and may be used again then, unless the model
-        keeps views of its inputs. Arrays that are kept occupy the memory; and for good if they were
-        there when the process forked, as its child sees what is written there later.
+        reaches the worker without another copy. What the model writes into it changes nothing here.
+        It should not be changed until the call returns, and may be used again then, unless the
+        model keeps views of its inputs. Arrays that are kept occupy the memory; and for good if
+        they were there when the process forked, as its child sees what is written there later.
 
         Args:
             shape: Of the array.

@@ -28,9 +28,9 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         Args:
             inputs: 1 to `max_batch_size` inputs, in order of arrival; with a `collation`, the batch
                 that they were joined to. Large arrays and tensors may be views of memory that is
-                reused when the last view is gone: they may be changed in place (unless
-                `DynBatcher.allocate_input` made them, which are read-only), and must be copied to
-                be kept. `fast_batcher.stack` joins them, mostly without a copy.
+                reused when the last view is gone: they must be copied to be kept. All may be
+                changed in place; a retry sees them as they were. `fast_batcher.stack` joins them,
+                mostly without a copy.
 
         Returns:
             One output per input, in the same order: a list, tuple, or an array or tensor whose

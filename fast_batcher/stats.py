@@ -40,7 +40,9 @@ class BatcherStats:
     releases: dict[str, int]
     # Workers that were replaced, after their death or because they were due to be recycled.
     restarts: int
-    # Seconds from arrival to dispatch per request, and in `infer` per batch; None before the first.
+    # Seconds from its arrival until its worker begins with its batch, per request, and seconds in
+    # `infer`, per batch; of batches that were answered, None before the first. A request's latency
+    # is their sum, and the way there and back.
     queue_wait_p50: float | None
     queue_wait_p95: float | None
     infer_p50: float | None
@@ -66,7 +68,7 @@ class Counters:
     restarts: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
-    # (seconds waited, weight): one request of each batch, weighted by the size of the batch.
+    # (seconds waited, weight) of answered batches: one request of each, weighted by its size.
     queue_waits: deque[tuple[float, int]] = field(
         default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
     )
@@ -74,11 +76,10 @@ class Counters:
         default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
     )
 
-    def count_batch(self, size: int, release: str, wait: float) -> None:
-        """Count a batch that is sent; one of its requests has waited for `wait` seconds."""
+    def count_batch(self, size: int, release: str) -> None:
+        """Count a batch that is sent."""
         self.batch_sizes[size] += 1
         self.releases[release] += 1
-        self.queue_waits.append((wait, size))
 
     def snapshot(
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fast_batcher import InferenceModel
+from fast_batcher import Collation, InferenceModel
 
 
 def scribble(value: Any, seen: set[int] | None = None) -> None:
@@ -65,3 +65,35 @@ class Scribbles(InferenceModel[Any, Any]):
                 mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
         return [one, self._own]
+
+
+class ScribblesAndDies(InferenceModel[Any, int]):
+    """Adds 1 to its inputs in place, and answers with what they are filled with then.
+
+    Args:
+        mark: If there is such a file, it removes it and dies before it answers.
+    """
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def infer(self, inputs: Any) -> list[int]:
+        for one in inputs:
+            scribble(one)
+        if self._mark.exists():
+            self._mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [filling(one) for one in inputs]
+
+
+class ScribblesOnBatch(ScribblesAndDies):
+    """The same, for inputs that are joined to one array."""
+
+    collation = Collation.stack()
+
+
+def filling(value: Any) -> int:
+    """What an array, or the array in a dict, is filled with."""
+    array = value["array"] if isinstance(value, dict) else value
+    assert array.min() == array.max()
+    return int(array[0])

@@ -1408,6 +1408,14 @@ async def test_stats_tell_what_was_done() -> None:
             stats.completed = 0  # type: ignore[misc]
 
 
+async def test_a_request_that_was_sent_ahead_waits_until_its_worker_begins_with_it() -> None:
+    async with DynBatcher(Slow, 1, model_args=(0.02,)) as batcher:
+        await batcher.process_many(["the worker has", "both at once"])
+        wait = batcher.stats.queue_wait_p95
+        assert wait is not None
+        assert wait >= 0.02
+
+
 async def test_repr_is_a_status_line(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), name="embedder") as batcher:
         (held,), visit = await begin(batcher, gate, "hold")

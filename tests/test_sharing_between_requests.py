@@ -13,10 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from desk import opened
-from scribbling_models import Scribbles, scribble
+from scribbling_models import (
+    Scribbles,
+    ScribblesAndDies,
+    ScribblesOnBatch,
+    filling,
+    scribble,
+)
 from waits import call, one_loop, outcome
 
-from fast_batcher import InferenceError
+from fast_batcher import DynBatcher, InferenceError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -151,3 +157,52 @@ async def test_the_inputs_of_a_warm_up_share_nothing(size: int) -> None:
     """It repeats them to fill a batch, and a model that changes them must not see that."""
     async with opened(Scribbles, size, max_batch_size=MOST) as batcher:
         assert await batcher.process_batched("warm") == [1.0]
+
+
+def own_array(_: DynBatcher[Any, Any], size: int, number: int) -> Any:
+    return np.full(size, number, np.uint8)
+
+
+def read_only_array(_: DynBatcher[Any, Any], size: int, number: int) -> Any:
+    return np.frombuffer(bytes([number]) * size, np.uint8)
+
+
+def nested_array(_: DynBatcher[Any, Any], size: int, number: int) -> Any:
+    return {"array": np.frombuffer(bytes([number]) * size, np.uint8)}
+
+
+def allocated_array(batcher: DynBatcher[Any, Any], size: int, number: int) -> Any:
+    array = batcher.allocate_input(size)
+    array[:] = number
+    return array
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "make"),
+    [
+        (ScribblesAndDies, own_array),
+        (ScribblesAndDies, read_only_array),
+        (ScribblesAndDies, nested_array),
+        (ScribblesAndDies, allocated_array),
+        (ScribblesOnBatch, allocated_array),
+        (ScribblesOnBatch, read_only_array),
+    ],
+)
+@anyio
+@one_loop
+async def test_a_model_may_write_into_any_array_and_a_retry_sees_it_as_it_was(
+    tmp_path: Path, model: Any, make: "Callable[..., Any]"
+) -> None:
+    """Whatever its size, how many come at once, and whose array it is."""
+    mark = tmp_path / "mark"
+    settings: Any = {"max_restarts": None, "restart_backoff": 0.01}
+    async with DynBatcher(model, 8, model_args=(mark,), **settings) as batcher:
+        for size in (1_000, 100_000, 1_000_000, 5_000_000):
+            for count in (1, 8):
+                values = [make(batcher, size, number) for number in range(count)]
+                mark.touch()
+                outputs = await asyncio.gather(*map(batcher.process_batched, values))
+                assert not mark.exists()
+                assert outputs == [number + 1 for number in range(count)], (size, count)
+                assert [filling(value) for value in values] == list(range(count))

@@ -5,7 +5,6 @@ The app names it as text, so that only workers import PyTorch and Pillow.
 
 import io
 import math
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -132,13 +131,8 @@ def decode(data: bytes) -> NDArray[np.uint8] | NotAnImageError:
 
 
 def to_tensor(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
-    """Arrays as one tensor, without a copy where they have come to lie side by side in memory.
-
-    Not to be written: the arrays may be read-only, which no tensor is, and PyTorch warns of that.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-        return torch.from_numpy(stack(arrays))
+    """Arrays as one tensor, without a copy where they have come to lie side by side in memory."""
+    return torch.from_numpy(stack(arrays))
 
 
 def to_input(pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -4,6 +4,7 @@ Only memory that `lend` names counts: the worker lends the memory of a batch whi
 computes. Elsewhere two arrays are neighbours by chance, and their owners are unknown.
 """
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from operator import is_
@@ -26,15 +27,15 @@ class Piece(NamedTuple):
 lent: list[Piece] = []
 
 
-def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()) -> None:
+def lend(memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()) -> None:
     """Let arrays and tensors that lie in this memory become one, until `lent` is cleared.
 
     Args:
-        address: Of the memory.
-        memory: A view of the memory.
+        memory: Writable bytes.
         whole: The whole memory as one array, if there is one: `stack` takes less time then.
         rows: The rows of `whole` that the model gets.
     """
+    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
     lent.append(Piece(address, address + len(memory), memory, whole, rows))
 
 

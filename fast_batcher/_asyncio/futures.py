@@ -7,6 +7,7 @@ any moment: that is counted, and harms no other caller.
 import asyncio
 import concurrent.futures
 from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +25,15 @@ class Failure:
 
 
 class ThreadCaller:
-    """A `concurrent.futures.Future` behind the two methods that settling needs."""
+    """A `concurrent.futures.Future` behind the two methods that settling needs.
+
+    It is made in the caller's thread.
+    """
 
     def __init__(self, future: concurrent.futures.Future[Any]) -> None:
         self._future = future
+        # Its context variables, for the functions `cost` and `group_by`.
+        self.context = copy_context()
 
     def set_result(self, output: Any) -> None:
         """Give the caller its output, unless it has cancelled."""

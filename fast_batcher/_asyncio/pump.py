@@ -7,6 +7,7 @@ turn, so that there is no task, timer, lock or event per request.
 
 import asyncio
 import math
+from contextvars import Context
 
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._asyncio.futures import fail, is_beyond_reach, set_exception
@@ -79,7 +80,15 @@ class Pump:
     # Requests.
 
     def accept(self, request: Request) -> None:
-        """Let a request wait for the next run of the pump, in this turn of the event loop."""
+        """Let a request wait for the next run of the pump, in this turn of the event loop.
+
+        Called in the caller's context, which the user's functions see.
+        """
+        if self._evaluator.is_needed:
+            error = self._evaluator.find_fault(request)
+            if error is not None:
+                self._turn_down(request, error)
+                return
         if request.priority:
             self._scheduler.rank_requests()
         if type(request.value) in self._staged_types and self._has_place():
@@ -138,8 +147,6 @@ class Pump:
         if not arrivals:
             return
         try:
-            if self._evaluator.is_needed:
-                arrivals = self._evaluate_costs(arrivals)
             rejected = self._scheduler.submit(now, arrivals)
         except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
             self.reject(arrivals, error)
@@ -148,24 +155,13 @@ class Pump:
             request.is_settled = True
             set_exception(request, self._status.broken_error() or refusal.to_error())
 
-    def _evaluate_costs(self, arrivals: list[Request]) -> list[Request]:
-        """Reject the requests for which the user's functions raise; returns the others."""
-        accepted = []
-        for request in arrivals:
-            error = self._evaluator.find_fault(request)
-            if error is None:
-                accepted.append(request)
-            else:
-                self._turn_down(request, error)
-        return accepted
-
     # The loop.
 
     def run_soon(self) -> None:
         """Run once in this turn of the event loop, or in the next."""
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._run)
+            self._loop.call_soon(self._run, context=Context())
 
     def _run(self) -> None:
         """Advance; called by the event loop, and by nothing that reads a frame.
@@ -251,7 +247,8 @@ class Pump:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._loop.call_later(max(0.0, moment - monotonic()), self._wake)
+        delay = max(0.0, moment - monotonic())
+        self._timer = self._loop.call_later(delay, self._wake, context=Context())
         self._timer_at = moment
 
     def _wake(self) -> None:

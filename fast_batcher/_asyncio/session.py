@@ -7,6 +7,9 @@
 
 A session is made on a running event loop and never used again once it has ended; the next opening
 makes another one.
+
+Callbacks of the event loop run in an empty context (`contextvars`): by default they would see, and
+keep, the context variables of the caller that happens to be the first of a turn.
 """
 
 import asyncio
@@ -15,6 +18,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from threading import get_ident
 from typing import Any
 
@@ -209,7 +213,7 @@ class Session:
     def call_in_loop(self, function: Callable[..., None], *args: Any) -> bool:
         """Call a function on the loop's thread, from any thread; False if the loop is closed."""
         try:
-            self.loop.call_soon_threadsafe(function, *args)
+            self.loop.call_soon_threadsafe(function, *args, context=Context())
         except RuntimeError:
             return False
         return True
@@ -221,7 +225,7 @@ class Session:
             try:
                 if self.serving_loop is None:
                     self._status.refuse("it takes no calls")
-                self.accept(request)
+                request.caller.context.run(self.accept, request)
             except BatcherError as error:
                 request.is_settled = True
                 set_exception(request, error)

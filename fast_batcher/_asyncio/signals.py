@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import Context
 from types import FrameType
 
 logger = logging.getLogger("fast_batcher")
@@ -40,7 +41,7 @@ def call_on_sigterm(
 
     def handle(number: int, frame: FrameType | None) -> None:
         with suppress(RuntimeError):  # the loop is closed: there is nothing left to be told
-            loop.call_soon_threadsafe(function)
+            loop.call_soon_threadsafe(function, context=Context())
         if callable(before):
             before(number, frame)
         elif before is signal.SIG_DFL:

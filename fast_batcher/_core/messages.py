@@ -181,7 +181,6 @@ class Batch:
     worker: int
     requests: list[Request]
     release: Release
-    sent_at: float
     # The earliest deadline among the requests whose caller still waits, and how many these are.
     deadline: float
     open_count: int

@@ -252,6 +252,11 @@ class Scheduler:
             return None
         slot = self.workers.slots[worker]
         seconds = now - slot.started_at
+        # One request speaks for its batch: recording all would cost more than sending them. Which
+        # one depends on the id, so that in the long run every position counts.
+        size = len(batch.requests)
+        waited = slot.started_at - batch.requests[batch.id % size].arrival
+        self.counters.queue_waits.append((waited, size))
         self.workers.take_back(now, batch)
         if not has_raised:
             try:
@@ -438,7 +443,7 @@ class Scheduler:
         """Give a worker a batch."""
         size, deadline = len(requests), min(map(_deadline, requests))
         batch = Batch(
-            self._next_batch_id, slot.id, requests, release, now, deadline, size, isolate_until
+            self._next_batch_id, slot.id, requests, release, deadline, size, isolate_until
         )
         self._next_batch_id += 1
         if release is not Release.RETRY:
@@ -449,6 +454,4 @@ class Scheduler:
             request.batch_id = batch.id
         self.workers.give(now, slot, batch)
         actions.append(Dispatch(batch))
-        # One request speaks for its batch: recording all would cost more than sending them. Which
-        # one depends on the id, so that in the long run every position counts.
-        self.counters.count_batch(size, release, now - requests[batch.id % size].arrival)
+        self.counters.count_batch(size, release)

@@ -10,6 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 
 Job = Callable[[], None]
 # Called with the error of the job, or None.
@@ -46,7 +47,7 @@ class JobThread:
         if self._thread is None:
             thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             try:
-                thread.start()
+                Context().run(thread.start)  # free-threaded Python passes it on
             except RuntimeError:  # better late than never
                 self._do(job, done)
                 return
@@ -96,4 +97,4 @@ class JobThread:
             error = raised.with_traceback(None)
         self._outcomes.append((done, error))
         with contextlib.suppress(RuntimeError):  # that loop is closed; `rebind` takes it
-            self._loop.call_soon_threadsafe(self.take_outcomes)
+            self._loop.call_soon_threadsafe(self.take_outcomes, context=Context())

@@ -55,7 +55,7 @@ class BatchSender:
         self._refused_late = refused_late
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
-        self._pickler = PartsPickler(settings.shared_memory_threshold)
+        self._pickler = PartsPickler(settings.shared_memory_threshold, makes_writable=True)
 
     def add_worker(self, link: WorkerLink) -> None:
         """Send batches to this worker from now on: it is ready."""
@@ -150,7 +150,7 @@ class BatchSender:
 
     def _dump_item(self, value: Any) -> bytes | BatcherError:
         try:
-            item = dumps(value)
+            item = self._pickler.dumps(value)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code
             refusal = UnsendableValueError(
                 f"the input, a {type(value).__qualname__}, cannot be pickled "

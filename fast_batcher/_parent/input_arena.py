@@ -3,6 +3,7 @@
 An array or tensor is copied behind inputs of the same layout that came before it, so that a batch
 lies in one piece when it is formed, and its frame only says where. The caller's value is kept, too:
 a staged input is sent once, because the model may write into it, and another try sends the value.
+An array that the app has allocated here is its own copy: the worker maps it with copy on write.
 """
 
 import functools
@@ -169,7 +170,7 @@ class InputArena:
             start = slabs.offset_of(address_of(value))
             allocated = self._allocated.get(start)
             if allocated is not None and allocated.end - start == size:
-                layout = _pack(Layout(*key)._replace(is_read_only=True))
+                layout = _pack(Layout(*key)._replace(is_original=True))
                 return StagedInput(allocated.slab, start, allocated.end, layout, CopyState.COPIED)
         view = view_bytes(value)
         # Another thread may have resized it since it was probed.

@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import signal
+from contextvars import Context
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
@@ -115,7 +116,7 @@ class Pool:
         note_open(self)
         for place in self._places:
             self._start(place)
-        self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat)
+        self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat, context=Context())
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Go on with another event loop; the one before is closed, and its timers with it."""
@@ -135,7 +136,7 @@ class Pool:
         for worker in self.live:
             if worker.state is WorkerState.LOADING:
                 self._starter.limit(worker)
-        self._heartbeat_timer = loop.call_later(INTERVAL, self._beat)
+        self._heartbeat_timer = loop.call_later(INTERVAL, self._beat, context=Context())
 
     # What the listener asks for.
 
@@ -144,7 +145,7 @@ class Pool:
         worker = self._serving[worker_id]
         worker.ignore()
         worker.signal(signal.SIGTERM)
-        worker.set_timer(self.loop.call_later(TERMINATE_GRACE, worker.kill))
+        worker.set_timer(self.loop.call_later(TERMINATE_GRACE, worker.kill, context=Context()))
 
     def kill(self, worker_id: int) -> None:
         """End a worker at once, because it cannot use its device; another takes its place."""
@@ -302,7 +303,7 @@ class Pool:
             then = functools.partial(self.replace, worker.id)
         else:
             then = functools.partial(self._watch_retired, worker)
-        worker.set_timer(self.loop.call_later(self._settings.stop_timeout, then))
+        worker.set_timer(self.loop.call_later(self._settings.stop_timeout, then, context=Context()))
 
     def _lose(self, worker: WorkerHandle, exit: Exit) -> None:
         del self._serving[worker.id]
@@ -321,7 +322,7 @@ class Pool:
         if place.successor is not None:
             place.worker, place.successor = place.successor, None
             return
-        place.restart_timer = self.loop.call_later(delay, self._start, place)
+        place.restart_timer = self.loop.call_later(delay, self._start, place, context=Context())
         reason = (
             f"worker {place.index} was restarted max_restarts={self._settings.max_restarts} times "
             f"within restart_window={self._settings.restart_window} seconds"
@@ -355,7 +356,7 @@ class Pool:
         self._beats += 1
         if self._beats % BEATS_TO_KEEP_MEMORY == 0:
             self._memory.give_back_unused()
-        self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat)
+        self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat, context=Context())
 
     # Ending.
 

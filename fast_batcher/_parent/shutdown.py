@@ -11,6 +11,7 @@ import select
 import signal
 import threading
 from collections.abc import Iterator
+from contextvars import Context
 from typing import Protocol
 
 from fast_batcher._clock import monotonic
@@ -187,7 +188,7 @@ def _end_on_loop(
             has_ended.set()
 
     try:
-        loop.call_soon_threadsafe(end)
+        loop.call_soon_threadsafe(end, context=Context())
     except RuntimeError:  # the loop has just been closed
         has_ended.set()
     return has_ended

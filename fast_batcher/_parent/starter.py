@@ -6,6 +6,7 @@ Everything but `WorkerHandle.spawn` runs on the event loop's thread.
 import asyncio
 import functools
 from collections.abc import Callable
+from contextvars import Context
 
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.shutdown import LiveWorkers
@@ -48,7 +49,7 @@ class Starter:
     def limit(self, worker: WorkerHandle) -> None:
         """Give a worker that loads its model `timeout` seconds from now on."""
         loop = asyncio.get_running_loop()
-        worker.set_timer(loop.call_later(self._timeout, self._time_out, worker))
+        worker.set_timer(loop.call_later(self._timeout, self._time_out, worker, context=Context()))
 
     def _finish_spawn(self, worker: WorkerHandle, error: BaseException | None) -> None:
         if error is not None:

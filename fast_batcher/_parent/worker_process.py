@@ -11,6 +11,7 @@ import os
 import signal
 from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable
+from contextvars import Context
 from typing import NamedTuple
 
 from fast_batcher._descendants import opened_descendants, send_signal
@@ -163,7 +164,7 @@ class WorkerProcess:
         if not self.is_attached:
             self.is_attached = True
             self.send(Kind.LOAD, 0, self._model_spec.pickled)
-        loop.add_reader(self._parts.child.death_fd, self._died)
+        Context().run(loop.add_reader, self._parts.child.death_fd, self._died)
 
     @property
     def is_alive(self) -> bool:

@@ -26,8 +26,14 @@ class Layout(NamedTuple):
     is_tensor: bool
     dtype: Any
     shape: tuple[int, ...]
-    # There is no other copy of the inputs, so the model must not write into them.
-    is_read_only: bool = False
+    # The inputs lie in the app's own arrays, and there is no other copy for a retry.
+    is_original: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one input."""
+        size: int = math.prod(self.shape) * self.dtype.itemsize
+        return size
 
 
 # The fields of a `Layout`. One is made for each input, and a plain tuple takes a tenth of the time.
@@ -116,42 +122,32 @@ def _find_tensor_layout(torch: Any, tensor: Any, least: int, most: int) -> tuple
     return (True, tensor.dtype, tuple(tensor.shape)), tensor.nbytes
 
 
-def view_rows(
-    packed: bytes, memory: memoryview, start: int, count: int
-) -> tuple[list[Any], memoryview, Any]:
+def view_rows(layout: Layout, part: memoryview) -> tuple[list[Any], Any]:
     """View inputs that lie one behind the other.
 
     Args:
-        packed: Their layout, pickled.
-        memory: The views keep it. They are writable unless the layout is read-only; PyTorch has no
-            read-only tensors, and gets copies then.
-        start: Where the first input begins, in bytes.
-        count: How many inputs, at least 1.
+        layout: Of each.
+        part: The memory of all, at least one; the views keep it.
 
     Returns:
-        The inputs; their memory; and the array whose rows they are, None if they are tensors.
+        The inputs, and the array whose rows they are, None if they are tensors.
     """
-    layout, size = _unpack(packed)
-    part = memory[start : start + count * size]
     if layout.is_tensor:
+        size = layout.nbytes
         # Each from its bytes: a slice of one tensor would be pickled with all of that tensor.
         rows: list[Any] = [
             rebuild_tensor(part[begin : begin + size], layout.dtype, layout.shape)
-            for begin in range(0, count * size, size)
+            for begin in range(0, len(part), size)
         ]
-        if layout.is_read_only:
-            rows = [row.clone() for row in rows]
-        return rows, part, None
-    if layout.is_read_only:
-        part = part.toreadonly()
+        return rows, None
     numpy: Any = sys.modules["numpy"]  # which made the dtype
-    whole = numpy.frombuffer(part, layout.dtype).reshape(count, *layout.shape)
-    return list(whole), part, whole
+    whole = numpy.frombuffer(part, layout.dtype).reshape(-1, *layout.shape)
+    return list(whole), whole
 
 
 # A dtype takes microseconds to unpickle, and most models take inputs of few layouts.
 @functools.lru_cache(maxsize=64)
-def _unpack(packed: bytes) -> tuple[Layout, int]:
-    """The layout, and the bytes of one row."""
+def unpack_layout(packed: bytes) -> Layout:
+    """Unpickle a layout."""
     layout: Layout = pickle.loads(packed)
-    return layout, math.prod(layout.shape) * layout.dtype.itemsize
+    return layout

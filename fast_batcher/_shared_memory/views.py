@@ -14,6 +14,7 @@ import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 from fast_batcher._fork import at_fork
+from fast_batcher._transport.memory_file import map_file
 
 if TYPE_CHECKING:
     from fast_batcher._transport.progress import WorkerProgress
@@ -46,10 +47,18 @@ class _Fork(NamedTuple):
     leases: list[_Lease]
 
 
+class _PrivateMap(mmap.mmap):
+    """A part of the file in which what this process writes is seen by no other (copy on write)."""
+
+    # Shared memory of the same batch: it is not free while there is a view of this map.
+    batch: memoryview
+
+
 class SlabViews:
     """Makes views of batches, and knows which batches have no view left.
 
-    The model may write into a batch: no other process reads it as long as there is a view.
+    The model may write into a batch: no other process reads it as long as there is a view, and what
+    the app reads again is viewed apart.
 
     Args:
         fd: Of the file, which is taken over.
@@ -57,15 +66,13 @@ class SlabViews:
     """
 
     def __init__(self, fd: int, size: int) -> None:
-        try:
-            self._memory = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
+        self._memory = map_file(fd, size)
+        os.set_inheritable(fd, False)
+        self._fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)
         # In bytes.
         self.size = size
         self._type = ctypes.c_ubyte * size
-        # Where the memory is in this process.
-        self.address = ctypes.addressof(self._type.from_buffer(self._memory))
         # By batch, as long as this process has a view of it.
         self._leases: dict[int, _Lease] = {}
         # Children of this process that may have views and had not ended at the last look.
@@ -102,6 +109,23 @@ class SlabViews:
         # A view of plain bytes; that of a ctypes array has another format.
         return pickle.PickleBuffer(owner).raw()
 
+    def view_apart(self, view: memoryview, start: int) -> memoryview:
+        """View a part of a batch again, such that writes change nothing for other processes.
+
+        The system copies the pages that are written, and no others.
+
+        Args:
+            view: A view of that part, which the new view keeps.
+            start: Where it begins in the memory.
+
+        Raises:
+            OSError: This process may not map that much memory.
+        """
+        before = start % mmap.ALLOCATIONGRANULARITY
+        private = _PrivateMap(self._fd, before + len(view), mmap.MAP_PRIVATE, offset=start - before)
+        private.batch = view
+        return memoryview(private)[before:]
+
     def take_freed(self) -> list[int]:
         """The batches that have become free since the last call."""
         if self.forks:
@@ -118,6 +142,7 @@ class SlabViews:
             BufferError: There are views.
         """
         self._memory.close()
+        self._close_fd()
 
     def _before_fork(self) -> None:
         """Note the batches of which the child will have copies of views.

@@ -1,7 +1,8 @@
 """The parent's side of a worker's pipes. It belongs to the event loop's thread and never blocks.
 
 What a pipe does not take at once is kept, and written when the pipe takes more. A channel does not
-know what a batch is.
+know what a batch is. The loop calls it in an empty context: it may be attached, and send, in a
+caller's.
 """
 
 import io
@@ -9,6 +10,7 @@ import os
 from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import Context
 
 from fast_batcher._transport.frames import MAX_JOINED, Frame, FrameReader, Kind, pack_header
 from fast_batcher._transport.pipes import Ends
@@ -67,9 +69,9 @@ class LoopChannel:
     def attach(self, loop: AbstractEventLoop) -> None:
         """Let this loop watch the pipes; a loop that did so before is closed by now."""
         self._loop = loop
-        loop.add_reader(self._source, self._read)
+        Context().run(loop.add_reader, self._source, self._read)
         if self._backlog:
-            loop.add_writer(self._sink, self._write_backlog)
+            self._write_later()
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
         """Send a frame now, or when the pipe takes it. A channel that has ended drops it."""
@@ -87,8 +89,7 @@ class LoopChannel:
                 return
             if sent == len(first) and is_whole:
                 return
-            assert self._loop is not None, "nothing is sent before a loop is attached"
-            self._loop.add_writer(self._sink, self._write_backlog)
+            self._write_later()
         self._backlog.append(memoryview(first)[sent:])
         if not is_whole:
             self._backlog.append(memoryview(body))
@@ -110,8 +111,7 @@ class LoopChannel:
         if self._is_over or not self._backlog or self._backlog[0] is not reservation:
             return
         if not self._write_some():
-            assert self._loop is not None, "nothing is sent before a loop is attached"
-            self._loop.add_writer(self._sink, self._write_backlog)
+            self._write_later()
 
     def is_sending(self) -> bool:
         """Whether frames that had to wait were sent since the last call, or are not ready."""
@@ -164,6 +164,11 @@ class LoopChannel:
             self._finish(error)
             return False
         return True
+
+    def _write_later(self) -> None:
+        """Write the backlog when the pipe takes more."""
+        assert self._loop is not None, "nothing is sent before a loop is attached"
+        Context().run(self._loop.add_writer, self._sink, self._write_backlog)
 
     def _write_backlog(self) -> None:
         """Write what the pipe takes; the loop calls this until the backlog is empty."""

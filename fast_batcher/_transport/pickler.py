@@ -11,6 +11,7 @@ The event loop's thread pickles inputs, and the worker's main thread outputs.
 
 import copyreg
 import functools
+import io
 import pickle
 import sys
 from typing import TYPE_CHECKING, Any
@@ -126,15 +127,17 @@ class PartsPickler:
 
     Args:
         least: Bytes from which on a buffer stays where it is.
+        makes_writable: Whether NumPy arrays that cannot be written arrive as arrays that can.
     """
 
-    def __init__(self, least: int) -> None:
+    def __init__(self, least: int, *, makes_writable: bool = False) -> None:
         # From PIECE_SIZE on a buffer is a piece of the stream too, and costs as much there. Below
         # LEAST_BUFFER it is not worth it.
         self._least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
         # Whether large buffers stay out of the stream: a large batch has come.
         self._keeps_buffers = False
-        self._reducers: _Reducers | None = None
+        self._makes_writable = makes_writable
+        self._reducers = _Reducers()
 
     def pickle(
         self, values: "Sequence[Any]", may_share: "Callable[[], bool]"
@@ -154,7 +157,7 @@ class PartsPickler:
             BaseException: What the user's code raises while a value is pickled.
         """
         if not self._keeps_buffers:
-            items = [pickle.dumps(value, PROTOCOL) for value in values]
+            items = [self.dumps(value) for value in values]
             if sum(map(len, items)) < LEAST_SHARED or not may_share():
                 return items
             self._keeps_buffers = True
@@ -166,13 +169,26 @@ class PartsPickler:
             pickled.unlock()  # the error keeps it
             raise
 
+    def dumps(self, value: Any) -> bytes:
+        """Pickle one value with all of its buffers in the stream."""
+        reducers = self._find_reducers() if self._makes_writable else None
+        if reducers is None:
+            return pickle.dumps(value, PROTOCOL)
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, PROTOCOL)
+        pickler.dispatch_table = reducers
+        pickler.dump(value)
+        return file.getvalue()
+
     def _find_reducers(self) -> "_Reducers | None":
-        """Return how tensors are pickled, None as long as PyTorch is not loaded."""
+        """Return how arrays and tensors are pickled, None while neither library is loaded."""
         torch: Any = sys.modules.get("torch")
-        if self._reducers is None and hasattr(torch, "Tensor"):  # else it is being imported
-            reduce = functools.partial(_reduce_tensor, torch, self._least)
-            self._reducers = _Reducers({torch.Tensor: reduce})
-        return self._reducers
+        if hasattr(torch, "Tensor") and torch.Tensor not in self._reducers:
+            self._reducers[torch.Tensor] = functools.partial(_reduce_tensor, torch, self._least)
+        numpy: Any = sys.modules.get("numpy")
+        if self._makes_writable and hasattr(numpy, "ndarray"):  # else it is being imported
+            self._reducers[numpy.ndarray] = _reduce_array
+        return self._reducers or None
 
 
 class _Pickled:
@@ -268,6 +284,21 @@ def _view(chunk: Any) -> "bytes | memoryview":
     if isinstance(chunk, bytes):
         return chunk
     return chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else memoryview(chunk)
+
+
+def _reduce_array(array: Any) -> Any:
+    """Pickle an array so that it can be written when it arrives."""
+    reduced = array.__reduce_ex__(PROTOCOL)
+    # With a state, as of an array that is not contiguous, it can be in any case.
+    if array.flags.writeable or len(reduced) != 2:
+        return reduced
+    return _make_writable, reduced
+
+
+def _make_writable(function: "Callable[..., Any]", arguments: tuple[Any, ...]) -> Any:
+    """Make an array, and copy it if it cannot be written."""
+    array = function(*arguments)
+    return array if array.flags.writeable else array.copy(order="K")
 
 
 def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fast_batcher._arrays import stacking
-from fast_batcher._shared_memory.layouts import view_rows
+from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
@@ -74,14 +74,18 @@ class InputReader:
         if frame.kind is _SHARED_INPUTS:
             start, length, sizes, items = named
             view = memory[start : start + length]
-            stacking.lend(slabs.address + start, view)
+            stacking.lend(view)
             stream, buffers = view_parts(view, sizes)
             return load_items(stream, buffers, items, codec.describe)
         inputs: list[Any] = []
-        for layout, start, count in named:
-            rows, view, whole = view_rows(layout, memory, start, count)
+        for packed, start, count in named:
+            layout = unpack_layout(packed)
+            view = memory[start : start + count * layout.nbytes]
+            if layout.is_original:
+                view = slabs.view_apart(view, start)
+            rows, whole = view_rows(layout, view)
             inputs += rows
-            stacking.lend(slabs.address + start, view, whole, () if whole is None else rows)
+            stacking.lend(view, whole, () if whole is None else rows)
         return inputs
 
 

@@ -58,7 +58,7 @@ def wire() -> Wire:
 
 def batch_of(*values: Any) -> Batch:
     requests = [Request(value, None, deadline=1.0) for value in values]
-    return Batch(BATCH_ID, WORKER, requests, Release.FULL, 0.0, 1.0, len(requests))
+    return Batch(BATCH_ID, WORKER, requests, Release.FULL, 1.0, len(requests))
 
 
 # --- sending --------------------------------------------------------------------------------------
