@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import LIMIT
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "fast_batcher"
-# No process of these tests takes longer, in seconds, unless it hangs.
-LIMIT = 60.0
 
 # From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
 FLOORS: dict[str, int] = {

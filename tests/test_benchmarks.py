@@ -51,7 +51,7 @@ def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.readline()
         yield process
     finally:
-        process.communicate(timeout=30)
+        process.communicate(timeout=LIMIT)
 
 
 # Figures and tables.
@@ -106,7 +106,7 @@ def test_a_table_aligns_its_columns_and_shows_what_is_missing() -> None:
 
 def test_published_tables_say_what_the_stored_results_say() -> None:
     command = [sys.executable, "-m", "benchmarks.publish", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout.strip()) == (0, "up to date"), done.stderr
 
 
@@ -313,7 +313,9 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
     command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]
     command += ["--seconds", "0.05", "--repetitions", "2", "--loops", "asyncio"]
     command += ["--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     result = json.loads(path.read_text())
     assert set(result) == {
         *("benchmark", "date", "command", "hardware", "versions", "settings", "verdicts"),
@@ -339,7 +341,7 @@ def test_http_measures_servers_under_load(tmp_path: Path) -> None:
     path = tmp_path / "http.json"
     command = [sys.executable, "-m", "benchmarks.http", "--quick", "--seconds", "0.2"]
     command += ["--scenarios", "echo", "--systems", "bare ASGI", "ours", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     assert result["failures"] == []

@@ -20,9 +20,10 @@ from fastapi import Depends, FastAPI
 from fastapi.testclient import TestClient
 from raw_http import chunk, connect, head
 from sample_models import Digests, digest
-from servers import LIMIT, Gate, Server, ask_until, gate, serve
+from servers import Gate, Server, ask_until, gate, serve
 from starlette.requests import Request
 from starlette.types import Message
+from waits import LIMIT
 
 from fast_batcher import ConfigurationError
 from fast_batcher.fastapi import (
@@ -109,7 +110,9 @@ def test_a_malformed_body_is_a_client_error_and_never_a_server_error(
     sent = {"Content-Type": "application/json", **headers}
     response = httpx2.post(f"{limited}/length", content=body, headers=sent, timeout=LIMIT)
     assert response.status_code in statuses, response.text
-    assert httpx2.post(f"{limited}/length", json={"text": "fine"}).json() == len("fine")
+    assert httpx2.post(f"{limited}/length", json={"text": "fine"}, timeout=LIMIT).json() == len(
+        "fine"
+    )
 
 
 @pytest.mark.slow

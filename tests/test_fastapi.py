@@ -20,7 +20,6 @@ from fastapi import Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from servers import (
-    LIMIT,
     Gate,
     Server,
     ask_until,
@@ -32,6 +31,7 @@ from servers import (
 )
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
+from waits import LIMIT
 
 from fast_batcher import DynBatcher, errors
 from fast_batcher.fastapi import (

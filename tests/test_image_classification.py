@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from waits import LIMIT
 
 from benchmarks.load.server import serve
 from examples.image_classification.app import MAX_BYTES
@@ -286,7 +287,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=address, timeout=60, trust_env=False) as client:
+    with httpx2.Client(base_url=address, timeout=LIMIT, trust_env=False) as client:
         yield client
 
 
@@ -353,4 +354,4 @@ def test_the_schema_shows_raw_images_and_the_refusals(
 def test_the_api_process_needs_neither_torch_nor_pillow() -> None:
     code = "import sys, examples.image_classification.app as app; "
     code += "assert not {'torch', 'PIL', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT)

@@ -152,7 +152,7 @@ def test_an_answer_in_chunks_is_read_and_a_server_that_goes_away_is_tried_again(
             listener.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        plan = plan_for(listener, connections=1, reconnect=True, warm_up=0.0)
+        plan = plan_for(listener, connections=1, reconnect=True, seconds=2.0)
         server = threading.Thread(target=answer_once, args=(listener,))
         server.start()
         (record,) = run_clients([plan])
@@ -312,7 +312,7 @@ def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
         env=os.environ | PATHS,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -22,15 +22,13 @@ from sample_models import (
     NoInfer,
 )
 from test_batcher_settings import construct, refusal
-from waits import shown
+from waits import LIMIT, shown
 
 from fast_batcher import ConfigurationError, InferenceModel
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import MAX_FRAME_BYTES
 
 ROOT = Path(__file__).parent.parent
-# No process of these tests takes longer, in seconds, unless it hangs.
-LIMIT = 60.0
 
 # Models by name.
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx2
 import psutil
 import pytest
-from servers import LIMIT, Gate, Server, find_free_port, gate, serve, thread
-from waits import within
+from servers import Gate, Server, find_free_port, gate, serve, thread
+from waits import LIMIT, measured
 
 __all__ = ["gate", "serve", "thread"]
 
@@ -83,7 +83,7 @@ def test_the_first_ctrl_c_drains_and_the_second_ends(
     os.killpg(server.process.pid, signal.SIGINT)
     server.wait_for("Waiting for connections to close|Shutting down")
     assert all(worker.is_running() for worker in workers)
-    with within(3.0, "a second Ctrl-C ends the server and its workers"):
+    with measured(3.0, "a second Ctrl-C ends the server and its workers"):
         os.killpg(server.process.pid, signal.SIGINT)
         server.wait_for_exit()
         assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []

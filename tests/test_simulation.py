@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waits import LIMIT
 
 from benchmarks.simulation.batchers import Ours, Planned
 from benchmarks.simulation.bounds import Estimate
@@ -319,7 +320,7 @@ def test_the_command_line_stores_a_table_and_its_numbers(tmp_path: Path) -> None
     command = [sys.executable, "-m", "benchmarks.simulation", "--quick", "--scale", "0.01"]
     command += ["--parts", "overload", "--folder", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     stored = json.loads(path.read_text())

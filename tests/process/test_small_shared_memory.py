@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
+from waits import LIMIT
 
 TESTS = Path(__file__).parent.parent
-# Of the program, seconds: many times what it takes.
-LIMIT = 100.0
 
 # Two batches at once have 192 MB, three times what there is, and come back.
 PROGRAM = """
