@@ -4,6 +4,7 @@ Parent process, pytest's own thread.
 """
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -102,6 +103,22 @@ def _everlasting() -> None:
     resource_tracker.ensure_running()
     # libuv opens a pipe for signals, once per process, with the first loop.
     uvloop.new_event_loop().close()
+
+
+@pytest.fixture(autouse=True)
+def _only_slow_tests_start_processes(
+    _everlasting: None, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """After a test that is not marked as slow: no child process of it has ended."""
+    before = _faults_of_children()
+    yield
+    is_slow = request.node.get_closest_marker("slow") is not None
+    assert is_slow or _faults_of_children() == before, "it starts a process: mark it slow"
+
+
+def _faults_of_children() -> int:
+    # Page faults of those that have ended; a process that had none does not exist.
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
 
 
 @pytest.fixture(autouse=True)

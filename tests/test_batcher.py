@@ -1097,7 +1097,7 @@ async def test_the_end_refuses_new_calls_and_finishes_what_has_been_accepted(
 @pytest.mark.parametrize("count", [1, 3], ids=["in the turn of aclose", "before"])
 async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy(count: int) -> None:
     """Calls of the turn in which `aclose` is called are finished, too."""
-    batcher = DynBatcher(Echo, policy="fixed", max_delay=2 * LIMIT)
+    batcher = DynBatcher(Echo, policy="fixed", max_delay=2 * LIMIT, timeout=None)
     await batcher.open()
     accepted = [call(batcher, number) for number in range(3)]
     await turns(count)

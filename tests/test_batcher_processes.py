@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from inside import pids_of
 from packing import pack
 from programs import Start, program
 from sample_models import (
@@ -492,6 +493,7 @@ async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gat
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
     early = call(batcher, "early")
     opening = asyncio.create_task(batcher.open())
+    await turns()
     await until(lambda: bool(pids_of(batcher)))
     with Watch(pids_of(batcher)) as worker:
         with measured(1.1, "a start that never ends (start_timeout=1)"):

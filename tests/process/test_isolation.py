@@ -296,7 +296,7 @@ async def test_an_idle_worker_that_is_stopped_is_replaced(
         with measured(2 * fast_heartbeat + 1.0, "an idle worker that is stopped is replaced"):
             await until(lambda: batcher.stats.restarts == 1)
         assert await batcher.process_batched(None) != first
-    assert f"it was idle and has not answered for {fast_heartbeat} seconds" in caplog.text
+    assert f"it was idle and has not answered for {fast_heartbeat:g} seconds" in caplog.text
 
 
 async def test_requests_sent_to_a_stopped_worker_are_answered_by_its_replacement(
