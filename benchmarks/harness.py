@@ -304,7 +304,7 @@ def finish(
 
 
 def store(
-    path: Path,
+    path: Path | None,
     name: str,
     machine: Mapping[str, object],
     settings: Mapping[str, object],
@@ -317,7 +317,7 @@ def store(
     """Print a report, and write it beside the JSON file with everything measured.
 
     Args:
-        path: Of the JSON file.
+        path: Of the JSON file; None prints the report and stores nothing.
         name: Of the benchmark.
         machine: What the figures depend on.
         settings: Of the run.
@@ -346,6 +346,9 @@ def store(
         *(f"      FAILED  {line}" for line in failed),
     ]
     report = "\n".join(lines).rstrip() + "\n"
+    print(report, flush=True)
+    if path is None:
+        return
     result = {
         "benchmark": name,
         "date": date,
@@ -362,4 +365,3 @@ def store(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{head},\n "measurements": [\n{rows}\n]}}\n')
     path.with_suffix(".txt").write_text(report)
-    print(report, flush=True)
