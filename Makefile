@@ -12,7 +12,7 @@ JOBS ?= 2
 help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched, one table'
 	@echo 'make test         formatting, lint and every test'
-	@echo 'make test-fast    the tests that take no processes or models, in seconds'
+	@echo 'make test-fast    the tests without processes and servers, in half a minute'
 	@echo 'make fix          format and mend what can be mended'
 	@echo 'make cov          every test with branch coverage, child processes included'
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
@@ -47,7 +47,7 @@ test: check
 	$(PYTEST) --numprocesses $(JOBS) --dist worksteal
 
 test-fast: install
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --numprocesses $(JOBS)
 
 cov: install
 	$(BIN)/coverage erase

@@ -62,7 +62,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +341,6 @@ async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate)
 
 
 @both_loops
-@pytest.mark.slow
 async def test_a_storm_of_cancellations_harms_no_other_call() -> None:
     async with DynBatcher(
         Slow, 8, model_args=(0.0001,), num_workers=2, max_queue_size=2000
@@ -509,7 +508,6 @@ async def test_waiting_requests_expire_in_whatever_order_their_deadlines_come(ga
 
 
 @both_loops
-@pytest.mark.slow
 async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -530,7 +528,6 @@ async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
     assert f"took longer than infer_timeout={SOON_IN_WORKER}" in caplog.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["holding the GIL", "ignoring SIGTERM"])
 async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None:
     """Fault F21."""

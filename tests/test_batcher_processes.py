@@ -82,7 +82,7 @@ MEBI = 2**20
 
 __all__ = ["program"]
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +417,6 @@ async def test_a_value_just_below_the_limit_passes_and_just_above_fails() -> Non
         assert assert_balance(batcher).restarts == 0
 
 
-@pytest.mark.slow
 async def test_a_model_that_prints_a_lot_is_not_held_up() -> None:
     """Fault F30."""
     async with DynBatcher(Noisy) as batcher:
@@ -487,7 +486,6 @@ async def test_a_model_that_does_not_load_is_a_start_error_that_tells_why(
 
 
 @both_loops
-@pytest.mark.slow
 async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gate) -> None:
     """Fault F13."""
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), start_timeout=1.0)
@@ -506,7 +504,6 @@ async def test_an_init_that_never_returns_is_ended_after_start_timeout(gate: Gat
 
 
 @both_loops
-@pytest.mark.slow
 async def test_a_replacement_that_fails_to_load_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -848,7 +845,6 @@ def test_threads_that_submitted_get_their_answers_from_the_second_loop(
 # --- programs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "state", ["idle", "loading", "plainly", "holding the GIL", "ignoring SIGTERM"]
 )
@@ -879,7 +875,6 @@ def test_no_worker_outlives_its_parent(program: Start, gate: Gate, state: str) -
         assert workers.survivors(LIMIT) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keeps", "state", "fails"),
     [
@@ -931,7 +926,6 @@ def test_a_program_that_forgets_to_stop_ends(
         assert (status, stderr) == (0, "")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
     program: Start, kind: str
@@ -976,7 +970,6 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         assert workers.survivors(0.0) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("then", ["time.sleep(1000)", "return"], ids=["blocked", "stopped"])
 def test_a_program_whose_loop_in_a_daemon_thread_turns_no_more_ends(
     program: Start, then: str
@@ -1004,7 +997,6 @@ def test_a_program_whose_loop_in_a_daemon_thread_turns_no_more_ends(
         assert workers.survivors(0.0) == []
 
 
-@pytest.mark.slow
 def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start) -> None:
     running = program(
         """
@@ -1021,7 +1013,6 @@ def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start
     assert "if __name__ == '__main__':" in stderr
 
 
-@pytest.mark.slow
 def test_a_model_class_of_the_program_itself_works(program: Start) -> None:
     running = program(
         """
@@ -1042,7 +1033,6 @@ def test_a_model_class_of_the_program_itself_works(program: Start) -> None:
     assert running.finish() == (0, "")
 
 
-@pytest.mark.slow
 def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
     """Fault F42: the terminal sends SIGINT to the whole group; the program decides what follows."""
     running = program(
@@ -1069,7 +1059,6 @@ def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:
     assert running.finish() == (0, "")
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, gate: Gate) -> None:
     running = program(
         f"""
@@ -1091,7 +1080,6 @@ def test_ctrl_c_while_workers_start_shows_one_traceback_at_most(program: Start, 
         assert workers.survivors(0.0) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("use", ["process_batched", "process_many", "submit", "open", "exit"])
 def test_a_forked_copy_is_refused_and_harms_no_call_of_its_parent(program: Start, use: str) -> None:
     """Fault F49."""
@@ -1135,7 +1123,6 @@ def test_a_forked_copy_is_refused_and_harms_no_call_of_its_parent(program: Start
     assert (status, "Traceback" in stderr) == (0, False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("end", ["stop", "exit"])
 def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
     program: Start, end: str
@@ -1165,7 +1152,6 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_workers_alive(
     assert running.finish() == (0, "")
 
 
-@pytest.mark.slow
 def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program: Start) -> None:
     """Fault F52: with one more file descriptor each time, the start fails at the next step."""
     running = program(
@@ -1210,7 +1196,6 @@ def test_no_room_for_another_process_is_a_start_error_and_leaks_nothing(program:
     assert running.finish() == (0, "")
 
 
-@pytest.mark.slow
 def test_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) -> None:
     """Fault F55: its requests have expired, and its silence does not count as death."""
     running = program(

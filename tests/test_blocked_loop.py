@@ -16,7 +16,7 @@ from fast_batcher import DeadlineExceededError, DynBatcher
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._parent.worker_process import WorkerProcess
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 # Long enough for a worker to answer at once, on a busy machine too, in seconds; and to start.
 IN_TIME = 2.0

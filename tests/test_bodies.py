@@ -494,6 +494,7 @@ def test_without_our_handlers_a_refusal_is_an_http_exception_for_the_apps_own() 
         make_client(app).post("/length", content=bytes(101))
 
 
+@pytest.mark.slow
 def test_the_integration_loads_no_numpy() -> None:
     code = "import sys, fast_batcher.fastapi; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)

@@ -256,6 +256,7 @@ def test_the_demonstration_finds_all_answers_right() -> None:
     assert re.search(r"Batched is \d+\.\d+ times as fast", done.stdout)
 
 
+@pytest.mark.slow
 def test_without_its_packages_the_demonstration_says_how_to_get_them() -> None:
     # -S leaves out site-packages: what a fresh Python without them looks like.
     done = subprocess.run(

@@ -79,6 +79,7 @@ def test_a_network_has_torchvisions_parameters_and_gives_one_score_per_class(arc
             assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
 
 
+@pytest.mark.slow
 def test_weights_come_from_the_file_and_so_does_the_number_of_classes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,6 +183,7 @@ def test_broken_bytes_never_raise(kind: str, seed: int) -> None:
 # --- the model ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_batch_gives_each_image_what_it_gets_alone_whatever_is_beside_it(
     classifier: ImageClassifier,
 ) -> None:

@@ -392,6 +392,7 @@ def test_the_reference_experiment_runs_and_stores_what_it_measured(tmp_path: Pat
     assert result["verdicts"] == []  # they are about ResNet-101
 
 
+@pytest.mark.slow
 def test_the_reference_experiment_notices_answers_in_the_wrong_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -175,6 +175,7 @@ def test_a_class_that_is_not_under_its_name_cannot_be_imported_by_the_worker(
         assert "to the top level of a module, under its own name" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["-c", "-", "-m"])
 def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
     tmp_path: Path, where: str
@@ -200,6 +201,7 @@ def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
     assert "put it into another .py file and import it from there" in last_line
 
 
+@pytest.mark.slow
 def test_a_class_of_a_file_does_wherever_it_is_used(tmp_path: Path) -> None:
     """One that is imported at a prompt, and one of the script that is run."""
     at_prompt = (

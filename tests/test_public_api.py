@@ -72,6 +72,7 @@ def test_every_error_can_be_imported_from_both_places() -> None:
             assert getattr(fast_batcher, name) is value
 
 
+@pytest.mark.slow
 def test_a_listing_of_the_package_shows_what_is_loaded_when_it_is_asked_for() -> None:
     program = "import fast_batcher, json; print(json.dumps(dir(fast_batcher)))"
     done = subprocess.run(

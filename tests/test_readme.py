@@ -84,6 +84,7 @@ def test_what_a_program_imports_of_ours_is_there(number: int) -> None:
         exec(statement, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_every_program_is_formatted_as_ours_are(number: int) -> None:
     pytest.importorskip("ruff")

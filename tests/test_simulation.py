@@ -61,6 +61,7 @@ def mean_seconds(batcher: Batcher, model: Model, load: float, seed: int) -> floa
 # Known results.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_one_at_a_time_is_the_formula_of_pollaczek_and_khinchine(load: float) -> None:
     service = SINGLE.seconds(1)
@@ -72,6 +73,7 @@ def test_one_at_a_time_is_the_formula_of_pollaczek_and_khinchine(load: float) ->
     assert found.high - found.low < 0.15 * service
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_and_the_optimum_are_what_their_chains_say(name: str) -> None:
     """Each in virtual time, and the exact mean of the policy that it follows."""
@@ -112,6 +114,7 @@ def test_policy_iteration_finds_what_brute_force_finds(model: Model, rate: float
     assert isclose(solved.mean_seconds, best, rel_tol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_longer_queue_in_the_chain_changes_nothing(name: str) -> None:
     model = MODELS[name]
@@ -128,6 +131,7 @@ def test_no_more_are_in_time_than_fit_between_arrival_and_target() -> None:
     assert most_in_time(FLAT, [*[1.0] * 50, *[2.0] * 50]) == 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_policy_exceeds_the_bound(name: str) -> None:
     for seed in range(2):
@@ -251,6 +255,7 @@ class PaddedWorker(Worker):
         return super().seconds(now, requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", [0, 40, 1000])
 def test_lengths_are_padded_much_less_than_in_order_whatever_the_budget(fixed: int) -> None:
     """Texts of 40 tokens in the mean and 256 at most; a batch costs `fixed` tokens by itself."""

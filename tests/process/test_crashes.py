@@ -47,7 +47,7 @@ from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,6 @@ async def test_nothing_is_answered_twice_when_a_retry_is_cancelled(gate: Gate) -
         assert (stats.completed, stats.cancelled) == (1, 1)
 
 
-@pytest.mark.slow
 async def test_many_poisonous_requests_fail_no_other_request() -> None:
     """Fault F15."""
     settings: dict[str, Any] = {

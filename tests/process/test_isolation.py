@@ -41,7 +41,7 @@ from fast_batcher import DeadlineExceededError, DynBatcher, InferenceError
 from fast_batcher._core import heartbeat
 from fast_batcher._parent import pool
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
