@@ -16,7 +16,7 @@ help:
 	@echo 'make demo         sentence embeddings behind FastAPI, batched against unbatched, one table'
 	@echo 'make test         formatting, lint and every test'
 	@echo 'make test-oldest  the tests of the FastAPI integration with the oldest version supported'
-	@echo 'make test-fast    the tests that take no processes or models, in seconds'
+	@echo 'make test-fast    the tests without processes and servers, in half a minute'
 	@echo 'make fix          format and mend what can be mended'
 	@echo 'make cov          every test with branch coverage, child processes included'
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
@@ -65,7 +65,7 @@ test-oldest: .venv-oldest/installed
 		$(FASTAPI_TESTS)
 
 test-fast: install
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow' --numprocesses $(JOBS)
 
 cov: install
 	$(BIN)/coverage erase

@@ -71,14 +71,19 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--client-processes", type=int, default=1, help="(1)")
     parser.add_argument("--seed", type=int, default=1, help="of arrivals and order of bodies (1)")
     parser.add_argument("--quick", action="store_true", help="under a minute, for a rough answer")
-    parser.add_argument("--json", type=Path, help="results, with .txt and .png beside it")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="results, with .txt and .png beside it (an app of your own: printed and not stored)",
+    )
     options = parser.parse_args(arguments)
     quick = options.quick
+    is_own = options.url is not None or options.app != APP
     if options.path is None:
-        if options.url or options.app != APP:
+        if is_own:
             parser.error("--path is needed for an app of your own")
         options.path, options.unbatched_path = "/embed", "/embed-unbatched"
-    if options.body_file is None and (options.url or options.app != APP):
+    if options.body_file is None and is_own:
         parser.error("--body-file is needed for an app of your own")
     if options.url and options.batch_sizes:
         parser.error("--batch-sizes needs --app: a server that runs cannot be started again")
@@ -88,7 +93,8 @@ def read_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options.batch_sizes = options.batch_sizes or []
     options.seconds = options.seconds or (2.0 if quick else 6.0)
     options.repetitions = options.repetitions or (1 if quick else 3)
-    options.json = options.json or RESULTS / f"load_test{'-quick' * quick}.json"
+    if options.json is None and not is_own:
+        options.json = RESULTS / f"load_test{'-quick' * quick}.json"
     return options
 
 
@@ -229,7 +235,7 @@ def find_versions() -> dict[str, str]:
 
 
 def finish(options: argparse.Namespace, machine: dict[str, Any], test: LoadTest) -> None:
-    """Print the table and the remarks, store them and draw the picture."""
+    """Print the table and the remarks; store them and draw the picture if a file is named."""
     with GpuWatch() as gpu:
         machine = {**machine, "gpu": gpu.name or NOT_MEASURED}
     settings = {name: _plain(value) for name, value in vars(options).items()}
@@ -243,7 +249,8 @@ def finish(options: argparse.Namespace, machine: dict[str, Any], test: LoadTest)
     versions = find_versions()
     store(options.json, "load_test", machine, settings, measurements, how, text, versions=versions)
     processor = f"{machine['processor']}, {machine['cores']} cores, GPU: {machine['gpu']}"
-    draw(test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}")
+    if options.json is not None:
+        draw(test.measurements, options.json.with_suffix(".png"), f"{options.app}\n{processor}")
 
 
 def _plain(value: object) -> object:

@@ -4,6 +4,7 @@ Parent process, pytest's own thread.
 """
 
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -105,6 +106,22 @@ def _everlasting() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _only_slow_tests_start_processes(
+    _everlasting: None, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """After a test that is not marked as slow: no child process of it has ended."""
+    before = _faults_of_children()
+    yield
+    is_slow = request.node.get_closest_marker("slow") is not None
+    assert is_slow or _faults_of_children() == before, "it starts a process: mark it slow"
+
+
+def _faults_of_children() -> int:
+    # Page faults of those that have ended; a process that had none does not exist.
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+
+
+@pytest.fixture(autouse=True)
 def _nothing_is_left(_everlasting: None) -> Iterator[None]:
     """After the test: no process, thread, descriptor or shared memory that was not there before."""
     before = Holdings.now()
@@ -141,8 +158,6 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Print what was measured beside its bound."""
     if MEASURED:
-        terminalreporter.section("measured, and the bounds")
+        terminalreporter.section("measured, and the figures of an idle machine")
     for what, seconds, figure in sorted(MEASURED, key=lambda one: (one[0], one[1])):
-        terminalreporter.write_line(
-            f"{1000 * seconds:8.1f} ms of {1000 * figure:5.0f} ms (x 5)  {what}"
-        )
+        terminalreporter.write_line(f"{1000 * seconds:8.1f} ms of {1000 * figure:5.0f} ms  {what}")

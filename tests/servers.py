@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,10 +17,9 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
+from waits import LIMIT
 
 TESTS = Path(__file__).parent
-# No wait of these tests may be longer, in seconds; hundreds of times what an idle machine needs.
-LIMIT = 60.0
 
 
 class Gate:
@@ -59,7 +59,6 @@ class Server:
         folder: Where the module is, if not here.
         command: Another server, with its whole command line.
         python: The interpreter; another one than that of these tests sees no path of theirs.
-        limit: Seconds after which it is killed, so that no wait for it lasts for ever.
     """
 
     def __init__(
@@ -69,7 +68,6 @@ class Server:
         folder: Path | None = None,
         command: Sequence[str] = (),
         python: str = sys.executable,
-        limit: float = LIMIT,
     ) -> None:
         environment = {**os.environ, "PYTHONPATH": str(TESTS)}
         if python != sys.executable:
@@ -85,22 +83,25 @@ class Server:
             # A group of its own, that a signal can be sent to.
             start_new_session=True,
         )
-        self._watchdog = threading.Timer(limit, self.process.kill)
-        self._watchdog.start()
         self.output = ""
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.output += line
-            if match := re.search(pattern, line):
-                return match
-        raise AssertionError(f"the server ended without a line like {pattern!r}:\n{self.output}")
+        with self._killed_after_limit():
+            for line in self.process.stdout:
+                self.output += line
+                if match := re.search(pattern, line):
+                    return match
+        raise AssertionError(
+            f"the server ended, or was killed after {LIMIT:g} seconds, without a line like "
+            f"{pattern!r}:\n{self.output}"
+        )
 
     def wait_for_exit(self) -> int:
         assert self.process.stdout is not None
-        self.output += self.process.stdout.read()
-        return self.process.wait()
+        with self._killed_after_limit():
+            self.output += self.process.stdout.read()
+            return self.process.wait()
 
     def url(self) -> str:
         """Where it listens, once it does."""
@@ -109,8 +110,17 @@ class Server:
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
-        self._watchdog.cancel()
-        self._watchdog.join()
+
+    @contextmanager
+    def _killed_after_limit(self) -> Iterator[None]:
+        """Guard one wait: a server may live as long as the tests that share it."""
+        watchdog = threading.Timer(LIMIT, self.process.kill)
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.cancel()
+            watchdog.join()
 
 
 def find_free_port() -> int:

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import LIMIT
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = "fast_batcher"
-# No process of these tests takes longer, in seconds, unless it hangs.
-LIMIT = 60.0
 
 # From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
 FLOORS: dict[str, int] = {
@@ -278,6 +277,7 @@ def test_the_core_has_no_coroutines(name: str) -> None:
     assert not [node for node in ast.walk(SOURCES[name].tree) if isinstance(node, kinds)]
 
 
+@pytest.mark.slow
 def test_the_core_loads_in_an_interpreter_that_has_nothing_else() -> None:
     loaded = modules_after("import fast_batcher._core.scheduler, fast_batcher._core.lifecycle")
     assert not top_levels(loaded) & {"asyncio", "socket", "select", "multiprocessing"}
@@ -295,6 +295,7 @@ def test_nothing_that_the_worker_loads_is_of_the_parents_half() -> None:
         assert not top_levels(modules) & NOT_IN_WORKER
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [
@@ -312,6 +313,7 @@ def test_a_worker_has_no_event_loop(statement: str) -> None:
 # The package.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [("-I", "-S"), ()], ids=["Python alone", "all is installed"])
 def test_the_package_and_the_batcher_load_python_and_themselves_alone(
     options: tuple[str, ...],
@@ -323,6 +325,7 @@ def test_the_package_and_the_batcher_load_python_and_themselves_alone(
     assert top_levels(loaded - before) <= PYTHON_AND_OURS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["dynamic", "inference", "aio", "aio.inference"])
 def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) -> None:
     loaded = modules_after(f"import fast_batcher.{module}")
@@ -344,6 +347,7 @@ def test_no_decorator_imports_what_makes_processes() -> None:
     assert importers == set()
 
 
+@pytest.mark.slow
 def test_importing_starts_nothing_and_changes_nothing() -> None:
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
@@ -462,6 +466,7 @@ def test_every_package_has_its_tests() -> None:
         assert path.is_file() or [*path.glob("test_*.py")], place
 
 
+@pytest.mark.slow
 def test_every_test_file_says_what_it_is_about() -> None:
     silent = [
         path.name

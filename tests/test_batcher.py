@@ -39,16 +39,17 @@ from waits import (
     LIMIT,
     ONE_LOOP,
     SOON,
+    SOON_IN_WORKER,
     Gate,
     Visit,
     Watch,
     assert_balance,
     both_loops,
     call,
+    measured,
     outcome,
     turns,
     until,
-    within,
 )
 
 from fast_batcher import (
@@ -61,7 +62,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +307,13 @@ async def test_a_call_is_cancelled_in_the_turn_in_which_it_was_made() -> None:
 async def test_a_timeout_of_asyncio_or_anyio_gives_up_on_a_running_batch(gate: Gate) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         patient = call(batcher, "patient")
-        with anyio.move_on_after(SOON) as scope:
+        visiting = asyncio.create_task(gate.visit())
+        with anyio.move_on_after(LIMIT) as scope:
+
+            def end_now(_: object) -> None:
+                scope.deadline = anyio.current_time()
+
+            visiting.add_done_callback(end_now)
             await batcher.process_batched("impatient")
         assert scope.cancelled_caught
         with pytest.raises(TimeoutError):
@@ -314,7 +321,7 @@ async def test_a_timeout_of_asyncio_or_anyio_gives_up_on_a_running_batch(gate: G
                 await batcher.process_batched("waiting")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(batcher.process_batched("waiting"), SOON)
-        visit = await gate.visit()
+        visit = visiting.result()
         assert sorted(visit.note) == ["impatient", "patient"]
         visit.let_on()
         assert await outcome(patient) == "patient"
@@ -334,7 +341,6 @@ async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate)
 
 
 @both_loops
-@pytest.mark.slow
 async def test_a_storm_of_cancellations_harms_no_other_call() -> None:
     async with DynBatcher(
         Slow, 8, model_args=(0.0001,), num_workers=2, max_queue_size=2000
@@ -501,17 +507,12 @@ async def test_waiting_requests_expire_in_whatever_order_their_deadlines_come(ga
         assert [await outcome(task) for timeout, task in calls if timeout == LIMIT] == [LIMIT] * 8
 
 
-# Long enough for an answer that takes a millisecond, on any machine.
-INFER_TIMEOUT = 0.5
-
-
 @both_loops
-@pytest.mark.slow
 async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Fault F20."""
-    async with DynBatcher(Holds, model_args=(gate.path,), infer_timeout=INFER_TIMEOUT) as batcher:
+    async with DynBatcher(Holds, model_args=(gate.path,), infer_timeout=SOON_IN_WORKER) as batcher:
         stuck = [call(batcher, "hold") for _ in range(2)]
         visit = await gate.visit()
         waiting = [call(batcher, number) for number in range(3)]
@@ -519,20 +520,19 @@ async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
             for task in stuck:
                 error = await outcome(task)
                 assert isinstance(error, DeadlineExceededError)
-                assert "longer than infer_timeout=0.5 seconds" in str(error)
+                assert f"longer than infer_timeout={SOON_IN_WORKER} seconds" in str(error)
             await worker.until_dead()
         assert [await outcome(task) for task in waiting] == [0, 1, 2]
         stats = assert_balance(batcher)
         assert (stats.expired, stats.completed, stats.restarts) == (2, 3, 1)
-    assert "took longer than infer_timeout=0.5" in caplog.text
+    assert f"took longer than infer_timeout={SOON_IN_WORKER}" in caplog.text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["holding the GIL", "ignoring SIGTERM"])
 async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None:
     """Fault F21."""
     async with DynBatcher(
-        Stuck, model_args=(gate.path, how), infer_timeout=INFER_TIMEOUT, stop_timeout=0.2
+        Stuck, model_args=(gate.path, how), infer_timeout=SOON_IN_WORKER, stop_timeout=0.2
     ) as batcher:
         (stuck,), visit = await begin(batcher, gate, "stuck")
         with Watch([visit.pid]) as worker:
@@ -674,7 +674,7 @@ async def test_with_a_target_many_go_one_batch_at_a_time(gate: Gate) -> None:
 async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -> None:
     async with DynBatcher(Slow, 1, model_args=(0.02,), timeout=SOON) as batcher:
         await batcher.process_many(range(4), timeout=LIMIT)
-        calls = [call(batcher, number, timeout=LIMIT) for number in range(32)]
+        calls = [call(batcher, number, timeout=LIMIT) for number in range(100)]
         await turns()
         with pytest.raises(DeadlineExceededError, match="the answer would take") as caught:
             await batcher.process_batched("in a hurry", timeout=SOON)
@@ -1102,12 +1102,12 @@ async def test_the_end_refuses_new_calls_and_finishes_what_has_been_accepted(
 @pytest.mark.parametrize("count", [1, 3], ids=["in the turn of aclose", "before"])
 async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy(count: int) -> None:
     """Calls of the turn in which `aclose` is called are finished, too."""
-    batcher = DynBatcher(Echo, policy="fixed", max_delay=LIMIT)
+    batcher = DynBatcher(Echo, policy="fixed", max_delay=2 * LIMIT, timeout=None)
     await batcher.open()
     accepted = [call(batcher, number) for number in range(3)]
     await turns(count)
     assert assert_balance(batcher).waiting == (3 if count > 1 else 0)
-    async with asyncio.timeout(LIMIT / 2):
+    async with asyncio.timeout(LIMIT):
         await batcher.aclose()
     assert [await outcome(task) for task in accepted] == [0, 1, 2]
     assert batcher.stats.releases == {"drain": 1}
@@ -1154,8 +1154,8 @@ async def test_a_call_after_the_end_is_refused_at_once() -> None:
     with pytest.raises(ZeroDivisionError):
         async with DynBatcher(Echo, name="closed one") as batcher:
             raise ZeroDivisionError
-    with within(0.01, "a call after the end is refused") as limit:
-        async with asyncio.timeout(limit):
+    with measured(0.01, "a call after the end is refused"):
+        async with asyncio.timeout(LIMIT):
             with pytest.raises(
                 BatcherClosedError, match=r"closed one is closed.*opens a closed batcher again"
             ):

@@ -51,7 +51,7 @@ def child(code: str) -> Iterator[subprocess.Popen[bytes]]:
         process.stdout.readline()
         yield process
     finally:
-        process.communicate(timeout=30)
+        process.communicate(timeout=LIMIT)
 
 
 # Figures and tables.
@@ -104,15 +104,17 @@ def test_a_table_aligns_its_columns_and_shows_what_is_missing() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_published_tables_say_what_the_stored_results_say() -> None:
     command = [sys.executable, "-m", "benchmarks.publish", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert (done.returncode, done.stdout.strip()) == (0, "up to date"), done.stderr
 
 
 # CPU time and the host.
 
 
+@pytest.mark.slow
 def test_a_busy_child_counts_as_workers_and_an_idle_one_hardly() -> None:
     work = "import time\nwhile time.process_time() < 0.2: pass"
     start = TreeCpu.read()
@@ -138,6 +140,7 @@ def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> 
     assert stolen_percent((5000, 70), (6000, 85)) == 1.5
 
 
+@pytest.mark.slow
 def test_patience_is_given_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing is calm then.
     monkeypatch.setattr(harness, "MOST_STOLEN", -1.0)
@@ -150,6 +153,7 @@ def test_patience_is_given_on_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     assert arguments.host.describe()["measured_again"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @one_loop
 async def test_no_cpu_sleeps_long_during_a_benchmark_with_that_option() -> None:
@@ -176,6 +180,7 @@ async def test_no_cpu_sleeps_long_during_a_benchmark_with_that_option() -> None:
 # Loads.
 
 
+@pytest.mark.slow
 def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     answered = 0
 
@@ -197,6 +202,7 @@ def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     assert figures["workers_cpu_us"] == pytest.approx(0, abs=5)
 
 
+@pytest.mark.slow
 def test_each_client_has_one_request_in_flight_and_asks_again_after_its_answer() -> None:
     in_flight: set[object] = set()
     most = 0
@@ -228,6 +234,7 @@ def test_means_of_batches_and_rates_of_callers() -> None:
 # Systems, and what is measured of them.
 
 
+@pytest.mark.slow
 def test_a_system_that_fails_is_reported_and_not_dropped() -> None:
     load = Load("NoSuchModel", max_batch_size=1, callers=1, seconds=0.01)
     failed = measure(load, "thread", "lone_requests", "asyncio")
@@ -308,12 +315,15 @@ def test_a_loss_is_judged_by_its_bound_and_a_gain_by_its_own() -> None:
     assert judge_hold() == [None, None]
 
 
+@pytest.mark.slow
 def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]
     command += ["--seconds", "0.05", "--repetitions", "2", "--loops", "asyncio"]
     command += ["--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=True
+    )
     result = json.loads(path.read_text())
     assert set(result) == {
         *("benchmark", "date", "command", "hardware", "versions", "settings", "verdicts"),
@@ -335,11 +345,12 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
     assert "[2/2]" in done.stderr
 
 
+@pytest.mark.slow
 def test_http_measures_servers_under_load(tmp_path: Path) -> None:
     path = tmp_path / "http.json"
     command = [sys.executable, "-m", "benchmarks.http", "--quick", "--seconds", "0.2"]
     command += ["--scenarios", "echo", "--systems", "bare ASGI", "ours", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     assert result["failures"] == []

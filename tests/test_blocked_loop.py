@@ -16,10 +16,11 @@ from fast_batcher import DeadlineExceededError, DynBatcher
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._parent.worker_process import WorkerProcess
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
-# Long enough for a worker to answer at once, on a busy machine too, in seconds.
-IN_TIME = 1.0
+# Long enough for a worker to answer at once, on a busy machine too, in seconds; and to start.
+IN_TIME = 2.0
+STARTS_IN_TIME = 8.0
 # Turns of the loop until a call has been dispatched; its answer is read in a later one at best.
 DISPATCH = 2
 
@@ -123,13 +124,11 @@ async def test_an_answer_does_not_expire_while_it_is_copied_out_of_shared_memory
 async def test_a_worker_that_was_ready_in_time_is_kept_though_the_loop_was_blocked(
     gate: Gate,
 ) -> None:
-    start_timeout = 5.0
-    settings: dict[str, Any] = {"start_timeout": start_timeout}
-    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), **settings)
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), start_timeout=STARTS_IN_TIME)
     await batcher.open(wait_ready=False)
     visit = await gate.visit()
     visit.let_on()
-    block_the_loop(worker_of(batcher), 1.1 * start_timeout)
+    block_the_loop(worker_of(batcher), 1.1 * STARTS_IN_TIME)
     assert await batcher.process_batched("served") == "served"
     await batcher.aclose()
 
@@ -165,9 +164,10 @@ async def test_a_large_input_that_a_blocked_loop_has_not_sent_replaces_no_worker
         assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
 
 
+@one_loop
 async def test_a_worker_has_its_time_to_load_from_when_a_blocked_loop_lets_it_begin() -> None:
-    batcher = DynBatcher(Echo, start_timeout=IN_TIME)
+    batcher = DynBatcher(Echo, start_timeout=STARTS_IN_TIME)
     await batcher.open(wait_ready=False)
-    time.sleep(1.1 * IN_TIME)
+    time.sleep(1.1 * STARTS_IN_TIME)
     assert await batcher.process_batched("served") == "served"
     await batcher.aclose()

@@ -21,9 +21,10 @@ from fastapi.testclient import TestClient
 from fastapi_versions import needs_body_limit
 from raw_http import chunk, connect, head
 from sample_models import Digests, digest
-from servers import LIMIT, Gate, Server, ask_until, gate, serve
+from servers import Gate, Server, ask_until, gate, serve
 from starlette.requests import Request
 from starlette.types import Message
+from waits import LIMIT
 
 from fast_batcher import ConfigurationError
 from fast_batcher.fastapi import (
@@ -112,7 +113,9 @@ def test_a_malformed_body_is_a_client_error_and_never_a_server_error(
     sent = {"Content-Type": "application/json", **headers}
     response = httpx2.post(f"{limited}/length", content=body, headers=sent, timeout=LIMIT)
     assert response.status_code in statuses, response.text
-    assert httpx2.post(f"{limited}/length", json={"text": "fine"}).json() == len("fine")
+    assert httpx2.post(f"{limited}/length", json={"text": "fine"}, timeout=LIMIT).json() == len(
+        "fine"
+    )
 
 
 @pytest.mark.slow
@@ -504,6 +507,7 @@ def test_without_our_handlers_a_refusal_is_an_http_exception_for_the_apps_own() 
         make_client(app).post("/length", content=bytes(101))
 
 
+@pytest.mark.slow
 def test_the_integration_loads_no_numpy() -> None:
     code = "import sys, fast_batcher.fastapi; sys.exit('numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)

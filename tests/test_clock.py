@@ -10,7 +10,7 @@ from waits import SOON, Gate, assert_balance, call, outcome
 from fast_batcher import DeadlineExceededError, DynBatcher
 from fast_batcher._clock import monotonic
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 def test_it_is_the_clock_of_python_and_no_tool_freezes_it() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from fast_batcher import DynBatcher, InferenceModel
 
+pytestmark = pytest.mark.slow
+
 START = "import gc\nfrom fast_batcher._collector import YOUNG_OBJECTS, frozen\n"
 
 
@@ -122,7 +124,6 @@ assert not gc.get_freeze_count() and gc.get_threshold() == before
 """)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("freeze_gc", [True, False])
 def test_a_worker_freezes_its_model_unless_it_is_told_not_to(freeze_gc: bool) -> None:
     async def ask() -> int:
@@ -132,7 +133,6 @@ def test_a_worker_freezes_its_model_unless_it_is_told_not_to(freeze_gc: bool) ->
     assert (asyncio.run(ask()) > 1000) is freeze_gc
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("freeze_gc", [True, False])
 def test_a_lifespan_freezes_the_app_until_it_ends_unless_it_is_told_not_to(freeze_gc: bool) -> None:
     run(f"""

@@ -88,6 +88,7 @@ async def test_a_batch_leaves_at_once_whatever_the_timeout(variant: Variant) -> 
         assert await function([1, 2]) == [2, 4]
 
 
+@pytest.mark.slow
 async def test_a_large_list_is_split_over_batches(variant: Variant) -> None:
     sizes: list[int] = []
 
@@ -124,6 +125,7 @@ async def test_a_batch_stays_within_its_length(
     assert seen == [*batches, ["alone"]]
 
 
+@pytest.mark.slow
 async def test_a_full_queue_rejects_the_call_as_a_whole(variant: Variant) -> None:
     held = variant.held()
     async with variant.batched(held, max_queue_size=2) as function:
@@ -410,6 +412,7 @@ def test_several_loops_call_at_once(variant: Variant) -> None:
     asyncio.run(function.shutdown())
 
 
+@pytest.mark.slow
 def test_one_loop_may_follow_another(variant: Variant) -> None:
     function = variant.decorate(double)
     loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []

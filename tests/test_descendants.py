@@ -12,7 +12,7 @@ from waits import LIMIT, Watch, one_loop
 
 from fast_batcher import DynBatcher
 
-pytestmark = [pytest.mark.anyio, one_loop]
+pytestmark = [pytest.mark.anyio, one_loop, pytest.mark.slow]
 
 COMMANDS = {
     "a child": "echo $$; exec sleep 1000",

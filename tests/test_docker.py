@@ -22,15 +22,14 @@ import yaml
 from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 from packaging.requirements import Requirement
 from servers import find_free_port
+from waits import LIMIT
 
 from fast_batcher.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCKERFILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
-# Seconds for one step: a slow disk takes a minute to unpack torch.
-STEP_LIMIT = 400
-# Seconds for the server to be healthy, and to end.
-SERVER_LIMIT = 100
+# Seconds for one step, which may install torch from a slow disk.
+STEP_LIMIT = 2 * LIMIT
 DEFAULTS = Settings()
 # The virtual environment stands for the base, and the test runs the health check.
 NOT_BUILT = {"FROM", "USER", "EXPOSE", "HEALTHCHECK"}
@@ -294,18 +293,18 @@ def test_the_cpu_image_installs_serves_and_is_healthy(tmp_path: Path) -> None:
 
     def is_healthy() -> bool:
         with (tmp_path / "health.log").open("ab") as log:
-            return build.start(health_check, stdout=log).wait(SERVER_LIMIT) == 0
+            return build.start(health_check, stdout=log).wait(LIMIT) == 0
 
     assert not is_healthy()
     with (tmp_path / "server.log").open("ab") as log:
         server = build.start(command, stdout=log, RESNET_ARCH="resnet18")
     try:
-        deadline = monotonic() + SERVER_LIMIT
+        deadline = monotonic() + LIMIT
         while not is_healthy():  # each try takes the time of an interpreter's start
             assert server.poll() is None, (tmp_path / "server.log").read_text()
             assert monotonic() < deadline, (tmp_path / "server.log").read_text()
         server.send_signal(signal.SIGTERM)
-        status = server.wait(SERVER_LIMIT)
+        status = server.wait(LIMIT)
     finally:
         server.kill()
         server.wait()

@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from waits import LIMIT
 
 ROOT = Path(__file__).parent.parent
-# No program takes longer, in seconds, unless it hangs; one loads PyTorch in two processes.
-LIMIT = 100.0
 
 # A program, and what it prints.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -411,6 +411,7 @@ def test_what_a_batch_held_is_released_when_it_has_been_answered() -> None:
         spin_until(lambda: reference() is None)
 
 
+@pytest.mark.slow
 def test_an_instance_lives_while_calls_wait_for_it() -> None:
     held = Held()
 
@@ -609,6 +610,7 @@ def test_shutdown_on_a_loop_computes_the_calls_of_that_turn() -> None:
     assert asyncio.run(main()) == [0, 2]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_thread_that_was_shut_down() -> None:
     function = dynamically(double)
     with function:
@@ -622,6 +624,7 @@ def test_nothing_is_left_of_a_thread_that_was_shut_down() -> None:
         assert function(2) == 4
 
 
+@pytest.mark.slow
 def test_a_forked_child_begins_anew() -> None:
     held = Held()
     with dynamically(held) as function:
@@ -640,6 +643,7 @@ def test_a_forked_child_begins_anew() -> None:
         assert (call.result(), waiting.result()) == (2, 4)
 
 
+@pytest.mark.slow
 def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
     """No thread ever starts, and it would wait for one."""
     done = run_program(
@@ -652,6 +656,7 @@ def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_threads_that_wait_at_the_end_of_the_program_get_their_answers() -> None:
     done = run_program(
         "import os, threading\n"

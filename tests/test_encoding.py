@@ -100,6 +100,7 @@ def test_the_response_is_sent_as_it_is_and_documented_as_declared() -> None:
     assert shown["application/json"]["schema"] == {"$ref": "#/components/schemas/Answer"}
 
 
+@pytest.mark.slow
 def test_without_orjson_the_error_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['orjson'] = None\n"

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 from servers import Server
+from waits import LIMIT
 
 from examples.embeddings import demo
 from examples.embeddings.app import MAX_CHARACTERS
@@ -26,14 +27,12 @@ JSON = {"Content-Type": "application/json"}
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SENTENCES = (EXAMPLES / "embeddings" / "sentences.txt").read_text().splitlines()
-# No wait of these tests is longer, in seconds.
-LIMIT = 100
 
 
 @contextmanager
 def serve(app: str, directory: Path, python: str = sys.executable) -> Iterator[str]:
     """Run an app as its reader would; on the way out it must end by itself, with its workers."""
-    server = Server(app, "--no-access-log", folder=directory, python=python, limit=3 * LIMIT)
+    server = Server(app, "--no-access-log", folder=directory, python=python)
     try:
         yield server.url()
         server.process.send_signal(signal.SIGTERM)
@@ -238,18 +237,17 @@ def test_the_app_reports_its_health_and_documents_its_errors(embeddings: httpx2.
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # it starts a server, measures, stops it and loads the model once more
 def test_the_demonstration_finds_all_answers_right() -> None:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "examples.embeddings.demo"),
             # No round may stop early here, however slow the machine.
-            *("--rounds", "1", "--sentences", "32", "--clients", "8", "--limit", "280"),
+            *("--rounds", "1", "--sentences", "32", "--clients", "8", "--limit", f"{LIMIT:.0f}"),
         ],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=2 * LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -258,6 +256,7 @@ def test_the_demonstration_finds_all_answers_right() -> None:
     assert re.search(r"Batched is \d+\.\d+ times as fast", done.stdout)
 
 
+@pytest.mark.slow
 def test_without_its_packages_the_demonstration_says_how_to_get_them() -> None:
     # -S leaves out site-packages: what a fresh Python without them looks like.
     done = subprocess.run(

@@ -21,7 +21,6 @@ from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from fastapi_versions import needs_included_routers
 from servers import (
-    LIMIT,
     Gate,
     Server,
     ask_until,
@@ -33,6 +32,7 @@ from servers import (
 )
 from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocketDisconnect
+from waits import LIMIT
 
 from fast_batcher import DynBatcher, errors
 from fast_batcher.fastapi import (
@@ -460,6 +460,7 @@ def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
     assert diary.entries[3:] == ["leave c", "leave b", "leave a"]
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
     batchers: list[DynBatcher[Any, Any]] = [DynBatcher(Echo), DynBatcher(Gated)]
@@ -471,6 +472,7 @@ async def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
     assert state is None
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_load_closes_the_batchers_before_it() -> None:
     """Fault F56."""
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
@@ -511,6 +513,7 @@ class Shouting:
         return text.upper()
 
 
+@pytest.mark.slow
 def test_the_dependency_serves_routes_and_websockets_whose_clients_may_leave() -> None:
     batcher = DynBatcher(Echo)
     app, _ = make_echo_app(batcher, lifespan=batcher.lifespan, dependencies=[cancel_on_disconnect])
@@ -549,6 +552,7 @@ def test_the_dependency_can_be_overridden_and_does_not_show_in_openapi() -> None
 # --- without a lifespan ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("auto_open", [True, False])
 async def test_without_a_lifespan_the_first_request_opens_the_batcher_or_its_answer_names_one(
@@ -607,6 +611,7 @@ def test_openapi_shows_exactly_the_statuses_that_were_named() -> None:
 # --- health ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_health_follows_a_batcher_from_loading_to_ready_to_draining(
     gate: Gate, thread: ThreadPoolExecutor
 ) -> None:
@@ -664,6 +669,7 @@ def ask_until_status(client: TestClient, path: str, status: int) -> Any:
     return response.json()
 
 
+@pytest.mark.slow
 def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after_a_while() -> None:
     good, bad = DynBatcher(Echo), DynBatcher(BreaksOnLoad)
     app = FastAPI(lifespan=combine_lifespans(good.lifespan, bad.lifespan(wait_ready=False)))
@@ -696,6 +702,7 @@ def test_probes_tell_in_one_line_that_a_model_did_not_load_and_livez_fails_after
             assert client.get(f"{prefix}/readyz").status_code == 503
 
 
+@pytest.mark.slow
 def test_livez_fails_while_no_worker_can_be_started_and_recovers_with_the_batcher(
     gate: Gate,
 ) -> None:
@@ -823,6 +830,7 @@ def test_clients_that_go_away_are_forgotten_queued_or_running(
     assert "Traceback" not in server.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["fastapi", "pydantic"])
 def test_without_fastapi_the_import_names_the_extra(missing: str) -> None:
     """None in `sys.modules` is for the import system what is not installed."""

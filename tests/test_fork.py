@@ -2,7 +2,11 @@
 
 import os
 
+import pytest
+
 from fast_batcher._fork import at_fork
+
+pytestmark = pytest.mark.slow
 
 
 class Noted:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from waits import LIMIT
 
 from benchmarks.load.server import serve
 from examples.image_classification.app import MAX_BYTES
@@ -78,6 +79,7 @@ def test_a_network_has_torchvisions_parameters_and_gives_one_score_per_class(arc
             assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
 
 
+@pytest.mark.slow
 def test_weights_come_from_the_file_and_so_does_the_number_of_classes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +183,7 @@ def test_broken_bytes_never_raise(kind: str, seed: int) -> None:
 # --- the model ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_batch_gives_each_image_what_it_gets_alone_whatever_is_beside_it(
     classifier: ImageClassifier,
 ) -> None:
@@ -284,7 +287,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=address, timeout=60, trust_env=False) as client:
+    with httpx2.Client(base_url=address, timeout=LIMIT, trust_env=False) as client:
         yield client
 
 
@@ -351,4 +354,4 @@ def test_the_schema_shows_raw_images_and_the_refusals(
 def test_the_api_process_needs_neither_torch_nor_pillow() -> None:
     code = "import sys, examples.image_classification.app as app; "
     code += "assert not {'torch', 'PIL', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=LIMIT)

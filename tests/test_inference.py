@@ -255,6 +255,7 @@ def test_features_that_are_no_batch_are_refused() -> None:
         function({"a": numpy.zeros((0, 1))})
 
 
+@pytest.mark.slow
 @given(
     lengths=st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=5),
     side=st.sampled_from(["left", "right"]),

@@ -16,7 +16,7 @@ from fast_batcher._core.messages import Release
 from fast_batcher._core.policy import GreedyPolicy, Load
 from fast_batcher._core.ranked_queue import Queue
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 LOG = logging.getLogger("fast_batcher")
 

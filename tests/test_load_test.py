@@ -23,12 +23,14 @@ from apps.doubling import SLOWNESS
 from waits import LIMIT, Watch
 
 from benchmarks import resnet_systems
+from benchmarks.harness import RESULTS
 from benchmarks.load.client import Plan, Record, draw_arrivals
 from benchmarks.load.measurement import (
     Case,
     Measurement,
     Settings,
     Target,
+    count_batches,
     make_plans,
     measure,
     run_clients,
@@ -36,6 +38,7 @@ from benchmarks.load.measurement import (
 )
 from benchmarks.load.report import make_remarks, make_table
 from benchmarks.load.server import serve
+from benchmarks.load_test import read_arguments
 from benchmarks.resnet_model import NO_NETWORK, Job, Model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,7 +155,7 @@ def test_an_answer_in_chunks_is_read_and_a_server_that_goes_away_is_tried_again(
             listener.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        plan = plan_for(listener, connections=1, reconnect=True, warm_up=0.0)
+        plan = plan_for(listener, connections=1, reconnect=True, seconds=2.0)
         server = threading.Thread(target=answer_once, args=(listener,))
         server.start()
         (record,) = run_clients([plan])
@@ -243,6 +246,24 @@ def test_the_remarks_compare_within_a_repetition_and_tell_what_spoils_the_figure
         assert warning not in remarks
 
 
+@pytest.mark.parametrize(
+    ("stats", "sizes"),
+    [
+        ({"state": "open", "batch_sizes": {"8": 2}}, {8: 2}),
+        (
+            {"one": {"batch_sizes": {"8": 2}}, "other": {"batch_sizes": {"8": 1, "4": 1}}},
+            {8: 3, 4: 1},
+        ),
+        ({"requests": 5}, None),
+        ([], None),
+    ],
+)
+def test_an_app_tells_its_batch_sizes_as_stats_of_one_batcher_or_of_several(
+    stats: Any, sizes: dict[int, int] | None
+) -> None:
+    assert count_batches(stats) == sizes
+
+
 # --- servers and their end ------------------------------------------------------------------------
 
 
@@ -312,12 +333,22 @@ def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
         env=os.environ | PATHS,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=LIMIT,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (folder / "results.txt").read_text().strip()
     return json.loads((folder / "results.json").read_text()), done.stdout
+
+
+def test_the_results_of_an_own_app_are_stored_where_its_user_says_or_not_at_all() -> None:
+    own = ["--path", "/", "--body-file", "body"]
+    assert read_arguments(["--app", "mine:app", *own]).json is None
+    assert read_arguments(["--url", "http://localhost:8000", *own]).json is None
+    assert read_arguments(["--app", "mine:app", *own, "--json", "mine.json"]).json == Path(
+        "mine.json"
+    )
+    assert read_arguments([]).json == RESULTS / "load_test.json"
 
 
 @pytest.mark.slow
@@ -361,6 +392,7 @@ def test_the_reference_experiment_runs_and_stores_what_it_measured(tmp_path: Pat
     assert result["verdicts"] == []  # they are about ResNet-101
 
 
+@pytest.mark.slow
 def test_the_reference_experiment_notices_answers_in_the_wrong_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -22,15 +22,13 @@ from sample_models import (
     NoInfer,
 )
 from test_batcher_settings import construct, refusal
-from waits import shown
+from waits import LIMIT, shown
 
 from fast_batcher import ConfigurationError, DynBatcher, InferenceModel
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import MAX_FRAME_BYTES
 
 ROOT = Path(__file__).parent.parent
-# No process of these tests takes longer, in seconds, unless it hangs.
-LIMIT = 60.0
 
 # Hooks.
 
@@ -212,6 +210,7 @@ def test_a_class_that_is_not_under_its_name_cannot_be_imported_by_the_worker(
         assert "to the top level of a module, under its own name" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["-c", "-", "-m"])
 def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
     tmp_path: Path, where: str
@@ -237,6 +236,7 @@ def test_a_class_of_a_program_that_is_no_file_does_not_exist_in_the_worker(
     assert "put it into another .py file and import it from there" in last_line
 
 
+@pytest.mark.slow
 def test_a_class_of_a_file_does_wherever_it_is_used(tmp_path: Path) -> None:
     """One that is imported at a prompt, and one of the script that is run."""
     at_prompt = (

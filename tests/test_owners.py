@@ -15,7 +15,7 @@ from waits import Gate, Watch, call, outcome, turns, until
 from fast_batcher import BatcherClosedError, DynBatcher, WorkerStartupError
 from fast_batcher.fastapi import combine_lifespans
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 def make_app(batcher: DynBatcher[Any, Any], lifespan: Any = None) -> FastAPI:

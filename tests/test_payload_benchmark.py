@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waits import LIMIT
 
 from benchmarks import payload
 from benchmarks.arrays import last_arrival
@@ -131,7 +132,7 @@ def test_it_runs_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.payload", "--quick", "--json", str(path)]
     command += ["--parts", "stacked", "--seconds", "0.05", "--loops", "asyncio"]
     command += ["--systems", "memcpy", payload.OURS_FULL]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     result = json.loads(path.read_text())
     assert result["failures"] == []

@@ -13,12 +13,11 @@ import httpx2
 import numpy as np
 import pytest
 from test_examples import serve
+from waits import LIMIT
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
-# No process of these tests takes longer, in seconds, unless it hangs.
-LIMIT = 60.0
 
 # A fenced block: its language and its text. The fence may be indented inside a list.
 BLOCK = re.compile(r"^([ ]*)```(\w*)[^\n]*\n(.*?)^\1```[ ]*$", re.MULTILINE | re.DOTALL)
@@ -85,6 +84,7 @@ def test_what_a_program_imports_of_ours_is_there(number: int) -> None:
         exec(statement, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_every_program_is_formatted_as_ours_are(number: int) -> None:
     pytest.importorskip("ruff")

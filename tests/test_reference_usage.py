@@ -120,6 +120,7 @@ def dyn_batcher() -> Iterator[DynBatcher[Any, Any]]:
     assert batcher.state == "closed"
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_a_batcher_of_a_synchronous_fixture_is_called_from_an_async_test(
     dyn_batcher: DynBatcher[Any, Any],
@@ -137,6 +138,7 @@ def shared_batcher() -> Iterator[DynBatcher[Any, Any]]:
 
 
 # Each of these runs on a loop of its own, and the one before is closed by then.
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_a_batcher_of_a_whole_module_goes_from_loop_to_loop(
@@ -150,6 +152,7 @@ async def test_a_batcher_of_a_whole_module_goes_from_loop_to_loop(
 # --- names ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_the_error_for_a_wrong_number_of_outputs_has_its_old_name_too() -> None:
     batcher: DynBatcher[str, Any] = DynBatcher(Returns, 8, 0.1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waits import LIMIT
 
 from benchmarks.simulation.batchers import Ours, Planned
 from benchmarks.simulation.bounds import Estimate
@@ -60,6 +61,7 @@ def mean_seconds(batcher: Batcher, model: Model, load: float, seed: int) -> floa
 # Known results.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [0.3, 0.7])
 def test_one_at_a_time_is_the_formula_of_pollaczek_and_khinchine(load: float) -> None:
     service = SINGLE.seconds(1)
@@ -71,6 +73,7 @@ def test_one_at_a_time_is_the_formula_of_pollaczek_and_khinchine(load: float) ->
     assert found.high - found.low < 0.15 * service
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_and_the_optimum_are_what_their_chains_say(name: str) -> None:
     """Each in virtual time, and the exact mean of the policy that it follows."""
@@ -111,6 +114,7 @@ def test_policy_iteration_finds_what_brute_force_finds(model: Model, rate: float
     assert isclose(solved.mean_seconds, best, rel_tol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_longer_queue_in_the_chain_changes_nothing(name: str) -> None:
     model = MODELS[name]
@@ -127,6 +131,7 @@ def test_no_more_are_in_time_than_fit_between_arrival_and_target() -> None:
     assert most_in_time(FLAT, [*[1.0] * 50, *[2.0] * 50]) == 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_no_policy_exceeds_the_bound(name: str) -> None:
     for seed in range(2):
@@ -250,6 +255,7 @@ class PaddedWorker(Worker):
         return super().seconds(now, requests)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fixed", [0, 40, 1000])
 def test_lengths_are_padded_much_less_than_in_order_whatever_the_budget(fixed: int) -> None:
     """Texts of 40 tokens in the mean and 256 at most; a batch costs `fixed` tokens by itself."""
@@ -319,7 +325,7 @@ def test_the_command_line_stores_a_table_and_its_numbers(tmp_path: Path) -> None
     command = [sys.executable, "-m", "benchmarks.simulation", "--quick", "--scale", "0.01"]
     command += ["--parts", "overload", "--folder", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     stored = json.loads(path.read_text())

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from soak.report import Findings, Histogram, make_table, slope
 from soak.scenarios import SCENARIOS
+from waits import LIMIT
 
 ROOT = Path(__file__).parent.parent
-# Of the longest, in seconds: several times what it takes.
-LIMIT = 110.0
 
 
 @pytest.mark.slow

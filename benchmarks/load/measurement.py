@@ -11,7 +11,7 @@ import tempfile
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import IO
+from typing import IO, Any
 
 from benchmarks.cpu import TreeCpu
 from benchmarks.harness import ROOT
@@ -21,7 +21,7 @@ from benchmarks.load.gpu import GpuWatch
 from benchmarks.load.server import Server
 
 # For the start of the clients and for their results, seconds. It only ends what hangs.
-SPARE_TIME = 60.0
+SPARE_TIME = 300.0
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,28 @@ class Target:
             connection.close()
 
     def read_batch_sizes(self) -> Counter[int] | None:
-        """Read the number of batches of each size, if the app tells it at /stats."""
+        """Read the number of batches of each size, if the app tells it at /stats.
+
+        The answer is `batcher.stats` as JSON, or such stats of several batchers by name.
+        """
         status, body = self.get("/stats")
-        if status != 200:
+        return count_batches(json.loads(body)) if status == 200 else None
+
+
+def count_batches(stats: Any) -> Counter[int] | None:
+    """Sum the batches of each size over the stats of one batcher or of several by name.
+
+    Returns:
+        None for any other value.
+    """
+    if not isinstance(stats, dict):
+        return None
+    sizes: Counter[int] = Counter()
+    for batcher in [stats] if "batch_sizes" in stats else stats.values():
+        if not isinstance(batcher, dict) or "batch_sizes" not in batcher:
             return None
-        sizes: Counter[int] = Counter()
-        for batcher in json.loads(body).values():
-            sizes.update({int(size): n for size, n in batcher["batch_sizes"].items()})
-        return sizes
+        sizes.update({int(size): n for size, n in batcher["batch_sizes"].items()})
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from benchmarks.load import tied
 
 HOST = "127.0.0.1"
 # Workers import torch and load a model, on a machine that may be busy or have a cold disk.
-START_LIMIT = 180.0
+START_LIMIT = 300.0
 # uvicorn lets answers finish, then a batcher drains (20 s) and stops its workers (2 s).
-STOP_LIMIT = 40.0
+STOP_LIMIT = 300.0
 # Longer than any measurement, so that the server never closes an idle connection, seconds.
 KEEP_ALIVE = 3600
 UVICORN_OPTIONS = [

@@ -51,9 +51,9 @@ WARMUP_REQUESTS = 32
 # minutes on a slow machine. The rates come from what was sent; the table says how many that were.
 ROUND_LIMIT = 15
 # Two workers import torch and load the model, on a machine that may be busy or have a cold disk.
-START_LIMIT = 180.0
+START_LIMIT = 300.0
 # What a batcher may take to drain and stop, and some for the server around it.
-STOP_LIMIT = 40.0
+STOP_LIMIT = 300.0
 # No answer is later than the batcher's own time-out of 30 seconds; beyond that the server hangs.
 ANSWER_LIMIT = 60.0
 # Padding and the order of additions change the last bits of a float, and nothing more.

@@ -2,12 +2,10 @@
 
 import asyncio
 import os
-from dataclasses import asdict
-from typing import Any
 
 from fastapi import FastAPI, Response
 
-from fast_batcher import DynBatcher, InferenceModel
+from fast_batcher import BatcherStats, DynBatcher, InferenceModel
 
 # Seconds that the slow endpoint takes.
 SLOWNESS = 0.05
@@ -43,5 +41,5 @@ async def every_third_fails() -> Response:
 
 
 @app.get("/stats")
-async def stats() -> dict[str, dict[str, Any]]:
-    return {batcher.name: asdict(batcher.stats)}
+async def stats() -> BatcherStats:
+    return batcher.stats

@@ -9,7 +9,7 @@ from fast_batcher.fastapi import LimitBody, install_exception_handlers
 
 batcher = DynBatcher(Echo)
 app = FastAPI(lifespan=batcher.lifespan, max_body_size=100_000)
-app.add_middleware(LimitBody, timeout=1.0)
+app.add_middleware(LimitBody, timeout=5.0)
 install_exception_handlers(app)
 
 

@@ -12,7 +12,7 @@ from fast_batcher import InferenceModel
 
 def wait_at_gate(port: int) -> None:
     """Tell the test that listens at this port that we are here, and wait until it lets us on."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.recv(1)
 
 

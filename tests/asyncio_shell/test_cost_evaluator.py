@@ -165,6 +165,7 @@ def test_a_key_that_raises_when_compared_with_another_fails_the_second_alone() -
     assert one.find_fault(first) is None
 
 
+@pytest.mark.slow
 def test_keys_of_requests_that_have_left_are_forgotten() -> None:
     one = cost_evaluator(group_by=lambda value: value)
     kept = Request("kept", None)
@@ -175,6 +176,7 @@ def test_keys_of_requests_that_have_left_are_forgotten() -> None:
     assert list(one._groups) == ["kept"]
 
 
+@pytest.mark.slow
 def test_a_slow_function_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     def slow(value: Any) -> float:
         time.sleep(1.5 * SLOW)
@@ -190,6 +192,7 @@ def test_a_slow_function_is_named_once(caplog: pytest.LogCaptureFixture) -> None
 # In a batcher.
 
 
+@pytest.mark.slow
 async def test_a_fault_is_its_callers_alone() -> None:
     def cost(value: Any) -> float:
         return float(1 / value)
@@ -204,6 +207,7 @@ async def test_a_fault_is_its_callers_alone() -> None:
         assert (batcher.stats.rejected, batcher.stats.completed) == (4, 3)
 
 
+@pytest.mark.slow
 async def test_inputs_of_one_group_share_a_batch(gate: Gate) -> None:
     batcher = DynBatcher(Gated, 4, model_args=(gate.path,), group_by=lambda value: value[0])
     async with batcher:
@@ -218,6 +222,7 @@ async def test_inputs_of_one_group_share_a_batch(gate: Gate) -> None:
         assert outputs == ["first", "a1", "b1", "a2", "c1", "b2"]
 
 
+@pytest.mark.slow
 async def test_a_priority_goes_first_by_every_way_to_call(gate: Gate) -> None:
     async with DynBatcher(Gated, 1, model_args=(gate.path,)) as batcher:
         calls = [call(batcher, "running")]
@@ -241,6 +246,7 @@ async def test_a_priority_goes_first_by_every_way_to_call(gate: Gate) -> None:
         await until(future.done)
 
 
+@pytest.mark.slow
 async def test_a_priority_is_a_small_whole_number() -> None:
     async with DynBatcher(Echo) as batcher:
         for priority in (101, -101, 1.5, "1", True, None, math.nan):
@@ -255,6 +261,7 @@ async def test_a_priority_is_a_small_whole_number() -> None:
         assert await batcher.process_many(["a", "b"], priority=-3) == ["a", "b"]
 
 
+@pytest.mark.slow
 async def test_batches_keep_to_their_cost() -> None:
     batcher = DynBatcher(BatchSize, cost=len, max_batch_cost=8)
     async with batcher:
@@ -281,6 +288,7 @@ class TokensOfClass(Tokens):
         return len(value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Tokens, TokensOfClass])
 async def test_a_model_brings_its_cost(model: Any) -> None:
     async with DynBatcher(model, max_request_cost=3) as batcher:

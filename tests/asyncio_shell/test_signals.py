@@ -25,6 +25,7 @@ def _restored() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 async def test_sigterm_ends_readiness_and_the_handler_before_runs_too() -> None:
     seen: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
@@ -58,6 +59,7 @@ async def test_an_ignored_signal_stays_without_effect_on_the_program() -> None:
             await called.wait()
 
 
+@pytest.mark.slow
 def test_an_app_that_drains_on_sigterm_is_tested_with_a_test_client(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -578,6 +578,7 @@ def cpu(size: float) -> float:
     return 0.0005 + 0.002 * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scatter", [0.0, 0.1])
 @pytest.mark.parametrize(
     ("seconds", "size", "target"), [(with_knee, 64, 0.05), (mid, 32, 0.05), (cpu, 16, 0.1)]
@@ -601,6 +602,7 @@ def test_under_five_times_the_capacity_accepted_requests_are_answered_in_time(
     assert waited < 0.01 * len(world.rejected), "nearly all are refused at the door"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("load", [1.2, 2.0, 5.0])
 def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
     """Fault F60."""
@@ -610,6 +612,7 @@ def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
     assert load < 2 or waits[int(0.99 * len(waits))] < 0.005
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "warm_up",
     [
@@ -631,6 +634,7 @@ def test_first_batches_that_are_far_too_slow_do_not_stop_the_service(
     assert world.count_within(TARGET, since) > 0.9 * offered
 
 
+@pytest.mark.slow
 def test_after_a_pulse_latency_is_normal_again() -> None:
     """Fault F61."""
     before = poisson(0.5 * GPU_CAPACITY, 1.0, 3)
@@ -642,6 +646,7 @@ def test_after_a_pulse_latency_is_normal_again() -> None:
     assert not [arrival for arrival, _ in world.rejected if arrival > 2.0 + 2 * TARGET]
 
 
+@pytest.mark.slow
 def test_stragglers_cause_no_false_rejections() -> None:
     """Fault F35."""
     moments = poisson(0.5 * GPU_CAPACITY, 10.0, 6)

@@ -13,6 +13,7 @@ from math import floor, inf
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -831,5 +832,5 @@ class Schedule(RuleBasedStateMachine):
         assert sum(counters.batch_sizes.values()) == self.batches_sent == counters.releases.total()
 
 
-TestSchedule = Schedule.TestCase
+TestSchedule = pytest.mark.slow(Schedule.TestCase)
 TestSchedule.settings = settings(max_examples=400, stateful_step_count=60)

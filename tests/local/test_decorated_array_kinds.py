@@ -104,6 +104,7 @@ def seen(value: Any) -> tuple[Any, ...]:
     return np.ndarray, value.dtype, value.shape, repr(value.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", REFUSED.values(), ids=REFUSED)
 def test_what_has_no_rows_that_can_be_joined_is_refused_in_both_directions(
     make: Callable[[], Any], both: Both

@@ -5,6 +5,8 @@ import signal
 import pytest
 from programs import run_program
 
+pytestmark = pytest.mark.slow
+
 # `double` returns something whose end takes its time and is written to stdout. PyTorch gives up the
 # GIL while it frees tensors, and aborts the process if the interpreter ends meanwhile.
 SLOWLY_FREED = """

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from programs import PREAMBLE, TESTS, Start, program
 from sample_models import HandlesSigterm, Holds, LeavesDescriptors, Terminates
-from waits import LIMIT, Gate, Watch, call, one_loop, outcome, within
+from waits import LIMIT, Gate, Watch, call, measured, one_loop, outcome
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.child_process import ChildProcess
@@ -272,8 +272,8 @@ def test_a_program_that_forgets_to_stop_ends_and_leaves_no_process(program: Star
         """
     )
     with Watch(running.tells()) as processes:
-        with within(3.0, "a program that forgot to stop its batcher has ended") as limit:
-            status, _ = running.finish(limit)  # Python warns that the model left its child
+        with measured(3.0, "a program that forgot to stop its batcher has ended"):
+            status, _ = running.finish()  # Python warns that the model left its child
         assert status == 0
         assert processes.survivors(0.0) == []
 

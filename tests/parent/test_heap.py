@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COUNT_FAULTS = """
 import resource, sys
 from fast_batcher._parent.heap import keep_freed_memory

@@ -29,6 +29,8 @@ from fast_batcher._parent.input_arena import FRESH_COST, LEAST_STAGED, MOST_OPEN
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
 
+pytestmark = pytest.mark.slow
+
 if TYPE_CHECKING:
     from fast_batcher._core.messages import Request
 
@@ -589,7 +591,6 @@ def images(count: int, size: int = SMALL) -> list[Any]:
     return [random.integers(0, 255, size, np.uint8) for _ in range(count)]
 
 
-@pytest.mark.slow
 @anyio
 async def test_after_the_first_large_batch_inputs_are_stacked_without_a_copy() -> None:
     arrays = images(8)
@@ -603,7 +604,6 @@ async def test_after_the_first_large_batch_inputs_are_stacked_without_a_copy() -
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_tensors_are_stacked_without_a_copy(size: int) -> None:
@@ -625,7 +625,6 @@ class Collated(InferenceModel[Any, Any]):
         return inputs.sum(axis=1, dtype=np.int64)
 
 
-@pytest.mark.slow
 @anyio
 async def test_a_model_with_a_collation_is_given_the_inputs_as_they_lie() -> None:
     arrays = [filled(number) for number in range(6)]
@@ -647,7 +646,6 @@ class Keeps(Digests):
         return super().infer(inputs)
 
 
-@pytest.mark.slow
 @anyio
 async def test_the_future_of_an_answer_does_not_keep_the_input() -> None:
     async with opened(Digests, max_batch_size=1, stages=True) as batcher:
@@ -662,7 +660,6 @@ async def test_the_future_of_an_answer_does_not_keep_the_input() -> None:
         assert future.done()
 
 
-@pytest.mark.slow
 @anyio
 async def test_every_way_of_calling_stages() -> None:
     """An input too small to be shared for itself occupies a slab, while it is kept, if staged."""
@@ -680,7 +677,6 @@ async def test_every_way_of_calling_stages() -> None:
         assert slabs_of(batcher).count == 40
 
 
-@pytest.mark.slow
 @anyio
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_a_batch_that_is_divided_is_sent_as_it_came(size: int) -> None:
@@ -692,7 +688,6 @@ async def test_a_batch_that_is_divided_is_sent_as_it_came(size: int) -> None:
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_another_worker_is_sent_what_came(size: int, tmp_path: Path) -> None:
@@ -705,7 +700,6 @@ async def test_another_worker_is_sent_what_came(size: int, tmp_path: Path) -> No
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 async def test_callers_may_leave_before_and_after_their_batch() -> None:
     arrays = images(30)
@@ -722,7 +716,6 @@ async def test_callers_may_leave_before_and_after_their_batch() -> None:
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 async def test_the_memory_of_rejected_requests_is_free() -> None:
     arrays = images(30)
@@ -735,7 +728,6 @@ async def test_the_memory_of_rejected_requests_is_free() -> None:
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 async def test_another_batch_size_is_that_of_the_next_slab() -> None:
     arrays = images(8)
@@ -745,7 +737,6 @@ async def test_another_batch_size_is_that_of_the_next_slab() -> None:
         assert got == [(True, digest(array)) for array in arrays]
 
 
-@pytest.mark.slow
 @anyio
 async def test_allocated_arrays_are_stacked_without_a_copy() -> None:
     async with opened(Stacks, max_batch_size=4) as batcher:
@@ -765,7 +756,6 @@ async def test_allocated_arrays_are_stacked_without_a_copy() -> None:
     assert array.flags.owndata
 
 
-@pytest.mark.slow
 @anyio
 async def test_an_allocated_array_that_the_model_writes_is_tried_again_as_a_copy() -> None:
     async with opened(WritesAndRaises, max_batch_size=2) as batcher:

@@ -35,7 +35,7 @@ from fast_batcher.errors import RemoteTraceback, WorkerStartupError
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import Settings
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 class Told:

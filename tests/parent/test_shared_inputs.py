@@ -60,6 +60,8 @@ from fast_batcher.errors import (
     UnsendableValueError,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def desk() -> Iterator[Desk]:
@@ -309,7 +311,6 @@ def arrays_of_few_layouts(count: int) -> list[Any]:
     return [random.integers(0, 255, size, np.uint8) for size in sizes]
 
 
-@pytest.mark.slow
 @anyio
 async def test_every_payload_arrives_whole() -> None:
     values = payloads(200)
@@ -319,7 +320,6 @@ async def test_every_payload_arrives_whole() -> None:
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 @pytest.mark.parametrize(
     ("make", "stages", "size"),
@@ -365,7 +365,6 @@ async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
 both_ways = pytest.mark.parametrize("stages", [False, True])
 
 
-@pytest.mark.slow
 @anyio
 @both_ways
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -381,7 +380,6 @@ async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 @both_ways
 async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs(
@@ -401,7 +399,6 @@ async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_input
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 @both_ways
 async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stages: bool) -> None:
@@ -415,7 +412,6 @@ async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stag
         gate.close()
 
 
-@pytest.mark.slow
 @anyio
 @both_ways
 async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended(
@@ -431,7 +427,6 @@ async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended
                 assert await batcher.process_batched(np.ones(1)) == 1
 
 
-@pytest.mark.slow
 @anyio
 @both_ways
 async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
@@ -456,7 +451,6 @@ async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
         gate.close()
 
 
-@pytest.mark.slow
 @anyio
 async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
     async with opened(KeepsErrors, max_batch_size=1) as batcher:
@@ -466,7 +460,6 @@ async def test_an_error_that_is_kept_keeps_no_inputs() -> None:
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 @both_ways
 async def test_what_is_being_copied_is_answered_before_the_batcher_ends(stages: bool) -> None:
@@ -483,7 +476,6 @@ async def test_what_is_being_copied_is_answered_before_the_batcher_ends(stages: 
         assert [await outcome(task) for task in tasks] == [digest(array) for array in arrays]
 
 
-@pytest.mark.slow
 @anyio
 @pytest.mark.parametrize("is_used", [False, True])
 async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
@@ -499,7 +491,6 @@ async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
     assert slabs._fd == -1
 
 
-@pytest.mark.slow
 @anyio
 @both_ways
 async def test_a_batcher_may_be_stopped_while_it_copies(stages: bool) -> None:
@@ -514,7 +505,6 @@ async def test_a_batcher_may_be_stopped_while_it_copies(stages: bool) -> None:
         assert slabs_of(batcher)._fd == -1
 
 
-@pytest.mark.slow
 @anyio
 async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
     values = payloads(60)
@@ -523,7 +513,6 @@ async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> Non
         assert digests == [digest(value) for value in values]
 
 
-@pytest.mark.slow
 @anyio
 async def test_a_deadline_holds_while_a_batch_is_being_copied() -> None:
     async with opened(Digests, max_batch_size=1) as batcher:
@@ -534,7 +523,6 @@ async def test_a_deadline_holds_while_a_batch_is_being_copied() -> None:
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
     mine, other = np.zeros(LARGE, np.uint8), np.ones(LARGE, np.uint8)
@@ -549,7 +537,6 @@ async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
         await free(batcher)
 
 
-@pytest.mark.slow
 @anyio
 async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside() -> None:
     value = bytes(LARGE)
@@ -569,7 +556,6 @@ async def test_where_no_thread_can_be_started_the_loop_does_what_is_done_aside()
         assert await batcher.process_batched(value) == digest(value)
 
 
-@pytest.mark.slow
 @anyio
 async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copied(
     caplog: pytest.LogCaptureFixture,
@@ -589,7 +575,6 @@ async def test_a_batch_reaches_another_worker_when_its_own_dies_while_it_is_copi
     assert "go through a pipe" not in caplog.text
 
 
-@pytest.mark.slow
 @both_ways
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
@@ -627,7 +612,6 @@ def test_another_loop_goes_on_when_one_was_closed_over_large_inputs(
     asyncio.run(go_on())
 
 
-@pytest.mark.slow
 @anyio
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
@@ -637,7 +621,6 @@ async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
             assert await batcher.process_batched(value) == digest(bytes(size))
 
 
-@pytest.mark.slow
 @anyio
 async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> None:
     async with opened(Digests) as batcher:

@@ -12,6 +12,8 @@ from desk import opened, slabs_of
 from sample_models import Digests, digest
 from waits import turns
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.anyio
 async def test_a_shape_is_what_numpy_takes_for_one() -> None:

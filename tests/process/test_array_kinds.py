@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from waits import LIMIT
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = Path(__file__).parents[1] / "array_kinds.py"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["pipe", "shared"])
 def test_every_kind_of_array_and_tensor_comes_back_as_it_was_or_is_a_typed_error(way: str) -> None:
     pytest.importorskip("torch")
@@ -18,7 +19,7 @@ def test_every_kind_of_array_and_tensor_comes_back_as_it_was_or_is_a_typed_error
         [sys.executable, "-W", "ignore", str(PROGRAM), way],
         capture_output=True,
         text=True,
-        timeout=3 * LIMIT,
+        timeout=LIMIT,
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

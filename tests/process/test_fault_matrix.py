@@ -11,7 +11,7 @@ import psutil
 import pytest
 from inside import pids_of
 from sample_models import HOWS, Bomb, Minefield
-from waits import ONE_LOOP, assert_balance, call, outcome, until, within
+from waits import LIMIT, ONE_LOOP, SOON_IN_WORKER, assert_balance, call, measured, outcome, until
 
 from fast_batcher import (
     BatcherError,
@@ -34,8 +34,6 @@ CASES = [
     *(("dump result", how) for how in IN_WORKER),
     *(("load result", how) for how in HERE),
 ]
-# Of a batch; a worker that hangs is replaced after it.
-INFER_TIMEOUT = 0.5
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +60,11 @@ def expected(where: str, how: str) -> type[BatcherError]:
 
 @pytest.mark.parametrize(("where", "how"), CASES)
 async def test_a_call_ends_with_its_error_and_harms_no_other_call(where: str, how: str) -> None:
-    settings: dict[str, Any] = {"infer_timeout": INFER_TIMEOUT, "stop_timeout": 0.2}
+    settings: dict[str, Any] = {"infer_timeout": SOON_IN_WORKER, "stop_timeout": 0.2}
     async with DynBatcher(Minefield, 4, **settings) as batcher:
-        with within(10.0, f"{where} x {how}") as limit:
+        with measured(10.0, f"{where} x {how}"):
             calls = [call(batcher, value) for value in ("first", Bomb(where, how), "last")]
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(LIMIT):
                 first, bomb, last = [await outcome(task) for task in calls]
             assert type(bomb) is expected(where, how) or isinstance(bomb, expected(where, how))
             if how == "hang":  # which input is to blame is unknown
@@ -124,8 +122,8 @@ async def test_a_caller_that_fails_with_its_answer_harms_no_other_call(how: str)
 async def test_a_model_that_fails_in_close_leaves_no_process(
     how: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with within(10.0, f"close x {how}") as limit:
-        async with asyncio.timeout(limit):
+    with measured(10.0, f"close x {how}"):
+        async with asyncio.timeout(LIMIT):
             settings: dict[str, Any] = {"stop_timeout": 0.2}
             async with DynBatcher(Minefield, model_args=("close", how), **settings) as batcher:
                 assert await batcher.process_batched("first") == "first"

@@ -24,13 +24,24 @@ from sample_models import (
     Says,
     Whereabouts,
 )
-from waits import LIMIT, ONE_LOOP, Gate, Watch, assert_balance, call, outcome, until, within
+from waits import (
+    LIMIT,
+    ONE_LOOP,
+    SOON_IN_WORKER,
+    Gate,
+    Watch,
+    assert_balance,
+    call,
+    measured,
+    outcome,
+    until,
+)
 
 from fast_batcher import DeadlineExceededError, DynBatcher, InferenceError
 from fast_batcher._core import heartbeat
 from fast_batcher._parent import pool
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +118,7 @@ async def test_a_fatal_device_error_replaces_the_worker_at_once(
     """Fault F32."""
     async with DynBatcher(Says, 4) as batcher:
         text = "CUDA error: device-side assert triggered"
-        with within(1.0, "a request after a fatal device error is answered by a new worker"):
+        with measured(1.0, "a request after a fatal device error is answered by a new worker"):
             calls = [call(batcher, text), call(batcher, "mate")]
             for task in calls:
                 error = await outcome(task)
@@ -207,10 +218,10 @@ async def test_a_worker_that_hangs_while_its_successor_loads_is_still_ended(
     gate: Gate, tmp_path: Path
 ) -> None:
     """It ignores SIGTERM; the successor is ready between that and SIGKILL."""
-    settings: dict[str, Any] = {"max_batches_per_worker": 1, "infer_timeout": 0.3}
+    settings: dict[str, Any] = {"max_batches_per_worker": 1, "infer_timeout": SOON_IN_WORKER}
     arguments = (gate.path, str(tmp_path / "first"))
     async with DynBatcher(
-        HangsIfTold, model_args=arguments, stop_timeout=1.0, **settings
+        HangsIfTold, model_args=arguments, stop_timeout=SOON_IN_WORKER, **settings
     ) as batcher:
         assert await batcher.process_batched("fine") == "fine"
         hanging = call(batcher, "hang")
@@ -265,8 +276,11 @@ async def test_a_worker_that_dies_while_its_successor_loads_is_replaced_by_it(ga
 
 @pytest.fixture
 def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> float:
-    """A heart that beats often, so that a test need not wait ten seconds for it."""
-    interval = 0.5
+    """A heart that beats often, so that a test need not wait ten seconds for it.
+
+    An answer to a ping may take as long, on a busy machine too.
+    """
+    interval = 2.0
     monkeypatch.setattr(heartbeat, "INTERVAL", interval)
     monkeypatch.setattr(pool, "INTERVAL", interval)
     return interval
@@ -279,10 +293,10 @@ async def test_an_idle_worker_that_is_stopped_is_replaced(
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
         os.kill(first, signal.SIGSTOP)
-        with within(2 * fast_heartbeat + 1.0, "an idle worker that is stopped is replaced"):
+        with measured(2 * fast_heartbeat + 1.0, "an idle worker that is stopped is replaced"):
             await until(lambda: batcher.stats.restarts == 1)
         assert await batcher.process_batched(None) != first
-    assert "it was idle and has not answered for 0.5 seconds" in caplog.text
+    assert f"it was idle and has not answered for {fast_heartbeat:g} seconds" in caplog.text
 
 
 async def test_requests_sent_to_a_stopped_worker_are_answered_by_its_replacement(
@@ -307,7 +321,7 @@ async def test_a_worker_that_answers_pings_lives_on(
 
         def has_beaten() -> bool:
             beats.add(session_of(batcher).pool._heartbeat_timer)
-            return len(beats) > 5
+            return len(beats) > 2
 
         await until(has_beaten)
         assert await batcher.process_batched(None) == first

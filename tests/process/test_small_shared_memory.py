@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
+from waits import LIMIT
+
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent.parent
-# Of the program, seconds: many times what it takes.
-LIMIT = 100.0
 
 # Two batches at once have 192 MB, three times what there is, and come back.
 PROGRAM = """
@@ -79,7 +80,6 @@ def in_small_shm(*command: str) -> list[str]:
     pytest.skip("the kernel allows no mount namespace here, or there is no unshare(1)")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", ["small", "full", "no memfd in Python", "no memfd at all"])
 def test_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
     what: str, tmp_path: Path
@@ -119,7 +119,6 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.slow
 def test_where_files_may_not_be_large_the_pipe_is_used_and_one_warning_says_so_each_way() -> None:
     done = run_program(LIMITED)
     assert done.returncode == 0, done.stderr
@@ -154,7 +153,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_a_worker_that_may_not_have_so_much_address_space_says_what_to_lower(
     tmp_path: Path,
 ) -> None:

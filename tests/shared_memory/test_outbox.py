@@ -105,6 +105,7 @@ def test_a_value_comes_out_as_it_went_in(
     assert pickle.dumps(got) == pickle.dumps(pickle.loads(pickle.dumps(value)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("releases_gil", [None, True])
 def test_what_was_read_is_memory_of_its_own_and_can_be_written(
     outbox: OutboxReader, writer: OutboxWriter, releases_gil: bool | None
@@ -304,6 +305,7 @@ def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
     assert error.__traceback__ is None
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_app_gives_its_copy_back(outbox: OutboxReader, writer: OutboxWriter) -> None:
     left(writer, np.zeros(LARGE))
     pid = os.fork()

@@ -79,7 +79,7 @@ class Model(RuleBasedStateMachine):
         assert self.ranges.take(SIZE) == 0
 
 
-TestRanges = Model.TestCase
+TestRanges = pytest.mark.slow(Model.TestCase)
 
 
 @given(st.integers(1, 2**40))

@@ -70,6 +70,7 @@ def write(slabs: Slabs, part: Part, data: bytes = b"x") -> None:
 # --- writing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("releases_gil", [False, True])
 def test_the_worker_sees_what_was_written(
     slabs: Slabs, views: SlabViews, releases_gil: bool
@@ -108,6 +109,7 @@ def volatile(address: int, size: int) -> memoryview:
     return memoryview(array)
 
 
+@pytest.mark.slow
 def test_memory_that_may_be_freed_is_copied_whole_or_is_an_error(
     slabs: Slabs, views: SlabViews
 ) -> None:
@@ -123,6 +125,7 @@ def test_memory_that_may_be_freed_is_copied_whole_or_is_an_error(
         slabs.write(taken(slabs, MEBI), [(0, volatile(address, MEBI))], releases_gil=True)
 
 
+@pytest.mark.slow
 def test_the_app_may_write(slabs: Slabs, views: SlabViews) -> None:
     slab = reserved(slabs, MEBI)
     lent = slabs.lend(slabs.part(slab, slab.start + 64, 5))
@@ -250,6 +253,7 @@ def test_the_end_of_a_slab_that_is_not_needed_is_free(slabs: Slabs) -> None:
 # --- views ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_batch_is_free_when_the_last_view_of_it_has_died(views: SlabViews) -> None:
     """Not as long as there is a reshape of a slice of a view."""
     view = views.view(BATCH)
@@ -265,6 +269,7 @@ def test_a_batch_is_free_when_the_last_view_of_it_has_died(views: SlabViews) -> 
     assert views.take_freed() == []
 
 
+@pytest.mark.slow
 def test_a_tensor_is_a_view(views: SlabViews) -> None:
     torch = pytest.importorskip("torch")
     tensor = torch.frombuffer(views.view(BATCH)[:64], dtype=torch.float32)
@@ -314,6 +319,7 @@ class Child:
             os.waitpid(self._pid, 0)
 
 
+@pytest.mark.slow
 def test_a_batch_is_free_when_neither_this_process_nor_a_child_may_view_it(
     views: SlabViews, progress: WorkerProgress
 ) -> None:
@@ -333,6 +339,7 @@ def test_a_batch_is_free_when_neither_this_process_nor_a_child_may_view_it(
     assert views.take_freed() == []
 
 
+@pytest.mark.slow
 def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(
     views: SlabViews, progress: WorkerProgress
 ) -> None:
@@ -349,6 +356,7 @@ def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(
     assert (told, progress.inherited) == (2, None)
 
 
+@pytest.mark.slow
 def test_a_batch_that_a_child_of_a_child_may_view_is_not_free(views: SlabViews) -> None:
     held = views.view(1)
     child = Child(in_between=True)
@@ -359,6 +367,7 @@ def test_a_batch_that_a_child_of_a_child_may_view_is_not_free(views: SlabViews) 
     assert views.take_freed() == [1]
 
 
+@pytest.mark.slow
 def test_without_a_descriptor_for_a_pipe_a_batch_that_a_child_may_view_is_never_free(
     views: SlabViews,
 ) -> None:
@@ -411,6 +420,7 @@ def test_another_process_sees_the_same_memory_and_keeps_what_its_fork_may_see() 
     slabs.close()
 
 
+@pytest.mark.slow
 def test_a_fork_of_the_app_gives_its_copy_back_whatever_a_thread_is_doing(slabs: Slabs) -> None:
     write(slabs, taken(slabs, MEBI), bytes(MEBI))
     with slabs._lock:
@@ -490,6 +500,7 @@ except OSError as error:
     assert int(done.stdout) == errno.EFBIG
 
 
+@pytest.mark.slow
 def test_a_process_that_may_not_map_that_much_gets_an_error(slabs: Slabs) -> None:
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""The app that S7 ends; it writes each request that it begins with into a file. Server process."""
+"""The app that S7 and S9 end; it notes each request that it begins with. Server process."""
 
 import os
 from typing import Annotated

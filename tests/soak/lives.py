@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 import httpx2
+from waits import LIMIT
 
 from fast_batcher import DynBatcher
 from soak.models import Works
@@ -24,8 +25,6 @@ from soak.watch import descriptors, probing, shared_names, worker_pids
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 # A worker whose parent has died ends within this time, seconds.
 ORPHAN_TIME = 1.0
-# A program that has not started, or has not ended, by then hangs; seconds.
-LIMIT = 60.0
 # Enough that at any moment one batch runs and another waits.
 CLIENTS = 20
 
@@ -170,7 +169,10 @@ def free_port() -> int:
 
 
 async def until_ready(url: str) -> None:
-    async with asyncio.timeout(LIMIT), httpx2.AsyncClient(base_url=url, trust_env=False) as client:
+    async with (
+        asyncio.timeout(LIMIT),
+        httpx2.AsyncClient(base_url=url, trust_env=False, timeout=LIMIT) as client,
+    ):
         while True:
             try:
                 if (await client.get("/readyz")).status_code == 200:

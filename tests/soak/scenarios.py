@@ -12,6 +12,7 @@ from soak.kills import s1, s2
 from soak.lives import s3, s5, s7
 from soak.payloads import s6
 from soak.report import Findings
+from soak.servers import s9
 from soak.steady import s4
 from soak.steady_http import s8
 
@@ -24,6 +25,7 @@ SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
     "S6": s6,
     "S7": s7,
     "S8": s8,
+    "S9": s9,
 }
 # Together half an hour. S8 takes an hour more, and runs where it is named.
 USUAL = [name for name in SCENARIOS if name != "S8"]

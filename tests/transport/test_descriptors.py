@@ -12,6 +12,7 @@ from fast_batcher._transport.descriptors import PassedDescriptor, occupy_stdio
 FREE = [(), (1,), (0, 2), (0, 1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("free", FREE)
 def test_afterwards_no_file_gets_the_number_of_a_standard_stream(free: tuple[int, ...]) -> None:
     program = f"""

@@ -148,6 +148,7 @@ def test_nothing_large_is_copied_but_text() -> None:
     assert addresses(parts_of(values)) == expected
 
 
+@pytest.mark.slow
 def test_text_outlives_what_it_was_made_from() -> None:
 
     class Text:
@@ -240,6 +241,7 @@ def test_a_value_that_cannot_be_unpickled_harms_no_other() -> None:
 # --- locks ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_a_failure_nothing_is_locked_and_it_can_be_used_again() -> None:
     pickler = make_pickler()
     raw, strided = bytearray(LARGE), bytearray(LARGE)
@@ -292,6 +294,7 @@ def test_what_was_resized_since_it_was_pickled_is_noticed(size: int) -> None:
     assert load(pickler.pickle([raw], lambda: True)) == [raw]
 
 
+@pytest.mark.slow
 def test_buffers_in_a_cycle_of_garbage_do_no_harm() -> None:
     """CPython 3.11 crashes on a PickleBuffer of a view in a cycle that is collected."""
 

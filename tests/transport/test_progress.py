@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 
+import pytest
+
 from fast_batcher._transport.progress import WorkerProgress
 
 
@@ -20,6 +22,7 @@ def test_nothing_is_marked_at_first() -> None:
     progress.close()
 
 
+@pytest.mark.slow
 def test_what_was_written_reaches_the_process_and_outlives_it() -> None:
     progress = WorkerProgress()
     progress.let_sigterm_end()

@@ -283,6 +283,7 @@ async def test_a_worker_pads_and_masks() -> None:
         assert [int(await outcome(task)) for task in calls] == [0, 10, 3]
 
 
+@pytest.mark.slow
 async def test_a_collation_may_be_set_while_loading() -> None:
     async with DynBatcher(SetsItself, model_args=(7,)) as batcher:
         first, second = call(batcher, row(1)), call(batcher, row(2))
@@ -300,6 +301,7 @@ async def test_gradients_stay_in_the_worker() -> None:
         assert await batcher.process_batched(torch.ones(3, requires_grad=True)) is False
 
 
+@pytest.mark.slow
 async def test_an_input_unlike_the_others_fails_alone_in_its_batch() -> None:
     async with DynBatcher(Doubles, policy="fixed", max_delay=20, max_batch_size=5) as batcher:
         values = [row(), row(), row(5), row(), object_array()]
@@ -315,6 +317,7 @@ def object_array() -> Any:
     return np.array([{}])
 
 
+@pytest.mark.slow
 async def test_where_it_is_not_known_who_is_wrong_the_batch_is_divided() -> None:
     async with DynBatcher(Doubles, policy="fixed", max_delay=20, max_batch_size=4) as batcher:
         calls = [call(batcher, row(length)) for length in (2, 2, 3, 3)]
@@ -342,6 +345,7 @@ async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
         assert stats.batch_sizes[8] == 1
 
 
+@pytest.mark.slow
 async def test_a_warm_up_that_cannot_be_joined_fails_the_start() -> None:
     with pytest.raises(WorkerStartupError) as caught:
         async with DynBatcher(WarmsUpUnequal):
@@ -357,6 +361,7 @@ async def test_a_class_with_something_else_is_refused_at_once() -> None:
 # Inputs that are batches.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_batch_size", [1, 3, 32])
 async def test_a_batch_of_rows_goes_through_batches_of_any_size(max_batch_size: int) -> None:
     async with DynBatcher(Keeps, max_batch_size=max_batch_size) as batcher:
@@ -371,6 +376,7 @@ async def test_a_batch_of_rows_goes_through_batches_of_any_size(max_batch_size: 
         assert max(stats.batch_sizes) <= max_batch_size
 
 
+@pytest.mark.slow
 async def test_rows_of_several_callers_share_batches() -> None:
     async with DynBatcher(Keeps, policy="fixed", max_delay=20, max_batch_size=6) as batcher:
         many = asyncio.ensure_future(batcher.process_rows(np.arange(4.0)[:, None]))
@@ -381,6 +387,7 @@ async def test_rows_of_several_callers_share_batches() -> None:
         assert batcher.stats.batch_sizes == {6: 1}
 
 
+@pytest.mark.slow
 async def test_features_and_outputs_have_axes_of_their_own() -> None:
     async with DynBatcher(Summed) as batcher:
         features = {"x": np.arange(6.0).reshape(2, 3), "y": np.ones((2, 3))}
@@ -395,6 +402,7 @@ async def test_features_and_outputs_have_axes_of_their_own() -> None:
         assert (await batcher.process_rows(ragged))["sum"].shape == (2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
@@ -418,6 +426,7 @@ async def test_what_is_no_batch_is_refused_before_anything_is_queued(
         assert batcher.stats.submitted == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "is_large"),
     [((3, 10), False), ((3, 2**20), True), ((1001, 1), True)],
@@ -437,6 +446,7 @@ async def test_large_batches_are_split_and_joined_beside_the_loop(
     assert np.array_equal(found["out"], batch["in"])
 
 
+@pytest.mark.slow
 async def test_outputs_of_unequal_lengths_are_padded_by_choice() -> None:
     async with DynBatcher(Fills, max_batch_size=1) as batcher:
         lengths = np.array([1, 3])
@@ -446,6 +456,7 @@ async def test_outputs_of_unequal_lengths_are_padded_by_choice() -> None:
         assert found.tolist() == [[1, -1, -1], [1, 1, 1]]
 
 
+@pytest.mark.slow
 async def test_one_bad_row_fails_the_whole_input_and_nobody_else() -> None:
     async with DynBatcher(Compiled) as batcher:
         other = call(batcher, np.array([5.0]))

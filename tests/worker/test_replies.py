@@ -115,6 +115,7 @@ def test_what_is_not_large_goes_through_the_pipe(
         assert repr(got) == repr(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outputs",
     [
