@@ -1,0 +1,113 @@
+"""The `Observer` protocol: events of a batcher for metrics, traces and pages.
+
+An observer is called in the process that schedules the batches: on the event loop's thread for a
+`DynBatcher`, on the thread that has computed the batch for a decorated function. The calls run in
+an empty context (`contextvars`), after the callers have their outcomes. An observer must be quick
+and must not wait; an exception that it raises is logged once, and harms no request.
+"""
+
+from collections.abc import Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["completed", "failed", "expired", "cancelled", "rejected"]
+WorkerChange = Literal["started", "ready", "lost", "recycled"]
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredRequest:
+    """One request that the answer to its batch has ended."""
+
+    # "completed", "failed", or "cancelled" if its caller left in the same turn of the event loop.
+    outcome: Outcome
+    # Seconds from its arrival until its worker began with its batch, and until its outcome.
+    queue_wait: float
+    total: float
+    # The context variables of its caller, where an observer needs them: see `Observer`.
+    context: Context | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswered:
+    """A worker has answered a batch.
+
+    Requests that ended before, because they expired or their callers left, have been told as
+    `RequestEnded` and are not in `requests`.
+    """
+
+    # The name of the batcher or of the decorated function.
+    model: str
+    # Which of the workers, from 0; a replacement has its predecessor's index.
+    worker: int
+    # Increases with each batch of the batcher.
+    batch_id: int
+    # Requests in the batch when it was sent, and the sum of their costs, if there are costs.
+    size: int
+    cost: float | None
+    # Why it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry".
+    release: str
+    # Moments of `time.monotonic`: it was sent; its worker began with it; it was answered.
+    dispatched_at: float
+    began_at: float
+    answered_at: float
+    # Seconds that the model took, as the worker measured them.
+    infer_seconds: float
+    requests: Sequence[AnsweredRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestEnded:
+    """A request has ended without the answer of a batch."""
+
+    model: str
+    outcome: Outcome
+    # For example "queue full", "waiting", "running", "worker lost".
+    reason: str
+    # Seconds since its arrival; 0.0 if it was rejected on arrival.
+    wait: float
+    context: Context | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChanged:
+    """A worker was started, became ready, was lost, or was replaced because it was due."""
+
+    model: str
+    worker: int
+    change: WorkerChange
+    # Of its process, None where there is none.
+    pid: int | None
+    # How it ended, as "exit code 3" or "signal 9 (SIGKILL)"; "" while it lives.
+    exit_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectionPaused:
+    """The garbage collector has paused this process."""
+
+    # 0 is the youngest.
+    generation: int
+    seconds: float
+
+
+class Observer:
+    """Base class of observers; each method does nothing unless it is overridden.
+
+    Every request is told once: in the `requests` of its batch, or as a `RequestEnded`.
+    """
+
+    # Whether the events carry the context of each caller, for traces. It costs each call a copy.
+    needs_context = False
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Take note of an answered batch; called once per batch."""
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Take note of a request that was rejected, expired, was cancelled or lost its worker."""
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Take note of a worker."""
+
+    def collection_paused(self, event: CollectionPaused) -> None:
+        """Take note of a garbage collection of this process."""
