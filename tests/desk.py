@@ -112,9 +112,7 @@ class Desk:
 
     def dispatch(self, requests: list[Request]) -> Batch:
         """Send a batch of requests; those whose input cannot be sent are in `refused`."""
-        batch = Batch(
-            self._next_batch, self.worker.id, requests, Release.FULL, 1.0, len(requests)
-        )
+        batch = Batch(self._next_batch, self.worker.id, requests, Release.FULL, 1.0, len(requests))
         self._next_batch += 1
         self.refused += self.sender.send(batch)
         return batch

@@ -229,7 +229,7 @@ def test_an_array_is_the_networks_input_and_has_the_answer_of_its_image(
 def test_arrays_that_lie_side_by_side_become_a_tensor_without_a_copy() -> None:
     whole: Any = np.arange(2 * math.prod(ARRAY_SHAPE), dtype=np.float32)
     whole = whole.reshape(2, *ARRAY_SHAPE)
-    stacking.lend(memoryview(whole).cast("B"))
+    stacking.lend(whole.ctypes.data, memoryview(whole).cast("B"))
     try:
         tensor = to_tensor(list(whole))
     finally:

@@ -4,7 +4,6 @@ Only memory that `lend` names counts: the worker lends the memory of a batch whi
 computes. Elsewhere two arrays are neighbours by chance, and their owners are unknown.
 """
 
-import ctypes
 import sys
 from collections.abc import Sequence
 from operator import is_
@@ -27,15 +26,15 @@ class Piece(NamedTuple):
 lent: list[Piece] = []
 
 
-def lend(memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()) -> None:
+def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()) -> None:
     """Let arrays and tensors that lie in this memory become one, until `lent` is cleared.
 
     Args:
-        memory: Writable bytes.
+        address: Of the memory.
+        memory: A view of the memory.
         whole: The whole memory as one array, if there is one: `stack` takes less time then.
         rows: The rows of `whole` that the model gets.
     """
-    address = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory))
     lent.append(Piece(address, address + len(memory), memory, whole, rows))
 
 

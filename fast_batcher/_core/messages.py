@@ -192,6 +192,15 @@ class Batch:
         """Whether a worker has had its requests before."""
         return self.release is Release.RETRY
 
+    def wait_until(self, moment: float) -> tuple[float, int]:
+        """Seconds that one of its requests had waited at this moment, and how many it stands for.
+
+        To record all would cost more than to send them. Which one depends on the id, so that in the
+        long run every position counts.
+        """
+        size = len(self.requests)
+        return moment - self.requests[self.id % size].arrival, size
+
     def settle_open(self) -> list[Request]:
         """Settle the requests whose callers still wait, and return them."""
         self.open_count = 0

@@ -251,16 +251,12 @@ class Scheduler:
         if batch is None:
             return None
         slot = self.workers.slots[worker]
-        seconds = now - slot.started_at
-        # One request speaks for its batch: recording all would cost more than sending them. Which
-        # one depends on the id, so that in the long run every position counts.
-        size = len(batch.requests)
-        waited = slot.started_at - batch.requests[batch.id % size].arrival
-        self.counters.queue_waits.append((waited, size))
+        seconds = now - slot.started_at if slot.has_answered and not batch.is_retry else None
+        self.counters.queue_waits.append(batch.wait_until(slot.started_at))
         self.workers.take_back(now, batch)
         if not has_raised:
             try:
-                self._learn(now, batch, seconds if slot.has_answered else None)
+                self._learn(now, batch, seconds)
             except Exception as error:  # noqa: BLE001  whatever it is, the batch has been answered
                 self._faults.append(Fault(error, []))
             slot.has_answered = True
@@ -269,8 +265,7 @@ class Scheduler:
 
     def _learn(self, now: float, batch: Batch, seconds: float | None) -> None:
         """Learn from an answered batch; without seconds the time that it took says nothing."""
-        is_wanted = self._policy.learns or self._times.is_wanted
-        if is_wanted and seconds is not None and not batch.is_retry:
+        if seconds is not None and (self._policy.learns or self._times.is_wanted):
             self._times.observe(batch, seconds)
         if self._policy.learns:
             self._policy.batch_done(now, len(batch.requests), self._load())

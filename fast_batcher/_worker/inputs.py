@@ -1,5 +1,6 @@
 """Frames to inputs: from the pipe, or from memory that the parent shares. Worker process."""
 
+import ctypes
 from typing import Any
 
 from fast_batcher._arrays import stacking
@@ -74,7 +75,7 @@ class InputReader:
         if frame.kind is _SHARED_INPUTS:
             start, length, sizes, items = named
             view = memory[start : start + length]
-            stacking.lend(view)
+            stacking.lend(_address_of(view), view)
             stream, buffers = view_parts(view, sizes)
             return load_items(stream, buffers, items, codec.describe)
         inputs: list[Any] = []
@@ -85,8 +86,12 @@ class InputReader:
                 view = slabs.view_apart(view, start)
             rows, whole = view_rows(layout, view)
             inputs += rows
-            stacking.lend(view, whole, () if whole is None else rows)
+            stacking.lend(_address_of(view), view, whole, () if whole is None else rows)
         return inputs
+
+
+def _address_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
 
 
 def _unpickle_item(item: bytes) -> Any:

@@ -1,5 +1,6 @@
 """`stack`: one array of many, and when it is a view."""
 
+import ctypes
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ def memory() -> Iterator[bytearray]:
     """Memory that is lent."""
     memory = bytearray(16 + COUNT * 6 * 4)
     view = memoryview(memory)
-    stacking.lend(view[16:])
+    stacking.lend(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) + 16, view[16:])
     yield memory
     stacking.lent.clear()
 
@@ -49,7 +50,7 @@ def know(rows: list[Any]) -> None:
     stacking.lent.clear()
     base = getattr(rows[0], "base", None)
     whole = None if base is None else base.reshape(-1, *SHAPE)[: len(rows)]
-    stacking.lend(piece.memory, whole, rows)
+    stacking.lend(piece.start, piece.memory, whole, rows)
 
 
 def address(value: Any) -> int:

@@ -133,6 +133,17 @@ def test_an_array_comes_back_as_it_was(name: str) -> None:
     assert got.flags.writeable == (name != "read-only")
 
 
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_array_of_an_input_can_be_written_whatever_it_was(name: str) -> None:
+    sent = ARRAYS[name].copy(order="K")
+    sent.flags.writeable = False
+    got = pickle.loads(PartsPickler(LEAST, makes_writable=True).dumps(sent))
+    assert type(got) is type(sent)
+    assert (got.dtype, got.strides) == (sent.dtype, sent.strides)
+    assert np.array_equal(got, sent)
+    assert got.flags.writeable
+
+
 def test_what_has_buffers_inside_comes_back() -> None:
     images = [np.full((100, 100), number, np.float32) for number in range(3)]
     value = {"images": [FILLER, *images], "raw": b"x" * LARGE, "array": array.array("d", [1.0])}
