@@ -25,6 +25,7 @@ FLOORS: dict[str, int] = {
     "_collector": 0,
     "_fork": 0,
     "_suggestions": 0,
+    "observing": 0,
     "model": 0,
     "stats": 0,
     "settings": 0,

@@ -18,7 +18,7 @@ from waits import both_loops, call, until
 from fast_batcher import DynBatcher
 from fast_batcher._asyncio.cost_evaluator import SLOW
 
-pytestmark = [pytest.mark.anyio, both_loops]
+pytestmark = [pytest.mark.anyio, pytest.mark.slow, both_loops]
 
 caller: ContextVar[Any] = ContextVar("caller", default=None)
 
