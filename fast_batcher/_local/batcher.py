@@ -10,6 +10,7 @@ import concurrent.futures
 import threading
 import weakref
 from collections.abc import Coroutine, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -57,7 +58,7 @@ class LoopSubmitter:
 
     async def _wait(self, future: "asyncio.Future[Any]", requests: list[Request]) -> Any:
         if not self.pending:
-            self.loop.call_soon(self.flush)
+            self.loop.call_soon(self.flush, context=Context())
         self.pending.append(requests)
         try:
             return await future

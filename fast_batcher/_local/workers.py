@@ -128,7 +128,7 @@ class TaskWorker:
         # In an empty context: the context variables of the caller that happens to be the first of
         # a batch are not meant for the others.
         self._task = Context().run(self._loop.create_task, self._compute_batches())
-        self._task.add_done_callback(self._go_on)
+        self._task.add_done_callback(self._go_on, context=Context())
 
     def stop(self) -> None:
         """Resolve `ended`: the task ends with its batch."""
