@@ -22,7 +22,7 @@ from typing import Any, Generic, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._asyncio.futures import ThreadCaller
+from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
 from fast_batcher._asyncio.many import process_many
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.owners import Owners
@@ -52,7 +52,7 @@ from fast_batcher.settings import (
     reject_unknown_options,
     warn_about_workers,
 )
-from fast_batcher.stats import BatcherStats, Counters
+from fast_batcher.stats import BatcherStats
 
 logger = logging.getLogger("fast_batcher")
 
@@ -149,7 +149,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         self.name = self._model.name if name is None else name
         warn_about_workers(num_workers)
         warn_about_hooks(model)
-        self._status = Status(self.name, Counters())
+        self._ledger = Ledger(self.name)
+        self._status = Status(self.name, self._ledger)
         # What lives from one opening to the next end; the last one that there was, if it has ended.
         self._session: Session | None = None
         self._owners = Owners()
@@ -216,12 +217,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             request.timeout = timeout
         if priority != 0:
             request.priority = checked_priority(priority)
-        session.accept(request)
+        session.pump.accept(request)
         try:
             return await future
         except BaseException:
             if not request.is_settled:
-                session.abandon(request)
+                session.pump.abandon(request)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
@@ -339,7 +340,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
             request = held.pop()
             if future.cancelled():
-                session.call_in_loop(session.abandon, request)
+                session.binding.call(session.pump.abandon, request)
 
         future.add_done_callback(abandon_if_cancelled)
         if not session.submit(request):
@@ -399,7 +400,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe; the workers go on loading.
         """
         if self._session is not None and self._status.state is State.BROKEN:
-            await self._session.end_workers()
+            await self._session.pool.aclose()
         # It may have waited for that, and another call of this have come first.
         session = self._begin_open()
         loop = get_running_loop()
@@ -409,7 +410,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             await session.wait_ready()
         broken_error = self._status.broken_error()
         if broken_error is not None:
-            await session.end_workers()
+            await session.pool.aclose()
             raise broken_error
         if wait_ready and self._status.state is not State.OPEN:  # it was ended meanwhile
             self._status.refuse("it was not ready")
@@ -441,8 +442,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         if session.closing is not None and session.closing.get_loop() is loop:
             await asyncio.wait([session.closing])
             return
-        if session.loop is not loop:
-            session.require_closed_loop("aclose()")
+        if session.binding.loop is not loop:
+            session.binding.require_closed_loop("aclose()")
             self.stop()
             return
         closing = session.closing = loop.create_future()
@@ -466,10 +467,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         session, grace = self._session, self._settings.stop_timeout
         if session is not None and session.is_foreign:
             return
-        if session is not None and session.runs_elsewhere:
+        if session is not None and session.binding.runs_elsewhere:
             # Futures and file descriptors belong to the loop's thread, so that thread has to do it.
             ended: concurrent.futures.Future[None] = concurrent.futures.Future()
-            if session.call_in_loop(self._end_for_thread, ended):
+            if session.binding.call(self._end_for_thread, ended):
                 ended.result()
                 return
         self._end(grace)
@@ -593,7 +594,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
         workers_ready, waiting, running = self._load
-        return self._status.counters.snapshot(
+        return self._ledger.counters.snapshot(
             state=self.state,
             workers_ready=workers_ready,
             num_workers=self._settings.num_workers,
@@ -627,7 +628,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif self._status.state not in (State.NEW, State.CLOSED):
             self._status.refuse("it was not opened")  # it drains, and never was opened
         _check_platform()
-        self._session = session = Session(self._model, self._settings, self._status)
+        self._session = session = Session(self._model, self._settings, self._status, self._ledger)
         session.begin()
         return session
 
@@ -647,12 +648,16 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._begin_open()
         session = self._session
         if session is None or self._status.state not in (State.OPENING, State.OPEN):
-            if session is not None and self._status.is_given_up and session.loop.is_closed():
+            if (
+                session is not None
+                and self._status.is_given_up
+                and session.binding.loop.is_closed()
+            ):
                 # The timer of the next try has gone with that loop.
                 session.rebind(loop)
                 session.serving_loop = None
             self._status.refuse("it takes no calls")
-        if session.loop is not loop:
+        if session.binding.loop is not loop:
             session.rebind(loop)
         return session
 
@@ -665,7 +670,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         except BaseException:
             # The caller's `async with` has not begun, so its end will not come.
             self._owners.remove(owner)
-            is_ours = self._session is None or self._session.loop is loop
+            is_ours = self._session is None or self._session.binding.loop is loop
             is_unused = owner.is_current and not self._owners.is_owned()
             if is_ours and is_unused and self._status.state is not State.DRAINING:
                 self._end(grace=0.0)

@@ -57,14 +57,11 @@ class BatcherStats:
 
 @dataclass
 class Counters:
-    """The running counts behind `BatcherStats`; written by the scheduler and the batcher."""
+    """The running counts behind `BatcherStats`."""
 
+    # Requests that were accepted, and how requests ended: by an `Outcome`.
     submitted: int = 0
-    completed: int = 0
-    failed: int = 0
-    expired: int = 0
-    cancelled: int = 0
-    rejected: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
@@ -94,11 +91,11 @@ class Counters:
             waiting=waiting,
             running=running,
             submitted=self.submitted,
-            completed=self.completed,
-            failed=self.failed,
-            expired=self.expired,
-            cancelled=self.cancelled,
-            rejected=self.rejected,
+            completed=self.outcomes["completed"],
+            failed=self.outcomes["failed"],
+            expired=self.outcomes["expired"],
+            cancelled=self.outcomes["cancelled"],
+            rejected=self.outcomes["rejected"],
             batches=sum(self.batch_sizes.values()),
             batch_sizes=dict(sorted(self.batch_sizes.items())),
             releases={str(release): count for release, count in self.releases.items()},

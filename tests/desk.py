@@ -22,6 +22,7 @@ from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher._worker.inputs import InputReader
+from fast_batcher.errors import BatcherError
 from fast_batcher.settings import Settings
 
 MEBI = 2**20
@@ -80,13 +81,14 @@ class Desk:
             max_frame_bytes=max_frame_bytes, shared_memory_threshold=4096, max_batch_size=8
         )
         memory: Any = self
-        self.sender = BatchSender(
-            settings, memory, lambda _, refused: self.refused.extend(refused), "name"
-        )
+        self.sender = BatchSender(settings, memory, self, "name")
         self.arena = self.sender.arena
         self._next_batch = 0
         self.worker = Worker(3, self.slabs)
         self.sender.add_worker(self.worker)
+
+    def inputs_refused(self, _: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+        self.refused += refused
 
     def replace_worker(self) -> None:
         """The worker is dead, and another is ready."""
@@ -112,7 +114,9 @@ class Desk:
 
     def dispatch(self, requests: list[Request]) -> Batch:
         """Send a batch of requests; those whose input cannot be sent are in `refused`."""
-        batch = Batch(self._next_batch, self.worker.id, requests, Release.FULL, 1.0, len(requests))
+        batch = Batch(
+            self._next_batch, self.worker.id, requests, Release.FULL, 1.0, len(requests), 0.0
+        )
         self._next_batch += 1
         self.refused += self.sender.send(batch)
         return batch

@@ -8,7 +8,6 @@ from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fault, 
 from fast_batcher._core.policy import GreedyPolicy, Policy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.stats import Counters
 
 # What a lost worker gives back when all of it is tried again.
 NOTHING = Lost([], [])
@@ -33,7 +32,6 @@ def make(
     """A scheduler whose workers are ready since moment 0."""
     scheduler = Scheduler(
         policy or GreedyPolicy(),
-        Counters(),
         Limits(
             max_batch_size=max_batch_size,
             max_queue_size=max_queue_size,
@@ -110,5 +108,4 @@ def settle(scheduler: Scheduler, now: float, batch: Batch) -> list[Request]:
     answered = [request for request in batch.requests if not request.is_settled]
     for request in answered:
         request.is_settled = True
-    scheduler.counters.completed += len(answered)
     return answered

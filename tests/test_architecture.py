@@ -26,6 +26,7 @@ FLOORS: dict[str, int] = {
     "_fork": 0,
     "_suggestions": 0,
     "observing": 0,
+    "_observers": 1,
     "model": 0,
     "stats": 0,
     "settings": 0,

@@ -68,11 +68,7 @@ def test_before_anything_has_happened() -> None:
 def test_every_count_arrives_under_its_own_name() -> None:
     counters = Counters(
         submitted=100,
-        completed=41,
-        failed=2,
-        expired=3,
-        cancelled=5,
-        rejected=7,
+        outcomes=Counter(completed=41, failed=2, expired=3, cancelled=5, rejected=7),
         restarts=11,
         batch_sizes=Counter({8: 4, 2: 1}),
         releases=Counter({Release.FULL: 4, Release.IDLE: 1}),
@@ -108,9 +104,10 @@ def test_every_count_arrives_under_its_own_name() -> None:
 
 
 def test_a_snapshot_does_not_change() -> None:
-    counters = Counters(completed=1, batch_sizes=Counter({1: 1}), releases=Counter({"full": 1}))
+    one = Counter({"full": 1})
+    counters = Counters(outcomes=Counter(completed=1), batch_sizes=Counter({1: 1}), releases=one)
     stats = snapshot(counters)
-    counters.completed += 1
+    counters.outcomes["completed"] += 1
     counters.batch_sizes[1] += 1
     counters.releases["full"] += 1
     assert (stats.completed, stats.batch_sizes, stats.releases) == (1, {1: 1}, {"full": 1})

@@ -161,7 +161,6 @@ class World:
             if request.is_settled:
                 continue
             request.is_settled = True
-            self.scheduler.counters.completed += 1
             self.answered += 1
             self.latency += self.now - request.arrival
             self.latencies.append((request.arrival, self.now - request.arrival))

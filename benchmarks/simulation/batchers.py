@@ -14,7 +14,6 @@ from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Dispatch, Expire, Request
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.stats import Counters
 
 # The defaults of `DynBatcher`.
 DEFAULT_TIMEOUT = 30.0
@@ -49,7 +48,6 @@ class Ours:
             packer = BatchPacker(max_batch_cost or float(max_batch_size), is_padded=True)
         self._scheduler = Scheduler(
             make_policy(policy, max_delay),
-            Counters(),
             Limits(
                 max_batch_size=max_batch_size,
                 max_queue_size=max(LEAST_QUEUE_SIZE, QUEUE_BATCHES * max_batch_size),
@@ -78,7 +76,6 @@ class Ours:
         answered = [request for request in found.requests if not request.is_settled]
         for request in answered:
             request.is_settled = True
-        self._scheduler.counters.completed += len(answered)
         return [request.value for request in answered]
 
     def poll(self, now: float) -> Decision:

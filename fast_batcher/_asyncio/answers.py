@@ -1,14 +1,14 @@
-"""What workers say, from the frame to the callers. API process, the event loop's thread.
+"""Reads the answers of the workers and settles requests. API process, the event loop's thread.
 
-A worker that has answered gets its next batch first; then the callers of the answered one get their
-outcomes. Little is copied out of a worker's outbox on the spot, much on the copier thread.
+A worker that has answered gets its next batch first; then the callers of the answered batch get
+their outcomes: an output or a `Failure` for each. Small outputs are copied out of a worker's outbox
+at once, large ones on the copier thread.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
-from fast_batcher._asyncio.futures import Failure, settle
-from fast_batcher._asyncio.outcomes import SharedOutcomes, read_outcomes, read_shared_outcomes
+from fast_batcher._asyncio.ledger import Failure, Ledger
 from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._clock import monotonic
@@ -19,16 +19,20 @@ from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import WorkerLink
-from fast_batcher._transport.codec import loads
+from fast_batcher._shared_memory.outbox_reader import Answer, OutboxReader
+from fast_batcher._transport.codec import RemoteFailure, loads, one_line
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher.errors import TransportError
+from fast_batcher.errors import InferenceError, TransportError
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _SHARED_OUTPUTS = Kind.SHARED_OUTPUTS
+_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 # Frames that leave their batch unanswered.
 UNFINISHED_KINDS = frozenset({Kind.OUTPUTS_PART, Kind.PONG, Kind.FREED})
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
+# Frames that are one failure for every request of their batch.
+FAILURE_KINDS = RAISED_KINDS | {Kind.FAILED}
 
 
 class Answers:
@@ -36,6 +40,7 @@ class Answers:
 
     Args:
         scheduler: Knows which batch a frame answers.
+        ledger: Ends the requests.
         pump: Dispatches the next batch before the present one is settled.
         sender: Told which batches no worker has a view of any more.
         pool: Told about pings and batches that were answered; replaces workers.
@@ -46,6 +51,7 @@ class Answers:
     def __init__(
         self,
         scheduler: Scheduler,
+        ledger: Ledger,
         pump: Pump,
         sender: BatchSender,
         pool: Pool,
@@ -53,6 +59,7 @@ class Answers:
         reports: Reports,
     ) -> None:
         self._scheduler = scheduler
+        self._ledger = ledger
         self._pump = pump
         self._sender = sender
         self._pool = pool
@@ -89,7 +96,7 @@ class Answers:
         if batch is None:
             self._reject_answer(frame)
             return
-        scheduler.counters.infer_times.append((frame.seconds, 1))
+        self._ledger.complete_batch(batch, frame.seconds)
         if self._pool.recycles:
             self._pool.batch_answered(worker)
         requests = self._after_failure(frame, batch) if has_raised else batch.requests
@@ -101,9 +108,10 @@ class Answers:
                 self._collect(frame, batch)
             else:
                 parts = self._parts.pop(worker, None)
-                settle(scheduler.counters, requests, read_outcomes(frame, parts, len(requests)))
+                outcomes = read_outcomes(frame, parts, len(requests))
+                self._answer(batch, requests, outcomes, frame.seconds)
         except Exception as error:
-            self._fail(requests, error)
+            self._fail(batch, requests, error, frame.seconds)
             raise
         self._pump.notice_drained()
 
@@ -138,10 +146,18 @@ class Answers:
             self._pool.kill(batch.worker)
         return failed
 
-    def _fail(self, requests: list[Request], error: Exception) -> None:
+    def _answer(
+        self, batch: Batch, requests: list[Request], outcomes: list[Any], seconds: float
+    ) -> None:
+        worker = self._reports.index(batch.worker)
+        self._ledger.answer(batch, requests, outcomes, worker, seconds)
+
+    def _fail(
+        self, batch: Batch, requests: list[Request], error: Exception, seconds: float
+    ) -> None:
         """Fail requests whose answer cannot be read; their worker will be replaced."""
         failure = Failure(functools.partial(TransportError, str(error)))
-        settle(self._scheduler.counters, requests, [failure] * len(requests))
+        self._answer(batch, requests, [failure] * len(requests), seconds)
 
     # Large answers.
 
@@ -151,26 +167,108 @@ class Answers:
         if all(request.is_settled for request in batch.requests):
             shared.answer.release()
         elif shared.answer.size <= MOST_AT_ONCE:
-            self._settle_shared(batch, shared)
+            self._settle_shared(batch, shared, frame.seconds)
         else:
             self._scheduler.workers.begin_copy_out(batch)
             self._memory.run_in_thread(
                 functools.partial(shared.answer.copy, releases_gil=True),
-                functools.partial(self._finish_collecting, batch, shared),
+                functools.partial(self._finish_collecting, batch, shared, frame.seconds),
             )
 
-    def _settle_shared(self, batch: Batch, shared: SharedOutcomes) -> None:
-        settle(self._scheduler.counters, batch.requests, shared.read(len(batch.requests)))
+    def _settle_shared(self, batch: Batch, shared: "SharedOutcomes", seconds: float) -> None:
+        outcomes = shared.read(len(batch.requests))
+        self._answer(batch, batch.requests, outcomes, seconds)
 
     def _finish_collecting(
-        self, batch: Batch, shared: SharedOutcomes, _: BaseException | None
+        self, batch: Batch, shared: "SharedOutcomes", seconds: float, _: BaseException | None
     ) -> None:
         """Settle a batch whose outputs have been copied, or could not be: reading says so again."""
         if not self._scheduler.workers.end_copy_out(batch):
             return
         try:
-            self._settle_shared(batch, shared)
+            self._settle_shared(batch, shared, seconds)
         except Exception as error:  # noqa: BLE001  no frame is being read that could end with it
-            self._fail(batch.requests, error)
+            self._fail(batch, batch.requests, error, seconds)
             self._pool.kill_on_protocol_error(batch.worker, error)
         self._pump.notice_drained()
+
+
+def read_outcomes(frame: Frame, parts: list[Any] | None, count: int) -> list[Any]:
+    """The outcomes of a batch by position.
+
+    Args:
+        frame: The last frame of the batch's answer.
+        parts: What came in frames before it, or None.
+        count: Requests in the batch.
+
+    Raises:
+        TransportError: The frame answers no batch of `count` requests.
+    """
+    outcomes: list[Any]
+    if frame.kind is _OUTPUT_ATOMS:
+        outcomes = loads(frame.body)
+    elif frame.kind is Kind.OUTPUTS:
+        outcomes = [_read_item(item) for item in (parts or []) + loads(frame.body)]
+    elif frame.kind in FAILURE_KINDS:
+        outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
+    else:
+        raise TransportError(f"a worker answered with {frame.kind.name}")
+    if len(outcomes) != count:
+        raise _wrong_count(len(outcomes), count)
+    return outcomes
+
+
+class SharedOutcomes(NamedTuple):
+    """The outcomes of a batch that are still in an outbox."""
+
+    # The outputs, with anything in the place of a failure.
+    answer: Answer
+    # The failures by position.
+    failures: dict[int, RemoteFailure]
+
+    def read(self, count: int) -> list[Any]:
+        """Copy the outcomes out, unless that has been done, and free their memory.
+
+        Raises:
+            TransportError: They answer no batch of `count` requests.
+        """
+        outcomes = self.answer.load(_unreadable)
+        if len(outcomes) != count:
+            raise _wrong_count(len(outcomes), count)
+        try:
+            for position, failure in self.failures.items():
+                outcomes[position] = Failure(RemoteFailure(*failure).to_error)
+        except (AttributeError, TypeError, IndexError) as error:
+            text = f"failures came back that are not failures: {one_line(error)}"
+            raise TransportError(text) from error
+        return outcomes
+
+
+def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOutcomes:
+    """The outcomes that a worker has left in its outbox.
+
+    Raises:
+        TransportError: The worker has no outbox.
+        Exception: The frame cannot be read.
+    """
+    start, sizes, frozen, items, failures = loads(frame.body)
+    if outbox is None:
+        raise TransportError("a worker without an outbox has left something there")
+    return SharedOutcomes(outbox.find(start, sizes, frozen, items), failures)
+
+
+def _read_item(item: Any) -> Any:
+    """The outcome of one request, which was pickled by itself."""
+    try:
+        return loads(item) if isinstance(item, bytes) else Failure(RemoteFailure(*item).to_error)
+    except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+        return _unreadable(error)
+
+
+def _wrong_count(found: int, count: int) -> TransportError:
+    return TransportError(f"{found} outcomes came back for {count} requests")
+
+
+def _unreadable(error: BaseException) -> Failure:
+    text = f"the output cannot be unpickled: {one_line(error)}"
+    return Failure(lambda: InferenceError(text))

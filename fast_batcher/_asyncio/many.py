@@ -54,12 +54,12 @@ async def process_many(
             if timeout is None:
                 request.target = math.inf  # the default timeout is no target
             while session and in_flight:
-                if len(in_flight) < most_in_flight and session.has_room(request):
+                if len(in_flight) < most_in_flight and session.pump.has_room(request):
                     break
                 outputs.append(await in_flight[0].caller)
                 in_flight.popleft()
             session = find_session()
-            session.accept(request)
+            session.pump.accept(request)
             in_flight.append(request)
         while in_flight:
             outputs.append(await in_flight[0].caller)
@@ -67,7 +67,7 @@ async def process_many(
     finally:
         for request in in_flight:
             assert session is not None, "it has accepted them"
-            session.abandon(request)
+            session.pump.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
                 request.caller.exception()  # seen, so that asyncio does not report it
     return outputs

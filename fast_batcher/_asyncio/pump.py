@@ -10,7 +10,7 @@ import math
 from contextvars import Context
 
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
-from fast_batcher._asyncio.futures import fail, is_beyond_reach, set_exception
+from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
@@ -40,6 +40,7 @@ class Pump:
         scheduler: Decides.
         sender: Sends batches.
         pool: Reads what the workers say, and replaces workers.
+        ledger: Ends the requests.
         evaluator: Asks the user's functions about each input.
         status: Why requests are refused while the batcher is broken.
         reports: Makes errors and log lines.
@@ -51,6 +52,7 @@ class Pump:
         scheduler: Scheduler,
         sender: BatchSender,
         pool: Pool,
+        ledger: Ledger,
         evaluator: CostEvaluator,
         status: Status,
         reports: Reports,
@@ -59,6 +61,7 @@ class Pump:
         self._scheduler = scheduler
         self._sender = sender
         self._pool = pool
+        self._ledger = ledger
         self._evaluator = evaluator
         self._status = status
         self._reports = reports
@@ -87,7 +90,7 @@ class Pump:
         if self._evaluator.is_needed:
             error = self._evaluator.find_fault(request)
             if error is not None:
-                self._turn_down(request, error)
+                self._ledger.reject(request, error, "invalid input")
                 return
         if request.priority:
             self._scheduler.rank_requests()
@@ -120,22 +123,15 @@ class Pump:
 
     def _cancel(self, request: Request) -> None:
         """Take a request out of the scheduler."""
-        self._scheduler.cancel(request)
-        # The queue may keep the request for some time.
-        if request.staged is not None:
-            request.staged.release()
+        if self._scheduler.cancel(request):
+            self._ledger.cancel(request, request.phase.name.lower())
 
     def reject(self, requests: list[Request], error: Exception) -> None:
         """Fail requests which the scheduler has not taken because of an internal error."""
         to_error = self._reports.internal_error(error)
         for request in requests:
             if not request.is_settled:
-                self._turn_down(request, to_error())
-
-    def _turn_down(self, request: Request, error: BatcherError) -> None:
-        self._scheduler.counters.rejected += 1
-        request.is_settled = True
-        set_exception(request, error)
+                self._ledger.reject(request, to_error(), "internal error")
 
     def take_arrivals(self, now: float) -> None:
         """Give the scheduler the requests that have arrived, and fail the requests that it rejects.
@@ -151,9 +147,10 @@ class Pump:
         except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
             self.reject(arrivals, error)
             return
+        self._ledger.counters.submitted += len(arrivals) - len(rejected)
         for request, refusal in rejected:
-            request.is_settled = True
-            set_exception(request, self._status.broken_error() or refusal.to_error())
+            told = self._status.broken_error() or refusal.to_error()
+            self._ledger.reject(request, told, refusal.reason)
 
     # The loop.
 
@@ -202,7 +199,7 @@ class Pump:
             except Exception as error:  # noqa: BLE001  the other actions have to be done
                 to_error = self._reports.internal_error(error)
                 if isinstance(action, Expire):
-                    set_exception(action.request, to_error())
+                    self._ledger.expire(action.request, to_error(), action.reason)
                 elif isinstance(action, Dispatch):
                     batch = action.batch
                     self.withdraw(batch, [(one, to_error()) for one in batch.requests])
@@ -213,11 +210,14 @@ class Pump:
 
     def _do(self, action: Dispatch | Expire | Stall | Replace | Fault) -> None:
         if isinstance(action, Dispatch):
+            batch = action.batch
+            self._ledger.counters.count_batch(len(batch.requests), batch.release)
             unsendable = self._sender.send(action.batch)
             if unsendable:
                 self.withdraw(action.batch, unsendable)
         elif isinstance(action, Expire):
-            set_exception(action.request, self._reports.expiry_error(action))
+            error = self._reports.expiry_error(action)
+            self._ledger.expire(action.request, error, action.reason)
         elif isinstance(action, Stall):
             self._reports.log_stall(action.worker)
         elif isinstance(action, Replace):
@@ -226,16 +226,15 @@ class Pump:
         else:
             to_error = self._reports.internal_error(action.error)
             for request in action.requests:
-                fail(self._scheduler.counters, request, to_error())
+                self._ledger.fail(request, to_error(), "internal error")
 
     def withdraw(self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]) -> None:
         """Fail the requests of a batch that cannot be sent; the worker has the others."""
         if self._scheduler.workers.find(batch.worker, batch.id) is not batch:
             return  # it has been lost, and its requests with it, while the batch was being sent
-        for request, error in unsendable:
-            if not request.is_settled:
-                fail(self._scheduler.counters, request, error)
-        self._scheduler.workers.withdraw(monotonic(), batch, [request for request, _ in unsendable])
+        errors = dict(unsendable)
+        for request in self._scheduler.workers.withdraw(monotonic(), batch, list(errors)):
+            self._ledger.fail(request, errors[request], "not sendable")
         # If no request of the batch is left, its worker is free.
         self.run_soon()
 

@@ -15,16 +15,13 @@ keep, the context variables of the caller that happens to be the first of a turn
 import asyncio
 import contextlib
 import logging
-import os
 from collections import deque
-from collections.abc import Callable
-from contextvars import Context
-from threading import get_ident
 from typing import Any
 
 from fast_batcher._asyncio.answers import Answers
+from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
-from fast_batcher._asyncio.futures import fail, is_beyond_reach, set_exception
+from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
 from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._asyncio.status import Status
@@ -33,13 +30,14 @@ from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Request
+from fast_batcher._core.messages import Batch, Request, settle
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._transport.codec import measure_size
+from fast_batcher._transport.frames import Frame
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -49,7 +47,6 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
-from fast_batcher.stats import Counters
 
 logger = logging.getLogger("fast_batcher")
 
@@ -60,19 +57,20 @@ class Session:
     Args:
         model_spec: What the workers load.
         settings: The batcher's settings.
-        status: The batcher's state, which this moves, and its name and counts.
+        status: The batcher's state, which this moves, and its name.
+        ledger: Ends and counts the requests.
     """
 
-    def __init__(self, model_spec: ModelSpec, settings: Settings, status: Status) -> None:
+    def __init__(
+        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
+    ) -> None:
         self.settings = settings
         self._status = status
+        self._ledger = ledger
         name = self._name = status.name
-        # The process, the event loop and the loop's thread that the session belongs to.
-        self._pid = os.getpid()
-        self.loop = asyncio.get_running_loop()
-        self.thread = get_ident()
-        # The same loop while calls are taken: neither draining, nor broken, nor ended.
-        self.serving_loop: asyncio.AbstractEventLoop | None = self.loop
+        self.binding = LoopBinding(name)
+        # The binding's loop while calls are taken: neither draining, nor broken, nor ended.
+        self.serving_loop: asyncio.AbstractEventLoop | None = self.binding.loop
         self.has_ended = False
         # Done when the `aclose` under way is over, else None.
         self.closing: asyncio.Future[None] | None = None
@@ -84,28 +82,24 @@ class Session:
         self._ready_waiters: list[asyncio.Future[None]] = []
 
         reports = self._reports = Reports(name, settings)
-        self.scheduler = _make_scheduler(settings, status.counters)
-        self.memory = MemoryService(self.loop, settings.max_shared_bytes, name)
+        self.scheduler = _make_scheduler(settings)
+        self.memory = MemoryService(self.binding.loop, settings.max_shared_bytes, name)
         self.pool = Pool(model_spec, settings, self, self.memory, name)
-        # Inputs that cannot be sent may be found later, when there is a pump.
-        self.sender = BatchSender(settings, self.memory, lambda *it: self.pump.withdraw(*it), name)
+        self.sender = BatchSender(settings, self.memory, self, name)
         evaluator = CostEvaluator(settings, name)
         self.pump: Pump = Pump(
-            self.scheduler, self.sender, self.pool, evaluator, status, reports, self.loop
+            self.scheduler,
+            self.sender,
+            self.pool,
+            ledger,
+            evaluator,
+            status,
+            reports,
+            self.binding.loop,
         )
         self._answers = Answers(
-            self.scheduler, self.pump, self.sender, self.pool, self.memory, reports
+            self.scheduler, ledger, self.pump, self.sender, self.pool, self.memory, reports
         )
-        # Each takes a request, on the loop's thread.
-        self.accept = self.pump.accept
-        self.abandon = self.pump.abandon
-        self.has_room = self.pump.has_room
-        # Lets the workers end by themselves within `stop_timeout`, then makes them.
-        self.end_workers = self.pool.aclose
-        # What the pool tells, besides the methods below: a worker has answered, or has been
-        # replaced by another that is ready and answers only what it has.
-        self.frame_arrived = self._answers.take
-        self.worker_retired = self.scheduler.workers.retire
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -123,7 +117,7 @@ class Session:
     async def wait_ready(self) -> None:
         """Wait until the batcher is open, broken or ended."""
         if self._status.state is State.OPENING:
-            waiter = self.loop.create_future()
+            waiter = self.binding.loop.create_future()
             self._ready_waiters.append(waiter)
             await waiter
 
@@ -139,7 +133,7 @@ class Session:
         Raises:
             RuntimeError: It was called from another thread than that of the event loop.
         """
-        if self.runs_elsewhere:
+        if self.binding.runs_elsewhere:
             raise RuntimeError(
                 f"{self._name}: reconfigure() belongs to the thread of the event loop; from "
                 "another one use loop.call_soon_threadsafe"
@@ -164,58 +158,34 @@ class Session:
 
         Callers that waited on the closed loop cannot be told anything any more.
         """
-        self.require_closed_loop("this call")
+        self.binding.require_closed_loop("this call")
         logger.info("%s: goes on with another event loop", self._name)
-        self.loop = self.serving_loop = loop
-        self.thread = get_ident()
+        self.binding.rebind(loop)
+        self.serving_loop = loop
         self._ready_waiters.clear()
         self.pump.rebind(loop)
         self.pool.rebind(loop)
         self._take_submitted()
 
     @property
-    def runs_elsewhere(self) -> bool:
-        """Whether the event loop runs in another thread than this call."""
-        return self.loop.is_running() and self.thread != get_ident()
-
-    @property
     def is_foreign(self) -> bool:
         """Whether this is a forked copy: workers and event loop belong to another process."""
-        return not self.has_ended and self._pid != os.getpid()
+        return not self.has_ended and self.binding.is_forked
 
     def require_own_process(self) -> None:
         """Raise if this is a forked copy."""
         if self.is_foreign:
-            raise RuntimeError(
-                f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
-                "and does not survive a fork; open one in each process, for example in the lifespan"
-            )
-
-    def require_closed_loop(self, what: str) -> None:
-        """Raise if the session's event loop is not closed, so that no other may serve it."""
-        if not self.loop.is_closed():
-            raise RuntimeError(
-                f"{self._name}: {what} comes from another event loop than the one that serves it, "
-                "which is still alive; from other threads use submit()"
-            )
+            self.binding.reject_fork()
 
     # Calls from other threads.
 
     def submit(self, request: Request) -> bool:
         """Queue a request from any thread; False if the event loop is closed."""
         self._submitted.append(request)
-        if not self.call_in_loop(self._take_submitted):
+        if not self.binding.call(self._take_submitted):
             with contextlib.suppress(ValueError):  # another loop has just taken it
                 self._submitted.remove(request)
                 return False
-        return True
-
-    def call_in_loop(self, function: Callable[..., None], *args: Any) -> bool:
-        """Call a function on the loop's thread, from any thread; False if the loop is closed."""
-        try:
-            self.loop.call_soon_threadsafe(function, *args, context=Context())
-        except RuntimeError:
-            return False
         return True
 
     def _take_submitted(self) -> None:
@@ -225,9 +195,9 @@ class Session:
             try:
                 if self.serving_loop is None:
                     self._status.refuse("it takes no calls")
-                request.caller.context.run(self.accept, request)
-            except BatcherError as error:
-                request.is_settled = True
+                request.caller.context.run(self.pump.accept, request)
+            except BatcherError as error:  # the call has been counted
+                settle(request)
                 set_exception(request, error)
             except Exception as error:  # noqa: BLE001  whatever it is, the call has to end
                 self.pump.reject([request], error)
@@ -241,7 +211,7 @@ class Session:
         self.scheduler.worker_ready(monotonic(), worker.id, times)
         index = self._reports.index(worker.id)
         if index in self._seen_ready:
-            self.scheduler.counters.restarts += 1
+            self._ledger.counters.restarts += 1
         self._seen_ready.add(index)
         if self._status.state is State.OPENING:
             if len(self._seen_ready) == self.settings.num_workers:
@@ -249,7 +219,7 @@ class Session:
                 self._wake_ready_waiters()
         elif self._status.state is State.BROKEN:
             self._status.recover()
-            self.serving_loop = self.loop
+            self.serving_loop = self.binding.loop
         self.pump.advance(monotonic())
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
@@ -260,12 +230,12 @@ class Session:
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
         how = f"worker {self._reports.index(worker)} ended with {exit.text}"
-        counters = self.scheduler.counters
         for request in lost.failed:
-            fail(counters, request, WorkerLostError(f"{how} while it had this request"))
+            error = WorkerLostError(f"{how} while it had this request")
+            self._ledger.fail(request, error, "worker lost")
         for request in lost.poisonous:
             text = f"{how} while it had this request, as another had before; it is not tried again"
-            fail(counters, request, PoisonRequestError(text))
+            self._ledger.fail(request, PoisonRequestError(text), "poison request")
         self.pump.advance(monotonic())
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
@@ -293,6 +263,18 @@ class Session:
         self._wake_ready_waiters()
         self.pump.notice_drained()
 
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
+        """A ready worker has sent a frame."""
+        self._answers.take(worker, frame)
+
+    def worker_retired(self, worker: int) -> None:
+        """A worker gets no more batches: another has taken its place."""
+        self.scheduler.workers.retire(worker)
+
+    def inputs_refused(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+        """Inputs of a batch that is being sent turn out not to be sendable."""
+        self.pump.withdraw(batch, refused)
+
     def idle_workers(self) -> list[int]:
         """The ready workers that have nothing to do."""
         return self.scheduler.workers.idle_workers
@@ -304,7 +286,7 @@ class Session:
         self.serving_loop = None
         self.pump.take_arrivals(monotonic())
         self.scheduler.begin_drain()
-        if not self.loop.is_closed():
+        if not self.binding.loop.is_closed():
             self._wake_ready_waiters()
             self.pump.run_soon()
 
@@ -317,15 +299,15 @@ class Session:
 
     def _fail(self, requests: list[Request]) -> None:
         """Tell callers why there will be no answer: the batcher is broken, or is being closed."""
-        counters = self.scheduler.counters
         for request in requests:
             if is_beyond_reach(request):
-                counters.cancelled += 1
+                self._ledger.cancel(request, "event loop closed")
             else:
-                error = self._status.broken_error() or BatcherClosedError(
+                broken_error = self._status.broken_error()
+                error = broken_error or BatcherClosedError(
                     f"{self._name} was closed before it had answered"
                 )
-                fail(counters, request, error)
+                self._ledger.fail(request, error, "broken" if broken_error else "closed")
 
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
@@ -333,7 +315,7 @@ class Session:
         # While this waited, another caller may have stopped the batcher.
         if not self.has_ended:
             self.fail_open_requests()
-            await self.end_workers()
+            await self.pool.aclose()
 
     def end(self, grace: float) -> None:
         """End everything, blocking until the workers are dead.
@@ -346,18 +328,17 @@ class Session:
         self.fail_open_requests()
         self.pump.stop()
         self.pool.stop(grace)
-        if not self.loop.is_closed():
+        if not self.binding.loop.is_closed():
             self._wake_ready_waiters()
             self.pump.notice_drained()
 
 
-def _make_scheduler(settings: Settings, counters: Counters) -> Scheduler:
+def _make_scheduler(settings: Settings) -> Scheduler:
     packer = None
     if settings.cost is not None:
         packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
     return Scheduler(
         make_policy(settings.policy, settings.max_delay),
-        counters,
         _limits_of(settings),
         measure_size=measure_size,
         packer=packer,

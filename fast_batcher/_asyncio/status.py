@@ -9,6 +9,7 @@ import logging
 import sys
 from typing import NoReturn
 
+from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._clock import monotonic
 from fast_batcher._core.lifecycle import MOVES, Event, State
 from fast_batcher.errors import (
@@ -17,7 +18,6 @@ from fast_batcher.errors import (
     NotReadyError,
     WorkerStartupError,
 )
-from fast_batcher.stats import Counters
 
 logger = logging.getLogger("fast_batcher")
 
@@ -34,12 +34,12 @@ class Status:
 
     Args:
         name: The batcher's name, for errors and logs.
-        counters: The batcher's counts, which go on from session to session.
+        ledger: Counts the calls that are refused.
     """
 
-    def __init__(self, name: str, counters: Counters) -> None:
+    def __init__(self, name: str, ledger: Ledger) -> None:
         self.name = name
-        self.counters = counters
+        self._ledger = ledger
         self.state = State.NEW
         # SIGTERM has come: calls are answered, and probes see that no new clients are wanted.
         self.is_leaving = False
@@ -121,7 +121,7 @@ class Status:
         if broken_error is not None:
             raise broken_error
         if self.state in (State.DRAINING, State.CLOSED):
-            self.counters.rejected += 1
+            self._ledger.refuse("closed")
             raise BatcherClosedError(
                 f"{self.name} is {self.state.value} and takes no requests; `await open()` or "
                 "`async with` opens a closed batcher again"

@@ -36,6 +36,13 @@ class Refusal(NamedTuple):
     # Seconds until another try makes sense, None if that is not known.
     retry_after: float | None = None
 
+    @property
+    def reason(self) -> str:
+        """The reason in two words, for observers."""
+        if issubclass(self.kind, BatcherClosedError):
+            return "closed"
+        return "queue full" if issubclass(self.kind, QueueFullError) else "unreachable"
+
     def to_error(self) -> BatcherError:
         """A new error for one caller: tracebacks grow on shared ones."""
         if issubclass(self.kind, BatcherClosedError):
@@ -78,6 +85,7 @@ class Request:
         "arrival",
         "batch_id",
         "caller",
+        "context",
         "cost",
         "deadline",
         "deaths",
@@ -125,6 +133,8 @@ class Request:
         # ends nothing: see `Admission`. None until the scheduler sets one. The shell sets it to
         # infinity if an explicit deadline is not to become a target.
         self.target: float | None = None
+        # The context variables of the caller, None if no observer needs them. The shell sets them.
+        self.context: Any = None
         # The copy of the input in shared memory, or None. The shell sets it, and the core never
         # looks at it.
         self.staged: Any = None
@@ -144,14 +154,17 @@ def target_of(request: Request) -> float:
     return inf if request.target is None else request.target
 
 
+def settle(request: Request) -> bool:
+    """Claim a request for its end; False if that has been done before."""
+    if request.is_settled:
+        return False
+    request.is_settled = True
+    return True
+
+
 def settle_open(requests: Iterable[Request]) -> list[Request]:
     """Settle the requests that are not settled yet, and return them, each of them once."""
-    settled = []
-    for request in requests:
-        if not request.is_settled:
-            request.is_settled = True
-            settled.append(request)
-    return settled
+    return [request for request in requests if settle(request)]
 
 
 class Rejected(NamedTuple):
@@ -184,6 +197,9 @@ class Batch:
     # The earliest deadline among the requests whose caller still waits, and how many these are.
     deadline: float
     open_count: int
+    # When it was given to its worker, and, once it is answered, when the worker began with it.
+    sent_at: float
+    began_at: float = 0.0
     # Of a batch that is tried again: until this moment it is divided if `infer` raises for it.
     isolate_until: float = inf
 

@@ -24,7 +24,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
-from fast_batcher._core.messages import Group, Phase, Request
+from fast_batcher._core.messages import Group, Phase, Request, settle
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue
 
 # Every eighth batch is built by age. That bounds how long a low priority waits, and takes at most
@@ -190,7 +190,7 @@ class RankedQueue:
         expired = []
         while self.earliest_deadline() <= now:
             request = heappop(self._deadlines)[2]
-            request.is_settled = True
+            settle(request)
             self.discard(request)
             expired.append(request)
         return sorted(expired, key=_age)

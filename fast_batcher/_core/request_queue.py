@@ -10,7 +10,7 @@ from itertools import filterfalse, islice
 from math import inf
 from operator import attrgetter
 
-from fast_batcher._core.messages import Request
+from fast_batcher._core.messages import Request, settle
 
 # Below this number of dead entries a sweep costs more than the memory is worth.
 MIN_DEAD_ENTRIES = 64
@@ -87,7 +87,7 @@ class RequestQueue:
         expired = []
         while self.earliest_deadline() <= now:
             request = self._entries.popleft()
-            request.is_settled = True
+            settle(request)
             self.size -= 1
             expired.append(request)
         return expired

@@ -28,6 +28,7 @@ from fast_batcher._core.messages import (
     Release,
     Request,
     Stage,
+    settle,
     settle_open,
 )
 from fast_batcher._core.policy import Load, Policy
@@ -36,7 +37,6 @@ from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
-from fast_batcher.stats import Counters
 
 _deadline = attrgetter("deadline")
 _has_explicit_deadline = attrgetter("has_explicit_deadline")
@@ -47,7 +47,6 @@ class Scheduler:
 
     Args:
         policy: Decides when a batch leaves that is not full.
-        counters: Where it counts; another scheduler may have counted there before.
         limits: Sizes and durations.
         packer: Fills batches by cost, or None; with it every request must have its `cost`.
         is_grouped: Whether only requests of one `group` share a batch.
@@ -58,14 +57,12 @@ class Scheduler:
     def __init__(
         self,
         policy: Policy,
-        counters: Counters,
         limits: Limits,
         *,
         packer: BatchPacker | None = None,
         is_grouped: bool = False,
         measure_size: Callable[[Any], int] | None = None,
     ) -> None:
-        self.counters = counters
         self._policy = policy
         self._batches_per_worker = limits.batches_per_worker
         self.counts_bytes = limits.max_queue_bytes is not None
@@ -82,7 +79,7 @@ class Scheduler:
         self._admission = Admission(limits, self._times, self.workers, self._retries, measure_size)
         self._deadline_batches = DeadlineBatches(self._times, self._size_cap)
         self._deadline_batches.has_set_targets = limits.max_latency is not None
-        self._next_batch_id = 0
+        self._next_request_id = self._next_batch_id = 0
         # No waiting request expires before this moment: a lower bound, as in the worker table.
         self._next_expiry = inf
         # Errors while learning from answers; the next `poll` reports them.
@@ -126,35 +123,37 @@ class Scheduler:
         if any(map(_has_explicit_deadline, requests)):
             self.rank_requests()
         accepted, rejected = self._admission.admit(now, requests, self.queue)
-        self.counters.rejected += len(rejected)
         if not accepted:
             return rejected
         if self._policy.learns:
             self._policy.arrived(now, len(accepted), not (self.queue.size or self.workers.batches))
         # From here on nothing is called that could raise: all are taken, or none.
         deadline = now + self._timeout
-        for request_id, request in enumerate(accepted, self.counters.submitted):
+        for request_id, request in enumerate(accepted, self._next_request_id):
             request.id = request_id
             request.arrival = now
             if not request.has_explicit_deadline:
                 request.deadline = deadline
-        self.counters.submitted += len(accepted)
+        self._next_request_id += len(accepted)
         self.queue.extend(accepted)
         self._next_expiry = min(self._next_expiry, min(map(_deadline, accepted)))
         return rejected
 
-    def cancel(self, request: Request) -> None:
-        """Forget a request whose caller has gone; if it runs, its output will be dropped."""
-        if request.is_settled:
-            return
-        request.is_settled = True
-        self.counters.cancelled += 1
+    def cancel(self, request: Request) -> bool:
+        """Forget a request whose caller has gone; if it runs, its output will be dropped.
+
+        Returns:
+            False if the request has ended before.
+        """
+        if not settle(request):
+            return False
         if request.phase is Phase.QUEUED:
             self.queue.discard(request)
             if not self.queue.size:
                 self._policy.end_hold()
         elif request.phase is not Phase.RETRYING:
             self.workers.caller_gone(request)
+        return True
 
     def reconfigure(self, limits: Limits, policy: Policy | None) -> None:
         """Change `max_batch_size`, `max_queue_size` and `max_latency`. `poll` has to follow.
@@ -252,7 +251,7 @@ class Scheduler:
             return None
         slot = self.workers.slots[worker]
         seconds = now - slot.started_at if slot.has_answered and not batch.is_retry else None
-        self.counters.queue_waits.append(batch.wait_until(slot.started_at))
+        batch.began_at = slot.started_at
         self.workers.take_back(now, batch)
         if not has_raised:
             try:
@@ -359,7 +358,6 @@ class Scheduler:
         late += self.queue.pop_expired(now)
         actions += [Expire(request, reason) for request in late]
         actions += self.workers.expire(now, has_read=has_read, answering=answering)
-        self.counters.expired += sum(isinstance(action, Expire) for action in actions)
         waiting = [self.queue.earliest_deadline(), *[one.deadline for one in self._retries]]
         self._next_expiry = min(waiting)
 
@@ -422,7 +420,7 @@ class Scheduler:
         if dropped := self._deadline_batches.dropped:
             refusal = self._admission.refusal_of_dropped(now, self.queue)
             actions += [Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in dropped]
-            self.counters.expired += len(settle_open(dropped))
+            settle_open(dropped)
             dropped.clear()
         return requests, Release.DEADLINE if is_other else release
 
@@ -438,7 +436,7 @@ class Scheduler:
         """Give a worker a batch."""
         size, deadline = len(requests), min(map(_deadline, requests))
         batch = Batch(
-            self._next_batch_id, slot.id, requests, release, deadline, size, isolate_until
+            self._next_batch_id, slot.id, requests, release, deadline, size, now, 0.0, isolate_until
         )
         self._next_batch_id += 1
         if release is not Release.RETRY:
@@ -449,4 +447,3 @@ class Scheduler:
             request.batch_id = batch.id
         self.workers.give(now, slot, batch)
         actions.append(Dispatch(batch))
-        self.counters.count_batch(size, release)

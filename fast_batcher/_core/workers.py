@@ -142,18 +142,21 @@ class WorkerTable:
             if slot.batches:
                 self._begin_first(now, slot)
 
-    def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> None:
+    def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> list[Request]:
         """Take requests out of a batch before its worker has it: they could not be sent.
 
-        A batch without any other requests does not count as sent.
+        Returns:
+            The requests whose callers still wait; they are settled.
         """
         withdrawn = {request.id for request in requests}
         batch.requests = [one for one in batch.requests if one.id not in withdrawn]
-        batch.open_count -= len(settle_open(requests))
+        settled = settle_open(requests)
+        batch.open_count -= len(settled)
         if batch.requests:
             self.notice_deserted(batch)
         else:
             self.take_back(now, batch)
+        return settled
 
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
         """The worker begins with its first batch."""

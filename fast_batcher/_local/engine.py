@@ -29,7 +29,6 @@ from fast_batcher.errors import (
     clear_frames,
     is_out_of_memory,
 )
-from fast_batcher.stats import Counters
 
 # An engine has one worker: functions written for `batched` are never called twice at a time, and
 # may rely on it.
@@ -90,7 +89,6 @@ class Engine:
         length = settings.max_batch_length
         self._scheduler = Scheduler(
             GreedyPolicy(),
-            Counters(),
             Limits(
                 max_batch_size=settings.batch_size,
                 max_queue_size=self._most_waiting,

@@ -5,8 +5,7 @@ or output that cannot be sent, or a batch that is larger than a frame, harms no 
 """
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._parent.memory_service import MemoryService
@@ -30,14 +29,20 @@ _OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 _value_of = operator.attrgetter("value")
 
 
+class SenderEvents(Protocol):
+    """What a sender tells its listener, on the loop's thread."""
+
+    def inputs_refused(self, batch: Batch, refused: list[tuple[Request, BatcherError]], /) -> None:
+        """Inputs of a batch that `send` has taken turn out not to be sendable."""
+
+
 class BatchSender:
     """Sends batches to the workers that are ready, and reads their answers.
 
     Args:
         settings: The batcher's settings.
         memory: Memory that is shared with the workers, and the thread for large copies.
-        refused_late: Called with a batch that `send` has taken, and the requests of it whose input
-            turns out not to be sendable, each with the reason.
+        events: The listener.
         name: The batcher's name, for logs.
     """
 
@@ -45,14 +50,14 @@ class BatchSender:
         self,
         settings: Settings,
         memory: MemoryService,
-        refused_late: Callable[[Batch, list[tuple[Request, BatcherError]]], None],
+        events: "SenderEvents",
         name: str,
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
         self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
         # Where large inputs are copied when they arrive.
         self.arena = self._shared_inputs.arena
-        self._refused_late = refused_late
+        self._events = events
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
         self._pickler = PartsPickler(settings.shared_memory_threshold, makes_writable=True)
@@ -121,7 +126,7 @@ class BatchSender:
         """Send a batch through the pipe for which there was no shared memory."""
         refused = self._send_items(batch, send)
         if refused:
-            self._refused_late(batch, refused)
+            self._events.inputs_refused(batch, refused)
 
     def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
         """Send the sendable inputs of a batch through the pipe, in as many frames as it takes."""

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from sample_models import BrokenOnArrival
 
-from fast_batcher._asyncio.futures import Failure
-from fast_batcher._asyncio.outcomes import read_outcomes
+from fast_batcher._asyncio.answers import read_outcomes
+from fast_batcher._asyncio.ledger import Failure
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import InferenceError, TransportError

@@ -50,10 +50,8 @@ def test_a_hold_is_no_longer_than_its_bounds(
 ) -> None:
     """And it is never idle in vain: `World` checks both after each poll."""
     world = world_of(source, max_delay=max_delay, seed=seed, workers=workers).run(0.5)
-    scheduler, counters = world.scheduler, world.scheduler.counters
     longest = min(inf if max_delay is None else max_delay, 1.1 * ALONE)
     assert world.longest_hold <= longest * (1 + 1e-9)
-    assert counters.submitted == counters.completed + scheduler.waiting + scheduler.workers.running
     assert all(size <= 64 for _, _, size in world.log)
     assert not world.rejected
 

@@ -210,7 +210,6 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
         == "the answer would take 4.73 seconds, and 4.22 are left; 1 requests wait already"
     )
     assert refused_at(scheduler, now, deadline=now + takes + 0.01) == []
-    assert scheduler.counters.rejected == 1
 
 
 def taught_by_deadlines(scheduler: Scheduler) -> float:
@@ -259,7 +258,7 @@ def test_a_call_may_be_in_more_of_a_hurry_than_the_service() -> None:
     refused = reject(scheduler, now, requests)
     assert [request.value for request in refused] == ["hurry"]
     assert requests[1].target == now + 3.3
-    assert (requests[1].deadline, requests[1].id) == (now + 50.0, scheduler.counters.submitted - 1)
+    assert requests[1].deadline == now + 50.0
 
 
 def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
@@ -276,7 +275,6 @@ def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
     assert third.refusal.text == (
         "the answer would take 4.2 seconds, and 3.3 are left; 0 requests wait already"
     )
-    assert scheduler.counters.rejected == 5
     # The door opens when enough time has passed for the answer to come in time.
     opens = now + 3 * linear(2) - 3.3 / SAFETY_FACTOR
     assert len(refused_at(scheduler, opens - 0.01, 2)) == 2
@@ -377,16 +375,19 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
 # When a batch leaves.
 
 
+# Above those of all requests that are submitted.
+LATER_IDS = 10**6
+
+
 def waiting(
     scheduler: Scheduler, now: float, *left: float, timeout: float = 1000.0
 ) -> list[Request]:
     """Requests in the queue with so many seconds to their targets, whatever is predicted."""
     requests = [Request(seconds, None, now + timeout) for seconds in left]
     for number, request in enumerate(requests):
-        request.id = scheduler.counters.submitted + number
+        request.id = LATER_IDS + scheduler.queue.size + number
         request.arrival = now
         request.target = now + request.value
-    scheduler.counters.submitted += len(requests)
     scheduler.queue.extend(requests)
     return requests
 
@@ -407,7 +408,6 @@ def test_one_that_would_be_late_leaves_room_for_others() -> None:
     error = late.refusal.to_error()
     assert isinstance(error, DeadlineExceededError)
     assert error.retry_after is not None
-    assert scheduler.counters.expired == 1
 
 
 def test_a_batch_becomes_smaller_where_nobody_stands_behind() -> None:

@@ -10,7 +10,6 @@ from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import Dispatch, Expire, Fault, Release, Request
 from fast_batcher._core.policy import GreedyPolicy, Load
 from fast_batcher._core.ranked_queue import Queue
-from fast_batcher._core.scheduler import Scheduler
 
 
 class Faulty(GreedyPolicy):
@@ -42,21 +41,14 @@ class Faulty(GreedyPolicy):
         self._raise_in("batch_done")
 
 
-def assert_balance(scheduler: Scheduler) -> None:
-    counters = scheduler.counters
-    out = counters.completed + counters.failed + counters.expired + counters.cancelled
-    assert counters.submitted == out + scheduler.waiting + scheduler.workers.running
-
-
 def test_arrivals_are_taken_all_or_not_at_all() -> None:
     policy = Faulty("arrived")
     scheduler = make(policy, max_batch_size=2)
     requests = [Request(None, None) for _ in range(2)]
     with pytest.raises(IndexError):
         scheduler.submit(0.0, requests)
-    assert (scheduler.counters.submitted, scheduler.waiting, scheduler.workers.running) == (0, 0, 0)
+    assert (scheduler.waiting, scheduler.workers.running) == (0, 0)
     assert run(scheduler, 1.0, 2).id == 0
-    assert_balance(scheduler)
 
 
 def test_a_decision_that_raises_gives_up_what_waits_and_nothing_else() -> None:
@@ -73,9 +65,7 @@ def test_a_decision_that_raises_gives_up_what_waits_and_nothing_else() -> None:
     assert told(actions) == [(policy.error, waiting)]
     assert all(request.is_settled for request in waiting)
     assert wake_at == 5.0
-    scheduler.counters.failed += len(waiting)
     assert (scheduler.waiting, scheduler.workers.running) == (0, 2)
-    assert_balance(scheduler)
     later = submit(scheduler, 2.0)
     (batch,) = poll_batches(scheduler, 2.0)
     assert batch.requests == later
@@ -88,7 +78,6 @@ def test_what_cannot_be_learned_takes_no_answer_from_anybody() -> None:
     scheduler = make(policy, max_batch_size=2)
     batch = run(scheduler, 0.0)
     assert settle(scheduler, 1.0, batch) == batch.requests
-    assert_balance(scheduler)
     assert told(scheduler.poll(1.0)[0]) == [(policy.error, [])]
     assert scheduler.poll(1.0)[0] == []
     settle(scheduler, 3.0, run(scheduler, 2.0))
@@ -144,12 +133,10 @@ def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> 
                     has_raised = True
                     assert isinstance(action.error, ZeroDivisionError)
                     ended += action.requests
-                    scheduler.counters.failed += len(action.requests)
             for slot in list(scheduler.workers.slots.values()):
                 if slot.batches and now - slot.started_at >= len(slot.batches[0].requests):
                     ended += settle(scheduler, float(now), slot.batches[0])
-            assert_balance(scheduler)
-            assert len(set(map(id, ended))) == len(ended)
+                    assert len(set(map(id, ended))) == len(ended)
         rest = scheduler.close()
         assert {*map(id, ended), *map(id, rest)} == {*map(id, accepted)}
         assert len(ended) + len(rest) == len(accepted)

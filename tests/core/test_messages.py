@@ -17,7 +17,7 @@ from fast_batcher._core.messages import (
 )
 
 REQUEST = Request("input", None, deadline=1.0)
-BATCH = Batch(0, 0, [REQUEST], Release.FULL, deadline=1.0, open_count=1)
+BATCH = Batch(0, 0, [REQUEST], Release.FULL, deadline=1.0, open_count=1, sent_at=0.0)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_batch_is_freed_without_the_garbage_collector() -> None:
     gc.disable()
     try:
         requests = [Request(value, None, deadline=1.0)]
-        batch = Batch(0, 0, requests, Release.FULL, deadline=1.0, open_count=1)
+        batch = Batch(0, 0, requests, Release.FULL, deadline=1.0, open_count=1, sent_at=0.0)
         requests[0].batch_id = batch.id
         del value, requests, batch
         assert seen() is None

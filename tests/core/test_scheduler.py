@@ -24,7 +24,6 @@ from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
 from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
-from fast_batcher.stats import Counters
 
 # Batches.
 
@@ -156,7 +155,7 @@ def test_a_waiting_request_expires_at_its_deadline() -> None:
     assert told(actions) == [(ExpiryReason.WAITING, late)]
     assert wake_at is None
     assert late.is_settled
-    assert (scheduler.waiting, scheduler.workers.running, scheduler.counters.expired) == (0, 1, 1)
+    assert (scheduler.waiting, scheduler.workers.running) == (0, 1)
     settle(scheduler, 12.0, busy)
     assert poll_batches(scheduler, 12.0) == []
 
@@ -201,11 +200,7 @@ def test_a_running_request_expires_and_its_batch_runs_on() -> None:
     actions, wake_at = scheduler.poll(5.0)
     assert told(actions) == [(ExpiryReason.RUNNING, hurried)]
     assert wake_at == 9.0
-    assert (
-        scheduler.workers.running,
-        scheduler.counters.expired,
-        scheduler.workers.ready_count,
-    ) == (1, 1, 1)
+    assert (scheduler.workers.running, scheduler.workers.ready_count) == (1, 1)
     assert settle(scheduler, 6.0, batch) == [patient]
 
 
@@ -266,7 +261,7 @@ def test_the_end_gives_back_the_requests_whose_answer_arrives() -> None:
     gone, stays = submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
     scheduler.cancel(gone)
-    assert (scheduler.workers.running, scheduler.counters.cancelled) == (1, 1)
+    assert scheduler.workers.running == 1
     assert scheduler.close() == [stays]
     assert scheduler.workers.running == 0
     assert not scheduler.workers.end_copy_out(batch)
@@ -356,11 +351,7 @@ def test_a_batch_that_runs_too_long_gets_its_worker_replaced() -> None:
         (Replace, 0),
     ]
     assert wake_at is None
-    assert (
-        scheduler.workers.running,
-        scheduler.workers.ready_count,
-        scheduler.counters.expired,
-    ) == (0, 0, 2)
+    assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 0)
 
 
 def test_the_time_of_a_batch_begins_when_the_one_before_it_ends() -> None:
@@ -378,7 +369,6 @@ def test_deadline_and_infer_timeout_at_one_moment_expire_a_request_once() -> Non
     batch = run(scheduler, 0.0, deadline=4.0)
     actions, _ = scheduler.poll(4.0)
     assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, batch.requests[0]), (Replace, 0)]
-    assert scheduler.counters.expired == 1
 
 
 # Losing workers.
@@ -437,7 +427,6 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     requests = sized(60, 40, 1, 1)
     rejected = scheduler.submit(0.0, requests)
     assert [request for request, _ in rejected] == requests[2:]
-    assert scheduler.counters.rejected == 2
     assert str(rejected[1].refusal.to_error()) == (
         "no room for its bytes: 2 requests wait already (max_queue_bytes=100)"
     )
@@ -556,18 +545,10 @@ def test_closing_takes_no_more_requests() -> None:
     assert refusal.kind is BatcherClosedError
 
 
-# Counting.
+# Times.
 
 
-def test_batches_are_counted_by_size_and_reason() -> None:
-    scheduler = make(max_batch_size=2, workers=2)
-    submit(scheduler, 0.0, 3)
-    scheduler.poll(0.0)
-    assert dict(scheduler.counters.batch_sizes) == {2: 1, 1: 1}
-    assert dict(scheduler.counters.releases) == {Release.FULL: 1, Release.IDLE: 1}
-
-
-def test_the_wait_of_one_request_stands_for_its_batch_each_position_in_its_turn() -> None:
+def test_a_batch_begins_when_its_worker_has_answered_the_batch_before_it() -> None:
     scheduler = make(max_batch_size=2, workers=0)
     for moment in (1.0, 2.0, 3.0, 4.0):
         submit(scheduler, moment)
@@ -575,23 +556,9 @@ def test_the_wait_of_one_request_stands_for_its_batch_each_position_in_its_turn(
     batches = poll_batches(scheduler, 5.0)
     for moment, batch in zip((7.0, 9.0), batches, strict=True):
         scheduler.batch_done(moment, 0, batch.id)
-    # The worker had both at once, and began with the second when it had answered the first.
-    assert list(scheduler.counters.queue_waits) == [(4.0, 2), (3.0, 2)]
-
-
-def test_it_goes_on_counting_where_another_has_stopped() -> None:
-    """A batcher that is opened again has a new scheduler and keeps its counts."""
-    counters = Counters(submitted=40, completed=40)
-    scheduler = Scheduler(
-        GreedyPolicy(),
-        counters,
-        Limits(max_batch_size=2, max_queue_size=9),
-    )
-    scheduler.worker_ready(0.0, 0)
-    (request,) = submit(scheduler, 0.0)
-    assert request.id == 40
-    assert counters.submitted == 41
-    assert [batch.requests for batch in poll_batches(scheduler, 0.0)] == [[request]]
+    assert [(batch.sent_at, batch.began_at) for batch in batches] == [(5.0, 5.0), (5.0, 7.0)]
+    # One request stands for each batch, and each position gets its turn.
+    assert [batch.wait_until(batch.began_at) for batch in batches] == [(4.0, 2), (3.0, 2)]
 
 
 # Memory.

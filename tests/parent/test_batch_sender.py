@@ -30,13 +30,13 @@ class Wire:
         self.sent: list[tuple[Kind, int, bytes]] = []
         settings = Settings(max_frame_bytes=MAX_FRAME_BYTES)
         memory: Any = self
-        self.sender = BatchSender(settings, memory, self._refuse, "name")
+        self.sender = BatchSender(settings, memory, self, "name")
         self.sender.add_worker(self)
 
     def _refuse(self, *_: object) -> Any:
         raise AssertionError("without shared memory nothing is copied, or found out later")
 
-    run_in_thread = reserve = fill = _refuse
+    run_in_thread = reserve = fill = inputs_refused = _refuse
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
@@ -58,7 +58,7 @@ def wire() -> Wire:
 
 def batch_of(*values: Any) -> Batch:
     requests = [Request(value, None, deadline=1.0) for value in values]
-    return Batch(BATCH_ID, WORKER, requests, Release.FULL, 1.0, len(requests))
+    return Batch(BATCH_ID, WORKER, requests, Release.FULL, 1.0, len(requests), 0.0)
 
 
 # --- sending --------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from sample_models import Digests, Stacks, WritesAndDies, WritesAndRaises, diges
 from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
-from fast_batcher._asyncio.futures import set_exception
+from fast_batcher._asyncio.ledger import set_exception
 from fast_batcher._parent.input_arena import FRESH_COST, LEAST_STAGED, MOST_OPEN, MOST_PER_TURN
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind

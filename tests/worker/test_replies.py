@@ -11,8 +11,8 @@ import pytest
 from memory import refuse_memory
 from sample_models import RefusesPickling
 
-from fast_batcher._asyncio.futures import Failure
-from fast_batcher._asyncio.outcomes import SharedOutcomes
+from fast_batcher._asyncio.answers import SharedOutcomes
+from fast_batcher._asyncio.ledger import Failure
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._transport.codec import ATOMS, RemoteFailure, describe, loads

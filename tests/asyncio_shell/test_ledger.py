@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._asyncio.futures import Failure, ThreadCaller, fail, is_beyond_reach, settle
-from fast_batcher._core.messages import Request
+from fast_batcher._asyncio.ledger import Failure, Ledger, ThreadCaller, is_beyond_reach
+from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher.errors import InferenceError, WorkerLostError
-from fast_batcher.stats import Counters
 
 pytestmark = pytest.mark.anyio
 
 
-def counts(counters: Counters) -> tuple[int, int, int]:
-    return counters.completed, counters.failed, counters.cancelled
+def counts(ledger: Ledger) -> tuple[int, int, int]:
+    outcomes = ledger.counters.outcomes
+    return outcomes["completed"], outcomes["failed"], outcomes["cancelled"]
 
 
 async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
@@ -40,12 +40,13 @@ async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
     ]
     requests = [Request(None, caller) for caller, _ in outcomes]
     requests[-1].is_settled = True
-    counters = Counters()
-    settle(counters, requests, [outcome for _, outcome in outcomes])
+    ledger = Ledger("model")
+    batch = Batch(0, 0, requests, Release.IDLE, 0.0, len(requests), 0.0)
+    ledger.answer(batch, requests, [outcome for _, outcome in outcomes], 0, 0.0)
     assert (here.result(), there.result(), looks_like_an_error.result()) == ("one", None, output)
     assert isinstance(failed.exception(), InferenceError)
     assert not settled.done()
-    assert counts(counters) == (3, 1, 3)
+    assert counts(ledger) == (3, 1, 3)
     assert all(request.is_settled for request in requests)
 
 
@@ -53,11 +54,11 @@ async def test_failing_counts_the_callers_that_heard_of_it() -> None:
     loop = asyncio.get_running_loop()
     here, gone = loop.create_future(), loop.create_future()
     gone.cancel()
-    counters = Counters()
+    ledger = Ledger("model")
     for future in (here, gone):
-        fail(counters, Request(None, future), WorkerLostError("dead"))
+        ledger.fail(Request(None, future), WorkerLostError("dead"), "worker lost")
     assert isinstance(here.exception(), WorkerLostError)
-    assert counts(counters) == (0, 1, 1)
+    assert counts(ledger) == (0, 1, 1)
 
 
 def test_a_thread_cannot_cancel_what_is_being_told() -> None:

@@ -1,0 +1,60 @@
+"""The process, event loop and thread that one session belongs to. API process, any thread."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextvars import Context
+from threading import get_ident
+from typing import Any, NoReturn
+
+
+class LoopBinding:
+    """Binds a session to the event loop that runs now, until it is bound to another one.
+
+    Args:
+        name: The batcher's name, for errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._pid = os.getpid()
+        self.loop = asyncio.get_running_loop()
+        self._thread = get_ident()
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Belong to another event loop, which runs in this thread."""
+        self.loop = loop
+        self._thread = get_ident()
+
+    @property
+    def runs_elsewhere(self) -> bool:
+        """Whether the event loop runs in another thread than this call."""
+        return self.loop.is_running() and self._thread != get_ident()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a forked copy: workers and event loop belong to another process."""
+        return self._pid != os.getpid()
+
+    def reject_fork(self) -> NoReturn:
+        """Raise the error for calls in a forked copy."""
+        raise RuntimeError(
+            f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
+            "and does not survive a fork; open one in each process, for example in the lifespan"
+        )
+
+    def require_closed_loop(self, what: str) -> None:
+        """Raise if the event loop is not closed, so that no other may serve the session."""
+        if not self.loop.is_closed():
+            raise RuntimeError(
+                f"{self._name}: {what} comes from another event loop than the one that serves it, "
+                "which is still alive; from other threads use submit()"
+            )
+
+    def call(self, function: Callable[..., None], *args: Any) -> bool:
+        """Call a function on the loop's thread, from any thread; False if the loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args, context=Context())
+        except RuntimeError:
+            return False
+        return True
