@@ -268,6 +268,14 @@ def test_an_app_tells_its_batch_sizes_as_stats_of_one_batcher_or_of_several(
 
 
 @pytest.mark.slow
+def test_a_watch_sees_a_process_dead_that_died_before_it_was_made() -> None:
+    program = subprocess.Popen(["true"])
+    program.wait()
+    with Watch([program.pid]) as watch:
+        assert watch.survivors(0.0) == []
+
+
+@pytest.mark.slow
 def test_an_error_while_the_server_runs_ends_it_and_its_workers() -> None:
     manager = serve(APP, PATHS)
     process = psutil.Process(manager.__enter__().process.pid)

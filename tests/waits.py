@@ -11,7 +11,7 @@ import re
 import select
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -165,10 +165,16 @@ class Gate:
 
 
 class Watch:
-    """Sees processes die; made while they live, so that their numbers cannot be somebody else's."""
+    """Sees processes die. Make it as soon as their numbers are known.
+
+    They may have died by then, but their numbers cannot be somebody else's yet.
+    """
 
     def __init__(self, pids: list[int]) -> None:
-        self._descriptors = {os.pidfd_open(pid): pid for pid in pids}
+        self._descriptors: dict[int, int] = {}
+        for pid in pids:
+            with suppress(ProcessLookupError):  # a program tells its workers, and ends
+                self._descriptors[os.pidfd_open(pid)] = pid
 
     def __enter__(self) -> "Watch":
         return self
