@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable
+from itertools import count
 from math import inf
 from typing import Any
 
@@ -376,7 +377,7 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
 
 
 # Above those of all requests that are submitted.
-LATER_IDS = 10**6
+LATER_IDS = count(10**6)
 
 
 def waiting(
@@ -384,8 +385,8 @@ def waiting(
 ) -> list[Request]:
     """Requests in the queue with so many seconds to their targets, whatever is predicted."""
     requests = [Request(seconds, None, now + timeout) for seconds in left]
-    for number, request in enumerate(requests):
-        request.id = LATER_IDS + scheduler.queue.size + number
+    for request in requests:
+        request.id = next(LATER_IDS)
         request.arrival = now
         request.target = now + request.value
     scheduler.queue.extend(requests)
