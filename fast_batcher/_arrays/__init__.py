@@ -1,5 +1,6 @@
 """Join rows to batches and split batches into rows: arrays, tensors, structures of them. Pure.
 
-Runs in worker processes, and in any process that makes batches without one. Loading these files
-imports neither NumPy nor PyTorch: a program that has an array has loaded its library.
+Runs in worker processes, and in the user's process for `process_rows` and decorated functions.
+Importing this package imports neither NumPy nor PyTorch: a program that has an array has loaded
+its library.
 """

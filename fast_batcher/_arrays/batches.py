@@ -1,8 +1,8 @@
-"""Join rows to one batch, and split batches into rows, whatever structure holds them. Pure.
+"""Joining of rows to one batch and splitting of batches into rows, in any structure. Pure.
 
 join(rows)   -> one structure of arrays with a batch axis
-split(batch) -> its rows
-is_much(...) -> whether that takes milliseconds, so that an event loop should not do it
+split(batch) -> the rows of the batch
+is_much(...) -> whether joining or splitting takes too long for an event loop
 """
 
 from collections.abc import Callable, Sequence
@@ -24,18 +24,18 @@ def join(rows: Sequence[Any], collation: Collation) -> Any:
     """Join rows to one batch.
 
     Args:
-        rows: One or more.
-        collation: How; `unequal` is not looked at. The batch axis is at `batch_dim[0]`.
+        rows: One or more inputs.
+        collation: Rules for joining; `unequal` is ignored. The batch axis is `batch_dim[0]`.
 
     Returns:
         A structure like that of a row. Its arrays and tensors have one axis more. They are new,
-        unless the rows lie one behind the other in memory that a worker received. Numbers become
+        unless the rows are adjacent in shared memory that a worker received. Numbers become
         arrays (tensors if the row has tensors and no arrays), texts lists; None, which has to be
         None in all rows, stays None. A mapping becomes a dict.
 
     Raises:
-        CollationError: There is no row, they are not of one kind, or one cannot be joined at all.
-        MemoryError: There is no memory for the batch; a GPU's own error passes through too.
+        CollationError: There is no row, the rows differ, or one of them cannot be joined at all.
+        MemoryError: There is no memory for the batch. The error of a GPU library passes unchanged.
     """
     if not rows:
         raise CollationError("there are no rows to join: what is joined needs one or more")
@@ -81,10 +81,10 @@ def split(
 
     Args:
         batch: An array or tensor, a list or tuple of rows, or a structure of these.
-        count: How many rows it has to have.
-        collation: Where the batch axis is (`batch_dim[1]`) and how lists are read.
-        to_cpu: Whether rows of tensors have to leave their device.
-        copy: Whether rows of arrays have to stay as they are when the array is changed.
+        count: Number of rows that the batch must have.
+        collation: Position of the batch axis (`batch_dim[1]`) and the reading of lists (`outputs`).
+        to_cpu: Move the rows of tensors to the CPU.
+        copy: Copy the rows of arrays, so that later writes to the array do not change them.
 
     Returns:
         `count` rows. Rows of arrays are views of the batch, unless `copy` is set. Rows of tensors
@@ -92,8 +92,8 @@ def split(
         Entries of a list are returned as they are, except for tensors that share memory.
 
     Raises:
-        OutputMismatchError: It has another number of rows, or holds something that has no rows, or
-            a list of it can be read in two ways.
+        OutputMismatchError: The batch has another number of rows, holds a value without rows, or
+            holds a list that can be read in two ways.
     """
     axis = collation.batch_dim[1]
 
@@ -143,7 +143,7 @@ def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
 
 
 def _may_be_batch(value: Any, dim: int) -> bool:
-    """Whether a value could hold one part for each row of a batch, for some size of batch."""
+    """Return whether a value could have a batch axis, for some size of batch."""
     if arrays.is_array_like(value):
         return arrays.row_count(value, dim) is not None
     if value is None or type(value) in (list, tuple):
@@ -194,18 +194,18 @@ def _own_row(row: Any, *, to_cpu: bool) -> Any:
 
 
 def split_rows(batch: Any, collation: Collation) -> list[Any]:
-    """Split an input that is itself a batch into its rows, however many there are.
+    """Split an input that is itself a batch into its rows.
 
     Args:
         batch: An array or tensor, or a structure of them. A list in it has one entry per row, as in
             `{"input_ids": [array, array]}`.
-        collation: Where the batch axis is: at `batch_dim[0]`.
+        collation: Position of the batch axis (`batch_dim[0]`).
 
     Returns:
         Rows as `split` makes them; an empty list if the batch has none.
 
     Raises:
-        CollationError: Its features have different numbers of rows, or a part of it has no rows.
+        CollationError: The features have different numbers of rows, or one of them has no rows.
     """
     axis = collation.batch_dim[0]
     leaves, tree = flatten(batch, _is_list)
@@ -239,11 +239,11 @@ def _count_rows(leaf: Any, path: str, dim: int) -> int:
 
 
 def is_much(value: Any, *, dim: int | None = None) -> bool:
-    """Whether splitting a batch, or joining rows, takes milliseconds; found in microseconds.
+    """Estimate in microseconds whether splitting a batch, or joining rows, takes milliseconds.
 
     Args:
         value: The batch, or the list of rows.
-        dim: Where the batch axis is, None for rows.
+        dim: Position of the batch axis, None for rows.
     """
     parts = size = 0
     todo = [(value, dim)]

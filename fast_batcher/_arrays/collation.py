@@ -1,4 +1,4 @@
-"""`Collation`: how inputs become one batch, and a batch of outputs becomes rows. Pure values."""
+"""`Collation`: the rules that join inputs to one batch and split its outputs. Pure values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ MOST_DIMS: Final = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """How features of unequal lengths become equal; see `Collation.pad`, which makes it."""
+    """Rules that fill features of unequal lengths up to one length; made by `Collation.pad`."""
 
     value: PadValue | None
     # By feature.
@@ -49,7 +49,7 @@ class Padding:
 
 @dataclass(frozen=True, kw_only=True)
 class Collation:
-    """How inputs are joined to one batch, and the model's outputs are split into rows again.
+    """Rules that join inputs to one batch and split the model's outputs into rows.
 
     Made by `Collation.stack` or `Collation.pad`. A *row* is one input or one output, without a
     batch axis: an array, a tensor, or a structure of them (mappings, lists, tuples, named tuples,

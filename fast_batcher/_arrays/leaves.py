@@ -1,4 +1,4 @@
-"""One feature at a time: what a leaf is, how leaves become one array, and back. Pure.
+"""Operations on one feature: describe a leaf, stack leaves to one array, split it again. Pure.
 
 NumPy and PyTorch are used where they are loaded. A dtype is kept as it is: leaves that would have
 to be promoted are refused.
@@ -21,7 +21,7 @@ _INT64: Final = range(-(2**63), 2**63)
 
 
 class Spec(NamedTuple):
-    """What two leaves must have in common to be joined in one array."""
+    """Kind, dtype, shape and device of a leaf; leaves of equal specs can be stacked."""
 
     # "array", "tensor", "number", "text" or "none".
     kind: str
@@ -72,7 +72,7 @@ def is_plain(value: Any) -> bool:
 
 
 def spec_of(leaf: Any) -> Spec | None:
-    """Return what the leaves of other rows must match; None if the leaf cannot be joined."""
+    """Return the spec of a leaf, None if the leaf cannot be joined to others."""
     if is_array(leaf):
         return None if leaf.dtype.hasobject else Spec("array", leaf.dtype, leaf.shape)
     if is_tensor(leaf):
@@ -131,7 +131,7 @@ def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
 
 
 def find_tensor_fault(tensor: Any) -> str | None:
-    """Say why a tensor has no rows in memory, None if it has."""
+    """Describe why a tensor cannot be split into rows; None if it can."""
     torch = sys.modules["torch"]
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout}"
@@ -194,8 +194,8 @@ def stack_leaves(
         leaves: One or more, all of this `spec`.
         spec: What `spec_of` says of each.
         feature: Their name.
-        dim: Where the new axis is; `may_have_axis` has been asked.
-        padding: What is padded, None for nothing.
+        dim: Position of the new axis, already checked with `may_have_axis`.
+        padding: Rules for padded axes, None without any.
         like: The spec of an array or tensor of these rows: numbers get its library and device.
 
     Returns:
@@ -203,7 +203,7 @@ def stack_leaves(
         become one of bool, int64, float64 or complex128, texts a list, None stays None.
 
     Raises:
-        CollationError: There are numbers, and no library for them.
+        CollationError: The leaves are numbers, and NumPy is not installed.
     """
     if spec.kind == "none":
         return None
@@ -222,7 +222,7 @@ def stack_leaves(
     if is_tensor:
         return sys.modules["torch"].stack(leaves, dim)
     numpy = sys.modules["numpy"]
-    # Laid out as its axes say, whatever the rows are like.
+    # `out` makes the batch C-contiguous, whatever the memory layout of the rows.
     batch = numpy.empty(_batch_shape(spec.shape, dim, len(leaves)), spec.dtype)
     return numpy.stack(leaves, dim, out=batch)
 
@@ -293,10 +293,10 @@ def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[A
     pickled with its whole batch, so rows of a tensor are copies, without their gradients.
 
     Args:
-        batch: With the batch axis.
-        dim: Where the batch axis is.
-        to_cpu: Whether rows of tensors have to leave their device.
-        copy: Whether rows of arrays have to be copies too.
+        batch: An array or tensor with a batch axis.
+        dim: Position of the batch axis.
+        to_cpu: Move the rows of tensors to the CPU.
+        copy: Copy the rows of arrays too.
     """
     if is_tensor(batch):
         return [own_tensor(row) for row in _plain(batch, to_cpu=to_cpu).unbind(dim)]

@@ -1,4 +1,4 @@
-"""What a model returns for a batch, as a list. Pure."""
+"""Conversion of a model's outputs for a batch to a list with one output per input. Pure."""
 
 import sys
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from fast_batcher.errors import OutputMismatchError
 
 
 def list_outputs(outputs: Any, count: int, returned: str, *, copies: bool) -> list[Any]:
-    """The outputs of a batch as a list: a sequence as it is, an array or tensor by its first axis.
+    """Return the outputs of a batch as a list: an array or tensor is split along its first axis.
 
     Args:
-        outputs: What was returned.
-        count: How many inputs there were.
-        returned: What returned it, for errors, as "infer returned".
+        outputs: The model's return value.
+        count: Number of inputs.
+        returned: Subject and verb for error messages, as "infer returned".
         copies: Whether the rows of an array are copied. A view keeps the whole batch in memory, and
             changes when the model fills the array again, or when another caller writes into a row
             that shares its memory. The rows of tensors are always copied: a view would be pickled
             with the whole batch.
 
     Raises:
-        OutputMismatchError: They are of another type, or not `count`: an output could reach the
-            wrong caller.
+        OutputMismatchError: The outputs are no sequence, or their number is not `count`: an output
+            could reach the wrong caller.
     """
     if isinstance(outputs, list) and len(outputs) == count:
         return outputs

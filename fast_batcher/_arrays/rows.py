@@ -1,4 +1,4 @@
-"""One input as leaves and specs: what it must have in common with the inputs it joins. Pure."""
+"""`Row`: one input as leaves and specs, from which follows whether inputs can be joined. Pure."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from fast_batcher.errors import CollationError
 
 
 class Row(NamedTuple):
-    """One input as its leaves, the tree that held them, and the spec of each."""
+    """The leaves of an input, the tree that held them, and the spec of each leaf."""
 
     leaves: list[Any]
     tree: Tree
@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
     @property
     def signature(self) -> tuple[Tree, tuple[Spec, ...]]:
-        """What must be equal in rows that are joined; hashable."""
+        """Tree and specs; rows with equal signatures can be joined. Hashable."""
         return self.tree, self.specs
 
 
@@ -28,10 +28,10 @@ def make_row(value: Any, collation: Collation) -> Row:
 
     Args:
         value: The input.
-        collation: How it is joined to others.
+        collation: Rules by which inputs are joined.
 
     Raises:
-        CollationError: It cannot be joined to any other input: it is or holds a value that is no
+        CollationError: The input cannot be joined to any other: it is or holds a value that is no
             array, its dtype cannot keep its pad value, or it has too few axes.
     """
     padding = collation.padding

@@ -1,7 +1,8 @@
-"""`stack`: join arrays or tensors, without a copy if they lie one behind the other. Pure.
+"""`stack`: join arrays or tensors, without a copy if they are adjacent in memory. Pure.
 
-Only memory that `lend` names counts: the worker lends the memory of a batch while its model
-computes. Elsewhere two arrays are neighbours by chance, and their owners are unknown.
+The copy is omitted only in memory passed to `lend`: the worker lends the shared memory of a batch
+while its model computes. In other memory two arrays are adjacent by chance, and their owners are
+unknown.
 """
 
 import sys
@@ -27,10 +28,10 @@ lent: list[Piece] = []
 
 
 def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()) -> None:
-    """Let arrays and tensors that lie in this memory become one, until `lent` is cleared.
+    """Allow `stack` to return views of this memory, until `lent` is cleared.
 
     Args:
-        address: Of the memory.
+        address: Address of the memory.
         memory: A view of the memory.
         whole: The whole memory as one array, if there is one: `stack` takes less time then.
         rows: The rows of `whole` that the model gets.
@@ -41,15 +42,16 @@ def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any
 def stack(inputs: Sequence[Any]) -> Any:
     """Join arrays or tensors of one shape along a new first axis.
 
-    Large inputs of a batch usually lie one behind the other in shared memory; then the result is a
-    view of them, made in microseconds, and a write to one shows in the other. Other inputs are
+    Large inputs of a batch are usually adjacent in shared memory; then the result is a view of
+    them, made in microseconds, and a write to the result changes the inputs. Other inputs are
     copied, as by `numpy.stack` and `torch.stack`.
 
     Args:
         inputs: One or more NumPy arrays, or tensors.
 
     Raises:
-        CollationError: They are neither, and NumPy, which takes numbers too, is not loaded.
+        CollationError: The inputs are neither tensors nor arrays, and NumPy is not loaded. With
+            NumPy loaded, numbers are joined too.
         ValueError: `inputs` is empty, or NumPy arrays have different shapes.
         RuntimeError: Tensors have different shapes, dtypes or devices.
     """
@@ -66,7 +68,7 @@ def stack(inputs: Sequence[Any]) -> Any:
 
 
 def find_whole(values: Sequence[Any]) -> Any:
-    """Return the array or tensor of which the values are the rows, None without one."""
+    """Return the array or tensor in lent memory whose rows are these values, else None."""
     if not lent or not values:
         return None
     for piece in lent:
@@ -93,9 +95,9 @@ def _find_by_address(values: Sequence[Any]) -> Any:
 
 
 def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
-    """Whether the values are the rows of a piece, unchanged since they were made.
+    """Return whether the values are the rows of a piece, unchanged since they were made.
 
-    It does not compare addresses: NumPy takes longer to tell one address than all of this takes.
+    Addresses are not compared: NumPy takes longer to return one address than this function.
     """
     if len(piece.rows) != len(values) or not all(map(is_, piece.rows, values)):
         return False
@@ -112,7 +114,7 @@ def _are_rows(values: Sequence[Any], piece: Piece) -> bool:
 
 
 def _locate(value: Any) -> tuple[tuple[Any, Any, Any, int], int] | None:
-    """Find out what a contiguous array or tensor is, and where it lies.
+    """Describe a contiguous array or tensor, and return its address.
 
     Returns:
         The module that made it, its dtype, shape and bytes; and its address. None for any other

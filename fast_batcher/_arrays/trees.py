@@ -25,8 +25,8 @@ class Tree:
     # Names of its children, sorted, and the children.
     keys: tuple[Any, ...] = ()
     children: tuple["Tree", ...] = ()
-    # What may differ between equal trees: the order in which a mapping lists its keys, the fields
-    # of a pydantic model that were set.
+    # Not compared. Of a mapping the order of its keys, of a pydantic model the names of the fields
+    # that were set.
     own: Any = dataclasses.field(default=None, compare=False)
 
 
@@ -34,7 +34,7 @@ LEAF: Final = Tree(None)
 
 
 class _State(NamedTuple):
-    """The type of a structure and what it holds, as `Tree` has it."""
+    """Type, keys and children of one structure, from which `flatten` makes a `Tree` node."""
 
     kind: type
     keys: tuple[Any, ...]
@@ -62,7 +62,7 @@ def flatten(value: Any, is_leaf: Callable[[Any], bool] = _never) -> tuple[list[A
         The leaves, and the tree from which `build` makes the structure again.
 
     Raises:
-        CollationError: It is nested too deeply, or contains itself.
+        CollationError: The value is nested too deeply, or contains itself.
     """
     leaves: list[Any] = []
     try:
@@ -155,7 +155,7 @@ def _find_opener(kind: type) -> Callable[[Any], _State] | None:
     base = getattr(sys.modules.get("pydantic"), "BaseModel", None)
     if kind is list or kind is tuple:
         return _open_sequence
-    # A tuple of any other kind may mean anything, for example a shape.
+    # Other subclasses of tuple (torch.Size, for example) need not hold features.
     if issubclass(kind, tuple):
         return _open_named_tuple if isinstance(getattr(kind, "_fields", None), tuple) else None
     if issubclass(kind, Mapping):
@@ -176,7 +176,7 @@ def _open_named_tuple(value: Any) -> _State:
 
 
 def _open_mapping(value: Mapping[Any, Any]) -> _State:
-    # Other kinds of mappings (a tokenizer's, a model's) become a dict of their contents.
+    # Other mappings (a tokenizer's `BatchEncoding`, for example) become a dict of their contents.
     made = OrderedDict if type(value) is OrderedDict else dict
     order = tuple(value)
     keys = tuple(sorted(order, key=_by_name))
@@ -202,7 +202,7 @@ def _is_cached(value: Any, name: str) -> bool:
 
 def _open_pydantic(value: Any) -> _State:
     held = {place: getattr(value, place) for place in _PYDANTIC_PLACES}
-    # It also has cached properties, which are left out.
+    # The `__dict__` of a model also holds cached properties, which are omitted.
     fields = type(value).model_fields
     held["__dict__"] = {name: one for name, one in vars(value).items() if name in fields}
     keys = tuple(place for place in held if held[place] is not None)

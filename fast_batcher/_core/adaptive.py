@@ -1,8 +1,8 @@
-"""The adaptive policy: greedy, with one exception that needs evidence. Pure.
+"""The adaptive policy: greedy, except for a hold whose expected gain is positive. Pure.
 
-Waiting pays where the callers of a batch come back soon after it and a batch costs much by itself:
-greedy then sends the requests of the first ones that are back, and the others wait for a second
-small batch. The derivation of the gain is in docs/decisions/0012-the-hold.md.
+Waiting pays where the callers of a batch send their next requests soon after it, and a batch has a
+high fixed cost: the greedy policy then sends the first requests that return, and the others wait
+for a second small batch. The derivation of the gain is in docs/decisions/0012-the-hold.md.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from fast_batcher._core.return_curve import ENOUGH, POINTS, ReturnCurve
 LEAST_GAIN = 0.05
 # Fewer expected arrivals than this do not matter.
 FEWEST = 0.05
-# Clients at once: the most that were seen during this number of batches.
+# The number of clients is estimated as the highest seen during this number of batches.
 PEAK_BATCHES = 16
 # After PATIENCE answers without a hold the policy rests: for REST answers it learns nothing and
 # holds nothing. A decision costs 0.1 to 0.3 ms while caches are cold, in which a request waits and
@@ -26,21 +26,21 @@ PEAK_BATCHES = 16
 # batches of 4 ms.
 PATIENCE = 16
 REST, LONGEST_REST = 64, 256
-# The timer's lateness is averaged over about 16 holds. What is later than 5 ms is not a late timer
-# (1 ms with epoll, whose timeout is in whole milliseconds) but a loop that was blocked.
+# The timer's lateness is averaged over about 16 holds. Lateness above 5 ms is not the timer's (1 ms
+# with epoll, whose timeout is in whole milliseconds): the event loop was blocked.
 LATENESS_SHARE = 1 / 16
 MOST_LATENESS = 0.005
 
 
 class AdaptivePolicy(Policy):
-    """Sends what waits at once, unless more requests will probably come soon and pay for the wait.
+    """Sends waiting requests at once, unless a hold for further arrivals is expected to pay.
 
     A hold lasts at most for `max_delay` and for a lone request's time, counted from the first
     moment at which a worker was free and requests waited. It ends before a waiting request would be
     late.
 
     Args:
-        max_delay: The bound in seconds, or None.
+        max_delay: Upper limit of a hold in seconds, or None for no limit of its own.
     """
 
     def __init__(self, max_delay: float | None) -> None:
@@ -57,21 +57,20 @@ class AdaptivePolicy(Policy):
         self._alone = 0.0
         # Requests that waited or ran when the recent batches ended.
         self._peaks: deque[int] = deque(maxlen=PEAK_BATCHES)
-        # Answers since the last hold; and of a rest, how many are left and how many it has next
-        # time.
+        # Answers since the last hold. Answers left in the present rest, and in all of the next one.
         self._without_hold = 0
         self._rest = 0
         self._next_rest = REST
-        # Of a hold: when it must be over, and until when it is to last as far as is known.
+        # Hard limit and currently planned end of a hold.
         self._limit = inf
         self._hold_until = inf
-        # No other plan is made before this moment: one takes 20 us, and every arrival asks for one.
+        # The earliest moment for another plan: a plan takes 20 us, and every arrival asks for one.
         self._next_plan = -inf
         # Seconds by which timers are late on average.
         self._lateness = 0.0
 
     def arrived(self, now: float, count: int, is_idle: bool) -> None:
-        """Learn when requests come."""
+        """Learn from the moment of an arrival."""
         self._after_batch.arrived(now, count)
         self._after_idle.arrived(now, count)
         if is_idle and self._alone and now - self._after_batch.last_at >= self._alone:
@@ -81,7 +80,7 @@ class AdaptivePolicy(Policy):
                 self._after_idle.arrived(now, count - 1)
 
     def batch_done(self, now: float, size: int, load: Load) -> None:
-        """Learn that the callers of a batch have their answers, and may come back."""
+        """Learn that the callers of a batch have their answers and may send their next requests."""
         self._peaks.append(size + load.running + load.waiting)
         if load.service.is_known:
             self._alone = load.service.median(1)
@@ -133,14 +132,14 @@ class AdaptivePolicy(Policy):
         self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         self.learns = False
         self._considers_holds = False
-        # Lateness under a load that is over must not forbid holds for ever: without a hold it is
-        # not measured.
+        # Lateness is measured during holds only. Halving it lets holds resume after a load that
+        # made timers late.
         self._lateness /= 2
         self._after_batch.forget_open()
         self._after_idle.forget_open()
 
     def _plan(self, now: float, load: Load) -> float:
-        """The moment until which to wait for the largest gain; `now` if waiting gains nothing."""
+        """Return the end of the most profitable hold; `now` if no hold pays."""
         room = self._room(load)
         if room <= 0 or not load.service.is_known:
             return now
@@ -156,7 +155,7 @@ class AdaptivePolicy(Policy):
         part = alone / POINTS
         # Rounding may put the last moment before the end of the last part into the next one.
         since = min((now - curve.last_at) / part, POINTS - 1e-9)
-        # These include requests for which the batch has no room, and which join the next one.
+        # Includes requests that find the batch full and join the next one.
         most = self._absent(load)
         expected = [min(returns, most) for returns in curve.expected(since, curve.last_size)]
         if expected[-1] <= FEWEST:
@@ -165,11 +164,11 @@ class AdaptivePolicy(Policy):
         return _best_moment(now, first, part, self._limit, expected, self._lateness, load)
 
     def _room(self, load: Load) -> int:
-        """How many more requests could join the batch, as far as is known."""
+        """Return the estimated number of requests that can still join the batch."""
         return min(load.max_batch_size - load.waiting, self._absent(load))
 
     def _absent(self, load: Load) -> int:
-        """How many clients have no request that waits or runs, as far as is known."""
+        """Return the estimated number of clients without a waiting or running request."""
         return max(self._peaks, default=0) - load.running - load.waiting
 
 
@@ -182,7 +181,7 @@ def _best_moment(
     lateness: float,
     load: Load,
 ) -> float:
-    """The moment at which the gain of having waited is largest; `now` if it is too small.
+    """Return the moment at which the gain of waiting is largest; `now` if it is too small.
 
     Args:
         now: The moment of the decision.
@@ -192,7 +191,7 @@ def _best_moment(
         expected: Requests that arrive until the end of each part, from the present one on,
             including requests for which the batch has no room.
         lateness: Seconds by which timers are late.
-        load: What waits and how long batches take.
+        load: Waiting requests, and the times of batches.
     """
     median = load.service.median
     waiting, most = load.waiting, load.max_batch_size
@@ -214,7 +213,7 @@ def _best_moment(
         time_later = median(max(later, 1.0))
         time_held = moment - now + lateness + median(waiting + returns)
         gain = everyone * (time_now - time_held) + total * time_others - later * time_later
-        # And the next round begins sooner. A batch of less than one is as rare as that request.
+        # The next round begins sooner. A batch of less than one request is as rare as the request.
         sooner = time_now + min(total, 1.0) * time_others - time_held - min(later, 1.0) * time_later
         gain += everyone * sooner
         if gain > best and gain > least * (waiting + returns):
@@ -227,7 +226,7 @@ def make_policy(name: str, max_delay: float | None) -> Policy:
 
     Args:
         name: "adaptive", "greedy" or "fixed".
-        max_delay: The bound on deliberate waiting in seconds, or None. 0 makes "adaptive" greedy.
+        max_delay: Upper limit of a hold in seconds, or None. 0 makes "adaptive" greedy.
     """
     if name == "fixed":
         return FixedPolicy(inf if max_delay is None else max_delay)

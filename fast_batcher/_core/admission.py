@@ -1,4 +1,4 @@
-"""Which arrivals are rejected. Pure; part of the scheduler.
+"""Admission control: accept or reject arrivals. Pure; part of the scheduler.
 
 An arrival is rejected if the batcher is draining, if the queue has no room for it or for its bytes,
 or if its answer would come too late. A request has a *target*: the deadline that its caller named,
@@ -8,7 +8,7 @@ has no target: that timeout is a safety net, and nothing is predicted for it.
 - An arrival is rejected if its answer is predicted to come after its target.
 - When a batch leaves, requests that have become late meanwhile are dropped: see `DeadlineBatches`.
 - An idle batcher accepts any request, and a free worker runs the last candidate, late or not.
-  Otherwise a wrong prediction would reject for ever: what never runs is never measured.
+  Otherwise a wrong prediction would reject for ever: only batches that run are measured.
 
 A target ends nothing by itself: a request that runs past its target is answered, until its
 deadline.
@@ -31,11 +31,11 @@ class Admission:
     """Sorts arrivals into accepted and rejected ones.
 
     Args:
-        limits: Of the scheduler.
+        limits: The limits of the scheduler.
         times: Predicts when requests would be answered.
-        workers: What is running.
-        retries: What is tried again.
-        measure_size: From an input to its bytes, None if requests have their `size`. Measuring
+        workers: Workers and their running batches.
+        retries: Requests that are tried again.
+        measure_size: Returns the bytes of an input; None if requests have their `size`. Measuring
             takes time, so an input is measured only if nothing else rejects its request.
     """
 
@@ -51,7 +51,7 @@ class Admission:
         self._workers = workers
         self._retries = retries
         self._measure_size = measure_size
-        # No more arrivals are accepted, ever.
+        # Once True, every further arrival is rejected.
         self.is_draining = False
         self.reconfigure(limits)
 
@@ -63,7 +63,7 @@ class Admission:
             self._times.is_wanted = True
 
     def backlog(self, now: float, queue: Queue) -> Backlog:
-        """What a request that arrives now has to wait for."""
+        """Measure the work that is before a request that arrives now."""
         slots = self._workers.assignable
         delays = [self._times.seconds_until_free(now, slot) for slot in slots]
         return Backlog(
@@ -76,7 +76,7 @@ class Admission:
         )
 
     def room(self, queue: Queue) -> int:
-        """How many more requests may wait."""
+        """Return how many more requests the queue can take."""
         return max(0, self._limits.max_queue_size - queue.size)
 
     def admit(
@@ -102,13 +102,13 @@ class Admission:
         return requests, rejected
 
     def count_fitting(self, queue: Queue, requests: list[Request]) -> int:
-        """How many of these requests, from the first on, have room for their bytes."""
+        """Count the requests, from the first on, whose bytes fit into the queue."""
         most = or_infinite(self._limits.max_queue_bytes)
         waiting = queue.bytes
         for count, request in enumerate(requests):
             if self._measure_size is not None and request.size < 0:
                 request.size = self._measure_size(request.value)
-            # A request larger than all the room may wait alone, or it would never be served.
+            # An empty queue takes a request of any size, or one above the limit would never run.
             if waiting and waiting + request.size > most:
                 return count
             waiting += request.size
@@ -117,10 +117,10 @@ class Admission:
     def _refusal_of_no_room(
         self, now: float, queue: Queue, accepted: int, *, are_bytes: bool = False
     ) -> Refusal:
-        """Say that there is no room for more than the first arrivals."""
+        """Describe why the arrivals after the first `accepted` ones are rejected."""
         if self.is_draining:
             return Refusal(BatcherClosedError, "the batcher is draining and takes no more requests")
-        # From now on callers are told after how long another try makes sense.
+        # Predictions are needed from now on: errors carry `retry_after`.
         self._times.is_wanted = True
         waiting = f"{queue.size + accepted} requests wait already"
         if are_bytes:
@@ -149,7 +149,7 @@ class Admission:
             return self._times.seconds_until_answered(backlog, ahead, request.cost)
 
         if len(levels) == 1 and not self._times.has_costs:
-            # Of equals the last one waits longest. This saves 2 us for each of the others.
+            # Of equal requests the last one waits longest. This saves 2 us for each of the others.
             slowest = now + predict(requests[-1], len(requests) - 1)
             if slowest <= min(map(target_of, requests)):
                 return requests, []
@@ -165,7 +165,7 @@ class Admission:
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
-        """Set the targets of arrivals; returns whether that has set any."""
+        """Set the targets of arrivals; return whether any request was given one."""
         latest = now + self._max_latency
         has_set = latest != inf
         for request in requests:
@@ -177,7 +177,7 @@ class Admission:
         return has_set
 
     def refusal_of_dropped(self, now: float, queue: Queue) -> Refusal:
-        """Say why requests were dropped that had been waiting."""
+        """Describe why waiting requests were dropped."""
         backlog = self.backlog(now, queue)
         return Refusal(
             DeadlineExceededError,

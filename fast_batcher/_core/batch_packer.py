@@ -1,16 +1,16 @@
-"""Which of the oldest requests share a batch, where they have costs. Pure; part of the scheduler.
+"""Selection of the requests that share a batch, where requests have costs. Pure.
 
-Inputs of different lengths that share a batch are usually padded to the longest of them, so that a
-batch costs its size times its highest cost. Requests of near costs waste least; so the batch is
-grown from the first request by those next to it in cost, out of a window of the oldest.
+Part of the scheduler. Inputs of different lengths that share a batch are usually padded to the
+longest of them, so the *charge* of a batch is its size times its highest cost. Requests of similar
+costs waste least: the packer starts with the first request and adds the requests nearest to it in
+cost, out of a window of the oldest ones.
 
-It grows on paper only: of all the sizes that it passes, the one is sent at which the worker does
-most *real work per second*, the sum of the costs over the time of what they are charged. To fill
-the budget whatever it takes would put short texts beside a long one, each at the price of the long
-one. To pad least would send one text at a time, each at the price of a batch. The time of a batch
-by its charge, which is learned, weighs the one against the other: where a batch costs much by
-itself they become large, and where it costs what it computes they hold what is nearly of one
-length. Why that and nothing else is in docs/decisions/0014-unequal-requests.md.
+Of all the sizes that this passes, the packer sends the size with most *real work per second*: the
+sum of the costs, divided by the predicted time of the charge. Filling the budget at any price would
+put short texts beside a long one, each at the price of the long one. Padding least would send one
+text at a time, each at the fixed cost of a batch. The learned time of a batch by its charge weighs
+the two: with a high fixed cost batches become large, without one they hold inputs of nearly equal
+length. docs/decisions/0014-unequal-requests.md gives the reasons.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,18 +30,18 @@ class BatchPacker:
 
     Args:
         max_batch_cost: Most that a batch may cost, or None. A request that costs more goes alone.
-        is_padded: Whether a batch costs its size times its highest cost, or else their sum; then
-            no cost is better company than another, and the oldest that fit are taken.
+        is_padded: True if a batch is charged its size times its highest cost; False if it is
+            charged the sum of the costs, in which case the oldest requests that fit are taken.
     """
 
     def __init__(self, max_batch_cost: float | None, *, is_padded: bool) -> None:
         self.max_batch_cost = inf if max_batch_cost is None else max_batch_cost
         self._is_padded = is_padded
-        # How long batches take by what they are charged; the scheduler tells it.
+        # Seconds of batches by their charge; the scheduler adds the observations.
         self.service = ServiceModel()
 
     def charge(self, requests: Iterable[Request]) -> float:
-        """What a batch of these costs."""
+        """Return the cost of these requests as one batch."""
         costs = [request.cost for request in requests]
         return len(costs) * max(costs) if self._is_padded else sum(costs)
 
@@ -49,7 +49,7 @@ class BatchPacker:
         """Add requests to a batch.
 
         Args:
-            chosen: The batch. If it is empty, the first of the window is taken, whatever it costs.
+            chosen: The batch. If it is empty, the first of the window is taken at any cost.
             window: Candidates, in their order.
             most: Most requests in the batch.
         """
@@ -92,15 +92,16 @@ class BatchPacker:
             highest = max(highest, request.cost)
             chosen.append(request)
             total += request.cost
-            # Of equals the larger one: fewer batches. And one that adds no padding is not left out
-            # for what is believed of larger batches, or it would be believed for ever.
+            # Of equal rates the larger batch is taken: fewer batches. A request that adds no
+            # padding is always taken: otherwise a wrong estimate for larger batches would never be
+            # corrected.
             work = self._work_per_second(total, size * highest)
             if work >= best or is_free:
                 best, best_size = work, size
         del chosen[best_size:]
 
     def _work_per_second(self, work: float, charge: float) -> float:
-        """Equal for all until something is known; 0 without work."""
+        """Return work over the predicted seconds; 0 without work, and before any observation."""
         seconds = self.service.median(charge) if self.service.is_known else 0.0
         return work / seconds if seconds else 0.0
 

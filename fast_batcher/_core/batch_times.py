@@ -1,6 +1,6 @@
-"""How long batches take, and what follows for a request that arrives. Pure; part of the scheduler.
+"""Prediction of the seconds until a new request is answered. Pure; part of the scheduler.
 
-All predictions read the 95 % quantile, unless they say otherwise.
+All predictions read the 95 % quantile of the measured times, unless they say otherwise.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -14,19 +14,19 @@ from fast_batcher._core.service_model import ServiceModel
 from fast_batcher._core.size_cap import SizeCap
 from fast_batcher._core.workers import WorkerSlot
 
-# A prediction is this factor times what the service model says. Under overload every request that
-# is accepted is on the edge of being late: the model is off by one or two percent, because of the
-# way it learns, and the event loop takes a request before the scheduler knows of its arrival and
-# after its answer. With 1.0 and one such millisecond in 50 the simulated goodput at five times the
-# capacity falls to 88 %, with 1.05 it stays at 98 % or more; the price is a queue that is shorter
-# by the same factor. A request that finds a free worker is not on that edge.
+# A prediction is the estimate of the service model times this factor. Under overload every accepted
+# request is close to its target: the model is off by one or two percent, because of the way it
+# learns, and the event loop takes time before the scheduler sees an arrival and after its answer.
+# With 1.0 and one such millisecond in 50 the simulated goodput at five times the capacity falls to
+# 88 %, with 1.05 it stays at 98 % or more; the price is a queue that is shorter by the same factor.
+# A request that finds a free worker has slack, and needs no factor.
 SAFETY_FACTOR = 1.05
 
 
 class Backlog(NamedTuple):
-    """What stands between a new request and its answer."""
+    """Work and delays before a new request."""
 
-    # Requests that wait, and what they cost together.
+    # Waiting requests, and the sum of their costs.
     requests: int
     cost: float
     # Seconds until a worker can begin with the first of them; infinite without a ready worker.
@@ -40,12 +40,12 @@ class Backlog(NamedTuple):
 
 
 class BatchTimes:
-    """What is known about the seconds that batches take.
+    """Measured seconds of batches, and the predictions made from them.
 
     Args:
         size_cap: The size of a full batch.
-        packer: Fills batches by cost, if there are costs. Predictions go by what a batch is charged
-            then, and by its size otherwise.
+        packer: Fills batches by cost, None if requests have no costs. With it predictions go by the
+            charge of a batch, without it by its size.
     """
 
     def __init__(self, size_cap: SizeCap, packer: BatchPacker | None) -> None:
@@ -54,10 +54,10 @@ class BatchTimes:
         self.has_costs = packer is not None
         self.by_size = ServiceModel()
         self.by_charge = self.by_size if packer is None else packer.service
-        # Whether anything besides the policy asks. Learning costs each batch some microseconds, so
-        # it begins when the first question can come.
+        # Whether predictions are needed by anything but the policy. Learning costs each batch some
+        # microseconds, so it begins when a prediction may first be needed.
         self.is_wanted = self.has_costs
-        # Sizes and seconds of warm-up batches, until `price_warm_ups` tells what they cost.
+        # Sizes and seconds of warm-up batches whose costs are unknown: see `price_warm_ups`.
         self.unpriced_warm_ups: list[tuple[float, float]] = []
 
     @property
@@ -66,11 +66,11 @@ class BatchTimes:
         return self.by_charge.is_known
 
     def charge(self, requests: list[Request]) -> float:
-        """What a batch of these requests counts as: its size, or its cost."""
+        """Return the charge of these requests as one batch: its cost; without costs its size."""
         return len(requests) if self._packer is None else self._packer.charge(requests)
 
     def seconds_of(self, requests: list[Request]) -> float:
-        """How long a batch of these requests takes; only if `is_known`."""
+        """Predict the seconds of a batch of these requests; only if `is_known`."""
         return self.by_charge.high(self.charge(requests))
 
     def observe(self, batch: Batch, seconds: float) -> None:
@@ -103,12 +103,15 @@ class BatchTimes:
     def seconds_until_free(
         self, now: float, slot: WorkerSlot, read: Callable[[float], float] | None = None
     ) -> float:
-        """Predict when a worker has answered all that it has; 0.0 while nothing is known.
+        """Predict the seconds until a worker has answered all of its batches.
 
         Args:
             now: The moment.
             slot: The worker.
             read: The quantile of `by_charge` that is read, `high` by default.
+
+        Returns:
+            Seconds, 0.0 before any observation.
         """
         if not slot.batches or not self.is_known:
             return 0.0
@@ -117,21 +120,21 @@ class BatchTimes:
         return max(0.0, first - (now - slot.started_at)) + sum(others)
 
     def seconds_until_answered(self, backlog: Backlog, ahead: WorkAhead, cost: float) -> float:
-        """Predict how long a new request takes.
+        """Predict the seconds until a new request is answered.
 
-        It waits for the workers, for the full batches before its own and for its own, and
-        `SAFETY_FACTOR` times that unless a worker is free. If its batch has to wait for another, it
-        counts as a full one, because it fills meanwhile: see docs/decisions/0013. With several
-        workers the last batch of a queue may end before the one before it, but of equal requests a
-        later one is never predicted to be answered earlier.
+        The prediction is the sum of the time until a worker is free, the full batches before the
+        request's own batch, and that batch; times `SAFETY_FACTOR` unless a worker is free now. A
+        batch that waits for another counts as full, because it fills meanwhile: see
+        docs/decisions/0013. Of equal requests a later one is never predicted to be answered
+        earlier, although with several workers the last batch of a queue may end first.
 
         Args:
-            backlog: As it is before this turn's arrivals; `ahead` takes the place of its requests.
-            ahead: What goes first.
-            cost: Of the request, 1.0 without costs.
+            backlog: The backlog before this turn's arrivals; its requests are ignored, see `ahead`.
+            ahead: Waiting requests that are served before this one.
+            cost: The cost of the request, 1.0 without costs.
 
         Returns:
-            Seconds, 0.0 while nothing is known.
+            Seconds, 0.0 before any observation.
         """
         if not self.is_known or backlog.delay == inf:
             return 0.0
@@ -142,13 +145,13 @@ class BatchTimes:
             # A target just above a batch's time must not keep requests from a free worker.
             factor = SAFETY_FACTOR if backlog.delay or backlog.requests else 1.0
             return factor * (backlog.delay + high(ahead.cost + cost))
-        # Batches of small groups are smaller.
+        # Requests of many groups make more and smaller batches.
         usual = min(full, ahead.cost / max(batches, 1))
         before = batches * high(usual) / backlog.workers
         return SAFETY_FACTOR * (backlog.delay + before + high(max(full, cost)))
 
     def seconds_until_drained(self, backlog: Backlog) -> float | None:
-        """Predict by medians how long it takes to serve all that wait, None if it is not known."""
+        """Predict by medians the seconds until the queue is empty; None before any observation."""
         if not self.is_known or backlog.delay == inf:
             return None
         full, batches = float(self._size_cap.size), ceil(backlog.requests / self._size_cap.size)
@@ -159,6 +162,6 @@ class BatchTimes:
         return backlog.delay + batches * self.by_charge.median(full) / backlog.workers
 
     def _full_charge(self, cost: float, requests: int) -> float:
-        """What a full batch is charged: full by number at the mean cost, or full by cost."""
+        """Return the charge of a full batch: full by number at the mean cost, or full by cost."""
         full = self._size_cap.size * cost / requests
         return full if self._packer is None else min(full, self._packer.max_batch_cost)

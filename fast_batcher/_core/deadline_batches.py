@@ -1,8 +1,8 @@
-"""Which batch leaves where answers may come too late. Pure; part of the scheduler.
+"""Selection of batches where requests have targets. Pure; part of the scheduler.
 
-A batch that would be late by the 95 % quantile loses the requests that would be late in it, if
-others can run in their place; else it becomes smaller. A free worker always runs the last
-candidate, late or not: what never runs is never measured.
+If a batch would be late by the 95 % quantile, the requests that would miss their targets are
+dropped, provided that other requests can run in their place; otherwise the batch is made smaller. A
+free worker always runs the last candidate, late or not: only batches that run are measured.
 """
 
 from bisect import bisect_left
@@ -17,7 +17,7 @@ from fast_batcher._core.workers import WorkerSlot
 
 
 class DeadlineBatches:
-    """Chooses batches with regard to targets.
+    """Chooses batches whose requests meet their targets, and drops late requests.
 
     Args:
         times: Predicts how long a batch takes.
@@ -27,13 +27,13 @@ class DeadlineBatches:
     def __init__(self, times: BatchTimes, size_cap: SizeCap) -> None:
         self._times = times
         self._size_cap = size_cap
-        # Whether a request may wait whose target comes from `max_latency`.
+        # Whether the queue may hold requests whose target comes from `max_latency`.
         self.has_set_targets = False
-        # What `choose` has dropped: out of the queue, for the scheduler to settle.
+        # Requests that `choose` has removed from the queue; the scheduler settles them.
         self.dropped: list[Request] = []
 
     def latest_start(self, queue: Queue) -> float:
-        """Until when a batch may be held so that its oldest request is not late."""
+        """Return the last moment to start a batch at which its oldest request is not late."""
         oldest = queue.oldest() if self.has_set_targets else None
         if oldest is None or oldest.target is None:
             return inf
@@ -43,18 +43,17 @@ class DeadlineBatches:
     def choose(
         self, now: float, slot: WorkerSlot, queue: RankedQueue
     ) -> tuple[list[Request], bool]:
-        """Choose the next batch, which stays in the queue, and drop what would be late.
+        """Choose the next batch, which stays in the queue, and drop requests that would be late.
 
         Args:
             now: The moment.
-            slot: The worker that is to have it.
+            slot: The worker for the batch.
             queue: At least one request.
 
         Returns:
-            The batch, empty if it is to wait, and whether that is another one for the sake of a
-            target.
+            The batch, empty if it is to wait, and whether targets have changed the choice.
         """
-        # What a worker has cannot be dropped any more, however long its first batch takes.
+        # A batch that was sent cannot be dropped any more, however long the one before it takes.
         is_unknown = self.has_set_targets and not self._times.is_known
         if slot.batches and (slot.is_second_late or is_unknown):
             return [], False
@@ -68,7 +67,7 @@ class DeadlineBatches:
         return requests, is_other
 
     def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
-        """Choose a batch that begins at `start`, and tell whether it could be larger."""
+        """Choose a batch that begins at `start`; the flag says that targets made it smaller."""
         requests = queue.choose(self._size_cap.size)
         if not self._times.is_known:
             return requests, False
@@ -83,7 +82,7 @@ class DeadlineBatches:
     def _choose_of_last(
         self, start: float, queue: RankedQueue, requests: list[Request]
     ) -> tuple[list[Request], bool]:
-        """Drop what would be late even alone, but not the last candidate; shrink the batch."""
+        """Drop requests that would be late even alone, except the last one; shrink the batch."""
         hopeless = [
             one for one in requests if target_of(one) < start + self._times.seconds_of([one])
         ]
@@ -100,10 +99,10 @@ class DeadlineBatches:
             queue.discard(request)
 
     def _largest_in_time(self, start: float, requests: list[Request]) -> int:
-        """How many of these requests, at least one, can run together with none of them late.
+        """Return the largest number of these requests that can run as one batch without being late.
 
-        A larger batch ends later, and the first target in it is not later: so sizes can be searched
-        by bisection.
+        It is at least 1. A larger batch ends later, and its first target is not later: so sizes can
+        be searched by bisection.
         """
         targets = list(accumulate(map(target_of, requests), min))
 

@@ -1,17 +1,17 @@
-"""Which idle workers have stopped to answer. Pure: time is an argument.
+"""Detection of idle workers that have stopped responding. Pure: time is an argument.
 
-A worker that computes is left alone: that it says nothing then means nothing, and `infer_timeout`
-is for it. An idle one answers a ping at once, unless it is stopped or stuck.
+An idle worker answers a ping at once, unless its process is stopped or stuck. A worker that
+computes is never pinged: it cannot answer, and `infer_timeout` limits it.
 """
 
 from math import inf
 from typing import Final
 
-# Between pings, and so the longest that an idle worker may take to answer one. Often enough that a
-# stuck worker is found within ten seconds, rarely enough to cost nothing.
+# Seconds between pings, and so the longest time for the answer of an idle worker. Often enough to
+# find a stuck worker within ten seconds, rarely enough to cost nothing.
 INTERVAL: Final = 5.0
-# A tick that comes later than this says that this process itself did not run: then no worker is
-# judged, as a whole group that was stopped for ten seconds is not dead.
+# A tick later than this many seconds shows that this process itself was stopped, perhaps with its
+# workers (SIGSTOP to the group): then silence is no evidence.
 LATENESS: Final = 1.0
 
 
@@ -23,15 +23,15 @@ class Heartbeat:
         self._next_tick = inf
 
     def tick(self, now: float, idle: list[int]) -> tuple[list[int], list[int]]:
-        """To be called every `INTERVAL` seconds.
+        """Choose the workers to ping, and find silent ones; called every `INTERVAL` seconds.
 
         Args:
             now: The moment.
-            idle: The workers that are ready and have nothing to do.
+            idle: Ready workers without a batch.
 
         Returns:
-            The workers to send a ping now, and the workers that left the last one unanswered: a
-            worker that was given work since had the ping before it.
+            The workers to ping now, and the workers that left the last ping unanswered. These may
+            have been given a batch since then: a worker reads the ping before that batch.
         """
         is_late = now > self._next_tick + LATENESS
         self._next_tick = now + INTERVAL
@@ -43,5 +43,5 @@ class Heartbeat:
         return to_ping, silent
 
     def answered(self, worker: int) -> None:
-        """A ping was answered, or the worker is no more."""
+        """Drop a worker's pending ping: it was answered, or the worker is gone."""
         self._pending.discard(worker)

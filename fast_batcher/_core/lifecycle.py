@@ -1,6 +1,6 @@
-"""The life of a batcher as a table: state and event to state; a missing key is a bug of ours.
+"""State machine of a batcher, as a table from state and event to the next state. Pure.
 
-Pure. The batcher is the only one that moves, and logs each move.
+A missing key is a bug of this library. `batcher.py` alone changes the state, and logs each change.
 """
 
 from enum import StrEnum
@@ -8,7 +8,7 @@ from typing import Final
 
 
 class State(StrEnum):
-    """Where a batcher is in its life."""
+    """State of a batcher, as `DynBatcher.state` shows it."""
 
     NEW = "new"  # constructed, nothing started
     OPENING = "opening"  # workers are loading; requests are queued
@@ -19,7 +19,7 @@ class State(StrEnum):
 
 
 class Event(StrEnum):
-    """What moves it."""
+    """Cause of a change of state."""
 
     OPEN = "open"
     ALL_READY = "all workers ready"

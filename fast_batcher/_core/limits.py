@@ -12,27 +12,27 @@ BATCHES_PER_WORKER: Final = 2
 
 @dataclass(frozen=True)
 class Limits:
-    """What a scheduler may do, and for how long. Durations are in seconds; None is no limit."""
+    """Settings and limits of a scheduler. Durations are in seconds; None is no limit."""
 
     max_batch_size: int
     # Most requests waiting, and most bytes of them together.
     max_queue_size: int
     max_queue_bytes: int | None = None
-    # From arrival to deadline where the caller names none. A worker that has run a batch for as
-    # long, and for which no caller waits, counts as stalled.
+    # From arrival to deadline, for callers that name none. A worker that has run a batch for this
+    # time, and for whose batch no caller waits, counts as stalled.
     timeout: float | None = None
     # From arrival to target: see `Admission`.
     max_latency: float | None = None
-    # For how long a batch may run before its worker is replaced.
+    # Longest run of a batch; then its worker is replaced.
     infer_timeout: float | None = None
     # Whether a request may be computed twice.
     idempotent: bool = True
     # Whether a batch for which `infer` raised is divided to find the culprit.
     isolate_errors: bool = True
-    # Most batches that a worker has; above 1, one that waits full behind the one that runs.
+    # Most batches of a worker: one that runs, and above 1 full ones that wait behind it.
     batches_per_worker: int = BATCHES_PER_WORKER
 
 
 def or_infinite(limit: float | None) -> float:
-    """A limit as a number."""
+    """Return the limit, infinity for None."""
     return inf if limit is None else limit

@@ -1,6 +1,9 @@
-"""What goes into the core and what comes out of it. Pure values.
+"""Values that the core takes and returns: requests, batches, and the actions of the scheduler.
 
-The life of a request, as its `phase` tells it:
+Runs where the scheduler runs, on one thread. These classes hold data and decide nothing; the
+messages between processes are in `_transport/frames.py`.
+
+The life of a request, by its `phase`:
 
     phase        it is ...                           it goes on to ...
     QUEUED       in the queue, or arriving           SENT with its batch
@@ -29,11 +32,11 @@ from fast_batcher.errors import (
 
 
 class Refusal(NamedTuple):
-    """Why a request was rejected. Requests that arrive together may share one."""
+    """Reason for a rejection. Requests that arrive together may share one object."""
 
     kind: type[BatcherClosedError] | type[QueueFullError] | type[DeadlineExceededError]
     text: str
-    # Seconds until another try makes sense, None if that is not known.
+    # Seconds until a retry makes sense, None if unknown.
     retry_after: float | None = None
 
     @property
@@ -44,7 +47,7 @@ class Refusal(NamedTuple):
         return "queue full" if issubclass(self.kind, QueueFullError) else "unreachable"
 
     def to_error(self) -> BatcherError:
-        """A new error for one caller: tracebacks grow on shared ones."""
+        """Make an error for one caller: an error raised for several would collect tracebacks."""
         if issubclass(self.kind, BatcherClosedError):
             return self.kind(self.text)
         return self.kind(self.text, retry_after=self.retry_after)
@@ -64,7 +67,7 @@ class Group:
 
 
 class Phase(Enum):
-    """Where a request is: see the table in this module's docstring."""
+    """Phase of a request: see the table in this module's docstring."""
 
     QUEUED = 0
     SENT = 1
@@ -77,7 +80,7 @@ _QUEUED = Phase.QUEUED
 
 
 class Request:
-    """One caller's input on its way through the queue and a worker. One is made per call."""
+    """Input of one call, with its deadline, cost and phase, from the queue to the answer."""
 
     # Slots: an object whose attributes lie in a dict takes 0.1 us more per call.
     __slots__ = (
@@ -106,10 +109,9 @@ class Request:
 
     def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
         self.value = value
-        # Who waits for the outcome. The core never looks at it.
+        # The object that the shell settles with the outcome. The core never reads it.
         self.caller = caller
-        # Where it is, and whether its caller has its outcome or has gone: see the module's
-        # docstring.
+        # See the module's docstring.
         self.phase = _QUEUED
         self.is_settled = False
         # The id of the batch that carries it; meaningful while it is SENT or COPYING_OUT. A
@@ -136,21 +138,21 @@ class Request:
         # The context variables of the caller, None if no observer needs them. The shell sets them.
         self.context: Any = None
         # The copy of the input in shared memory, or None. The shell sets it, and the core never
-        # looks at it.
+        # reads it.
         self.staged: Any = None
         # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.
         self.id = -1
         self.arrival = 0.0
-        # How many requests came to its lane of a `RankedQueue` before it.
+        # Number of earlier arrivals in its lane of a `RankedQueue`.
         self.place = 0
-        # Workers that died while they had it, and how many of them had begun with it: see
+        # Workers that died with this request, and how many of these had begun to compute it: see
         # `Retries`.
         self.losses = 0
         self.deaths = 0
 
 
 def target_of(request: Request) -> float:
-    """The moment by which the answer is wanted, infinite without a target."""
+    """Return the moment by which the answer is wanted, infinite without a target."""
     return inf if request.target is None else request.target
 
 
@@ -163,19 +165,19 @@ def settle(request: Request) -> bool:
 
 
 def settle_open(requests: Iterable[Request]) -> list[Request]:
-    """Settle the requests that are not settled yet, and return them, each of them once."""
+    """Settle and return the requests that are not settled yet, each of them once."""
     return [request for request in requests if settle(request)]
 
 
 class Rejected(NamedTuple):
-    """A request that was not accepted, and why."""
+    """A request that was not accepted, and the reason."""
 
     request: Request
     refusal: Refusal
 
 
 class Release(StrEnum):
-    """Why a batch left when it did."""
+    """Reason for dispatching a batch at this moment."""
 
     FULL = "full"  # it holds `max_batch_size` requests
     IDLE = "idle"  # a worker was free
@@ -183,7 +185,7 @@ class Release(StrEnum):
     WINDOW = "window"  # `max_delay` had passed under policy="fixed"
     DEADLINE = "deadline"  # waiting longer would have made its oldest request late
     DRAIN = "drain"  # the batcher accepts no more requests, so there is nothing to wait for
-    RETRY = "retry"  # its requests have been on a worker before: see `retries`
+    RETRY = "retry"  # its requests are tried again: see `retries`
 
 
 @dataclass(slots=True, eq=False)
@@ -194,18 +196,18 @@ class Batch:
     worker: int
     requests: list[Request]
     release: Release
-    # The earliest deadline among the requests whose caller still waits, and how many these are.
+    # Earliest deadline, and number, of the requests whose caller still waits.
     deadline: float
     open_count: int
     # When it was given to its worker, and, once it is answered, when the worker began with it.
     sent_at: float
     began_at: float = 0.0
-    # Of a batch that is tried again: until this moment it is divided if `infer` raises for it.
+    # Until this moment a batch that is tried again is divided if `infer` raises for it.
     isolate_until: float = inf
 
     @property
     def is_retry(self) -> bool:
-        """Whether a worker has had its requests before."""
+        """Whether the requests of this batch were sent to a worker before."""
         return self.release is Release.RETRY
 
     def wait_until(self, moment: float) -> tuple[float, int]:
@@ -224,9 +226,9 @@ class Batch:
 
 
 class Stage(Enum):
-    """How far a worker has come with a batch."""
+    """Progress of a worker with a batch."""
 
-    SENT = 0  # as far as is known it is still in the pipe
+    SENT = 0  # the worker has not reported that it read the batch
     TAKEN = 1  # the worker has read it, and is unpickling it
     BEGUN = 2  # `infer` is computing it
 
@@ -241,13 +243,13 @@ class RetryGroup(NamedTuple):
 
 @dataclass(slots=True)
 class Dispatch:
-    """Send this batch to its worker."""
+    """Action: send this batch to its worker."""
 
     batch: Batch
 
 
 class ExpiryReason(StrEnum):
-    """What a request was doing when it expired."""
+    """Circumstance in which a request expired."""
 
     WAITING = "waiting"  # it was in the queue behind others
     NOT_READY = "not ready"  # it was in the queue and no worker was ready
@@ -258,19 +260,20 @@ class ExpiryReason(StrEnum):
 
 @dataclass(slots=True)
 class Expire:
-    """Tell the caller that the request is late: its deadline has passed, or its target will."""
+    """Action: fail this request, because its deadline has passed or its target will be missed."""
 
     request: Request
     reason: ExpiryReason
-    # What to tell the caller, with UNREACHABLE alone.
+    # The error's text and kind; set with UNREACHABLE alone.
     refusal: Refusal | None = None
 
 
 @dataclass(slots=True)
 class Stall:
-    """This worker has run a batch for the batcher's `timeout`, and no caller waits for it any more.
+    """Action: report that this worker has stalled.
 
-    The worker counts as not ready until it answers.
+    It has run a batch for the batcher's `timeout`, and no caller waits for that batch any more. The
+    worker counts as not ready until it answers.
     """
 
     worker: int
@@ -278,14 +281,14 @@ class Stall:
 
 @dataclass(slots=True)
 class Replace:
-    """This worker's batch has run for `infer_timeout`: end the worker and start another."""
+    """Action: end this worker, whose batch has run for `infer_timeout`, and start another."""
 
     worker: int
 
 
 @dataclass(slots=True)
 class Fault:
-    """A bug of ours raised while deciding: log it, and fail these requests, which have left."""
+    """Action: log an error in the scheduler, and fail these requests, which have left the queue."""
 
     error: Exception
     requests: list[Request]

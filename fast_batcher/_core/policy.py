@@ -1,6 +1,7 @@
-"""When does a waiting batch leave? The interface between the scheduler and its policies. Pure.
+"""Interface of the policies, which decide how long a batch that is not full waits. Pure.
 
-The scheduler asks only while a worker is free and requests wait; a full batch always leaves.
+The scheduler asks its policy only while a worker is free and requests wait; a full batch leaves
+at once.
 """
 
 from abc import ABC, abstractmethod
@@ -12,21 +13,21 @@ from fast_batcher._core.service_model import ServiceModel
 
 
 class Load(NamedTuple):
-    """What the scheduler has besides the queue."""
+    """State of the scheduler that a policy may read, besides the queue."""
 
     # Requests waiting in the queue.
     waiting: int
-    # Requests that workers have and whose callers still wait.
+    # Requests on workers whose callers still wait.
     running: int
     # Workers that are not retired.
     workers: int
     max_batch_size: int
-    # How long batches take. It learns from every batch while the policy learns.
+    # Seconds of batches by size. It observes every batch while the policy learns.
     service: ServiceModel
 
 
 class Policy(ABC):
-    """Decides about the batch that is forming; may learn from what the scheduler tells it."""
+    """Decides when the next batch leaves; may learn from arrivals and finished batches."""
 
     # Whether `arrived` and `batch_done` are to be called.
     learns = False
@@ -38,11 +39,11 @@ class Policy(ABC):
         Args:
             now: The moment of the decision, seconds.
             queue: At least one request.
-            load: What else there is.
+            load: The rest of the scheduler's state.
 
         Returns:
-            Why the batch leaves now, or the moment (later than `now`) until which it is held; a new
-            arrival or completion asks again.
+            The reason for which the batch leaves now, or the moment (later than `now`) until which
+            it is held; a new arrival or completion asks again.
         """
 
     def end_hold(self) -> None:  # noqa: B027  most policies keep nothing of a hold
@@ -53,22 +54,22 @@ class Policy(ABC):
 
         Args:
             now: The moment.
-            count: How many.
-            is_idle: Whether there were no others, waiting or running.
+            count: Number of requests.
+            is_idle: Whether no other request was waiting or running.
         """
 
     def batch_done(self, now: float, size: int, load: Load) -> None:  # noqa: B027
-        """Learn that a worker has answered a batch of this size; `load` is without it."""
+        """Learn that a worker has answered a batch of this size; `load` no longer includes it."""
 
     def batch_skipped(self) -> None:  # noqa: B027
         """Learn that a worker has answered a batch while `learns` was False."""
 
 
 class GreedyPolicy(Policy):
-    """A free worker takes what waits at once: work-conserving.
+    """Work-conserving policy: a free worker takes the waiting requests at once.
 
     Source: at Poisson arrivals from 5 to 98 % load its mean latency is within 1 % of the exact
-    optimum for models where a batch costs much by itself, and fixed windows cost up to ten times
+    optimum for models with a high fixed cost per batch, and fixed windows cost up to ten times
     as much: `benchmarks/results/simulation-open-loop.txt`.
     """
 
@@ -78,12 +79,12 @@ class GreedyPolicy(Policy):
 
 
 class FixedPolicy(Policy):
-    """A batch leaves when it is full, or `max_delay` after the arrival of its oldest request.
+    """Fixed window: a batch leaves `max_delay` after the arrival of its oldest request, or full.
 
-    That is the rule of fast_dynamic_batcher's documents.
+    This is the documented rule of fast_dynamic_batcher.
 
     Args:
-        max_delay: The seconds of that wait; 0 makes it greedy.
+        max_delay: The window in seconds; 0 makes the policy greedy.
     """
 
     def __init__(self, max_delay: float) -> None:

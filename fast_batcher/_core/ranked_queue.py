@@ -1,18 +1,19 @@
-"""The waiting requests where they differ: deadlines, priorities, groups, costs, bytes. Pure.
+"""Queue of requests that differ in deadline, priority, group, cost or bytes. Pure.
 
-It takes the place of `RequestQueue` as soon as one of these is used. The next batch is built
-around its *first* request: the oldest of the highest priority. Only requests of the same group
-join it, its own priority before lower ones, which fill the room that is left.
+It replaces `RequestQueue` as soon as one of these is used. The next batch is built around its
+*first* request: the oldest of the highest priority. Only requests of the same group join it, those
+of its own priority before lower ones.
 
-So that no request starves, every eighth batch is built by age alone, whatever the priorities. A
-request with j older ones before it leaves at the latest with the 8 (j + 1)th batch after its
-arrival, and without priorities, where every batch goes by age, with the (j + 1)th.
+So that no request starves, every eighth batch ignores priorities and goes by age. A request with j
+older ones before it leaves at the latest with the 8 (j + 1)th batch after its arrival; without
+priorities, where every batch goes by age, with the (j + 1)th.
 
-Where costs decide which requests join, a request may be passed over, but by a bounded number: one
-that arrived a window or more later (`WINDOW_BATCHES` full batches) does not go before the oldest of
-its group and priority. So at most j plus one window less one requests are served before it. The
-bound is in requests and not in seconds: in a backlog every request has waited long, and going by
-age then would keep the padding, and with it the backlog.
+Where costs decide which requests join, younger requests may overtake an older one, but a bounded
+number of them: a request that arrived a window (`WINDOW_BATCHES` full batches) or more later than
+the oldest of its group and priority does not go before it. So at most j plus one window less one
+requests are served before a request. The bound is in requests and not in seconds: in a backlog
+every request has waited long, and going by age then would keep the padding, and with it the
+backlog.
 """
 
 from collections import OrderedDict, defaultdict
@@ -27,8 +28,8 @@ from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
 from fast_batcher._core.messages import Group, Phase, Request, settle
 from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue
 
-# Every eighth batch is built by age. That bounds how long a low priority waits, and takes at most
-# an eighth of the workers' time from the high ones, however long the backlog is.
+# Every eighth batch is built by age. That bounds the wait of low priorities, and takes at most an
+# eighth of the workers' time from high ones, however long the backlog is.
 AGED_BATCHES = 8
 
 # Ids rise with the order of arrival.
@@ -36,12 +37,12 @@ _age = attrgetter("id")
 
 
 class WorkAhead(NamedTuple):
-    """What goes before a new request."""
+    """Waiting requests that are served before a new one."""
 
     requests: int
-    # Of all these requests together.
+    # The sum of their costs.
     cost: float
-    # How many groups these requests are of; no two of them share a batch.
+    # Number of their groups; requests of different groups never share a batch.
     groups: int
 
 
@@ -53,7 +54,7 @@ class _Lane:
     def __init__(self) -> None:
         # A plain dict would be slow to find its first entry after many were removed before it.
         self.requests: OrderedDict[int, Request] = OrderedDict()
-        # How many have arrived, and what those that wait cost.
+        # Requests enqueued so far, and the total cost of the waiting ones.
         self.arrivals = 0
         self.cost = 0.0
 
@@ -72,13 +73,13 @@ class _Lane:
         return next(iter(self.requests.values()))
 
     def window(self, places: float) -> Iterator[Request]:
-        """The requests that arrived fewer than `places` places after the oldest."""
+        """Iterate over the requests that arrived fewer than `places` places after the oldest."""
         end = self.oldest().place + places
         return takewhile(lambda request: request.place < end, self.requests.values())
 
 
 class RankedQueue:
-    """By priority, then by age; batches of one group, and of near costs.
+    """Queue by priority, then by age; each batch has requests of one group and of similar costs.
 
     Args:
         packer: Fills batches by cost, or None where there are no costs.
@@ -87,30 +88,30 @@ class RankedQueue:
     def __init__(self, packer: BatchPacker | None = None) -> None:
         self._packer = packer
         self.size = 0
-        # The sum of their sizes; of use only if each has its `size`.
+        # The sum of the requests' sizes; meaningful only if each has its `size`.
         self.bytes = 0
         # Every request is in two lanes: in one by its priority, in one by priority and group.
         self._levels: defaultdict[int, _Lane] = defaultdict(_Lane)
         self._lanes: defaultdict[tuple[int, Group | None], _Lane] = defaultdict(_Lane)
-        # A heap; requests that have left stay until they come up or are the majority.
+        # A heap; entries of requests that left stay until they reach its top or are the majority.
         self._deadlines: list[tuple[float, int, Request]] = []
-        # Batches that have left; one that is tried again counts once.
+        # Batches taken from this queue; retries do not come from here.
         self._batches = 0
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests that wait, by priority, each in their order."""
+        """Iterate over the waiting requests, by priority, then by arrival."""
         return chain.from_iterable(level.requests.values() for level in self._levels.values())
 
     @property
     def cost(self) -> float:
-        """What all that wait cost together."""
+        """Total cost of the waiting requests."""
         return sum(level.cost for level in self._levels.values())
 
     def extend(self, requests: list[Request]) -> None:
-        """Append requests; their ids rise, and are higher than every id before."""
+        """Append requests; their ids must rise, and be higher than every id before."""
         for request in requests:
             self._levels[request.priority].add(request)
-            # The last one to add it sets its place.
+            # Both lanes set `place`; the second one's counts.
             self._lanes[request.priority, request.group].add(request)
             self.size += 1
             self.bytes += request.size
@@ -134,7 +135,7 @@ class RankedQueue:
         return self.size >= count and any(len(lane.requests) >= count for lane in lanes)
 
     def ahead_of(self, priority: int) -> WorkAhead:
-        """Estimate what of the queue goes before a new request of this priority."""
+        """Estimate which part of the queue is served before a new request of this priority."""
         levels = [level for key, level in self._levels.items() if key >= priority]
         requests = sum(len(level.requests) for level in levels)
         # Lanes of lower priorities are counted too: leaving them out would take too long.
@@ -142,7 +143,10 @@ class RankedQueue:
         return WorkAhead(requests, sum(level.cost for level in levels), groups)
 
     def choose(self, count: int) -> list[Request]:
-        """The next batch, of at most `count`, its first request first; they stay in the queue."""
+        """Return the next batch of at most `count` requests, which stay in the queue.
+
+        Its first request, around which it is built, comes first.
+        """
         lanes = self._lanes_of(self._first().group)
         # Without costs no request is passed over.
         reach = inf if self._packer is None else WINDOW_BATCHES * count
@@ -175,12 +179,12 @@ class RankedQueue:
             heapify(self._deadlines)
 
     def oldest(self) -> Request | None:
-        """The request that has waited longest."""
+        """Return the request that has waited longest."""
         oldest = [level.oldest() for level in self._levels.values()]
         return min(oldest, key=_age, default=None)
 
     def earliest_deadline(self) -> float:
-        """The first moment at which a waiting request expires, infinite if none does."""
+        """Return the first moment at which a waiting request expires, infinite if none does."""
         while self._deadlines and not _is_waiting(self._deadlines[0][2]):
             heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else inf
@@ -199,13 +203,13 @@ class RankedQueue:
         return self._batches % AGED_BATCHES == AGED_BATCHES - 1
 
     def _first(self) -> Request:
-        """The request around which the next batch is built."""
+        """Return the request around which the next batch is built."""
         if self._goes_by_age():
             return min([level.oldest() for level in self._levels.values()], key=_age)
         return self._levels[max(self._levels)].oldest()
 
     def _lanes_of(self, group: Group | None) -> list[_Lane]:
-        """The lanes of a group, the highest priority first."""
+        """Return the lanes of a group, the highest priority first."""
         ranks = [(priority, group) for priority in sorted(self._levels, reverse=True)]
         return [self._lanes[rank] for rank in ranks if rank in self._lanes]
 

@@ -1,7 +1,8 @@
-"""The waiting requests where they differ in nothing but their inputs. Pure; part of the scheduler.
+"""Queue of requests that differ in nothing but their inputs. Pure; part of the scheduler.
 
-All have the default timeout, so their order of arrival is the order of their deadlines, too. As
-soon as a request is not like the others, a `RankedQueue` takes the place of this queue.
+All requests have the default timeout, so their order of arrival is the order of their deadlines,
+too. As soon as a request has another timeout, a priority, a group, a cost or a size, a
+`RankedQueue` takes the place of this queue.
 """
 
 from collections import deque
@@ -19,13 +20,13 @@ _is_settled = attrgetter("is_settled")
 
 
 class RequestQueue:
-    """First in, first out.
+    """First-in, first-out queue.
 
-    A request that is cancelled stays as a dead entry until it is at the head or dead entries are
-    the majority. So every operation is O(1) amortised.
+    A cancelled request stays as a dead entry until it is at the head or dead entries are the
+    majority. So every operation is O(1) amortised.
     """
 
-    # Sums of sizes are kept by `RankedQueue` alone.
+    # Only `RankedQueue` sums up sizes.
     bytes = 0
 
     def __init__(self) -> None:
@@ -34,51 +35,51 @@ class RequestQueue:
         self._entries: deque[Request] = deque()
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests that wait, in their order."""
+        """Iterate over the waiting requests in order of arrival."""
         return filterfalse(_is_settled, self._entries)
 
     @property
     def cost(self) -> float:
-        """What all that wait cost together."""
+        """Total cost of the waiting requests; each costs 1."""
         return self.size
 
     def extend(self, requests: list[Request]) -> None:
-        """Append requests; none has an earlier deadline than the requests before it."""
+        """Append requests; none may have an earlier deadline than the requests before it."""
         self.size += len(requests)
         self._entries.extend(requests)
 
     def is_full(self, count: int) -> bool:
-        """Whether the next batch would have `count` requests."""
+        """Return whether the next batch would have `count` requests."""
         return self.size >= count
 
     def has_full_group(self, count: int) -> bool:
-        """Whether `count` requests wait that may share a batch."""
+        """Return whether `count` requests wait that may share a batch."""
         return self.size >= count
 
     def choose(self, count: int) -> list[Request]:
-        """The next batch, of at most `count` requests; they stay in the queue."""
+        """Return the next batch of at most `count` requests, which stay in the queue."""
         return list(islice(filterfalse(_is_settled, self._entries), count))
 
     def batch_left(self, requests: list[Request]) -> None:
-        """Remove what `choose` has just returned."""
+        """Remove the requests that `choose` has just returned."""
         self.size -= len(requests)
         while self._entries.popleft() is not requests[-1]:
             pass
 
     def discard(self, request: Request) -> None:
-        """Forget a waiting request that its owner has marked as settled."""
+        """Remove a waiting request that the caller has marked as settled."""
         self.size -= 1
         if not self.size or len(self._entries) > 2 * self.size + MIN_DEAD_ENTRIES:
             self._entries = deque(self)
 
     def oldest(self) -> Request | None:
-        """The request that has waited longest."""
+        """Return the request that has waited longest."""
         while self._entries and self._entries[0].is_settled:
             self._entries.popleft()
         return self._entries[0] if self._entries else None
 
     def earliest_deadline(self) -> float:
-        """The first moment at which a waiting request expires, infinite if none does."""
+        """Return the first moment at which a waiting request expires, infinite if none does."""
         oldest = self.oldest()
         return inf if oldest is None else oldest.deadline
 

@@ -1,32 +1,32 @@
-"""When a dead worker is replaced, and when that is given up for a while. Pure: time is an argument.
+"""Restart budget and back-off of a dead worker. Pure: time is an argument.
 
-The budget works like a circuit breaker: it is spent by `max_restarts` in one window, and after a
-window without a try there is one again.
+The budget works like a circuit breaker: `max_restarts` deaths within one window spend it, and after
+a window without a try there is one again.
 """
 
 from collections import deque
 from typing import Final, NamedTuple
 
-# Ten seconds between tries cost nothing, and are soon enough once the cause is gone.
+# Longest back-off. A try every ten seconds costs nothing, and is soon enough after the cause is
+# gone.
 MAX_DELAY: Final = 10.0
 
 
 class NextTry(NamedTuple):
-    """What to do about a worker that is gone."""
+    """Moment of the next start of a dead worker."""
 
     # Seconds from now.
     delay: float
-    # Whether the budget is spent, so that waiting for it is pointless.
+    # Whether the restart budget is spent: callers should not wait for this worker.
     is_given_up: bool
 
 
 class Restarts:
-    """The restarts of one worker.
+    """Restart budget and back-off of one worker.
 
     Args:
-        max_restarts: Most in one window, or None for no limit.
-        window: Seconds. A worker that has lived as long was not killed by what killed the one
-            before: delays start again.
+        max_restarts: Most restarts in one window, or None for no limit.
+        window: Seconds. After a worker that was ready for this time, the back-off starts again.
         backoff: The first delay, seconds; it doubles from death to death up to 10 s.
     """
 
@@ -40,12 +40,12 @@ class Restarts:
         self._restarts: deque[float] = deque()
 
     def ready(self, now: float) -> None:
-        """The worker has become ready, or another in its place before it was lost."""
+        """Record that the worker, or its successor, has become ready."""
         if self._ready_at is None:
             self._ready_at = now
 
     def lost(self, now: float) -> NextTry:
-        """The worker has died, or could not start."""
+        """Record that the worker has died or could not start; return when to start another."""
         if self._ready_at is not None and now - self._ready_at >= self._window:
             self._delay = self._backoff
         self._ready_at = None

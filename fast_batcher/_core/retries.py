@@ -1,11 +1,11 @@
-"""Requests that a worker has had and that are tried again. Pure; part of the scheduler.
+"""Retries of requests whose worker died or whose batch failed. Pure; part of the scheduler.
 
-They wait in groups. Each group goes as a batch of its own, and before the queue: its requests are
-older than what waits there. A group for which memory has no room any more goes in several batches.
+These requests wait in groups. Each group goes as a batch of its own, and before the queue, whose
+requests are younger. A group larger than the size cap goes in several batches.
 
-- A worker died while it had a batch in hand: each request of it goes alone, so that a second death
-  has one culprit and the other requests are answered. See docs/decisions/0010.
-- A worker died before it had taken the batch: the batch goes unchanged.
+- A worker died while it computed or unpickled a batch: each request of it goes alone, so that a
+  second death has one culprit and the other requests are answered. See docs/decisions/0010.
+- A worker died before it had read the batch: the batch goes unchanged.
 - `infer` raised: the two halves go, until the guilty request is alone. For a batch of n requests
   that takes at most 2n - 1 batches.
 """
@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 
 from fast_batcher._core.messages import Batch, Phase, Request, RetryGroup, Stage, settle_open
 
-# Workers that may die while they compute a request: it is tried again once.
+# A request fails after this many workers died while computing it: it is tried again once.
 MOST_DEATHS: Final = 2
-# Workers that may die while they have a request in hand, computing it or not yet: a request that
-# kills them while it is being unpickled is never computed.
+# A request fails after this many workers died after reading its batch, computing it or not: an
+# input that kills workers while it is unpickled is never computed.
 MOST_LOSSES: Final = 3
 # Seconds after its first failure for which a failing batch is divided further: a third of the
 # default timeout, so that the callers of a model that always fails get their errors in time.
@@ -31,14 +31,14 @@ ISOLATION_SECONDS: Final = 10.0
 class Lost(NamedTuple):
     """Requests of a dead worker that are not tried again."""
 
-    # The worker had begun with these, and they must not be computed twice.
+    # The worker had begun to compute these, and `idempotent` is False.
     failed: list[Request]
-    # These were on too many workers that died.
+    # Too many workers died with these.
     poisonous: list[Request]
 
 
 class Retries:
-    """Groups of requests, next first.
+    """Groups of requests that are tried again, in order.
 
     Args:
         idempotent: Whether a request may be computed twice.
@@ -52,12 +52,12 @@ class Retries:
         self.groups: deque[RetryGroup] = deque()
 
     def __iter__(self) -> Iterator[Request]:
-        """The requests whose callers still wait."""
+        """Iterate over the requests whose callers still wait."""
         requests = chain.from_iterable(group.requests for group in self.groups)
         return (request for request in requests if not request.is_settled)
 
     def after_loss(self, batch: Batch, stage: Stage) -> Lost:
-        """Decide what becomes of a batch whose worker has died; settles what is given up."""
+        """Retry the requests of a dead worker's batch, or settle and return them as lost."""
         lost = Lost([], [])
         again: list[Request] = []
         for request in batch.requests:
@@ -76,12 +76,12 @@ class Retries:
         return lost
 
     def after_failure(self, now: float, batch: Batch, *, may_divide: bool) -> list[Request]:
-        """Divide a batch for which `infer` raised; returns its requests that have failed for good.
+        """Divide a batch for which `infer` raised, or return the requests that fail.
 
         Args:
             now: The moment.
             batch: The batch.
-            may_divide: False if another try is useless; it overrules `isolate_errors`.
+            may_divide: False if another try is useless; it overrides `isolate_errors`.
         """
         waiting = [request for request in batch.requests if not request.is_settled]
         until = batch.isolate_until

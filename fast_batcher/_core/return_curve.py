@@ -1,8 +1,9 @@
-"""How many requests arrive within a while after an event? Learned online. Pure."""
+"""Expected number of arrivals by the time since an event, learned online. Pure."""
 
 from math import inf
 
-# Points of the curve: a hold ends at one of them. Finer, each would be seen too rarely.
+# Points of the curve: a hold ends at one of them. With more points each would have too few
+# observations.
 POINTS = 12
 # A new observation's share of the average: it forgets over about 24 of them.
 SHARE = 1 / 24
@@ -11,10 +12,10 @@ ENOUGH = 4
 
 
 class ReturnCurve:
-    """Arrivals by the time since an event.
+    """Average number of arrivals by the time since an event.
 
-    The event is the end of a batch, whose size is that of the batch: most of its callers come back
-    after a pause of their own. Or it is an arrival at an idle system, of size one.
+    The event is either the end of a batch, with the batch's size, after which most of its callers
+    send their next requests; or an arrival at an idle batcher, with size one.
     """
 
     def __init__(self) -> None:
@@ -26,24 +27,24 @@ class ReturnCurve:
         # Averages: of the arrivals up to the end of each part, and of the sizes.
         self._returns = [0.0] * POINTS
         self._size = 0.0
-        # What is being observed: the moment, the seconds of one part, the size, the arrivals in
+        # Observations in progress: moment and size of the event, seconds of one part, arrivals in
         # each part.
         self._open: list[tuple[float, float, float, list[int]]] = []
 
     def begin(self, now: float, horizon: float, size: float) -> None:
-        """An event: observe what comes after it.
+        """Start to count the arrivals after an event.
 
         Args:
-            now: Its moment.
-            horizon: For how long, seconds; all points together.
-            size: Of the event.
+            now: The moment of the event.
+            horizon: Seconds to observe: the length of the curve.
+            size: The size of the event.
         """
         self.close(now)
         self.last_at, self.last_size = now, size
         self._open.append((now, horizon / POINTS, size, [0] * POINTS))
 
     def arrived(self, now: float, count: int) -> None:
-        """`count` requests have arrived together."""
+        """Record that `count` requests have arrived together."""
         is_over = False
         for origin, part, _, arrivals in self._open:
             at = int((now - origin) / part)
@@ -55,7 +56,7 @@ class ReturnCurve:
             self.close(now)
 
     def close(self, now: float) -> None:
-        """Add to the averages what has been observed to its end."""
+        """Add finished observations to the averages."""
         still_open = []
         for observed in self._open:
             origin, part, size, arrivals = observed
@@ -72,22 +73,24 @@ class ReturnCurve:
         self._open = still_open
 
     def forget_open(self) -> None:
-        """Break off what is being observed: arrivals will not be told for a while."""
+        """Discard observations in progress: arrivals will not be reported for a while."""
         self._open.clear()
         self.last_at = -inf
 
     def expected(self, since: float, size: float) -> list[float]:
-        """How many more are to be expected until the end of each part.
+        """Return the expected number of further arrivals until the end of each part.
 
-        In proportion to the event's size where that is below the average, and else the average:
-        arrivals that have nothing to do with the events would be overrated after every large one.
+        Below the average size of events the number is in proportion to `size`, above it the
+        average: arrivals that are independent of the events would be overestimated after every
+        large one.
 
         Args:
             since: Time since the event in parts, 0 up to `POINTS`.
-            size: Of the event.
+            size: The size of the event.
 
         Returns:
-            By part, from the present one on: rising numbers. Only if `count` is above 0.
+            Rising numbers, one for each part from the present one on. Call it only if `count` is
+            above 0.
         """
         first = int(since)
         before = self._returns[first - 1] if first else 0.0

@@ -1,8 +1,8 @@
-"""How long does a batch of n take? Learned from batches that ran. Pure; on the scheduler's thread.
+"""Service model: seconds of a batch by its size, learned from batches that ran.
 
-Sizes are put into buckets of powers of two; each bucket tracks the median and the 95 % quantile of
-its times by multiplicative steps, which need no history and which one outlier moves by one step.
-What is read is a line through the buckets: see `_line`.
+Pure; on the scheduler's thread. Sizes are put into buckets of powers of two; each bucket tracks the
+median and the 95 % quantile of its times by multiplicative steps, which need no history, and which
+an outlier moves by one step only. Estimates are read from a line through the buckets: see `_line`.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from math import exp, frexp, inf, sqrt
 from operator import attrgetter
 
-# Observations of a bucket that are kept as they are; from five on the steps are better than a plain
-# median of so few, and up to then they would depend on where they started.
+# The first observations of a bucket are kept, and their plain median is used. With fewer than five
+# the result of steps would depend on the start; with more, steps are better than a plain median.
 PLAIN = 5
 # The quantile behind `high`.
 HIGH = 0.95
@@ -28,14 +28,14 @@ STEADY_RUN, MOST_DOUBLINGS = 4, 4
 # its steps double too, up to a quarter. Chance alone makes one run of 27 as long where one time in
 # twenty is above, one of 850 where one in ten is; and it takes long to rise again, hence the age.
 QUIET_RUN, FAR, YOUNG, MOST_QUIET_DOUBLINGS = 64, 2.0, 512, 8
-# Half the weight of what a bucket knows is gone after this many batches of other sizes for each
-# time that it was seen, and never later than after the second: 4096 batches of 5 ms are 20 seconds.
-# What was seen three times at a bad moment is forgotten within a few hundred.
+# The weight of a bucket halves after this many batches of other sizes per observation of its own,
+# and after LONGEST_HALF_LIFE batches at the latest: 4096 batches of 5 ms are 20 seconds. A size
+# observed three times at a bad moment is forgotten within a few hundred batches.
 HALF_LIFE_PER_OBSERVATION, LONGEST_HALF_LIFE = 32, 4096
-# Sizes that differ 2**32-fold; costs are whatever the user's function says.
+# Enough for sizes that differ 2**32-fold. Costs come from the user's function and have no bound.
 MOST_BUCKETS = 32
-# A line serves for this many observations of buckets that are settled: it costs 10 us to work out,
-# and they move it by a step or two.
+# A line is reused for this many observations of settled buckets: it takes 10 us to compute, and
+# they move it by a step or two.
 LINE_LIFE = 8
 
 
@@ -44,7 +44,7 @@ class _Bucket:
     """Times of the sizes above half a power of two up to the power itself."""
 
     count: int = 0
-    # The mean of its sizes, the recent ones above all.
+    # The mean of its sizes; recent ones weigh more.
     size: float = 0.0
     median: float = 0.0
     high: float = 0.0
@@ -52,9 +52,9 @@ class _Bucket:
     first: list[float] = field(default_factory=list)
     # Steps of the median in one direction: positive upwards, negative downwards.
     run: int = 0
-    # Times since the last one above `high`.
+    # Observations since the last one above `high`.
     quiet: int = 0
-    # The number of the observation that was its last, among those of all buckets.
+    # Number of its last observation, counted over all buckets.
     last_seen: int = 0
 
     def is_settled(self) -> bool:
@@ -69,7 +69,7 @@ class _Bucket:
         if count <= PLAIN:
             insort(self.first, seconds)
             self.median = (self.first[(count - 1) // 2] + self.first[count // 2]) / 2
-            # The highest but one: the highest of five is more often than not above the quantile.
+            # The second highest: the highest of five is more often than not above the quantile.
             self.high = max(self.median, self.first[-2] if count > 1 else seconds)
             return
         step = max(LAST_STEP, FIRST_STEP / sqrt(1 + count / 8))
@@ -82,8 +82,8 @@ class _Bucket:
             factor = exp(0.5 * way * step * boost)
             self.median *= factor
             if boost > 1:
-                # All times have changed, the long ones too. By its own steps alone, which are as
-                # many times smaller downwards as they are rarer upwards, it would take long.
+                # All times have changed, the long ones too. With its own steps alone, which are
+                # nineteen times smaller downwards, the quantile would follow slowly.
                 self.high *= factor
         self._move_high(seconds, step)
 
@@ -105,7 +105,7 @@ _Line = tuple[list[float], list[float], float, float]
 
 
 class ServiceModel:
-    """Seconds that a batch takes, as a function of its size (or of its padded cost).
+    """Predicts the seconds of a batch from its size (or from its padded cost).
 
     An observation costs about 6 us, 10 us more at every eighth, and a reading less than 1 us.
 
@@ -116,8 +116,8 @@ class ServiceModel:
     def __init__(self) -> None:
         self._count = 0
         self._buckets: dict[int, _Bucket] = {}
-        # The lines that are read, None when they have to be computed again, which is at the latest
-        # with this observation.
+        # The lines that are read, None when they must be computed again: at the latest with the
+        # observation of this number.
         self._next_line = 0
         self._median: _Line | None = None
         self._high: _Line | None = None
@@ -132,8 +132,9 @@ class ServiceModel:
 
         Args:
             size: Its requests or its padded cost; above 0.
-            seconds: From the moment at which the worker could begin with it to its answer, as the
-                parent saw it. What is not a positive finite number of either is ignored.
+            seconds: From the moment at which the worker could begin with the batch to its answer,
+                as measured in the parent. Observations that are not positive and finite are
+                ignored.
         """
         if not (0 < seconds < inf and 0 < size < inf):
             return
@@ -151,25 +152,25 @@ class ServiceModel:
             self._next_line = self._count + LINE_LIFE
 
     def median(self, size: float) -> float:
-        """The seconds that half of the batches of this size stay below; only if `is_known`."""
+        """Return the median seconds of batches of this size; only if `is_known`."""
         if self._median is None:
             self._median = self._line(attrgetter("median"))
         return _read(self._median, size)
 
     def high(self, size: float) -> float:
-        """The seconds that 95 % of the batches of this size stay below; only if `is_known`."""
+        """Return the 95 % quantile of the seconds of this size; only if `is_known`."""
         if self._high is None:
             self._high = self._line(attrgetter("high"))
         # Where little has been seen, the two lines may cross.
         return max(_read(self._high, size), self.median(size))
 
     def _line(self, seconds_of: Callable[[_Bucket], float]) -> _Line:
-        """A rising line through what the buckets know, those first that were seen last.
+        """Return a rising line through the buckets, which are added most recent first.
 
-        A larger batch takes no less time, and where two buckets contradict that, the one that was
-        seen last is right: a wrong belief about a size that no longer occurs must not stand in the
-        way. So each bucket is put between its neighbours that were seen after it. And what it says
-        weighs the less the longer ago that was; the rest is what the others say of its size.
+        A larger batch takes no less time. Where two buckets contradict that, the more recent one is
+        right: a wrong estimate for a size that no longer occurs must not block. So each bucket is
+        clamped between its more recent neighbours. Its weight decays with its age; the rest of the
+        weight goes to the line through the others.
         """
         sizes: list[float] = []
         times: list[float] = []
@@ -198,9 +199,9 @@ class ServiceModel:
 
 
 def _slopes(sizes: list[float], times: list[float]) -> tuple[float, float]:
-    """Seconds per unit of size at both ends, each over at least a doubling if there is one.
+    """Return the slopes at both ends, each over at least a doubling of the size if there is one.
 
-    Neighbouring buckets may have nearly the same size, and then noise would be all of the slope.
+    Neighbouring buckets may have nearly equal sizes; the slope between them would be noise.
     """
     last = len(sizes) - 1
     if not last:
@@ -214,12 +215,12 @@ def _slopes(sizes: list[float], times: list[float]) -> tuple[float, float]:
 
 
 def _read(line: _Line, size: float) -> float:
-    """The line at this size.
+    """Return the value of the line at this size.
 
-    Beyond the largest and below the smallest size it goes on as before. With only one size it is
-    level beyond it and proportional below: what has not been seen is no evidence that a batch costs
-    anything by itself, and to believe the opposite would make the policy wait for large batches and
-    never see a small one. Proportional is also the least that it is below the smallest size.
+    Beyond the largest and below the smallest size the line is extrapolated. With only one size it
+    is level beyond it and proportional below: without evidence a batch has no fixed cost. The
+    opposite assumption would make the policy wait for large batches and never see a small one. For
+    the same reason the line is at least proportional below the smallest size.
     """
     sizes, times, first_slope, last_slope = line
     at = bisect_left(sizes, size)

@@ -1,23 +1,23 @@
-"""How many requests a batch may have after the model has run out of memory. Pure.
+"""Limit of the batch size after the model has run out of memory. Pure.
 
-Additive increase after a multiplicative decrease, like congestion control and for its reason: the
-limit is unknown, it moves, and only failures show it.
+Additive increase after multiplicative decrease, as in congestion control, and for the same reason:
+the true limit is unknown, it changes, and only failures show it.
 """
 
 from typing import Final
 
-# Full batches that must go well before a larger one is tried. A try that fails costs its requests
-# one more batch, so it should be rare among batches that go well.
+# Full batches that must succeed before a larger one is tried. A failed try costs its requests one
+# more batch, so failures should be rare.
 FIRST_WAIT: Final = 32
-# It doubles with each failure, up to where a try costs less than a thousandth of the work.
+# The wait doubles with each failure, up to a try in 4096 batches: less than 0.1 % of the work.
 MAX_WAIT: Final = 4096
-# What is added is an eighth of the size, at least one: from half the size back to all of it takes
-# six steps.
+# Each step adds an eighth of the size, at least one: the way back from half to full size takes six
+# steps.
 STEP_SHARE: Final = 8
 
 
 class SizeCap:
-    """The largest batch that is made.
+    """Largest size of a batch for now: `max_batch_size`, or less after the model ran out of memory.
 
     Args:
         most: `max_batch_size`.
@@ -26,18 +26,19 @@ class SizeCap:
     def __init__(self, most: int) -> None:
         self._most = most
         self.size = most
-        # Whether batches that go well matter: from the first failure until full batches of the
-        # largest size have gone well for a while.
+        # Whether successes are counted: from the first failure until enough full batches of the
+        # largest size have succeeded.
         self.is_watching = False
-        # The largest batch that went well since.
+        # The largest batch that succeeded since the first failure.
         self._good = 0
+        # Full batches that must succeed before a larger try, and those that have.
         self._wait = FIRST_WAIT
         self._seen = 0
-        # How it was before the batch that is being divided.
+        # Size, `is_watching`, `_good` and `_wait` before the batch that is being divided.
         self._before = (most, False, 0, FIRST_WAIT)
 
     def limit(self, most: int) -> None:
-        """Set another `max_batch_size`; what has been learned about memory stays."""
+        """Set another `max_batch_size`; a lower limit found by failures stays."""
         self._most = most
         if not self.is_watching:
             self.size = most
@@ -46,14 +47,15 @@ class SizeCap:
         self._before = (self.size, self.is_watching, self._good, self._wait)
 
     def ran_out(self, size: int, *, is_retry: bool = False) -> None:
-        """Halve after a batch of this size has run out of memory, or go back to what went well.
+        """Lower the limit after a batch of this size has run out of memory.
 
-        A request that runs out of memory alone is too large by itself, and says nothing about
-        batches of other requests.
+        The new limit is the largest size that has succeeded, or else half of this one. A request
+        that runs out of memory alone is too large by itself, and says nothing about other batches:
+        the limit returns to its value before that batch was divided.
 
         Args:
-            size: Of the batch.
-            is_retry: Whether it is a part of one that has failed.
+            size: The size of the batch.
+            is_retry: Whether it is a part of a divided batch.
         """
         if not is_retry:
             self._before = (self.size, self.is_watching, self._good, self._wait)
@@ -69,11 +71,11 @@ class SizeCap:
         self.is_watching = True
 
     def went_well(self, size: int) -> None:
-        """Try larger batches again once enough of the present size were computed."""
+        """Count a success; raise the limit after enough batches of the present limit's size."""
         if not self.is_watching:
             return
         self._good = max(self._good, size)
-        if size < self.size:  # says nothing about a larger one
+        if size < self.size:  # no evidence about larger batches
             return
         self._seen += 1
         if self._seen < self._wait:

@@ -1,4 +1,8 @@
-"""The workers of a scheduler and the batches that they have. Pure; part of the scheduler."""
+"""Table of the workers and the batches they run, and the time limits of both. Pure.
+
+Part of the scheduler. Decides which worker gets the next batch, and when a running request expires
+or a worker counts as stalled; worker processes are handled in `_parent/`.
+"""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -20,43 +24,43 @@ from fast_batcher._core.messages import (
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
-    """A worker that has been ready and has not been lost."""
+    """A worker that has been ready and has not been lost, and its batches."""
 
     id: int
-    # What it has, oldest first; it computes the first one.
+    # Its batches, oldest first; it computes the first one.
     batches: list[Batch] = field(default_factory=list)
-    # When it began with the first one; infinite once that one is beyond `infer_timeout`.
+    # Start of the first batch; infinite once that batch is beyond `infer_timeout`.
     started_at: float = 0.0
     # It gets no more batches for good: another worker takes its place.
     is_retired: bool = False
     # It gets no more batches before it answers: no caller waits for its first batch, which has run
     # for `timeout`, or the worker is being replaced.
     is_stalled: bool = False
-    # The first batch of a process is slow for reasons that say nothing about later ones.
+    # False before its first answer, whose time is not learned: a process is slow at first.
     has_answered: bool = False
-    # Its second batch would have been late and waits in the queue. No other is tried before it
-    # answers: every arrival would try again.
+    # A second batch would have been late, and its requests stay in the queue. No other second batch
+    # is tried before the worker answers: otherwise every arrival would try again.
     is_second_late: bool = False
 
 
 class WorkerTable:
-    """Which workers there are, what each has, and what of that expires when.
+    """Workers by number, their batches, and the next expiry among these.
 
     Args:
-        limits: Of the scheduler.
+        limits: The limits of the scheduler.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._timeout = or_infinite(limits.timeout)
         self._infer_timeout = or_infinite(limits.infer_timeout)
-        # By worker, which is a number.
+        # By the worker's number.
         self.slots: dict[int, WorkerSlot] = {}
-        # What workers have, by batch id.
+        # Batches on workers, by id.
         self.batches: dict[int, Batch] = {}
         # Answered batches, by id, whose output is being copied out of a worker's memory.
         self.copying_out: dict[int, Batch] = {}
-        # Nothing in this table expires before this moment. It is a lower bound, computed only when
-        # it is reached: most requests are answered long before their deadlines.
+        # Lower bound of the next expiry in this table, computed again only when it is reached: most
+        # requests are answered long before their deadlines.
         self.next_expiry = inf
 
     @property
@@ -71,32 +75,32 @@ class WorkerTable:
 
     @property
     def idle_workers(self) -> list[int]:
-        """Workers, retired ones included, that have nothing to do."""
+        """Workers without a batch, retired ones included."""
         return [slot.id for slot in self.slots.values() if not slot.batches]
 
     @property
     def running(self) -> int:
-        """Requests that a worker has or has just answered, and whose caller still waits."""
+        """Number of requests on workers or being copied out, whose callers still wait."""
         return sum([batch.open_count for batch in self.all_batches()])
 
     def all_batches(self) -> Iterator[Batch]:
-        """The batches that workers have, and the batches that are being copied out."""
+        """Iterate over the batches on workers and the batches that are being copied out."""
         yield from self.batches.values()
         yield from self.copying_out.values()
 
     def add(self, worker: int) -> None:
-        """A worker is ready."""
+        """Add a worker that has become ready."""
         assert worker not in self.slots, "a worker is lost before it can be ready again"
         self.slots[worker] = WorkerSlot(worker)
 
     def retire(self, worker: int) -> None:
-        """Give a worker no more batches; it answers what it has."""
+        """Give a worker no more batches; it finishes its own."""
         slot = self.slots.get(worker)
         if slot is not None:
             slot.is_retired = True
 
     def remove(self, worker: int) -> list[Batch]:
-        """Forget a worker; returns the batches that it had, oldest first."""
+        """Remove a worker and return its batches, oldest first."""
         slot = self.slots.pop(worker, None)
         if slot is None:
             return []
@@ -112,12 +116,12 @@ class WorkerTable:
         self.next_expiry = inf
 
     def find(self, worker: int, batch_id: int) -> Batch | None:
-        """The batch of this id that the worker has, or None."""
+        """Return this worker's batch with this id, or None."""
         batch = self.batches.get(batch_id)
         return batch if batch is not None and batch.worker == worker else None
 
     def least_loaded(self, below: int) -> WorkerSlot | None:
-        """The worker with the fewest batches, fewer than `below`."""
+        """Return the available worker with the fewest batches, None if all have `below` or more."""
         found = None
         for slot in self.slots.values():
             if len(slot.batches) < below and not slot.is_stalled and not slot.is_retired:
@@ -125,14 +129,14 @@ class WorkerTable:
         return found
 
     def give(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
-        """A worker gets a batch, behind the batches that it has."""
+        """Add a batch behind the other batches of a worker."""
         slot.batches.append(batch)
         self.batches[batch.id] = batch
         if slot.batches[0] is batch:
             self._begin_first(now, slot)
 
     def take_back(self, now: float, batch: Batch) -> None:
-        """A batch has been answered, or has turned out not to be sendable at all."""
+        """Remove a batch from its worker: it was answered, or could not be sent."""
         del self.batches[batch.id]
         slot = self.slots[batch.worker]
         was_first = slot.batches[0] is batch
@@ -143,7 +147,7 @@ class WorkerTable:
                 self._begin_first(now, slot)
 
     def withdraw(self, now: float, batch: Batch, requests: list[Request]) -> list[Request]:
-        """Take requests out of a batch before its worker has it: they could not be sent.
+        """Remove requests that could not be sent from a batch; an empty batch is removed too.
 
         Returns:
             The requests whose callers still wait; they are settled.
@@ -159,14 +163,14 @@ class WorkerTable:
         return settled
 
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
-        """The worker begins with its first batch."""
+        """Start the time of a worker's first batch."""
         slot.started_at = now
         self.next_expiry = min(self.next_expiry, now + self._infer_timeout)
         if not slot.batches[0].open_count:  # its callers left while it waited behind another one
             self.notice_deserted(slot.batches[0])
 
     def caller_gone(self, request: Request) -> None:
-        """The caller of a request that a worker has, or has answered, waits no longer."""
+        """Record that the caller of a sent request has gone."""
         batches = self.batches if request.phase is Phase.SENT else self.copying_out
         batch = batches.get(request.batch_id)
         if batch is not None:  # else it has been answered, and is about to be settled
@@ -174,20 +178,20 @@ class WorkerTable:
             self.notice_deserted(batch)
 
     def notice_deserted(self, batch: Batch) -> None:
-        """If no caller waits for a running batch, its worker may be stalled, now or later."""
+        """Schedule the check for a stall if no caller waits for this running batch."""
         slot = self.slots.get(batch.worker)
         if not batch.open_count and slot and slot.batches and batch is slot.batches[0]:
             self.next_expiry = min(self.next_expiry, slot.started_at + self._timeout)
 
     def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
-        """A worker has only just been sent what it has been given, or not yet.
+        """Restart the time of a worker's first batch, because the frame is only now being written.
 
-        Unless it has begun with its first batch, the time of that one counts from now: the worker
-        is not to blame for a delay of the shell.
+        A worker that has begun with its first batch keeps the time. The worker is not to blame for
+        a delay in this process.
 
         Args:
             now: The moment.
-            worker: Which one.
+            worker: The worker's number.
             begun: The id of the batch that it began to compute last, or None.
         """
         slot = self.slots.get(worker)
@@ -197,7 +201,7 @@ class WorkerTable:
             slot.started_at = now
 
     def begin_copy_out(self, batch: Batch) -> None:
-        """The output of an answered batch is being copied out of its worker's memory.
+        """Record that a batch's output is being copied out of its worker's memory.
 
         The worker is free. Until `end_copy_out` the requests of the batch count as running, and do
         not expire: they were answered in time.
@@ -207,11 +211,11 @@ class WorkerTable:
             request.phase = Phase.COPYING_OUT
 
     def end_copy_out(self, batch: Batch) -> bool:
-        """All of the output is here.
+        """Record that a batch's output has been copied out.
 
         Returns:
-            Whether the shell is to settle the requests of the batch that are not settled yet; False
-            if `Scheduler.close` has returned them.
+            Whether the caller must settle the remaining requests of the batch; False if
+            `Scheduler.close` has returned them.
         """
         if self.copying_out.get(batch.id) is not batch:
             return False
@@ -219,7 +223,7 @@ class WorkerTable:
         return True
 
     def expire(self, now: float, *, has_read: bool, answering: Collection[int]) -> list[Action]:
-        """Expire what workers have; the arguments are those of `Scheduler.poll`."""
+        """Expire requests on workers, and find stalled and late workers; see `Scheduler.poll`."""
         actions: list[Action] = []
         for slot in self.slots.values() if has_read else ():
             is_answering = slot.id in answering
@@ -243,7 +247,7 @@ class WorkerTable:
             slot.started_at = inf  # so that it is replaced once
 
     def _stall(self, now: float, slot: WorkerSlot, actions: list[Action]) -> None:
-        """Call a worker stalled that has run a batch for `timeout` for which no caller waits."""
+        """Mark a worker as stalled if its first batch has run for `timeout` and no caller waits."""
         is_deserted = slot.batches and not slot.batches[0].open_count
         if is_deserted and slot.started_at + self._timeout <= now and not slot.is_stalled:
             slot.is_stalled = True

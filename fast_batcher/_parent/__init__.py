@@ -1,4 +1,4 @@
-"""What the API process does about its worker processes: start, watch, replace, end, and send to.
+"""Management of worker processes in the API process: start, watch, replace, end, and send to them.
 
     API process                                                   worker process
     event loop's thread                                           main thread
@@ -9,5 +9,5 @@
       copies large inputs and outputs into and out of shared memory
 
 Each worker has its own pair of pipes, so the death of one worker damages no frame of another.
-Nothing in this package runs in a worker; what does is in `_worker`.
+Nothing in this package runs in a worker; the worker's code is in `_worker`.
 """

@@ -1,7 +1,9 @@
-"""Batches to frames, and frames to outcomes. Runs on the event loop's thread of the parent.
+"""Sends batches to workers: pickles the inputs, and puts them into frames or shared memory.
 
-A batch is one frame each way in the usual case. Everything else in here is there so that one input
-or output that cannot be sent, or a batch that is larger than a frame, harms no other request.
+Runs in the API process, on the event loop's thread. A batch is usually one frame. The other paths
+in this module serve a batch with an input that cannot be pickled, a batch larger than a frame, and
+large inputs, which `SharedInputSender` copies into shared memory. The sender does not choose
+batches, which the scheduler does, and does not read answers, which `Answers` does.
 """
 
 import operator
@@ -25,7 +27,8 @@ from fast_batcher.settings import Settings
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
 _INPUT_ATOMS = Kind.INPUT_ATOMS
 _OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
-# No Python function, each of which costs a lone request about 5 us (docs/decisions/0008).
+# An `attrgetter` instead of a Python function, which would cost a lone request about 5 us
+# (docs/decisions/0008).
 _value_of = operator.attrgetter("value")
 
 
@@ -37,7 +40,7 @@ class SenderEvents(Protocol):
 
 
 class BatchSender:
-    """Sends batches to the workers that are ready, and reads their answers.
+    """Sends batches to ready workers, and ends their leases on shared inputs.
 
     Args:
         settings: The batcher's settings.
@@ -55,7 +58,7 @@ class BatchSender:
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
         self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
-        # Where large inputs are copied when they arrive.
+        # Copies large inputs into shared memory on arrival.
         self.arena = self._shared_inputs.arena
         self._events = events
         # The ready workers by id.
@@ -63,16 +66,16 @@ class BatchSender:
         self._pickler = PartsPickler(settings.shared_memory_threshold, makes_writable=True)
 
     def add_worker(self, link: WorkerLink) -> None:
-        """Send batches to this worker from now on: it is ready."""
+        """Add a worker that is ready."""
         self._links[link.id] = link
         self._shared_inputs.add_worker(link.id)
 
     def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """Forget a worker that is dead, and end its leases.
+        """Remove a dead worker, and end its leases.
 
         Args:
             worker_id: The worker.
-            inherited: The last batch of whose inputs children of the worker may have views, or
+            inherited: Id of the last batch whose inputs the worker's children may still view, or
                 None.
         """
         self._links.pop(worker_id, None)
@@ -82,8 +85,8 @@ class BatchSender:
         """Send a batch to its worker.
 
         Returns:
-            Requests whose input cannot be sent, each with the reason. The worker gets the others;
-            the caller removes these from the batch.
+            Requests whose input cannot be sent, each with its error. The caller removes them from
+            the batch; the worker gets the others.
         """
         requests = batch.requests
         link = self._links[batch.worker]
@@ -99,18 +102,18 @@ class BatchSender:
     def _send_apart(
         self, batch: Batch, values: list[Any], link: WorkerLink
     ) -> list[tuple[Request, BatcherError]]:
-        """Send a batch whose inputs are pickled one by one: by the pipe, or by shared memory."""
+        """Pickle the inputs one by one, and send them through the pipe or shared memory."""
         for request in batch.requests:
-            if request.staged is not None:  # not all inputs are staged, so these are of no use
+            if request.staged is not None:  # staged inputs are used only if all inputs are staged
                 request.staged.release()
         pickled: list[bytes] | Parts | None
         try:
             pickled = self._pickler.pickle(values, self._shared_inputs.is_available)
-        except BaseException:  # noqa: BLE001  pickling is the user's code; `_send_items` finds out whose
+        except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
             pickled = None
         if isinstance(pickled, Parts):
             self.arena.enable()
-            # The limit of a single output: what comes in may go back.
+            # The limit of a single output: a model may return its input.
             fits = codec.fits(pickled.size, self._max_frame_bytes)
             if fits and self._shared_inputs.send(batch, pickled, link):
                 return []
@@ -123,13 +126,13 @@ class BatchSender:
         return self._send_items(batch, link.send)
 
     def _send_late(self, batch: Batch, send: Send) -> None:
-        """Send a batch through the pipe for which there was no shared memory."""
+        """Send a batch through the pipe, because shared memory had no room for it."""
         refused = self._send_items(batch, send)
         if refused:
             self._events.inputs_refused(batch, refused)
 
     def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
-        """Send the sendable inputs of a batch through the pipe, in as many frames as it takes."""
+        """Send a batch through the pipe in one or more frames; return the refused requests."""
         items: list[bytes | RemoteFailure] = []
         refused: list[tuple[Request, BatcherError]] = []
         for request in batch.requests:
@@ -146,10 +149,10 @@ class BatchSender:
         return refused
 
     def free(self, worker_id: int, frame: Frame) -> None:
-        """Free the inputs of the batches that a worker names: it has no view of them any more.
+        """End the leases of the batches that a worker names in a FREED frame.
 
         Raises:
-            KeyError: It does not have one of them.
+            KeyError: The worker has no lease of one of them.
         """
         self._shared_inputs.free(worker_id, loads(frame.body))
 

@@ -1,13 +1,13 @@
 """Starts the process of a worker, and takes its exit code. Parent process.
 
-The child is what `multiprocessing` spawns: a new interpreter that reads from a pipe what to run.
+The child is a `multiprocessing` spawn child: a new interpreter that reads its target from a pipe.
 `Process.start()` is not used, because it
 
-- refuses to start anything in a daemonic process, as Hypercorn's workers are; our workers end with
-  their parent whatever it dies of;
+- refuses to start a child of a daemonic process, as Hypercorn's workers are; our workers end with
+  their parent, however it dies;
 - gives the child the environment of the parent, which belongs to the whole program;
-- leaves the descriptors 0 to 2 free in the child if the parent has none there;
-- waits for its children, from any thread, whenever the program starts another.
+- leaves the descriptors 0 to 2 free in the child if they are free in the parent;
+- reaps all children, from any thread, whenever the program starts another.
 """
 
 import contextlib
@@ -29,14 +29,14 @@ _BLOCKED = {signal.SIGINT, signal.SIGTERM}
 
 
 class ChildProcess:
-    """A running process that `multiprocessing` has described; a `WorkerProcess` owns it.
+    """A running child process, made from a `multiprocessing` process that was not started.
 
-    To be made on a thread that outlives the process: on Linux a worker asks the kernel to end it
-    with the thread that started it.
+    Make it on a thread that outlives the process: on Linux a worker asks the kernel to end it with
+    the thread that started it.
 
     Args:
-        process: What it runs; it is not started, and not used afterwards.
-        environment: All its environment variables.
+        process: Target and arguments of the child; not used afterwards.
+        environment: All environment variables of the child.
 
     Raises:
         OSError: The system has no room for another process or for its pipes.
@@ -75,17 +75,18 @@ class ChildProcess:
 
     @property
     def death_fd(self) -> int:
-        """Becomes readable when the process dies.
+        """Descriptor that becomes readable when the process dies.
 
-        Without pidfds it also waits for the grandchildren that inherited the sentinel.
+        On systems without pidfds it becomes readable only when grandchildren that inherited the
+        sentinel have ended, too.
         """
         return self._sentinel if self._pidfd is None else self._pidfd
 
     def take_exit_code(self) -> int | None:
-        """Take the exit code of the process, which is dead, so that no zombie is left.
+        """Reap the dead process and return its exit code.
 
         Returns:
-            Negative for a signal; None if another part of the program has taken it.
+            Negative for a signal; None if another part of the program has reaped the process.
         """
         try:
             if sys.platform == "linux" and self._pidfd is not None:
@@ -93,21 +94,21 @@ class ChildProcess:
                 if info is None:
                     return None
                 return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-            # It has closed the sentinel, which it does a moment before it is dead.
+            # The sentinel is closed a moment before the process is dead.
             os.kill(self.pid, signal.SIGKILL)
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         except (ChildProcessError, ProcessLookupError):
             return None
 
     def close(self) -> None:
-        """Close the descriptors of a process that is dead."""
+        """Close the descriptors of the dead process."""
         os.close(self._sentinel)
         os.close(self._sink)
         if self._pidfd is not None:
             os.close(self._pidfd)
 
     def _pickle(self, process: BaseProcess) -> bytes:
-        """Return what the child reads first: how to set itself up, and what to run."""
+        """Return the child's preparation data and target, pickled."""
         preparation = spawn.get_preparation_data(process.name)
         # "<stdin>" for a program that was read from there.
         if not os.path.isfile(preparation.get("init_main_from_path", "")):
@@ -136,16 +137,16 @@ class ChildProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # `subprocess` must not wait for it, nor warn that it lives.
+        # `subprocess` must neither reap the child nor warn that it still runs.
         popen.returncode = 0
         return popen.pid
 
 
 def _stream(number: int) -> int | None:
-    """Return what the child gets as 0, 1 or 2: None for the stream of this process.
+    """Return the child's standard stream 0, 1 or 2 for `Popen`: None to inherit it.
 
-    /dev/null if there is no stream, or a file that is not inheritable: for example the socket of a
-    server that was started without standard streams.
+    The child gets /dev/null if this process has no such stream, or if the descriptor is not
+    inheritable, as the socket of a server that was started without standard streams.
     """
     with contextlib.suppress(OSError):
         if os.get_inheritable(number):
@@ -155,7 +156,7 @@ def _stream(number: int) -> int | None:
 
 def _open_pidfd(pid: int) -> int | None:
     if sys.platform == "linux":
-        # It is our child and has not been waited for, so no other process has its pid.
+        # The child has not been reaped, so no other process can have its pid.
         with contextlib.suppress(OSError):
             return os.pidfd_open(pid)
     return None

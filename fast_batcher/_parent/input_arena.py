@@ -1,9 +1,9 @@
-"""Inputs that are copied into shared memory when they arrive. API process, event loop's thread.
+"""Staging: copies of large inputs in shared memory, made on arrival. API process, loop's thread.
 
-An array or tensor is copied behind inputs of the same layout that came before it, so that a batch
-lies in one piece when it is formed, and its frame only says where. The caller's value is kept, too:
-a staged input is sent once, because the model may write into it, and another try sends the value.
-An array that the app has allocated here is its own copy: the worker maps it with copy on write.
+An array or tensor is copied behind earlier inputs of the same layout, so that a batch is contiguous
+when it is formed, and its frame carries only the location. The caller's value is kept, too: the
+model may write into a staged input, so a retry sends the value. An array that the app has allocated
+with `allocate` is not copied: the worker maps it with copy on write.
 """
 
 import functools
@@ -31,41 +31,41 @@ from fast_batcher._shared_memory.layouts import (
 from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
 from fast_batcher.settings import Settings
 
-# Bytes from which on an input is staged. A lone request of less is sent 10 to 20 us faster through
+# Bytes from which on an input is staged. A smaller lone request is sent 10 to 20 us faster through
 # the pipe; from 64 KiB on, where the pipe takes it in two pieces, staging is 15 us faster. Two or
 # more at a time are faster when staged from 40 KiB on.
 LEAST_STAGED = 56 * 1024
-# A pickled array takes less than this beside its bytes: an input is staged only if it could also
-# go through the pipe.
+# Upper bound of the bytes of a pickled array besides its data: an input is staged only if it could
+# also go through the pipe.
 MOST_AROUND = 4096
-# Bytes; copying this much takes the loop about a tenth of a millisecond, and a millisecond where
-# the system has to provide the memory first.
+# Bytes of the largest copy on the event loop: 0.1 ms, or 1 ms where the system has to provide the
+# memory first.
 MOST_AT_ONCE = 1024 * 1024
 # Bytes that the loop copies in one of its turns, in one to two milliseconds. Bytes for which the
-# system has to provide memory count `FRESH_COST` times, as they take that much longer.
+# system has to provide memory count `FRESH_COST` times, because they take that much longer.
 MOST_PER_TURN = 16 * 1024 * 1024
 FRESH_COST = 10
-# How many slabs are open for more inputs at a time. Each holds memory for a batch.
+# Most slabs that are open for more inputs at a time. Each holds memory for a batch.
 MOST_OPEN = 4
-# An open slab takes at most this part of all shared memory, and none is opened when that part is
-# taken: inputs that are not staged need room too.
+# Largest share of all shared memory for one open slab, and for all taken slabs when another is
+# opened: inputs that are not staged need room too.
 MOST_OF_ONE = 1 / 4
 MOST_OF_ALL = 1 / 2
 
 
 class CopyState(Enum):
-    """How far the copy of a staged input has come."""
+    """State of the copy of a staged input."""
 
-    COPYING = 0  # the copier thread has it, or will
+    COPYING = 0  # the copier thread is copying, or will
     COPIED = 1
-    FAILED = 2  # there was no memory for it
+    FAILED = 2  # the system had no memory for it
 
 
 @dataclass(slots=True, eq=False)
 class StagedInput:
     """The copy of one input in shared memory."""
 
-    # None once it has been sent, or will never be.
+    # None after `release`.
     slab: Slab | None
     # In bytes, from the beginning of the memory.
     start: int
@@ -73,7 +73,7 @@ class StagedInput:
     # Pickled; one object for all inputs of a slab.
     layout: bytes
     state: CopyState = CopyState.COPYING
-    # Called once the copy has been made, or has failed: a batch waits for it.
+    # Set while a batch waits for the copy; called when the copy is made or has failed.
     when_copied: Callable[[], None] | None = None
 
     def release(self) -> None:
@@ -86,7 +86,7 @@ class StagedInput:
         return self.slab is not None or self.when_copied is not None
 
     def finish(self, state: CopyState) -> None:
-        """The copy has been made, or has failed: tell the batch that waits for it."""
+        """Set the final state of the copy, and notify the batch that waits for it."""
         self.state = state
         if state is CopyState.FAILED:
             self.release()
@@ -100,7 +100,7 @@ class _OpenSlab:
     """A slab that takes more inputs of one layout."""
 
     slab: Slab
-    # Where the next input begins, and where the slab ends.
+    # Start of the next input, and end of the slab, in bytes.
     next: int
     end: int
     # The layout, pickled.
@@ -112,7 +112,7 @@ class _Allocated(NamedTuple):
 
     slab: Slab
     end: int
-    # Its callback forgets this entry when the last view of the array has died.
+    # Its callback removes this entry when the last view of the array is gone.
     watch: "weakref.ref[Any]"
 
 
@@ -137,29 +137,29 @@ class InputArena:
         self.batch_size = settings.max_batch_size
         # Bytes that the loop has copied in this turn, as they count for `MOST_PER_TURN`.
         self._copied = 0
-        # By type of value. Empty until a large input has come, so that before no input is probed.
+        # By type of value. Empty until `enable`, so that apps with small inputs skip the probe.
         self.probes: dict[type, LayoutProbe] = {}
-        # By layout, the slab that was used last at the end.
+        # By layout, least recently used first.
         self._open: dict[Key, _OpenSlab] = {}
         # By start.
         self._allocated: dict[int, _Allocated] = {}
         at_fork(self, before=InputArena.pin_for_fork)
 
     def enable(self) -> None:
-        """Probe inputs from now on: a large one has come, and more of its kind will."""
+        """Start to probe inputs; called when the first large input was sent."""
         if not self.probes:
             keep_freed_memory()
         self.probes.update(find_probes())
 
     def end_turn(self) -> None:
-        """A turn of the loop is over: the next one may copy `MOST_PER_TURN` bytes again."""
+        """Note that a turn of the loop is over: the next may copy `MOST_PER_TURN` bytes again."""
         self._copied = 0
 
     def stage(self, value: Any) -> StagedInput | None:
-        """Copy a value into shared memory, now or soon; None if it does not go there.
+        """Copy a value into shared memory, now or on the copier thread; None if it is not staged.
 
         Args:
-            value: Of a type that is in `probes`.
+            value: An input whose type is in `probes`.
         """
         found = self.probes[type(value)](value, self._least, self._most)
         slabs = self._memory.slabs
@@ -202,10 +202,10 @@ class InputArena:
 
         Args:
             dtype: A NumPy dtype.
-            shape: Of one input.
+            shape: The shape of one input.
 
         Returns:
-            The array, or None if an input like this does not go into shared memory.
+            The array, or None if an input of this size and dtype is not staged.
         """
         numpy: Any = sys.modules["numpy"]
         slabs = self._memory.slabs
@@ -281,7 +281,7 @@ class InputArena:
     def _finish(
         self, slabs: Slabs, part: Part, staged: StagedInput, error: BaseException | None
     ) -> None:
-        """The copier thread has copied an input, or could not. On the loop's thread."""
+        """Record the outcome of a copy on the copier thread. Loop's thread."""
         if error is not None:
             slabs.mark_uncommitted(part)
             if staged.is_wanted and not slabs.is_closed:

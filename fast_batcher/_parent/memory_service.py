@@ -1,6 +1,6 @@
-"""The shared memory of one opening, and the thread that copies in and out of it. Parent process.
+"""Shared memory of a session, and the thread that copies large values into and out of it.
 
-Everything here is called on the event loop's thread; `close` may be called on any thread once the
+Parent process. All methods run on the event loop's thread; `close` may run on any thread once the
 loop is closed.
 """
 
@@ -12,10 +12,10 @@ from fast_batcher._shared_memory.slabs import Slabs
 
 
 class MemoryService:
-    """Owns the slabs for large inputs and the copier thread.
+    """Owner of the slabs for large inputs and of the copier thread.
 
-    Senders use both, answers use the thread, and the pool gives unused memory back with its
-    heartbeat.
+    `SharedInputSender` uses both, `Answers` the thread; the pool returns unused memory to the
+    system with its heartbeat.
 
     Args:
         loop: The event loop, which is running.
@@ -24,8 +24,7 @@ class MemoryService:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, max_shared_bytes: int, name: str) -> None:
-        # Memory in which large inputs reach the workers, or why it could not be made; None if the
-        # settings want none.
+        # Memory for large inputs, or the error that prevented it; None if the settings turn it off.
         self.slabs: Slabs | OSError | None = None
         if max_shared_bytes:
             try:
@@ -34,22 +33,22 @@ class MemoryService:
                 # Without its frames, which hold this object.
                 self.slabs = error.with_traceback(None)
         self._copier = JobThread(loop, f"fast_batcher-copier-{name}")
-        # Waited for by every `aclose` under way.
+        # Every running `aclose` waits for this.
         self._slabs_closed: asyncio.Future[None] | None = None
 
     def run_in_thread(self, job: Job, done: Done) -> None:
-        """Do a job on the copier thread, then call `done` on the loop with its error or None.
+        """Run a job on the copier thread, then call `done` on the loop with its error or None.
 
         After `close` no job begins, and no `done` is called.
         """
         self._copier.run(job, done)
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Call `done` on another event loop; the one before is closed."""
+        """Call `done` on another event loop from now on; the previous loop is closed."""
         self._copier.rebind(loop)
 
     def give_back_unused(self) -> None:
-        """Begin to give the system the memory that was not used since the last call of this."""
+        """Start to return to the system the memory that was not used since the last call."""
         slabs = self.slabs
         if not isinstance(slabs, Slabs):
             return
@@ -59,17 +58,17 @@ class MemoryService:
             self.run_in_thread(punch, lambda _: slabs.mark_uncommitted(unused))
 
     async def aclose(self) -> None:
-        """Give the slabs back on the copier thread: that takes 80 ms per 200 MiB that were used."""
+        """Close the slabs on the copier thread, which takes 80 ms per 200 MiB that were used."""
         slabs = self.slabs
         if self._slabs_closed is None and isinstance(slabs, Slabs) and not slabs.is_closed:
             self._slabs_closed = asyncio.get_running_loop().create_future()
             self.run_in_thread(slabs.close, self._wake)
         if self._slabs_closed is not None:
-            # `close` wakes it too: after that the copier thread does nothing.
+            # `close` sets it too: after that the copier thread runs no job.
             await asyncio.wait([self._slabs_closed])
 
     def close(self) -> None:
-        """End the copier thread and give the slabs back; may be called again."""
+        """End the copier thread and close the slabs; may be called again."""
         self._copier.stop()
         if isinstance(self.slabs, Slabs):
             self.slabs.close()

@@ -1,8 +1,8 @@
-"""The workers of one batcher: when they are started, watched, recycled, replaced and ended.
+"""Pool: starts, watches, recycles, replaces and ends the workers of one batcher.
 
-API process. Everything runs on the event loop's thread, but for `stop`, which may run on any thread
-once the loop is closed, and for what `shutdown` says. The pool knows workers and frames; what a
-batch is, and what its loss means, is for its listener.
+API process. Everything runs on the event loop's thread, except `stop`, which may run on any thread
+once the loop is closed, and the end of the interpreter (see `shutdown`). The pool does not know
+batches: its listener decides what the loss of a worker means for requests.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-# Heartbeats, a minute, after which shared memory that no batch has used goes back to the system. To
-# get it again costs some milliseconds per batch of images, which is little once a minute.
+# Heartbeats (a minute) after which shared memory that no batch has used is returned to the system.
+# Getting it again costs some milliseconds per batch of images, which is little once a minute.
 BEATS_TO_KEEP_MEMORY = 12
-# The remedy where a worker may have ended because it imported the program.
+# Remedy in the error of a worker that may have ended because it imported the program.
 MAIN_GUARD = (
     ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
     "worker imports it"
@@ -41,15 +41,15 @@ MAIN_GUARD = (
 
 
 class _Place:
-    """One of the `num_workers` workers: the processes that serve as it, one after the other."""
+    """Place of one of the `num_workers` workers, filled by one process after the other."""
 
     def __init__(self, index: int, settings: Settings) -> None:
         self.index = index
-        # Of the processes here: each has one for itself.
+        # Ids for the processes of this place; no two processes of a pool share an id.
         self.ids = itertools.count(index, settings.num_workers)
-        # None while it waits for its replacement.
+        # None while the place waits for a restart.
         self.worker: WorkerHandle | None = None
-        # One that loads its model to take the place of a worker that still serves.
+        # A process that loads its model while the worker that it will replace still serves.
         self.successor: WorkerHandle | None = None
         self.restart_timer: asyncio.TimerHandle | None = None
         self.restarts = Restarts(
@@ -65,10 +65,10 @@ class Pool:
     Each process has an id; `id % num_workers` is its index among the workers.
 
     Args:
-        model_spec: What the workers load.
+        model_spec: The model that the workers load.
         settings: The batcher's settings.
         events: The listener.
-        memory: The shared memory, which the pool ends with itself.
+        memory: The shared memory, which the pool closes when it ends.
         name: The batcher's name, for threads and logs.
     """
 
@@ -86,7 +86,7 @@ class Pool:
         self._memory = memory
         self._name, self.stop_timeout = name, settings.stop_timeout
         self.loop = asyncio.get_running_loop()
-        # Nothing is started any more.
+        # True once no further worker is started.
         self.is_closing = False
 
         self._places = [_Place(index, settings) for index in range(settings.num_workers)]
@@ -98,13 +98,13 @@ class Pool:
         )
         # Workers by id, from READY to their death.
         self._serving: dict[int, WorkerHandle] = {}
-        # Workers whose place has been taken: they finish what they have, and end.
+        # Replaced workers that finish their batches, and then end.
         self._retired: set[WorkerHandle] = set()
 
         self._recycling = Recycling(settings.max_batches_per_worker, settings.max_rss_bytes)
         # Whether `batch_answered` is to be called.
         self.recycles = self._recycling.is_wanted
-        # No worker is recycled before this moment: the last successor has failed to start.
+        # Earliest moment of the next recycling; later after a successor has failed to start.
         self._recycle_at = 0.0
 
         self._heartbeat = Heartbeat()
@@ -112,14 +112,14 @@ class Pool:
         self._beats = 0
 
     def open(self) -> None:
-        """Start every worker; what becomes of them is told through the events."""
+        """Start every worker; the listener is told when they are ready or fail."""
         note_open(self)
         for place in self._places:
             self._start(place)
         self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat, context=Context())
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Go on with another event loop; the one before is closed, and its timers with it."""
+        """Continue on another event loop; the previous loop is closed, and its timers with it."""
         self._cancel_timers()
         self.loop = loop
         for worker in self.live.remaining():
@@ -130,7 +130,7 @@ class Pool:
         self._thread.rebind(loop)
         self._memory.rebind(loop)
         for place in self._places:
-            # A place with a timer has just been found empty.
+            # A place with a timer has just lost its worker, in `attach` above.
             if place.worker is None and place.restart_timer is None:
                 self._start(place)
         for worker in self.live:
@@ -138,7 +138,7 @@ class Pool:
                 self._starter.limit(worker)
         self._heartbeat_timer = loop.call_later(INTERVAL, self._beat, context=Context())
 
-    # What the listener asks for.
+    # Called by the listener.
 
     def replace(self, worker_id: int) -> None:
         """End a worker whose batch takes too long: SIGTERM, then SIGKILL, then another worker."""
@@ -148,17 +148,17 @@ class Pool:
         worker.set_timer(self.loop.call_later(TERMINATE_GRACE, worker.kill, context=Context()))
 
     def kill(self, worker_id: int) -> None:
-        """End a worker at once, because it cannot use its device; another takes its place."""
+        """Kill a worker that cannot use its device any more; another takes its place."""
         self._serving[worker_id].kill()
 
     def kill_on_protocol_error(self, worker_id: int, error: Exception) -> None:
-        """End a worker at once that broke the protocol, unless it is dead already."""
+        """Kill a worker that broke the protocol, unless it is dead already."""
         worker = self._serving.get(worker_id)
         if worker is not None:
             worker.kill_on_protocol_error(error)
 
     def batch_answered(self, worker_id: int) -> None:
-        """Count a batch of a worker; if the worker is due, start its successor."""
+        """Count an answered batch; start a successor if the worker is due to be recycled."""
         worker = self._serving.get(worker_id)
         if worker is None:
             return
@@ -174,7 +174,7 @@ class Pool:
                 rss_bytes,
                 self._settings.max_rss_bytes,
             )
-        # One at a time: the machine may have no room for two more copies of the model.
+        # One recycling at a time: the machine may have no room for two more copies of the model.
         is_free = not self._retired and all(one.successor is None for one in self._places)
         place = self._places[worker.index]
         if is_due and is_free and place.worker is worker and monotonic() >= self._recycle_at:
@@ -183,17 +183,18 @@ class Pool:
     def read_all(self) -> list[int]:
         """Dispatch the frames that have arrived from the ready workers.
 
-        Not to be called while a frame is dispatched: it would be overwritten.
+        Do not call it while a frame is being dispatched: the frame would be overwritten.
 
         Returns:
-            The ids of the workers of which the rest of a frame is arriving.
+            The ids of workers from which a frame has arrived in part.
         """
         return [worker.id for worker in [*self._serving.values()] if worker.read_all()]
 
     def find_sending(self) -> list[tuple[int, int | None]]:
-        """Return ids of workers to which a batch is still being sent, and of the batch each runs.
+        """Return the workers to which a batch is still being sent.
 
-        That is the batch that it has begun last, None if there was none.
+        Returns:
+            The worker's id, and the id of the batch that it began last, None without one.
         """
         workers = [*self._serving.values()]
         return [(worker.id, worker.read_begun()) for worker in workers if worker.is_sending()]
@@ -202,10 +203,10 @@ class Pool:
         """Note that a worker has sent PONG."""
         self._heartbeat.answered(worker_id)
 
-    # What workers tell.
+    # Called by the workers.
 
     def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
-        """A worker is ready."""
+        """Put a ready worker into service; if it is a successor, retire its predecessor."""
         place = self._places[worker.index]
         worker.set_timer(None)
         self._serving[worker.id] = worker
@@ -222,7 +223,7 @@ class Pool:
         self._retire(before)
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
-        """A worker could not be started, or did not load its model."""
+        """Kill a worker that could not be started or load its model, and schedule a restart."""
         place = self._places[worker.index]
         if worker not in (place.worker, place.successor):
             return
@@ -241,7 +242,7 @@ class Pool:
             self._restart_later(place)
 
     def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
-        """A worker is dead: tell what that means, and see to its replacement."""
+        """Remove a dead worker, report its loss, and schedule its replacement."""
         self.live.discard(worker)
         worker.set_timer(None)
         if worker.outbox is not None and worker.outbox.is_open:
@@ -266,7 +267,7 @@ class Pool:
     # Starting and replacing.
 
     def _start(self, place: _Place) -> None:
-        """Start a worker at a place that has none, or the successor of the one that it has."""
+        """Start a worker at an empty place, or the successor of the worker at this place."""
         place.restart_timer = None
         if self.is_closing:
             return
@@ -293,12 +294,12 @@ class Pool:
         self._events.worker_retired(worker.id)
         if worker.state is WorkerState.ENDING:  # it hangs, and is being ended already
             return
-        # It reads this behind the batches that it has been given.
+        # The worker reads STOP after the batches that were sent before.
         worker.ask_to_end()
         self._watch_retired(worker)
 
     def _watch_retired(self, worker: WorkerHandle) -> None:
-        """Limit the time in which a retired worker ends once it has answered its batches."""
+        """End a retired worker that is idle and has not ended within `stop_timeout`."""
         if worker.id in self._events.idle_workers():
             then = functools.partial(self.replace, worker.id)
         else:
@@ -309,13 +310,13 @@ class Pool:
         del self._serving[worker.id]
         self._heartbeat.answered(worker.id)
         if not self.is_closing and not exit.is_clean:
-            # What the parent has ended it for is in the log already.
+            # If the parent has ended the worker, the reason is in the log already.
             level = logging.INFO if exit.is_ours else logging.WARNING
             logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
         self._events.worker_lost(worker.id, exit)
 
     def _restart_later(self, place: _Place) -> None:
-        # The listener may have answered the event by ending the pool.
+        # The listener may have ended the pool when it was told of the loss.
         if self.is_closing:
             return
         delay, is_given_up = place.restarts.lost(monotonic())
@@ -339,7 +340,7 @@ class Pool:
         # The answers to the last pings may have arrived while the loop was blocked.
         self.read_all()
         serving = self._serving
-        # Workers that were asked to end read nothing more.
+        # Workers that were asked to end read no further frames.
         idle = [
             worker_id
             for worker_id in self._events.idle_workers()
@@ -361,42 +362,42 @@ class Pool:
     # Ending.
 
     def abandon(self) -> None:
-        """Kill every worker without waiting, and start no other."""
+        """Kill every worker without waiting, and start no more."""
         self.is_closing = True
         self._cancel_timers()
         for worker in self.live:
             worker.kill()
 
     async def aclose(self) -> None:
-        """Ask the workers to end, then make them; returns when they are dead."""
+        """Ask the workers to end, terminate them after `stop_timeout`, and wait until they die."""
         self.is_closing = True
         self._cancel_timers()
         try:
             await self.live.end(self.stop_timeout)
             await self._memory.aclose()
         finally:
-            # After a cancelled wait there may be workers left, which are killed now.
+            # If the wait was cancelled, workers may be left, which are killed now.
             self.stop(0.0)
 
     def stop(self, grace: float) -> None:
-        """End without an event loop: wait `grace` seconds for the workers, then make them end."""
+        """End without an event loop: wait `grace` seconds for the workers, then terminate them."""
         end_pools([self], grace)
 
     def begin_end(self) -> None:
-        """Start nothing more, send nothing more, and close the pipes of the workers."""
+        """Start no more workers, send no more frames, and close the pipes of the workers."""
         self.is_closing = True
         self._cancel_timers()
         self._thread.hold()
         # Before the outboxes of the workers, which the copier thread reads.
         self._memory.close()
-        # Calls that come now wait, and see no worker die.
+        # New requests wait in the queue instead of being sent to a worker that is ending.
         for worker_id in self._serving:
             self._events.worker_retired(worker_id)
         for worker in self.live:
             worker.disconnect()
 
     def finish_end(self) -> None:
-        """Forget the workers, which are dead, and end the threads."""
+        """Remove the workers, which are dead, and end the threads."""
         for place in self._places:
             place.worker = place.successor = None
         self._retired.clear()

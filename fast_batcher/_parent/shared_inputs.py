@@ -1,12 +1,12 @@
-"""Batches on their way through shared memory. API process, event loop's thread.
+"""Sends large batches through shared memory. API process, event loop's thread.
 
-A batch whose inputs are all staged is one frame that says where they lie, sent as soon as they are
+A batch whose inputs are all staged is one frame with their locations, sent as soon as they are
 copied. Any other large batch is copied here: up to `MOST_AT_ONCE` bytes by the loop, more by the
-copier thread. A frame that is not ready keeps its place among the frames of its worker. A batch
-that finds no room or no memory goes through the pipe, and one warning says so.
+copier thread. A frame that is not ready keeps its place among the frames of its worker. If there is
+no room or no memory, the batch goes through the pipe, and one warning is logged.
 
-The slabs that a worker may read are leased to it, batch by batch. A lease ends when the worker says
-that no view of the batch is left, or when the worker is dead.
+Slabs are leased to a worker, batch by batch. A lease ends when the worker reports that no view of
+the batch is left, or when the worker is dead.
 """
 
 import functools
@@ -31,17 +31,17 @@ logger = logging.getLogger("fast_batcher")
 _ROWS = Kind.ROWS
 
 Send = Callable[[Kind, int, bytes], None]
-# Sends a batch whose inputs have been copied, or whether that has failed.
+# Sends a batch once its inputs are copied; the argument says whether a copy has failed.
 Fill = Callable[[bool], None]
 
 
 class SharedInputSender:
-    """Sends batches through the memory that is shared with the workers.
+    """Sends batches through the memory that is shared with the workers, and keeps the leases.
 
     Args:
-        memory: That memory, and the thread for large copies.
+        memory: The shared memory, and the thread for large copies.
         settings: The batcher's settings.
-        send_in_band: Sends a batch through the pipe for which there turns out to be no memory.
+        send_in_band: Sends a batch through the pipe, if the system has no memory for it.
         name: The batcher's name, for logs.
     """
 
@@ -56,21 +56,21 @@ class SharedInputSender:
         self._send_in_band = send_in_band
         self._name = name
         self._has_warned = False
-        # By worker that is ready, the slabs of each batch of which it may have views.
+        # By ready worker and batch id: the slabs of batches that the worker may still view.
         self._leases: dict[int, dict[int, list[Slab]]] = {}
         self.arena = InputArena(memory, settings, self._warn)
 
     def add_worker(self, worker_id: int) -> None:
-        """A worker is ready."""
+        """Add a worker that is ready."""
         self._leases[worker_id] = {}
 
     def remove_worker(self, worker_id: int, inherited: int | None) -> None:
-        """A worker is dead: end its leases.
+        """Remove a dead worker, and end its leases.
 
         Args:
             worker_id: The worker.
-            inherited: The last batch of which children of the worker may have views, so that its
-                slabs, and those of earlier batches, are never free; or None.
+            inherited: Id of the last batch that the worker's children may still view, or None. The
+                slabs of this batch and of earlier ones are never freed.
         """
         for batch_id, leased in self._leases.pop(worker_id, {}).items():
             if inherited is not None and batch_id <= inherited:
@@ -78,14 +78,14 @@ class SharedInputSender:
                     slab.leak()
 
     def is_available(self) -> bool:
-        """Whether there is memory to share; warns once if there should be."""
+        """Return whether there is shared memory; warn once if it could not be made."""
         slabs = self._memory.slabs
         if isinstance(slabs, OSError):
             self._warn(slabs)
         return isinstance(slabs, Slabs)
 
     def send_staged(self, batch: Batch, link: WorkerLink) -> bool:
-        """Send a batch whose inputs are all staged; return False, and do nothing, if one is not.
+        """Send a batch if all of its inputs are staged; otherwise return False and do nothing.
 
         Args:
             batch: The batch; its first request has a staged input.
@@ -108,7 +108,7 @@ class SharedInputSender:
                 staged.when_copied = functools.partial(_fill_if_copied, pending, fill)
         else:
             link.send(*frame)
-        # The worker wakes up meanwhile.
+        # After the send, so that the worker wakes up meanwhile.
         self._leases[link.id][batch.id] = [*leased]
         for slab in leased:
             self.arena.close_slab(slab)
@@ -117,10 +117,12 @@ class SharedInputSender:
         return True
 
     def send(self, batch: Batch, parts: Parts, link: WorkerLink) -> bool:
-        """Send a batch; return False, and do nothing, if there is no room for it.
+        """Send a batch; if there is no room for it, return False and do nothing.
+
+        Call it only if `is_available` returned True.
 
         Args:
-            batch: The batch; the memory `is_available`.
+            batch: The batch.
             parts: Its pickled inputs, which are released when they have been copied.
             link: Its worker.
         """
@@ -151,10 +153,10 @@ class SharedInputSender:
         return True
 
     def free(self, worker_id: int, batch_ids: list[int]) -> None:
-        """End leases: the worker has no view of these batches any more.
+        """End the leases of batches that a worker does not view any more.
 
         Raises:
-            KeyError: It has no lease of one of them.
+            KeyError: The worker has no lease of one of them.
         """
         leases = self._leases.get(worker_id)
         if leases is not None:
@@ -162,7 +164,7 @@ class SharedInputSender:
                 del leases[batch_id]
 
     def _finish(self, slabs: Slabs, whole: Part, fill: Fill, error: BaseException | None) -> None:
-        """The copier thread has copied a batch, or could not. On the loop's thread."""
+        """Send a batch after its copy on the copier thread. Loop's thread."""
         if error is not None:
             slabs.mark_uncommitted(whole)
             self._warn(error)
@@ -176,7 +178,7 @@ class SharedInputSender:
         frame: tuple[Kind, int, bytes],
         has_failed: bool,
     ) -> None:
-        """Send a batch in its place: its inputs have been copied, or could not be."""
+        """Send a batch in its reserved place; through the pipe if a copy has failed."""
         if link.id not in self._leases:  # the worker has died, and its leases have ended
             return
         frames = [frame]
@@ -215,14 +217,14 @@ class SharedInputSender:
 
 
 def _fill_if_copied(pending: list[StagedInput], fill: Fill) -> None:
-    """One of the staged inputs that a batch waits for has been copied, or could not be."""
+    """Send a batch if none of its staged inputs is still being copied."""
     states = {one.state for one in pending}
     if CopyState.COPYING not in states:
         fill(CopyState.FAILED in states)
 
 
 def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:
-    """Layout, start and number of the inputs of each run that lies in one piece."""
+    """Return layout, start and number of the inputs of each contiguous run."""
     runs: list[tuple[bytes, int, int]] = []
     layout, start, end, count = inputs[0].layout, inputs[0].start, inputs[0].start, 0
     for one in inputs:
@@ -240,5 +242,5 @@ def _write_parts(slabs: Slabs, whole: Part, parts: Parts) -> None:
     try:
         slabs.write(whole, parts, releases_gil=True)
     finally:
-        # Here, and not when the last reference goes: the inputs are locked until then.
+        # Released here, not with the last reference, because the inputs are locked until then.
         parts.release()

@@ -20,10 +20,10 @@ from fast_batcher._parent.worker import WorkerHandle, WorkerState
 # Seconds between SIGTERM and SIGKILL: enough for a handler of the model to run. With the default
 # stop_timeout of 2 s a program that forgot to stop exits within 3 s.
 TERMINATE_GRACE = 0.5
-# Seconds after SIGKILL. A killed process is gone within milliseconds; one in an uninterruptible
-# system call (a driver, a network file system) may never be, and is not worth waiting for.
+# Seconds after SIGKILL. A killed process is gone within milliseconds; a process in an
+# uninterruptible system call (a driver, a network file system) may stay for ever.
 KILL_GRACE = 5.0
-# What is sent to workers that have not ended by themselves, and the seconds after it.
+# Signals to workers that have not ended by themselves, and the seconds to wait after each.
 LAST_STEPS = ((signal.SIGTERM, TERMINATE_GRACE), (signal.SIGKILL, KILL_GRACE))
 # Seconds, at the end of the interpreter: a loop that has not ended its pools by then is blocked.
 # Together with the steps before, a program that forgot to stop still exits within 3 s.
@@ -31,25 +31,22 @@ LOOP_GRACE = 0.5
 
 
 class LiveWorkers:
-    """The workers of a pool that have been started and not been seen to end. Event loop's thread.
-
-    Workers that are being spawned are among them.
-    """
+    """Live workers of a pool, including workers that are being spawned. Event loop's thread."""
 
     def __init__(self) -> None:
         self._workers: set[WorkerHandle] = set()
-        # Done when there is no worker left; None while nothing waits for that.
+        # Done when no worker is left; None while nothing waits for it.
         self._all_dead: asyncio.Future[None] | None = None
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter([*self._workers])
 
     def add(self, worker: WorkerHandle) -> None:
-        """Note a worker that is going to be started."""
+        """Add a worker that is going to be started."""
         self._workers.add(worker)
 
     def discard(self, *workers: WorkerHandle) -> None:
-        """Forget workers that are dead, or could not be started."""
+        """Remove workers that are dead, or could not be started."""
         self._workers.difference_update(workers)
         waiter = self._all_dead
         if self._workers or waiter is None or waiter.done() or waiter.get_loop().is_closed():
@@ -61,10 +58,14 @@ class LiveWorkers:
         return [worker for worker in self if worker.is_alive]
 
     async def end(self, seconds: float) -> None:
-        """Ask the workers to end, and after some seconds make them; returns when they are dead."""
+        """Ask the workers to end, and terminate those left after `seconds`; wait for their deaths.
+
+        Args:
+            seconds: Time for the workers to end by themselves.
+        """
         for worker in self:
             if worker.state is WorkerState.LOADING:
-                worker.kill()  # it has nothing to finish
+                worker.kill()  # it has no batch to finish
             else:
                 worker.ask_to_end()
         await self._wait_until_dead(seconds)
@@ -82,30 +83,30 @@ class LiveWorkers:
 
 
 class EndablePool(Protocol):
-    """What `end_pools` and the end of the interpreter use of a pool."""
+    """Interface of a pool for `end_pools` and for the end of the interpreter."""
 
     live: LiveWorkers
     stop_timeout: float
     loop: asyncio.AbstractEventLoop
-    # Nothing is started any more.
+    # True once no further worker is started.
     is_closing: bool
 
     def begin_end(self) -> None:
-        """Start nothing more, send nothing more, and close the pipes of the workers."""
+        """Start no more workers, send no more frames, and close the pipes of the workers."""
 
     def finish_end(self) -> None:
-        """Forget the workers, which are dead, and end the threads."""
+        """Remove the workers, which are dead, and end the threads."""
 
 
-# Pools that have not been ended. They are held here, because a pool whose batcher was dropped has
-# workers all the same.
+# Pools that have not been ended. The references keep a pool whose batcher was dropped: it still has
+# workers.
 _open_pools: set[EndablePool] = set()
 # In a forked copy of the process the workers are children of another.
 os.register_at_fork(after_in_child=_open_pools.clear)
 
 
 def note_open(pool: EndablePool) -> None:
-    """End this pool at the end of the interpreter, unless `end_pools` comes first."""
+    """Register this pool to be ended at the end of the interpreter, unless `end_pools` is first."""
     _open_pools.add(pool)
 
 
@@ -131,7 +132,7 @@ def end_pools(pools: list[EndablePool], grace: float) -> None:
 
 
 def _reap_dead(pools: list[EndablePool], seconds: float) -> None:
-    """Reap the workers that die within some seconds; returns when it is all of them."""
+    """Reap the workers that die within `seconds`; return at once when all are dead."""
     deadline = monotonic() + seconds
     poller = select.poll()
     waiting = {worker.death_fd: worker for pool in pools for worker in pool.live.remaining()}
@@ -154,7 +155,7 @@ def end_forgotten_pools() -> None:
     """End every pool that this process has opened and not ended."""
     pools = list(_open_pools)
     grace = max((pool.stop_timeout for pool in pools), default=0.0)
-    # These run on other threads, which are daemons.
+    # Loops that still run here do so on daemon threads.
     running = {pool.loop for pool in pools if pool.loop.is_running()}
     endings = [
         _end_on_loop(loop, [pool for pool in pools if pool.loop is loop], grace) for loop in running
@@ -172,12 +173,12 @@ def end_forgotten_pools() -> None:
 def _end_on_loop(
     loop: asyncio.AbstractEventLoop, pools: list[EndablePool], grace: float
 ) -> threading.Event:
-    """Let the thread of their loop end pools.
+    """Schedule the end of pools on the thread of their event loop.
 
-    If this thread ended them, both would release a worker that has just died.
+    If this thread ended them, both threads would release a worker that has just died.
 
     Returns:
-        Set once they have been ended.
+        An event that is set once the pools have been ended.
     """
     has_ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Starts worker processes on a thread, and limits how long they may take. Parent process.
+"""Starts worker processes on a thread, and enforces `start_timeout`. Parent process.
 
 Everything but `WorkerHandle.spawn` runs on the event loop's thread.
 """
@@ -18,12 +18,12 @@ class Starter:
     """Starts the workers of one pool.
 
     Args:
-        thread: Where they are started. It lives as long as the workers, because on Linux the kernel
+        thread: Starts the processes. It lives as long as the workers, because on Linux the kernel
             ends them when the *thread* that forked them ends.
         timeout: Seconds that a worker may take to load its model.
-        live: Where the workers are noted.
-        start_failed: Told of a worker that could not be started, or did not load in time.
-        model_name: For errors.
+        live: The live workers of the pool; started workers are added.
+        start_failed: Called with a worker that could not be started, or did not load in time.
+        model_name: The model's name, for errors.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Starter:
         self._model_name = model_name
 
     def start(self, worker: WorkerHandle) -> None:
-        """Start a worker; it tells the pool itself when it is ready."""
+        """Start a worker, which reports its readiness to the pool."""
         self.limit(worker)
         self._thread.run(worker.spawn, functools.partial(self._finish_spawn, worker))
         self._live.add(worker)
@@ -62,7 +62,7 @@ class Starter:
         elif worker.is_alive:  # otherwise the pool was stopped meanwhile
             worker.attach(asyncio.get_running_loop())
             if worker.state is WorkerState.ENDING:
-                worker.kill()  # it was given up before there was a process to kill
+                worker.kill()  # `kill` was called before the process existed
             else:
                 self.limit(worker)
 
@@ -70,10 +70,10 @@ class Starter:
         was_attached = worker.is_attached
         self._thread.take_outcomes()
         if worker.is_attached and not was_attached:
-            # The loop was blocked since it was spawned, and has just sent it the model.
+            # The loop was blocked since the spawn, and has sent the model only now.
             return
         if worker.is_attached:
-            worker.read_all()  # it may have been ready in time, and the loop was blocked
+            worker.read_all()  # READY may have arrived in time, while the loop was blocked
         if worker.state is not WorkerState.LOADING:
             return
         error = WorkerStartupError(

@@ -1,8 +1,8 @@
-"""The environment of a worker: how many threads its numeric libraries may use.
+"""Environment variables of a worker that limit the threads of numeric libraries.
 
-Runs in the starter thread of the parent, and changes nothing in the parent's environment. The child
-could not set it in time: a numeric library reads it when it is imported, and the user's main module
-may import one.
+Runs on the starter thread of the parent, and does not change the parent's environment. The child
+could not set the variables in time: a numeric library reads them when it is imported, and the
+user's main module may import one.
 """
 
 import math
@@ -10,8 +10,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# Variables from which builds of NumPy, SciPy and PyTorch read the size of their thread pools. If
-# each of two workers uses all cores, they are slower together than one.
+# Variables from which builds of NumPy, SciPy and PyTorch read the size of their thread pools. Two
+# workers that each use all cores are slower together than one.
 THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "OPENBLAS_NUM_THREADS",

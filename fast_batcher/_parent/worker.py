@@ -1,12 +1,12 @@
-"""How workers, their pool and its listener talk to each other. Parent process.
+"""Interfaces between workers, their pool and its listener. Parent process.
 
     listener  --WorkerLink-->   worker      frames of batches
-    pool      --WorkerHandle--> worker      its start, its pings, its end
-    worker    --WorkerEvents--> pool        it is ready, it is dead
-    pool      --PoolEvents-->   listener    workers come and go; frames, at once from the worker
+    pool      --WorkerHandle--> worker      start, pings, end
+    worker    --WorkerEvents--> pool        ready, dead
+    pool      --PoolEvents-->   listener    arrivals and losses of workers, and their frames
 
-The pool decides when workers are started, replaced and ended; a worker knows how. There is one kind
-of worker: `WorkerProcess`, a child process.
+The pool decides when workers are started, replaced and ended; a `WorkerHandle` does it. The only
+implementation is `WorkerProcess`, a child process.
 """
 
 from asyncio import AbstractEventLoop, TimerHandle
@@ -21,15 +21,15 @@ from fast_batcher.errors import WorkerStartupError
 
 
 class WorkerState(Enum):
-    """Where a worker is between its start and its death.
+    """State of a worker from its start to its death.
 
-    state    until                                what its frames mean             its death is
+    state    ends with                            frames from the worker           its death is
     -------  -----------------------------------  -------------------------------  --------------
-    LOADING  it says READY or STARTUP_FAILED      only these two are expected      a failed start
-    READY    the parent ends it                   answers, for the batcher         a loss
-    ENDING   its death                            nothing, they are dropped        as it was before
+    LOADING  READY or STARTUP_FAILED              only these two are expected      a failed start
+    READY    a kill by the parent                 answers, passed to the listener  a loss
+    ENDING   the worker's death                   dropped                          as before
 
-    A worker that was asked to end stays READY: what it still answers counts.
+    A worker that was asked to end stays READY: its remaining answers count.
     """
 
     LOADING = "loading"
@@ -38,158 +38,158 @@ class WorkerState(Enum):
 
 
 class Exit(NamedTuple):
-    """How a worker died, and which batches it had."""
+    """Exit status of a worker, and the batches it had."""
 
     # "exit code 3", "signal 9 (SIGKILL)".
     text: str
     # A signal ended it.
     by_signal: bool
-    # It was asked to end, and has.
+    # It was asked to end, and did so with exit code 0.
     is_clean: bool
-    # The parent has ended it, and has logged why.
+    # The parent has ended it, and has logged the reason.
     is_ours: bool
-    # Ids of the batches that it had read last and begun last, None without any.
+    # Ids of the batches that it read last and began to compute last, None without any.
     taken: int | None
     begun: int | None
-    # Id of the last batch of whose inputs its children may have views, None without any.
+    # Id of the last batch whose inputs its children may still view, None without any.
     inherited: int | None
-    # Something other than the parent has killed it: on Linux the kernel does so when memory ends.
+    # SIGKILL came from outside, for example from the OOM killer of Linux.
     may_be_out_of_memory: bool
 
 
 class WorkerLink(Protocol):
-    """What senders and answers use of a ready worker."""
+    """Interface of a ready worker for `BatchSender` and `Answers`."""
 
     @property
     def id(self) -> int:
-        """Number of this worker among all that the pool has started."""
+        """Number of this process among all processes that the pool has started."""
 
     @property
     def outbox(self) -> OutboxReader | None:
-        """Where the worker leaves large answers, None if it sends them all."""
+        """Memory in which the worker leaves large answers, None without shared memory."""
 
     def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
         """Send a frame without waiting; a frame to a dead worker is dropped."""
 
     def reserve(self) -> Reservation:
-        """Keep a place among the frames that are sent, for frames that are not ready yet."""
+        """Reserve a place in the order of frames, for frames that are not ready yet."""
 
     def fill(self, reservation: Reservation, frames: Frames, /) -> None:
         """Send frames in the place that was reserved for them."""
 
 
 class WorkerHandle(WorkerLink, Protocol):
-    """What the pool uses of a worker.
+    """Interface of a worker for the pool.
 
     `spawn` runs on the starter thread, everything else on the event loop's thread, or on the thread
     that ends the pool once the loop is closed.
     """
 
-    # Which of the batcher's workers this is, from 0; its replacement has the same index.
+    # Index among the batcher's workers, from 0; its replacement has the same index.
     index: int
     # The process id; None before `spawn`.
     pid: int | None
     state: WorkerState
-    # Batches that it has answered; the pool counts them if workers are recycled.
+    # Answered batches; the pool counts them if workers are recycled.
     batches: int
-    # Whether an event loop watches it, or did until it was closed.
+    # Whether `attach` was called.
     is_attached: bool
-    # Whether `ask_to_end` was called: it reads nothing more.
+    # Whether `ask_to_end` was called: the worker reads no further frames.
     was_asked_to_end: bool
 
     @property
     def title(self) -> str:
-        """What logs call it: the batcher, the worker and the process."""
+        """Name in logs: the batcher, the worker's index and the process id."""
 
     def spawn(self) -> None:
-        """Start it. Starter thread.
+        """Start the process. Starter thread.
 
         Raises:
             OSError: The system has no room for another process.
         """
 
     def attach(self, loop: AbstractEventLoop) -> None:
-        """Let this event loop watch it; a loop that did so before is closed."""
+        """Watch the worker from this event loop; the previous loop, if any, is closed."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has been started and not been seen to end."""
+        """Whether the process was started and has not been reaped."""
 
     @property
     def rss_bytes(self) -> int:
         """Resident memory, 0 if it cannot be read."""
 
     def set_timer(self, timer: TimerHandle | None) -> None:
-        """Replace what the pool does about it later; the timer before is cancelled."""
+        """Set the pool's timer for this worker, and cancel the previous one."""
 
     def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; whether the rest of a frame is arriving."""
+        """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
 
     def is_sending(self) -> bool:
-        """Whether frames that had to wait have been sent lately, or wait now."""
+        """Return whether delayed frames were sent since the last call, or are not ready yet."""
 
     def read_begun(self) -> int | None:
-        """The id of the batch that it has begun last, None without any."""
+        """Return the id of the batch that the worker began last, None without any."""
 
     def ask_to_end(self) -> None:
-        """Let it finish what it has, and end by itself."""
+        """Ask the worker to finish its batches, and then to end."""
 
     def ignore(self) -> None:
-        """Drop what it says from now on: the parent is ending it."""
+        """Drop all further frames from this worker: the parent is ending it."""
 
     def disconnect(self) -> None:
-        """Close the pipes: it ends after the batch that it computes."""
+        """Close the pipes: the worker ends after its current batch."""
 
     def signal(self, number: Signals) -> None:
-        """Send it a signal, and then the processes that its model has started."""
+        """Send a signal to the worker and to the processes that its model has started."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Send SIGKILL to the worker and to the processes that its model has started."""
 
     def kill_on_protocol_error(self, error: Exception) -> None:
-        """End it at once because it broke the protocol; logs the error."""
+        """Log that the worker broke the protocol, and kill it."""
 
     @property
     def death_fd(self) -> int:
-        """Readable once it is dead; -1 after `reap`."""
+        """Descriptor that is readable once the worker is dead; -1 after `reap`."""
 
     def reap(self) -> Exit | None:
-        """Release what belonged to it, now that it is dead; None if that has been done."""
+        """Release the resources of the dead worker; None if that was done before."""
 
 
 class WorkerEvents(Protocol):
-    """What workers tell their pool, on the event loop's thread."""
+    """Events that workers report to their pool, on the event loop's thread."""
 
     def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
-        """A worker is ready; sizes and seconds of the batches of its warm-up."""
+        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
-        """A worker could not be started, or could not load its model in time."""
+        """Handle a worker that could not be started, or could not load its model in time."""
 
     def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
-        """A worker is dead, and every frame that it had sent has been dispatched. Told once."""
+        """Handle a death; called once, after all frames of the worker were dispatched."""
 
 
 class PoolEvents(Protocol):
-    """What a pool tells its listener, and asks it, on the loop's thread."""
+    """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
 
     def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]], /) -> None:
-        """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
 
     def worker_retired(self, worker_id: int, /) -> None:
-        """A worker gets no more batches: another has taken its place."""
+        """Give a worker no more batches: another has taken its place."""
 
     def worker_lost(self, worker_id: int, exit: Exit, /) -> None:
-        """A worker that was ready is dead."""
+        """Handle the death of a worker that was ready."""
 
     def worker_failed_to_start(self, worker_id: int, error: WorkerStartupError, /) -> None:
-        """A worker died or was ended before it was ready."""
+        """Handle a worker that died or was ended before it was ready."""
 
     def workers_given_up(self, reason: str, seconds: float, /) -> None:
-        """No worker is left, and the next one is started in some seconds."""
+        """Handle that no worker is left, and that the next is started after `seconds`."""
 
     def frame_arrived(self, worker_id: int, frame: Frame, /) -> None:
-        """A ready worker has sent a frame; raises if that breaks the protocol."""
+        """Handle a frame of a ready worker; raises if the frame breaks the protocol."""
 
     def idle_workers(self) -> list[int]:
         """Return the ids of the ready workers that have no batch."""

@@ -1,4 +1,4 @@
-"""The parent's half of one worker process: its pipes, its frames, its death.
+"""Handle of one worker process in the parent: start, pipes, frames, signals, death.
 
 `spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
 thread that ends the pool once the loop is closed.
@@ -44,7 +44,7 @@ _LOADING, _READY, _ENDING = WorkerState.LOADING, WorkerState.READY, WorkerState.
 
 
 class _Parts(NamedTuple):
-    """What belongs to a process that is alive."""
+    """Resources of a live process."""
 
     child: ChildProcess
     channel: LoopChannel
@@ -52,15 +52,15 @@ class _Parts(NamedTuple):
 
 
 class WorkerProcess:
-    """One worker process; a `WorkerHandle` of the pool. A replacement is another object.
+    """Handle of a worker process, the pool's `WorkerHandle`. A replacement is another object.
 
     Args:
-        id: Number of this process among all that the pool starts.
-        index: Which of the batcher's workers this is, from 0.
-        model_spec: What it loads.
+        id: Number of this process among all processes that the pool starts.
+        index: Index among the batcher's workers, from 0.
+        model_spec: The model that it loads.
         settings: The batcher's settings.
-        slabs: Memory in which large inputs reach it, or None.
-        events: What is told of its start and its death: the pool.
+        slabs: Shared memory for large inputs, or None.
+        events: Receives its start and its death: the pool.
         on_frame: Called with its id and each frame once it is ready.
         name: The batcher's name, for logs.
     """
@@ -88,7 +88,7 @@ class WorkerProcess:
         self.state = WorkerState.LOADING
         self.batches = 0
         self.was_asked_to_end = False
-        # It has closed its end of a pipe, which is what a dying process does first.
+        # The worker has closed its end of a pipe, which a dying process does first.
         self._has_hung_up = False
         self._timer: TimerHandle | None = None
         self._loop: AbstractEventLoop | None = None
@@ -96,18 +96,18 @@ class WorkerProcess:
 
         # Set by `spawn`.
         self.pid: int | None = None
-        # Where it leaves large answers, None if it sends them all.
+        # Memory in which the worker leaves large answers, None without shared memory.
         self.outbox: OutboxReader | None = None
-        # None before `spawn` and after `reap`: then the cycle with the channel would keep its
-        # buffer until the garbage collector finds it, which may take many minutes.
+        # None before `spawn` and after `reap`. Setting it to None breaks the reference cycle with
+        # the channel, whose buffer would otherwise live until the next garbage collection.
         self._parts: _Parts | None = None
 
     @property
     def title(self) -> str:
-        """What logs call it: the batcher, the worker and the process."""
+        """Name in logs: the batcher, the worker's index and the process id."""
         return f"{self._name}: worker {self.index} (pid {self.pid})"
 
-    # Its start.
+    # Start.
 
     def spawn(self) -> None:
         """Start the process. Starter thread.
@@ -146,18 +146,18 @@ class WorkerProcess:
             child = ChildProcess(process, environment)
             undo.pop_all()
         # The child has its own copies of these.
-        for end in theirs:  # while they are open here, there is never an end of file
+        for end in theirs:  # while they are open here, no read returns an end of file
             end.close()
         progress.close_fd()
         if isinstance(outbox, OutboxReader):
             outbox.close_fd()
             self.outbox = outbox
         self.pid = child.pid
-        # Last: from now on the process is alive for the loop's thread.
+        # Last: from now on `is_alive` is True for the loop's thread.
         self._parts = _Parts(child, channel, progress)
 
     def attach(self, loop: AbstractEventLoop) -> None:
-        """Let this event loop watch it; a loop that did so before is closed."""
+        """Watch the worker from this event loop; the previous loop, if any, is closed."""
         assert self._parts is not None, "attached while it is alive"
         self._loop = loop
         self._parts.channel.attach(loop)
@@ -168,10 +168,10 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it has been started and not been seen to end."""
+        """Whether the process was started and has not been reaped."""
         return self._parts is not None
 
-    # Frames to it.
+    # Frames to the worker.
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         """Send a frame without waiting; a frame to a dead worker is dropped."""
@@ -179,7 +179,7 @@ class WorkerProcess:
             self._parts.channel.send(kind, batch_id, body)
 
     def reserve(self) -> Reservation:
-        """Keep a place among the frames that are sent, for frames that are not ready yet."""
+        """Reserve a place in the order of frames, for frames that are not ready yet."""
         return Reservation() if self._parts is None else self._parts.channel.reserve()
 
     def fill(self, reservation: Reservation, frames: Frames) -> None:
@@ -188,17 +188,17 @@ class WorkerProcess:
             self._parts.channel.fill(reservation, frames)
 
     def is_sending(self) -> bool:
-        """Whether frames that had to wait have been sent lately, or wait now."""
+        """Return whether delayed frames were sent since the last call, or are not ready yet."""
         return self._parts is not None and self._parts.channel.is_sending()
 
-    # Frames from it.
+    # Frames from the worker.
 
     def read_all(self) -> bool:
-        """Dispatch the frames that have arrived; whether the rest of a frame is arriving."""
+        """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
         return self._parts is not None and self._parts.channel.drain()
 
     def _dispatch(self, frame: Frame) -> None:
-        """Do with a frame what its state says: see `WorkerState`."""
+        """Handle a frame according to the state: see `WorkerState`."""
         if self.state is _READY:
             self._on_frame(self.id, frame)
         elif self.state is _LOADING:
@@ -219,10 +219,10 @@ class WorkerProcess:
         else:
             raise TransportError(f"a worker that is not ready sent {frame.kind.name}")
 
-    # What it does.
+    # Progress and memory.
 
     def read_begun(self) -> int | None:
-        """The id of the batch that it has begun last, None without any."""
+        """Return the id of the batch that the worker began last, None without any."""
         return None if self._parts is None else self._parts.progress.begun
 
     @property
@@ -231,37 +231,37 @@ class WorkerProcess:
         try:
             with open(f"/proc/{self.pid}/statm", "rb") as file:
                 return int(file.read().split()[1]) * PAGE_SIZE
-        except (OSError, IndexError):  # it has just died
+        except (OSError, IndexError):  # the process has just died
             return 0
 
-    # Its end.
+    # End.
 
     def set_timer(self, timer: TimerHandle | None) -> None:
-        """Replace what the pool does about it later; the timer before is cancelled."""
+        """Set the pool's timer for this worker, and cancel the previous one."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = timer
 
     def ask_to_end(self) -> None:
-        """Let it finish what it has, and end by itself. Its answers still count."""
+        """Ask the worker to finish its batches, and then to end. Its answers still count."""
         self.was_asked_to_end = True
         self.send(Kind.STOP, 0, b"")
 
     def ignore(self) -> None:
-        """Drop what it says from now on: the parent is ending it."""
+        """Drop all further frames from this worker: the parent is ending it."""
         self.state = _ENDING
 
     def disconnect(self) -> None:
-        """Close the pipes: it ends after the batch that it computes."""
+        """Close the pipes: the worker ends after its current batch."""
         self.ignore()
         if self._parts is not None:
             self._parts.channel.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, if it lives, and then the processes that its model has started.
+        """Send a signal to the worker, if alive, and to the processes that its model has started.
 
-        They are looked for first, because their parent is not known once it is dead. A worker
-        ignores every SIGTERM but this one.
+        These are found first: once the worker is dead, its descendants cannot be identified. A
+        worker ignores every SIGTERM except one sent by this method.
         """
         parts = self._parts
         if parts is not None:
@@ -273,12 +273,12 @@ class WorkerProcess:
                 send_signal(pidfds, number)
 
     def kill(self) -> None:
-        """End it at once; `worker_exited` follows. One that is being spawned ends after that."""
+        """Kill the worker; `worker_exited` follows. During `spawn` it is killed afterwards."""
         self.ignore()
         self.signal(signal.SIGKILL)
 
     def kill_on_protocol_error(self, error: Exception) -> None:
-        """End it at once because it broke the protocol; logs the error."""
+        """Log that the worker broke the protocol, and kill it."""
         if self.state is not _ENDING:
             logger.error(
                 "%s broke the protocol and is replaced: %s", self.title, error, exc_info=error
@@ -287,11 +287,11 @@ class WorkerProcess:
 
     @property
     def death_fd(self) -> int:
-        """Readable once it is dead; -1 after `reap`."""
+        """Descriptor that is readable once the worker is dead; -1 after `reap`."""
         return -1 if self._parts is None else self._parts.child.death_fd
 
     def reap(self) -> Exit | None:
-        """Release what belonged to it, now that it is dead; None if that has been done."""
+        """Release the resources of the dead worker; None if that was done before."""
         if self._parts is None:
             return None
         child, channel, progress = self._parts
@@ -318,7 +318,7 @@ class WorkerProcess:
         return exit
 
     def _hung_up(self, error: Exception | None) -> None:
-        """It has closed its end or broken the protocol; it is replaced either way."""
+        """Kill a worker that has closed its end of a pipe or broken the protocol."""
         self._has_hung_up = error is None and self.state is not _ENDING
         if error is None:
             self.kill()
@@ -326,7 +326,7 @@ class WorkerProcess:
             self.kill_on_protocol_error(error)
 
     def _died(self) -> None:
-        # Frames of a dead worker can still be read.
+        # The frames of a dead worker can still be read from the pipe.
         self.read_all()
         exit = self.reap()
         if exit is not None:
@@ -334,7 +334,7 @@ class WorkerProcess:
 
 
 def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:
-    """Make the memory for large answers; an error if that fails, None if it is not wanted."""
+    """Make the memory for large answers; return None if the settings turn it off, or the error."""
     if not settings.max_shared_bytes:
         return None
     try:

@@ -1,7 +1,7 @@
-"""Arrays and tensors that lie one behind the other in shared memory: dtype, shape, and views.
+"""Layouts of arrays and tensors in shared memory: probes, dtype and shape, and views of rows.
 
-Both sides. NumPy and PyTorch are used where they are loaded: the API process is given one of their
-values, and the worker unpickles a dtype.
+Both sides. NumPy and PyTorch are used if they are loaded: in the API process the app passes one of
+their values, and in the worker unpickling a dtype loads its library.
 """
 
 import functools
@@ -20,13 +20,13 @@ PLAIN_KINDS = "biufcmMSUV"
 
 
 class Layout(NamedTuple):
-    """What is equal in all inputs of one slab."""
+    """Type, dtype and shape of the inputs of one slab."""
 
-    # Whether the inputs are tensors, not arrays.
+    # True for tensors, False for arrays.
     is_tensor: bool
     dtype: Any
     shape: tuple[int, ...]
-    # The inputs lie in the app's own arrays, and there is no other copy for a retry.
+    # The slab is the memory of the app's own arrays, and no other copy exists for a retry.
     is_original: bool = False
 
     @property
@@ -36,10 +36,10 @@ class Layout(NamedTuple):
         return size
 
 
-# The fields of a `Layout`. One is made for each input, and a plain tuple takes a tenth of the time.
+# The fields of a `Layout`, as a plain tuple, which takes a tenth of the time: one per input.
 Key = tuple[Any, ...]
-# Takes a value, and the least and the most bytes; returns the fields of its layout and its bytes.
-# None if it has another number of bytes, or if its memory is not simply its values.
+# Takes a value, and the least and the most bytes; returns the fields of its layout and its size.
+# None if the size is outside these limits, or if its memory does not hold just its values in order.
 LayoutProbe = Callable[[Any, int, int], tuple[Key, int] | None]
 
 
@@ -56,10 +56,10 @@ def find_probes() -> dict[type, LayoutProbe]:
 
 
 def is_plain_dtype(dtype: Any) -> bool:
-    """Whether arrays of this NumPy dtype are their bytes, and equal dtypes are interchangeable."""
-    # Not interchangeable are equal dtypes with other metadata, also of a field, and with fields
-    # that are aligned, or records. Dtypes of subarrays change the shape. Arrays of other libraries'
-    # dtypes, and of NumPy's for text of any length, may hold pointers to the values.
+    """Return whether bytes and an equal dtype are enough to rebuild arrays of this NumPy dtype."""
+    # Equal dtypes may differ in metadata, also of a field, and in the alignment and the record type
+    # of fields. Dtypes of subarrays change the shape. Arrays with dtypes of other libraries, or
+    # with NumPy's dtype for text of any length, may hold pointers to the values.
     return (
         dtype.kind in PLAIN_KINDS
         and type(dtype).__module__.partition(".")[0] == "numpy"
@@ -71,10 +71,10 @@ def is_plain_dtype(dtype: Any) -> bool:
 
 
 def to_shape(shape: Any) -> tuple[int, ...]:
-    """Make a shape of one integer or several, of any type that NumPy takes for one.
+    """Make a shape from one integer or several, of any integer type.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The argument is neither an integer nor an iterable of integers.
     """
     if isinstance(shape, str | bytes):  # a sequence of integers, if it is bytes or empty
         raise TypeError(f"{type(shape).__name__!r} object cannot be interpreted as a shape")
@@ -85,16 +85,16 @@ def to_shape(shape: Any) -> tuple[int, ...]:
 
 
 def address_of(value: Any) -> int:
-    """Where the memory of an array or tensor begins; takes 1 us for an array."""
+    """Return the memory address of an array or tensor; takes 1 us for an array."""
     if hasattr(value, "data_ptr"):
         return int(value.data_ptr())
     return int(value.__array_interface__["data"][0])
 
 
 def view_bytes(value: Any) -> memoryview | None:
-    """The bytes of an array or tensor that a probe has accepted; None for a tensor without NumPy.
+    """View the bytes of an array or tensor that a probe has accepted; None without NumPy.
 
-    The view keeps them, but the memory of a tensor may be freed meanwhile: see `VolatileBuffer`.
+    The view keeps an array's memory. A tensor's may be freed meanwhile: see `VolatileBuffer`.
     """
     if hasattr(value, "data_ptr"):
         array = view_tensor(sys.modules["torch"], value)
@@ -123,18 +123,18 @@ def _find_tensor_layout(torch: Any, tensor: Any, least: int, most: int) -> tuple
 
 
 def view_rows(layout: Layout, part: memoryview) -> tuple[list[Any], Any]:
-    """View inputs that lie one behind the other.
+    """View adjacent inputs of one layout.
 
     Args:
-        layout: Of each.
-        part: The memory of all, at least one; the views keep it.
+        layout: The layout of each input.
+        part: The memory of one or more inputs; the views keep it.
 
     Returns:
         The inputs, and the array whose rows they are, None if they are tensors.
     """
     if layout.is_tensor:
         size = layout.nbytes
-        # Each from its bytes: a slice of one tensor would be pickled with all of that tensor.
+        # Each from its own bytes: a slice of one tensor would be pickled with the whole tensor.
         rows: list[Any] = [
             rebuild_tensor(part[begin : begin + size], layout.dtype, layout.shape)
             for begin in range(0, len(part), size)

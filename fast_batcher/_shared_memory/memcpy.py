@@ -1,18 +1,18 @@
-"""Copying bytes while other threads run. Both sides, any thread.
+"""Memory copies that release the GIL, so that other threads run. Both sides, any thread.
 
-Only a thread for which no event loop waits copies in this way: a thread that has released the
-interpreter's lock waits for its turn to get the lock again, up to 5 ms where another computes.
+The event loop's thread does not use them: a thread that has released the GIL may wait up to 5 ms to
+get it again while another thread computes.
 """
 
 import ctypes
 from typing import Any
 
-# Bytes from which on a copy lets other threads run: a shorter one is over before they notice.
+# Bytes from which on a copy releases the GIL: a shorter copy ends before another thread runs.
 RELEASING_SIZE = 64 * 1024
 
 
 class _Buffer(ctypes.Structure):
-    """CPython's `Py_buffer`, which is equal in all versions from 3.11 on."""
+    """CPython's `Py_buffer`, whose layout is the same in all versions from 3.11 on."""
 
     _fields_ = (
         ("address", ctypes.c_void_p),
@@ -43,7 +43,7 @@ for _make in _makers.values():
 
 
 def copy_buffer(target: int, piece: bytes | memoryview) -> None:
-    """Copy contiguous bytes to this address; other threads run meanwhile.
+    """Copy contiguous bytes to this address, without the GIL.
 
     Raises:
         BufferError: The bytes are not contiguous.
@@ -57,12 +57,12 @@ def copy_buffer(target: int, piece: bytes | memoryview) -> None:
 
 
 def make_unset(kind: type[bytes] | type[bytearray], size: int) -> Any:
-    """Make an object of `size` bytes that are whatever was there."""
+    """Make an object of `size` uninitialized bytes."""
     return _makers[kind](None, size)
 
 
 def copy_releasing(kind: type[bytes] | type[bytearray], piece: memoryview) -> Any:
-    """Make a copy while other threads run; the type's constructor would stop them."""
+    """Copy bytes to a new object, without the GIL, which the type's constructor would hold."""
     copy, target = make_unset(kind, len(piece)), _Buffer()
     _get_buffer(copy, target, _SIMPLE)
     try:

@@ -1,11 +1,11 @@
 """The reader's half of an outbox: memory in which one worker leaves large outputs. API process.
 
-An outbox is one file without a name. Only its worker writes outputs, and knows which ranges are
-taken. Each answer has a byte ahead of it that the worker sets and the API process clears: the
-worker sees what is free when it needs room, and no message wakes it for that. An answer outlives
-the worker as long as the API process has the memory.
+An outbox is one anonymous file. Only its worker writes outputs and allocates ranges. A byte before
+each answer is set by the worker and cleared by the API process: the worker reads it when it needs
+room, so no message has to wake it. An answer outlives the worker as long as the API process has the
+memory mapped.
 
-The event loop's thread calls everything in here, except `Answer.copy`, which any thread may call.
+All methods run on the event loop's thread, except `Answer.copy`, which any thread may call.
 """
 
 import os
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class OutboxReader:
-    """Finds the answers of one worker.
+    """Finds the answers of one worker in its outbox.
 
-    Pickled while a process is being started, it becomes the `OutboxWriter` of that process.
+    Passed to a child process as an argument, it becomes the `OutboxWriter` of that process.
 
     Args:
-        size: Most bytes in all answers together that have not been copied yet.
+        size: Most bytes of all answers that have not been copied yet.
         least: Bytes from which on a buffer is kept out of the pickle.
 
     Raises:
@@ -42,9 +42,9 @@ class OutboxReader:
         self._size = size
         self._least = least
         self._fd = make_shared_file(size)
-        # The memory goes when no part of this view is left.
+        # The memory is unmapped when no part of this view is left.
         self._view: memoryview | None = memoryview(map_file(self._fd, size))
-        # Whether an answer came: `close` takes long then.
+        # Whether an answer was found here: then `close` takes long.
         self.is_used = False
         at_fork(self, in_child=OutboxReader.close)
 
@@ -58,13 +58,13 @@ class OutboxReader:
         """Find an answer that the worker has left.
 
         Args:
-            start: Where `OutboxWriter.put` has put it.
+            start: Start of the answer, as `OutboxWriter.put` returned it.
             sizes: Bytes of each of its parts.
             read_only: The numbers of its read-only buffers.
-            items: Which parts belong to each output; see `Parts.items`.
+            items: The parts that belong to each output; see `Parts.items`.
 
         Raises:
-            TransportError: No answer can lie there.
+            TransportError: The numbers do not describe an answer in this memory.
         """
         self.is_used = True
         numbers = (start, *sizes, *chain.from_iterable(items))
@@ -77,9 +77,9 @@ class OutboxReader:
         raise TransportError("a worker says that it has left an answer where there can be none")
 
     def close_fd(self) -> None:
-        """Close the descriptor, so that no other process gets it; may be called again.
+        """Close the descriptor, so that no other process inherits it; may be called again.
 
-        The memory stays.
+        The memory stays mapped.
         """
         if self._fd >= 0:
             os.close(self._fd)
@@ -87,23 +87,23 @@ class OutboxReader:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is memory to be given back."""
+        """Whether the memory is still mapped."""
         return self._view is not None
 
     def close(self) -> None:
-        """Give the memory back as soon as no answer is left in it; may be called again."""
+        """Unmap the memory as soon as no answer is left in it; may be called again."""
         self.close_fd()
         self._view = None
 
 
 class Answer:
-    """The outputs of a batch, as they lie in an outbox.
+    """Outputs of a batch in an outbox.
 
     Args:
-        slab: Where they lie, and the byte ahead of them.
+        slab: The memory of the outputs, with the header before them.
         sizes: The bytes of each part.
-        read_only: Which parts behind the first become `bytes`.
-        items: Which parts belong to each output.
+        read_only: Numbers of the buffers that become `bytes`; the others become `bytearray`.
+        items: The parts that belong to each output.
     """
 
     def __init__(
@@ -119,15 +119,15 @@ class Answer:
         self._stream, self._parts = view_parts(slab[HEADER_SIZE:], sizes)
         # Bytes of all parts.
         self.size = sum(sizes)
-        # Copies of the first parts. Each has memory for itself: an app that keeps one output does
-        # not keep the others.
+        # Copies of the first parts. Each has its own memory: an app that keeps one output does not
+        # keep the others.
         self._copies: list[bytes | bytearray] = []
 
     def copy(self, *, releases_gil: bool) -> None:
-        """Copy what `load` would not copy. Any thread.
+        """Copy the buffers out of the outbox, ahead of `load`. Any thread.
 
         Args:
-            releases_gil: Whether other threads may run meanwhile.
+            releases_gil: Release the GIL during large copies.
 
         Raises:
             MemoryError: There is no memory left; `load` tries again.
@@ -141,10 +141,10 @@ class Answer:
             self._copies.append(copy_releasing(kind, part) if is_long else kind(part))
 
     def load(self, on_error: "Callable[[BaseException], Any]") -> list[Any]:
-        """Make the outputs, and free the place in the outbox.
+        """Unpickle the outputs, and free their place in the outbox.
 
         Args:
-            on_error: Returns what stands in the place of an output that cannot be unpickled.
+            on_error: Returns the substitute for an output that cannot be unpickled.
         """
         try:
             self.copy(releases_gil=False)
@@ -164,10 +164,10 @@ _MOST_GROWTH = 31 * 1024 * 1024
 
 
 def _grow_heap(size: int) -> None:
-    """Allocate `size` bytes in one piece, unused, and free them at once.
+    """Allocate `size` bytes in one block, and free them at once.
 
-    From then on the C library of Linux keeps blocks of that size which the program frees. Without
-    this it would return each large block to the system, and get it back as pages that have not
-    been used before, which takes several times as long as the copying.
+    From then on glibc keeps freed blocks of up to this size. Without this call it would return each
+    large block to the system, and get fresh pages for the next, which takes several times as long
+    as the copy.
     """
     make_unset(bytearray, min(size, _MOST_GROWTH))

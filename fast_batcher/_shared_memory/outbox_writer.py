@@ -16,16 +16,16 @@ from fast_batcher._transport.memory_file import map_file, punch
 if TYPE_CHECKING:
     from fast_batcher._transport.pickler import Parts
 
-# The byte ahead of an answer: what it says, and the room that it takes so that the answer is
-# aligned.
+# Values of the byte before an answer, and the size of the header that holds it, which keeps the
+# answer aligned.
 TAKEN, FREE = 1, 0
 HEADER_SIZE = ALIGNMENT
-# Bytes from which on a copy lets the threads of the model run meanwhile, which costs 1.4 us. More
+# Bytes from which on a copy releases the GIL for threads of the model, which costs 1.4 us. More
 # than in the API process: a shorter copy takes some tens of microseconds, and no event loop waits
 # for it.
 LEAST_RELEASING = 256 * 1024
-# Memory that no answer has used while this many pings came goes back to the system. An idle worker
-# gets one every five seconds: that makes a minute, which is also the time for inputs.
+# Pings after which memory that no answer has used is returned to the system. An idle worker gets
+# one every five seconds, so this is a minute, as for inputs.
 RESTS_TO_KEEP_MEMORY = 12
 
 
@@ -33,8 +33,8 @@ class OutboxWriter:
     """Puts answers into the outbox of this worker.
 
     Args:
-        fd: Of the file, which is taken over.
-        size: Its length in bytes.
+        fd: Descriptor of the file, owned by this object from now on.
+        size: Length of the file in bytes.
         least: Bytes from which on a buffer is kept out of the pickle.
 
     Raises:
@@ -45,21 +45,21 @@ class OutboxWriter:
         self.least = least
         self._size = size
         self._fd = fd
-        # A program that the model starts has no use for it, and would keep the memory.
+        # A program that the model starts must not inherit it: it would keep the memory.
         os.set_inheritable(fd, False)
         self._memory = map_file(fd, size)
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         self._ranges = Ranges(size)
-        # Where answers begin that had not been copied at the last look.
+        # Starts of the answers that had not been copied at the last check.
         self._starts: list[int] = []
         # The system has provided all memory up to here.
         self._committed_end = 0
         self._rests = 0
-        # A child that the model forks would keep the memory as long as it lives.
+        # Otherwise a child that the model forks would keep the memory as long as it lives.
         at_fork(self, in_child=OutboxWriter.close)
 
     def put(self, parts: "Parts") -> int | None:
-        """Write an answer; where it lies, or None if there is no room for it.
+        """Write an answer; return its start, or None if there is no room for it.
 
         Raises:
             OSError: There is no memory left.
@@ -80,7 +80,7 @@ class OutboxWriter:
         return start
 
     def rest(self) -> None:
-        """Use an idle moment: now and then, give back memory that was not used for long."""
+        """Return memory that was not used for a minute to the system; called once per ping."""
         self._free_copied()
         self._rests += 1
         if self._rests % RESTS_TO_KEEP_MEMORY:
@@ -92,11 +92,11 @@ class OutboxWriter:
                 punch(self._fd, self._committed_end, before - self._committed_end)
 
     def describe_room(self) -> str:
-        """Say in words how much room there is, and how much of it is taken."""
+        """Describe the taken and the total bytes of the outbox, for log messages."""
         return f"{self._ranges.taken_bytes} of max_shared_bytes={self._size} are taken"
 
     def close(self) -> None:
-        """Give the memory back; may be called again."""
+        """Unmap the memory; may be called again."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -114,8 +114,8 @@ class OutboxWriter:
         self._starts = left
 
     def _get_memory(self, end: int) -> None:
-        """Have the system provide all memory up to here: to write without it is a fatal signal."""
-        end = -(-end // PAGE) * PAGE  # part of a page could not be given back
+        """Let the system provide all memory up to `end`: writing without it is a fatal signal."""
+        end = -(-end // PAGE) * PAGE  # the system takes back whole pages only
         if self._committed_end < end:
             os.posix_fallocate(self._fd, self._committed_end, end - self._committed_end)
             self._committed_end = end

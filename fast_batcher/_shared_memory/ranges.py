@@ -1,23 +1,24 @@
-"""Which ranges of a file are taken, and where buffers begin in one. Pure; used by one thread each.
+"""First-fit allocator for ranges of a file, and the layout of buffers in a range. Pure.
 
-First fit from the front: ranges that are used again and again stay at the front, whose memory the
-system has provided already, and the end of the file needs no memory. A range that is given back is
-joined with the free ranges beside it, so once everything is back, everything fits again.
+Each allocator is used by one thread. First fit from the front keeps ranges at the front, whose
+memory the system has provided already, and the end of the file needs no memory. A range that is
+given back is merged with adjacent free ranges.
 """
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
 from operator import itemgetter
 
-# A range is a whole number of pages, so that no page belongs to two and the system can have them
-# back. The page of most systems; where it is larger, a few pages are given back later.
+# A range is a whole number of pages, so that no two ranges share a page and its memory can be
+# returned to the system. The page size of most systems; with larger pages some memory is returned
+# later.
 PAGE = 4096
-# Where a buffer begins in its slab: a cache line, the alignment that vector instructions like.
+# Alignment of a buffer in its slab: a cache line, which suits vector instructions.
 ALIGNMENT = 64
 
 
 def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """The offsets of buffers of these sizes, one behind the other and aligned, and their end."""
+    """Return aligned offsets for adjacent buffers of these sizes, and the end of the last."""
     offsets, end = [], 0
     for size in sizes:
         begin = -(-end // ALIGNMENT) * ALIGNMENT
@@ -27,17 +28,16 @@ def lay_out(sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def round_up(length: int) -> int:
-    """The length of the range that is taken for `length` bytes: one of eight per power of two.
+    """Round a length up to one of eight lengths per power of two, which limits fragmentation.
 
-    At most an eighth more than asked for, or one page. Few different lengths leave few holes that
-    nothing fits into.
+    The result is at most an eighth or one page more than asked for.
     """
     step = max(PAGE, 1 << max(0, length.bit_length() - 4))
     return max(1, -(-length // step)) * step
 
 
 class Ranges:
-    """The taken and the free parts of a file.
+    """Allocator of ranges: the taken and the free parts of a file.
 
     Args:
         size: Length of the file in bytes; its last, incomplete page is not used.
@@ -49,12 +49,12 @@ class Ranges:
         self._free: list[tuple[int, int]] = [(0, whole)] if whole else []
         # End of each taken range by its start.
         self._taken: dict[int, int] = {}
-        # The largest end of a range that has been taken since the last `forget_peak`.
+        # The largest end of a range taken since the last `forget_peak`.
         self.peak = 0
 
     @property
     def count(self) -> int:
-        """How many ranges are taken."""
+        """Number of taken ranges."""
         return len(self._taken)
 
     @property
@@ -63,7 +63,7 @@ class Ranges:
         return sum(end - start for start, end in self._taken.items())
 
     def take(self, length: int) -> int | None:
-        """Take a range of `round_up(length)` bytes; its start, or None if there is no room."""
+        """Take a range of `round_up(length)` bytes; return its start, None if there is no room."""
         length = round_up(length)
         for start, end in self._free:
             if end - start >= length:
@@ -73,8 +73,8 @@ class Ranges:
         return None
 
     def take_part(self, start: int, end: int) -> None:
-        """Take a part that is free; it does not count for the peak."""
-        # The free part that contains it begins there or before.
+        """Take a given free part; it does not count for the peak."""
+        # The free part that contains it starts at `start` or before.
         index = bisect_right(self._free, start, key=itemgetter(0)) - 1
         free_start, free_end = self._free[index]
         assert free_start <= start < end <= free_end, "the part is free"
@@ -83,7 +83,7 @@ class Ranges:
         self._taken[start] = end
 
     def shrink(self, start: int, length: int) -> None:
-        """Give back what a taken range has beyond `length` bytes, which is at least 1."""
+        """Free the part of a taken range beyond `length` bytes, which is at least 1."""
         end = start + -(-length // PAGE) * PAGE
         if end < self._taken[start]:
             # Divide it into two ranges, and give the second back.
@@ -98,7 +98,7 @@ class Ranges:
             KeyError: No taken range starts there.
         """
         end = self._taken.pop(start)
-        # The free parts before and behind it.
+        # Merge with the free parts before and behind it.
         index = bisect_left(self._free, (start, end))
         if index < len(self._free) and self._free[index][0] == end:
             _, end = self._free.pop(index)
@@ -107,6 +107,6 @@ class Ranges:
         insort(self._free, (start, end))
 
     def forget_peak(self) -> int:
-        """Return the peak, and start a new one at the end of the ranges that are taken now."""
+        """Return the peak, and reset it to the end of the ranges that are taken now."""
         peak, self.peak = self.peak, max(self._taken.values(), default=0)
         return max(peak, self.peak)

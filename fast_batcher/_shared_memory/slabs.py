@@ -1,14 +1,14 @@
 """The writer's half of the memory that carries inputs to the workers. API process.
 
-The memory is one file without a name, as long as it may become. The system provides memory for a
-part of it when that is written first. The file ends with the last process that has it open.
+The memory is one anonymous file of its maximal length. The system provides memory for a part of the
+file when it is written first. The file ends with the last process that has it open.
 
-`Slabs` says which ranges are taken. A range (`Slab`) is free again once no reference to it is left:
-the code that writes it has one, and so has each batch that lies in it, as long as its worker has
-a view of it (`views.SlabViews` is the worker's half).
+`Slabs` keeps account of taken ranges. A range (`Slab`) is free again once no reference to it is
+left: the code that writes it holds one, and so does the lease of each batch that lies in it, as
+long as its worker has a view of it (`views.SlabViews` is the worker's half).
 
-The event loop's thread calls everything in here, except `write` and `punch`, which any thread may
-call. Any thread may drop the last reference to a slab.
+All methods run on the event loop's thread, except `write` and `punch`, which any thread may call.
+Any thread may drop the last reference to a slab.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ class Slab:
     """A range of the memory, which is taken as long as this object exists.
 
     Args:
-        start: Where the range begins, in bytes.
-        ended: Gets `start` when the last reference is dropped, on any thread.
+        start: Start of the range, in bytes.
+        ended: Receives `start` when the last reference is dropped, on any thread.
     """
 
     __slots__ = ("_ended", "start")
@@ -45,31 +45,31 @@ class Slab:
         self._ended: deque[int] | None = ended
 
     def leak(self) -> None:
-        """Never free the range: a process that this one does not know of may read it."""
+        """Never free the range: a process unknown to this one may read it."""
         self._ended = None
 
-    # The garbage collector may call this in the middle of any statement. It calls it for objects
-    # of a cycle while others of the cycle still refer to them; none of those has a slab in use.
+    # The garbage collector may run this in the middle of any statement. In a reference cycle other
+    # objects may still refer to this one; none of them uses the slab.
     def __del__(self) -> None:
         if self._ended is not None:
             self._ended.append(self.start)
 
 
 class Part(NamedTuple):
-    """A part of a slab, or a whole slab, that is going to be written."""
+    """A part of a slab, or a whole slab, to be written."""
 
     slab: Slab
     # In bytes, from the beginning of the memory.
     start: int
     length: int
-    # From here on the system may not have provided memory yet.
+    # Start of the bytes for which the system may not have provided memory yet.
     fresh_from: int
 
 
 class Slabs:
-    """Takes ranges of the memory and writes them.
+    """Allocator and writer of slabs.
 
-    Pickled while a process is being started, it becomes the `SlabViews` of that process.
+    Passed to a child process as an argument, it becomes the `SlabViews` of that process.
 
     Args:
         size: Most bytes in all slabs together.
@@ -103,23 +103,23 @@ class Slabs:
 
     @property
     def count(self) -> int:
-        """How many slabs are taken."""
+        """Number of taken slabs."""
         self._free_ended()
         return self._ranges.count
 
     @property
     def taken_bytes(self) -> int:
-        """Bytes in the slabs that are taken."""
+        """Total bytes of the taken slabs."""
         self._free_ended()
         return self._ranges.taken_bytes
 
     def take(self, length: int) -> Part | None:
-        """Take a slab of at least `length` bytes to write it as one; None if there is no room."""
+        """Take a slab of at least `length` bytes, to be written whole; None if there is no room."""
         slab = self.reserve(length)
         return None if slab is None else self.part(slab, slab.start, round_up(length))
 
     def reserve(self, length: int) -> Slab | None:
-        """Take a slab to write it part by part; None if there is no room."""
+        """Take a slab, to be written part by part; None if there is no room."""
         self._free_ended()
         start = None if self.is_closed else self._ranges.take(length)
         if start is None:
@@ -128,16 +128,16 @@ class Slabs:
         return Slab(start, self._ended)
 
     def part(self, slab: Slab, start: int, length: int) -> Part:
-        """A part of a slab, which the caller has to write, or to `mark_uncommitted`."""
+        """Return a part of a slab; the caller must write it, or call `mark_uncommitted`."""
         end = start + length
         part = Part(slab, start, length, min(end, max(start, self._committed_end)))
         if start <= self._committed_end:
-            # Memory comes in pages.
+            # The system provides whole pages.
             self._committed_end = max(self._committed_end, -(-end // PAGE) * PAGE)
         return part
 
     def shrink(self, slab: Slab, length: int) -> None:
-        """Free what a slab has beyond `length` bytes, which is at least 1."""
+        """Free the part of a slab beyond `length` bytes, which is at least 1."""
         if not self.is_closed:
             self._ranges.shrink(slab.start, length)
 
@@ -147,9 +147,9 @@ class Slabs:
         """Copy buffers into a part of a slab. Any thread.
 
         Args:
-            part: No other thread writes it meanwhile.
-            pieces: Where each piece begins in the part, and its bytes, which are contiguous.
-            releases_gil: Whether other threads may run meanwhile; costs 2 us per large piece.
+            part: The part; no other thread may write it meanwhile.
+            pieces: The offset of each piece in the part, and its contiguous bytes.
+            releases_gil: Release the GIL during large copies; costs 2 us per large piece.
 
         Raises:
             OSError: There is no memory left, the slabs have been closed, or the memory of a
@@ -161,7 +161,7 @@ class Slabs:
                 self._write_piece(part.start + offset, piece, releases_gil=releases_gil)
 
     def lend(self, part: Part) -> memoryview:
-        """A view of a part of a slab, for the app to write into; it does not keep the slab.
+        """Return a view of a part of a slab for the app to write; it does not keep the slab.
 
         The view's `obj` lives as long as any view that was made from it.
 
@@ -174,19 +174,19 @@ class Slabs:
             return pickle.PickleBuffer(owner).raw()
 
     def offset_of(self, address: int) -> int:
-        """Where this address is in the memory; below 0, or `size` and more, if it is elsewhere."""
+        """Return an address as an offset in the memory; outside of 0 to `size` if elsewhere."""
         return address - self._address
 
     def mark_uncommitted(self, part: Part) -> None:
-        """Note that a part may be without memory: it could not be written, or was punched."""
+        """Note that a part may have no memory: it could not be written, or was punched."""
         self._committed_end = min(self._committed_end, part.fresh_from)
         if self._used_end == part.start + part.length:
             self._used_end = part.fresh_from
 
     def take_unused(self) -> Part | None:
-        """Take the memory at the end that was not used since the last call of this, or None.
+        """Take the memory at the end that was not used since the last call, None without any.
 
-        The caller passes it to `punch`, and then to `mark_uncommitted`.
+        The caller must pass the part to `punch`, and then to `mark_uncommitted`.
         """
         self._free_ended()
         begin, end = self._ranges.forget_peak(), self._used_end
@@ -196,7 +196,7 @@ class Slabs:
         return Part(Slab(begin, self._ended), begin, end - begin, begin)
 
     def punch(self, part: Part) -> None:
-        """Give the memory of a part of a slab back to the system. Any thread.
+        """Return the memory of a part of a slab to the system. Any thread.
 
         Raises:
             OSError: The system cannot take it back, or the slabs have been closed.
@@ -205,7 +205,7 @@ class Slabs:
             punch(self._fd, part.start, part.length)
 
     def close(self) -> None:
-        """Give all memory back as soon as no thread writes it; may be called again.
+        """Unmap all memory as soon as no thread writes it; may be called again.
 
         Takes 80 ms per 200 MiB that were used.
         """
@@ -214,7 +214,7 @@ class Slabs:
             self._close_unused()
 
     def close_in_child(self) -> None:
-        """Give back the copy of a forked child, where no thread writes any more."""
+        """Unmap the memory in a forked child, where no thread writes any more."""
         self._lock, self._users = threading.Lock(), 0
         self.close()
 
@@ -223,10 +223,10 @@ class Slabs:
             self._ranges.give_back(self._ended.popleft())
 
     def _get_memory(self, part: Part) -> None:
-        """Have the system provide the memory of a part: to write without it is a fatal signal."""
+        """Let the system provide the memory of a part: writing without it is a fatal signal."""
         end = part.start + part.length
         if part.fresh_from < end:
-            # With the page before: a part that ends in it may have failed to get it.
+            # With the page before: allocation may have failed for a part that ends in it.
             begin = max(part.start, part.fresh_from - PAGE)
             os.posix_fallocate(self._fd, begin, end - begin)
 
@@ -239,9 +239,9 @@ class Slabs:
             self._memory[start : start + len(piece)] = piece
 
     def _write_volatile(self, start: int, piece: memoryview) -> None:
-        """Copy bytes that another thread may free meanwhile, and let other threads run.
+        """Copy bytes that another thread may free meanwhile, without the GIL.
 
-        To read freed memory is a fatal signal in this process, but an error of a system call.
+        Reading freed memory is a fatal signal in this process, but only an error in a system call.
         """
         while piece:
             try:
@@ -255,7 +255,7 @@ class Slabs:
 
     @contextlib.contextmanager
     def _in_use(self) -> Iterator[None]:
-        """Keep the memory meanwhile."""
+        """Keep the memory mapped during a `with` block."""
         with self._lock:
             if self.is_closed:
                 raise OSError(errno.EBADF, "the shared memory is closed")

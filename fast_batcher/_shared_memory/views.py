@@ -1,7 +1,7 @@
 """The reader's half of the memory that carries inputs to the workers. Worker process.
 
-The worker's main thread makes the views. Any thread may drop the last view of a batch, and any may
-fork: then a batch is free when the child has ended, too.
+The worker's main thread makes the views. Any thread may drop the last view of a batch, and any
+thread may fork: then a batch is free only when the child has ended, too.
 """
 
 import ctypes
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class _Lease:
-    """A batch is free when nothing refers to this any more.
+    """Lease of a batch, which is free when the last reference to its lease is dropped.
 
     Args:
         batch_id: The batch.
-        freed: Gets `batch_id` when the last reference is dropped, on any thread.
+        freed: Receives `batch_id` when the last reference is dropped, on any thread.
     """
 
     __slots__ = ("_freed", "batch_id")
@@ -41,28 +41,29 @@ class _Lease:
 class _Fork(NamedTuple):
     """A child of this process that may have views."""
 
-    # Of a pipe; at its end when the child has ended or runs another program. -1 without a pipe.
+    # Read end of a pipe that reports an end of file when the child has ended or runs another
+    # program. -1 without a pipe.
     read_end: int
     # The batches of which the child may have views.
     leases: list[_Lease]
 
 
 class _PrivateMap(mmap.mmap):
-    """A part of the file in which what this process writes is seen by no other (copy on write)."""
+    """Copy-on-write map of a part of the file: writes are invisible to other processes."""
 
-    # Shared memory of the same batch: it is not free while there is a view of this map.
+    # Shared memory of the same batch, which is kept while there is a view of this map.
     batch: memoryview
 
 
 class SlabViews:
-    """Makes views of batches, and knows which batches have no view left.
+    """Makes views of batches, and finds batches that have no view left.
 
-    The model may write into a batch: no other process reads it as long as there is a view, and what
-    the app reads again is viewed apart.
+    The model may write into a batch: no other process reads it while there is a view, and arrays
+    that the app may read again are viewed with `view_apart`.
 
     Args:
-        fd: Of the file, which is taken over.
-        size: Its length in bytes.
+        fd: Descriptor of the file, owned by this object from now on.
+        size: Length of the file in bytes.
     """
 
     def __init__(self, fd: int, size: int) -> None:
@@ -73,17 +74,17 @@ class SlabViews:
         # In bytes.
         self.size = size
         self._type = ctypes.c_ubyte * size
-        # By batch, as long as this process has a view of it.
+        # Leases of the batches of which this process has a view, by batch id.
         self._leases: dict[int, _Lease] = {}
-        # Children of this process that may have views and had not ended at the last look.
+        # Children of this process that may have views, and had not ended at the last check.
         self.forks: list[_Fork] = []
-        # The other ends of their pipes, by the thread that is forking.
+        # The write ends of their pipes, by the thread that is forking.
         self._write_ends: dict[int, int] = {}
-        # Ids of batches without a view of which `take_freed` has not told the writer yet.
+        # Ids of batches without a view that `take_freed` has not returned yet.
         self.freed: list[int] = []
-        # Where the parent reads which batches children may view.
+        # Shared with the parent, which reads there the last batch that children may view.
         self._progress: WorkerProgress | None = None
-        # Held while that is written: the last writer counts. A child writes nothing.
+        # Held while `inherited` is written: the last writer counts. A child does not write it.
         self._telling = threading.Lock()
         at_fork(
             self,
@@ -97,26 +98,26 @@ class SlabViews:
         self._progress = progress
 
     def view(self, batch_id: int) -> memoryview:
-        """The whole memory, for one batch, which reads and writes only its own slabs.
+        """Return a view of the whole memory for one batch, which must use only its own slabs.
 
         The batch is free when no view of this view and no array on it is left.
         """
-        # Each batch has an exporter for itself. All views refer to the exporter, however they were
-        # made, and not to the views in between: only its life tells whether one is left.
+        # Each batch has its own exporter. Every view refers directly to the exporter, however it
+        # was made: the exporter lives as long as any view.
         owner = self._type.from_buffer(self._memory)
         self._leases[batch_id] = _Lease(batch_id, self.freed)
         weakref.finalize(owner, self._leases.pop, batch_id, None)
-        # A view of plain bytes; that of a ctypes array has another format.
+        # `raw` makes a view of plain bytes; the view of a ctypes array has another format.
         return pickle.PickleBuffer(owner).raw()
 
     def view_apart(self, view: memoryview, start: int) -> memoryview:
-        """View a part of a batch again, such that writes change nothing for other processes.
+        """Return a copy-on-write view of a part of a batch: writes stay in this process.
 
-        The system copies the pages that are written, and no others.
+        The system copies only the pages that are written.
 
         Args:
-            view: A view of that part, which the new view keeps.
-            start: Where it begins in the memory.
+            view: A view of the part, which the new view keeps.
+            start: Start of the part in the memory.
 
         Raises:
             OSError: This process may not map that much memory.
@@ -127,16 +128,16 @@ class SlabViews:
         return memoryview(private)[before:]
 
     def take_freed(self) -> list[int]:
-        """The batches that have become free since the last call."""
+        """Return the batches that have become free since the last call."""
         if self.forks:
             self._forget_ended_forks()
-        # Another thread may add one at any moment.
+        # Another thread may append an id at any moment.
         freed = self.freed[:]
         del self.freed[: len(freed)]
         return freed
 
     def close(self) -> None:
-        """Give the memory back.
+        """Unmap the memory.
 
         Raises:
             BufferError: There are views.
@@ -145,36 +146,36 @@ class SlabViews:
         self._close_fd()
 
     def _before_fork(self) -> None:
-        """Note the batches of which the child will have copies of views.
+        """Note the batches whose views the child will inherit.
 
-        A pipe tells when the child has ended: only the child, and processes that it forks, have
-        its other end.
+        A pipe reports the end of the child: only the child, and processes that it forks, have its
+        write end.
         """
         leases = [*self._leases.values()]
         if not leases:
             return
         try:
             read_end, self._write_ends[threading.get_ident()] = os.pipe()
-        except OSError:  # there is no descriptor left: the batches are never free
+        except OSError:  # no descriptor is left: the batches are never free
             read_end = -1
         self.forks.append(_Fork(read_end, leases))
         self._tell_last_viewed()
 
     def _after_fork_in_parent(self) -> None:
-        """Leave the other end of the pipe to the child."""
+        """Close the parent's copy of the write end."""
         write_end = self._write_ends.pop(threading.get_ident(), None)
         if write_end is not None:
             os.close(write_end)
 
     def _after_fork_in_child(self) -> None:
-        """Keep the end that tells of this child, and close the ends that tell of others."""
+        """Keep the write end of this child's pipe, and close the ends of other children's."""
         self._write_ends.pop(threading.get_ident(), None)
         for fd in (*self._write_ends.values(), *(fork.read_end for fork in self.forks)):
             if fd >= 0:
                 os.close(fd)
         self._write_ends.clear()
         self.forks.clear()
-        # A child of the child keeps that end, too, so it needs no pipe.
+        # A child of the child inherits the write end, so it needs no pipe of its own.
         self._leases.clear()
 
     def _forget_ended_forks(self) -> None:

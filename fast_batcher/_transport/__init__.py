@@ -1,4 +1,5 @@
-"""Bytes in, bytes out: frames on a pair of pipes, and what is pickled into them.
+"""Transport between the API process and its workers: frames on a pair of pipes, and pickling.
 
-`frames` is pure, `codec` pickles, `channel` does the I/O for either side of the process boundary.
+`frames` is pure, `codec` and `pickler` pickle, `loop_channel` does the I/O of the API process and
+`blocking_channel` that of the worker.
 """

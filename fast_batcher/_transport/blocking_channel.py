@@ -1,4 +1,4 @@
-"""The worker's side of its pipes. Its main thread reads and writes, and waits in both."""
+"""The worker's side of its pipes. The worker's main thread reads and writes, and blocks in both."""
 
 import io
 
@@ -7,7 +7,7 @@ from fast_batcher._transport.pipes import Ends
 
 
 class BlockingChannel:
-    """Receives frames from the parent and sends it frames.
+    """Receives frames from the parent, and sends frames to it.
 
     Args:
         ends: The worker's ends of the pipes; the channel owns them from now on.
@@ -24,7 +24,7 @@ class BlockingChannel:
         """Wait for the next frame; None when the parent has closed its end.
 
         Raises:
-            TransportError: What arrived is not a frame.
+            TransportError: The bytes that arrived are not a frame.
         """
         reader = self._reader
         frame = reader.next_frame() if reader.rest else None
@@ -43,13 +43,13 @@ class BlockingChannel:
         seconds: float = 0.0,
         ahead: bytes = b"",
     ) -> None:
-        """Send a frame; returns when the pipe has all of it.
+        """Send a frame; block until the pipe has taken all of it.
 
         Args:
-            kind: What the frame means.
-            batch_id: The batch that it is about.
-            body: What comes after the header.
-            seconds: How long the batch took.
+            kind: The kind of the frame.
+            batch_id: The batch that it belongs to.
+            body: The bytes after the header.
+            seconds: Seconds that `infer` took.
             ahead: Another frame, header and body, which is sent before it in the same write.
 
         Raises:
@@ -63,7 +63,7 @@ class BlockingChannel:
             self.send_packed(body)
 
     def send_packed(self, data: bytes) -> None:
-        """Send bytes that are a whole frame, or the next piece of one.
+        """Send bytes: a whole frame, or the next piece of a frame.
 
         Raises:
             OSError: The parent has closed its end.

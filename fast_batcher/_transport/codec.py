@@ -1,8 +1,10 @@
-"""Pickling for frame bodies. Both sides; runs no other code than the user's pickling hooks.
+"""Pickling of frame bodies, and of exceptions as data.
 
-The values of a batch are pickled one by one, so that no two requests share an object and a bad
-value harms no other request. Exceptions cross as data: many cannot be unpickled, and the worker
-finds that out, not the API process.
+Runs in both processes: on the event loop's thread of the API process, and on the main thread of
+workers. The values of a batch are pickled one by one, so that no two requests share an object, and
+a value that cannot be pickled affects its own request only. Exceptions are sent as data: many
+exceptions cannot be unpickled, and the worker finds that out before it sends them. This module does
+no I/O; `pickler` handles large buffers.
 """
 
 import functools
@@ -19,31 +21,34 @@ from fast_batcher.errors import (
     take_apart,
 )
 
-# Pickle one object, and unpickle one, copied out of the body. Both ends run the same Python.
+# Pickle and unpickle one object; unpickling copies it out of the body. Both ends run the same
+# Python, so the highest protocol is safe.
 PROTOCOL = pickle.HIGHEST_PROTOCOL
 dumps = functools.partial(pickle.dumps, protocol=PROTOCOL)
 loads = pickle.loads
-# Types whose values cannot be changed, so that requests may share them: a batch of only these is
-# one pickle, in 0.03 us per short string and not 0.3, each way. Without it a request would cost the
-# API process 3.2 times the floor of the event loop on uvloop, not 2.1 (`benchmarks/overhead.py`).
+# Immutable types, whose values requests may share: a batch of only these types is one pickle, which
+# takes 0.03 us per short string and direction instead of 0.3 us. Without it a request would cost
+# the API process 3.2 times the floor of the event loop on uvloop, not 2.1
+# (`benchmarks/overhead.py`).
 ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
-# The atoms that may be long.
+# Atoms of variable length.
 TEXTS = frozenset({str, bytes})
-# Per item, for the pickle of the list of items around it: a bytes object costs 5 to 14 bytes.
+# Bytes per item in the pickle of the list of items: a bytes object costs 5 to 14.
 _ITEM_OVERHEAD = 16
 
 
 class RemoteFailure(NamedTuple):
     """An exception as data."""
 
-    # In one line: the type and the text.
+    # Type and message, in one line.
     text: str
     traceback: str
-    # Its type, arguments and attributes; None if they did not survive a round trip in the worker.
+    # Pickled type, arguments and attributes; None if they did not survive a round trip in the
+    # worker.
     pickled: bytes | None
 
     def to_error(self) -> InferenceError:
-        """A new error for one caller."""
+        """Make an error for one caller."""
         original = None
         if self.pickled is not None:
             try:
@@ -70,10 +75,10 @@ def dump_atoms(values: list[Any], limit: int) -> bytes | None:
 
     Args:
         values: The values.
-        limit: Characters and bytes in all of them together.
+        limit: Total of characters and bytes below which the values are pickled.
 
     Returns:
-        None if a value has another type, or the values reach the limit.
+        The pickle, or None if a value has another type or the total reaches the limit.
     """
     kinds = set(map(type, values))
     if not kinds <= ATOMS:
@@ -83,14 +88,14 @@ def dump_atoms(values: list[Any], limit: int) -> bytes | None:
 
 
 def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) -> Iterator[bytes]:
-    """Pickle items as lists that each fit into a frame, at least one list.
+    """Pickle items as one or more lists that each fit into a frame.
 
     Args:
-        items: Each fits into a frame by itself.
+        items: Items that each fit into a frame alone.
         max_frame_bytes: Most bytes of a pickled list.
     """
     part: list[bytes | RemoteFailure] = []
-    # Room for the list around the items.
+    # Starts with the overhead of the list itself.
     size = _ITEM_OVERHEAD
     for item in items:
         item_size = _size(item)
@@ -103,21 +108,21 @@ def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) ->
 
 
 def measure_size(value: Any) -> int:
-    """Measure roughly how many bytes a value takes when it is sent; 0 if it cannot be sent.
+    """Estimate the bytes of a value on the pipe; 0 if it cannot be pickled.
 
-    A buffer knows its size. Any other value is pickled to find out.
+    Texts, bytes, arrays and tensors know their size; other values are pickled to measure it.
     """
     if isinstance(value, bytes | bytearray | str):
         return len(value)
     try:
         # Arrays and tensors have `nbytes`.
         return int(value.nbytes) if hasattr(value, "nbytes") else len(dumps(value))
-    except BaseException:  # noqa: BLE001  the user's code; sending the value reports it
+    except BaseException:  # noqa: BLE001  user code; the error is reported when the value is sent
         return 0
 
 
 def fits(length: int, max_frame_bytes: int) -> bool:
-    """Whether a pickled item of this length can travel in a frame by itself."""
+    """Return whether a pickled item of this length fits into a frame alone."""
     return length + 2 * _ITEM_OVERHEAD <= max_frame_bytes
 
 
@@ -126,7 +131,7 @@ def _size(item: bytes | RemoteFailure) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """The type and the text of an exception, even if its `__str__` raises."""
+    """Return type and message of an exception, even if its `__str__` raises."""
     name = type(error).__qualname__
     try:
         text = str(error)
@@ -146,13 +151,13 @@ def _short(text: str, *, keep_end: bool = False) -> str:
 
 
 def _pickle_if_it_survives(error: BaseException) -> bytes | None:
-    """The pickled parts of an exception; None if they cannot be put together again."""
+    """Return the pickled parts of an exception; None if it cannot be rebuilt from them."""
     if not isinstance(error, Exception):
         return None
     try:
         pickled = dumps(take_apart(error))
         rebuild(*loads(pickled))
-    except BaseException:  # noqa: BLE001  an exception may hold or be anything
+    except BaseException:  # noqa: BLE001  pickling and rebuilding run the user's code
         return None
-    # A message of 10 MB is not worth sending; its shortened text is.
+    # Of a longer exception only the shortened text is sent.
     return pickled if len(pickled) <= MAX_ERROR_TEXT else None

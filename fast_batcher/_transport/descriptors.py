@@ -1,17 +1,17 @@
-"""Which numbers our descriptors may have, and which processes get them."""
+"""Descriptor hygiene: standard streams stay occupied, and workers inherit only what they need."""
 
 import os
 
 
 def occupy_stdio() -> None:
-    """Open /dev/null at each descriptor from 0 to 2 that is free.
+    """Open /dev/null at each free descriptor from 0 to 2.
 
-    To be called before a pipe is opened: in a program that was started without standard streams the
-    pipe would get one of these numbers, and what native code prints to 1 and 2 would become part of
-    a request.
+    Call it before a pipe is opened: in a program that was started without standard streams the pipe
+    would get one of these numbers, and output of native code to 1 and 2 would become part of a
+    request.
 
-    The descriptors stay open, because another pipe could get the number of a closed one. They are
-    close-on-exec: processes that the program starts get what they would get without this library.
+    The descriptors stay open, because a later pipe could get a closed number. They are
+    close-on-exec, so that processes started by the program do not inherit them.
     """
     for number in range(3):
         try:
@@ -23,7 +23,7 @@ def occupy_stdio() -> None:
 
 
 class PassedDescriptor:
-    """A descriptor that is passed to a worker under the number that it has in the parent.
+    """Descriptor that is passed to a worker, where it has the number it has in the parent.
 
     Args:
         fd: The number.

@@ -1,10 +1,12 @@
-"""The frame: a fixed header and a body. Pure; runs on both sides of the process boundary.
+"""The frame, the unit of the pipes' protocol: a fixed header and a body.
 
     header  magic u32 | kind u32 | body length u64 | batch id u64 | seconds f64     little endian
     body    pickles, see `codec`
 
-One frame usually carries one batch. A header with another magic number, or one that announces more
-than `max_frame_bytes`, is refused before anything is allocated for its body.
+Pure: `FrameReader` cuts a stream into frames, and does no I/O itself. Runs on the event loop's
+thread of the API process and on the main thread of workers. One frame usually carries one batch. A
+header with another magic number, or with a length above `max_frame_bytes`, is refused before memory
+is allocated for its body.
 """
 
 import functools
@@ -17,20 +19,20 @@ from fast_batcher.errors import TransportError
 
 _HEADER: Final = struct.Struct("<IIQQd")
 HEADER_SIZE: Final = _HEADER.size
-# "fbt1": makes the chance that garbage passes for a header 1 in 2**32, before kind and length.
+# "fbt1": garbage passes for a header with a probability of 2**-32, before kind and length.
 _MAGIC: Final = int.from_bytes(b"fbt1", "little")
-# Most bytes of one read, into a buffer that is used again. A batch of 128 short strings is 3 KiB.
-# A larger body gets a buffer for itself.
+# Most bytes of one read, into a buffer that is reused. A batch of 128 short strings is 3 KiB. A
+# larger body gets its own buffer.
 READ_SIZE: Final = 256 * 1024
-# Bytes up to which a body is copied behind its header. That takes 5 us; a second system call takes
+# Longest body that is copied behind its header. The copy takes 5 us; a second system call takes
 # longer.
 MAX_JOINED: Final = 64 * 1024
 
 
 class Kind(IntEnum):
-    """What a frame means."""
+    """Kind of a frame, which determines the format of its body."""
 
-    # That of an enumeration is a Python function, and kinds are looked up once per frame.
+    # The hash of an enumeration is a Python function, and kinds are looked up once per frame.
     __hash__ = int.__hash__
 
     # parent to worker
@@ -41,7 +43,7 @@ class Kind(IntEnum):
     STOP = 5  # finish what has arrived, then end
     PING = 6  # answer with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
-    ROWS = 8  # a batch whose inputs lie in rows: a pickled list of (layout, start, count)
+    ROWS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up
     STARTUP_FAILED = 17  # one pickled RemoteFailure
@@ -52,7 +54,7 @@ class Kind(IntEnum):
     # items, failures by position).
     SHARED_OUTPUTS = 21
     PONG = 22
-    FREED = 27  # a pickled list: ids of batches of which no view is left
+    FREED = 27  # a pickled list: ids of batches that have no view left
     # Each of these is one pickled RemoteFailure, for every request of the batch.
     FAILED = 23  # a retry cannot succeed
     RAISED = 24  # `infer` raised
@@ -64,7 +66,7 @@ _find_kind: Final = {int(kind): kind for kind in Kind}.get
 
 
 class Frame(NamedTuple):
-    """One message. `body` is valid until the reader is given more bytes."""
+    """A frame that was read. `body` is valid until the next read."""
 
     kind: Kind
     batch_id: int
@@ -78,24 +80,24 @@ pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
 
 
 class FrameReader:
-    """Cuts a stream of bytes into frames, whatever pieces it arrives in.
+    """Cuts a stream of bytes, which may arrive in any pieces, into frames.
 
     Args:
         max_frame_bytes: Longest body that is accepted.
-        recv_into: Writes what has come into a buffer and returns how much it was, 0 at the end,
-            None if nothing has come.
+        recv_into: Reads into a buffer and returns the number of bytes, 0 at the end of the stream,
+            None if no bytes are available.
     """
 
     def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int | None]) -> None:
         self._max_frame_bytes = max_frame_bytes
         self._recv_into = recv_into
         self._view = memoryview(bytearray(READ_SIZE))
-        # Where the next bytes go. Writing there overwrites the body of every frame given out.
+        # Space for the next read, which overwrites the bodies of returned frames.
         self._space = self._view
-        # Bytes of the buffer that have not been given out, and where they begin.
+        # Number and start of the bytes in the buffer that were not returned in a frame yet.
         self.rest = 0
         self._start = 0
-        # A frame that does not fit into the buffer, while its body arrives.
+        # A frame that is larger than the buffer, while its body arrives.
         self._large: Frame | None = None
 
     def read(self) -> Frame | None:
@@ -104,10 +106,10 @@ class FrameReader:
         While there is a `rest`, `next_frame` may return more.
 
         Raises:
-            BlockingIOError: Nothing has come.
+            BlockingIOError: No bytes are available.
             EOFError: The stream has ended.
-            TransportError: The bytes are not a frame; nothing after them can be read.
-            OSError: What `recv_into` raises.
+            TransportError: The bytes are not a frame; the stream cannot be read any further.
+            OSError: An error of `recv_into`.
         """
         count = self._recv_into(self._space)
         if count is None:
@@ -127,7 +129,7 @@ class FrameReader:
         """Return the next complete frame that has been read, or None until more bytes come.
 
         Raises:
-            TransportError: The bytes are not a frame; nothing after them can be read.
+            TransportError: The bytes are not a frame; the stream cannot be read any further.
         """
         start, rest = self._start, self.rest
         if rest < HEADER_SIZE:
@@ -159,7 +161,7 @@ class FrameReader:
 
     @property
     def missing(self) -> int | None:
-        """A number that falls as more of a frame comes, None if no frame has come in part."""
+        """Number that falls while more of a frame arrives; None if no frame has arrived in part."""
         return len(self._space) if self.rest or self._large is not None else None
 
     def _make_space(self) -> None:

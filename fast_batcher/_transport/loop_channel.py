@@ -1,8 +1,9 @@
-"""The parent's side of a worker's pipes. It belongs to the event loop's thread and never blocks.
+"""The parent's side of a worker's pipes: non-blocking reads and writes of frames.
 
-What a pipe does not take at once is kept, and written when the pipe takes more. A channel does not
-know what a batch is. The loop calls it in an empty context: it may be attached, and send, in a
-caller's.
+Runs in the API process, on the event loop's thread, and never blocks: bytes that the pipe does not
+take at once are kept, and written when it is writable again. A channel does not know batches, and
+does not pickle. The loop calls it back in an empty context, whatever context of a caller was active
+when the channel was attached.
 """
 
 import io
@@ -21,24 +22,24 @@ Frames = Iterable[tuple[Kind, int, bytes]]
 
 
 class Reservation:
-    """Keeps a place among the frames that are sent, for frames that are not ready yet."""
+    """Place in the order of sent frames, for frames that are not ready yet."""
 
     __slots__ = ("frames",)
 
     def __init__(self) -> None:
-        # None until they are known.
+        # None until `fill`.
         self.frames: Frames | None = None
 
 
 class LoopChannel:
-    """Sends frames to one worker, and dispatches the frames that it sends.
+    """Sends frames to one worker, and dispatches the frames from it.
 
     Args:
         ends: The parent's ends of the pipes; the channel owns them from now on.
         max_frame_bytes: Longest body that is accepted.
         on_frame: Called with each frame, whose body is valid during the call only.
-        on_end: Called once, with None if the worker has closed its end, or with the error after
-            which nothing can be read: what arrived is not a frame, or `on_frame` raised.
+        on_end: Called once: with None if the worker has closed its end, or with the error that ends
+            reading, which is invalid bytes or an exception of `on_frame`.
     """
 
     def __init__(
@@ -58,23 +59,23 @@ class LoopChannel:
         self._on_frame = on_frame
         self._on_end = on_end
         self._loop: AbstractEventLoop | None = None
-        # `FrameReader.missing` when `drain` was called last.
+        # `FrameReader.missing` at the last call of `drain`.
         self._missing: int | None = None
-        # What the pipe has not taken yet. Bounded by the batches a worker is given at once.
+        # Bytes that the pipe has not taken yet. Bounded, because a worker has few batches at once.
         self._backlog: deque[memoryview | Reservation] = deque()
-        # Whether some of the backlog has been sent since `is_sending` was called last.
+        # Whether a part of the backlog was written since the last call of `is_sending`.
         self._has_sent = False
         self._is_over = False
 
     def attach(self, loop: AbstractEventLoop) -> None:
-        """Let this loop watch the pipes; a loop that did so before is closed by now."""
+        """Watch the pipes from this event loop; the previous loop, if any, is closed."""
         self._loop = loop
         Context().run(loop.add_reader, self._source, self._read)
         if self._backlog:
             self._write_later()
 
     def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
-        """Send a frame now, or when the pipe takes it. A channel that has ended drops it."""
+        """Send a frame now, or as soon as the pipe takes it. A channel that has ended drops it."""
         if self._is_over:
             return
         first = pack_header(kind, len(body), batch_id, 0.0)
@@ -95,9 +96,9 @@ class LoopChannel:
             self._backlog.append(memoryview(body))
 
     def reserve(self) -> Reservation:
-        """Keep a place for frames that are not ready: what is sent later stays behind them.
+        """Reserve a place for frames that are not ready yet; later frames wait behind it.
 
-        `fill` has to be called with it.
+        The caller must pass the reservation to `fill`.
         """
         reservation = Reservation()
         if not self._is_over:
@@ -105,7 +106,7 @@ class LoopChannel:
         return reservation
 
     def fill(self, reservation: Reservation, frames: Frames) -> None:
-        """Send frames, none or more, in the place that was reserved for them."""
+        """Send zero or more frames in the place that was reserved for them."""
         reservation.frames = frames
         # The backlog is empty if the worker is dead and the channel has not noticed its end.
         if self._is_over or not self._backlog or self._backlog[0] is not reservation:
@@ -114,19 +115,19 @@ class LoopChannel:
             self._write_later()
 
     def is_sending(self) -> bool:
-        """Whether frames that had to wait were sent since the last call, or are not ready."""
+        """Return whether delayed frames were sent since the last call, or are not ready yet."""
         if self._backlog and self._loop is not None:
             self._write_backlog()
         has_sent, self._has_sent = self._has_sent, False
         return has_sent or (bool(self._backlog) and isinstance(self._backlog[0], Reservation))
 
     def drain(self) -> bool:
-        """Dispatch the frames that have arrived; those of a dead worker can still be read.
+        """Dispatch the frames that have arrived, also after the worker has died.
 
-        Not to be called from `on_frame`: the frame there would be overwritten.
+        Do not call it from `on_frame`: the frame there would be overwritten.
 
         Returns:
-            Whether a frame has arrived in part, with more of it than at the last call.
+            Whether a frame has arrived in part, and more of it than at the last call.
         """
         while self._read():
             pass
@@ -135,14 +136,14 @@ class LoopChannel:
         return missing is not None and missing != before
 
     def close(self) -> None:
-        """Drop what has not been sent and close the ends; may be called again."""
+        """Drop unsent frames and close the ends; may be called again."""
         self._stop_watching()
         self._backlog.clear()
         for end in self._ends:
             end.close()
 
     def _read(self) -> bool:
-        """Read once and dispatch the frames; False if nothing has come or the stream has ended."""
+        """Read once and dispatch the frames; False if the pipe was empty or has ended."""
         if self._is_over:
             return False
         reader = self._reader
@@ -150,7 +151,7 @@ class LoopChannel:
             frame = reader.read()
         except BlockingIOError:
             return False
-        except (EOFError, OSError):  # a reset is an end like another
+        except (EOFError, OSError):  # a reset counts as an end of file
             self._finish(None)
             return False
         except TransportError as error:
@@ -166,18 +167,18 @@ class LoopChannel:
         return True
 
     def _write_later(self) -> None:
-        """Write the backlog when the pipe takes more."""
+        """Let the loop write the backlog when the pipe is writable."""
         assert self._loop is not None, "nothing is sent before a loop is attached"
         Context().run(self._loop.add_writer, self._sink, self._write_backlog)
 
     def _write_backlog(self) -> None:
-        """Write what the pipe takes; the loop calls this until the backlog is empty."""
+        """Write as much as the pipe takes; the loop calls this until the backlog is empty."""
         assert self._loop is not None, "the loop calls this"
         if self._write_some():
             self._loop.remove_writer(self._sink)
 
     def _write_some(self) -> bool:
-        """Write what the pipe takes; True if nothing that is ready is left."""
+        """Write as much as the pipe takes; return True if no ready frame is left."""
         backlog = self._backlog
         try:
             while backlog:
@@ -214,7 +215,7 @@ class LoopChannel:
 
 
 def _cut(frames: Frames) -> Iterator[memoryview]:
-    """Headers and bodies of frames, in pieces, so that no body is copied."""
+    """Yield the headers and bodies of frames separately, so that no body is copied."""
     for kind, batch_id, body in frames:
         yield memoryview(pack_header(kind, len(body), batch_id, 0.0))
         if body:

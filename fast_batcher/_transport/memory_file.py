@@ -1,6 +1,6 @@
-"""Files without a name, in memory: they end with the last process that has them, however it dies.
+"""Anonymous files in memory (memfd), which end with the last process that has them open.
 
-Both sides, any thread.
+Both sides of the process boundary, any thread.
 """
 
 import ctypes
@@ -13,19 +13,19 @@ from typing import Any
 
 from fast_batcher._transport.descriptors import occupy_stdio
 
-# linux/memfd.h; `os` has it only together with the function.
+# linux/memfd.h; `os` defines it only if `os.memfd_create` exists.
 _CLOSE_ON_EXEC = 0x01
 # linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE.
 _KEEP_SIZE_AND_PUNCH_HOLE = 0x01 | 0x02
 
 
 def make_memory_file(size: int) -> int:
-    """Make a file of `size` bytes and return its descriptor; not on Linux, it lies on a disk.
+    """Make a file of `size` bytes and return its descriptor; on systems but Linux it is on disk.
 
     Raises:
         OSError: The system does not provide a file of this size.
     """
-    # Before it is mapped, too: a mapping keeps a descriptor for itself.
+    # Covers the mapping, too, which duplicates the descriptor.
     occupy_stdio()
     fd = _open_memory_file()
     try:
@@ -37,7 +37,7 @@ def make_memory_file(size: int) -> int:
 
 
 def make_shared_file(size: int) -> int:
-    """Make a file of `size` bytes for arrays, which is always in memory, and return its descriptor.
+    """Make a file of `size` bytes in memory for arrays, and return its descriptor.
 
     Raises:
         OSError: The system does not provide a file of this size, or is not Linux.
@@ -48,7 +48,7 @@ def make_shared_file(size: int) -> int:
 
 
 def map_file(fd: int, size: int) -> mmap.mmap:
-    """Map a file; if that fails, its descriptor is closed.
+    """Map a file into memory; close its descriptor on failure.
 
     Raises:
         OSError: This process may not map that much memory.
@@ -61,16 +61,16 @@ def map_file(fd: int, size: int) -> mmap.mmap:
 
 
 def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:
-    """Make an object of a file that another process has passed to this one.
+    """Make an object from a memory file that another process has passed to this one.
 
     Args:
-        kind: The object's class, which takes the descriptor over.
-        duplicate: Of the file's descriptor, as `multiprocessing` passes it.
+        kind: The object's class, which takes ownership of the descriptor.
+        duplicate: The file's descriptor, as `multiprocessing` passes it.
         arguments: The other arguments of the class.
 
     Returns:
-        The object, or an error if this process may not map that much memory: the worker reports it
-        once it can.
+        The object, or an error if this process may not map that much memory. The error is returned
+        because the worker can report it only after unpickling.
     """
     try:
         return kind(duplicate.detach(), *arguments)
@@ -79,7 +79,7 @@ def open_passed(kind: Any, duplicate: Any, *arguments: Any) -> Any:
 
 
 def punch(fd: int, start: int, length: int) -> None:
-    """Give the memory of a part of a file back to the system; the part reads as zeros then.
+    """Return the memory of a part of a file to the system; the part then reads as zeros.
 
     Raises:
         OSError: The system cannot take it back.
@@ -97,8 +97,8 @@ def _open_memory_file() -> int:
             return os.dup(file.fileno())
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fast_batcher")
-    # A Python that was built for C libraries from before 2018 lacks the function, whatever library
-    # is there: those of uv and conda did until 2026.
+    # A Python built for C libraries from before 2018 lacks the function even where the library has
+    # it: the builds of uv and conda did until 2026.
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "memfd_create"):
         fd: int = library.memfd_create(b"fast_batcher", _CLOSE_ON_EXEC)
@@ -106,5 +106,5 @@ def _open_memory_file() -> int:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         return fd
-    # `multiprocessing.shared_memory` uses the same file system, with a name that may be left over.
+    # The file system of `multiprocessing.shared_memory`, but without a name that may be left over.
     return os.open("/dev/shm", os.O_TMPFILE | os.O_RDWR, 0o600)

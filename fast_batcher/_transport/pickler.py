@@ -1,12 +1,10 @@
-"""Pickling that leaves large buffers where they are, so that they are copied once. Both sides.
+"""Pickling with out-of-band buffers (PEP 574), so that large buffers are copied only once.
 
-The values of a batch are pickled one after the other, each with a separate memo, so that two
-requests never share an object. A pickle is a list of pieces: bytes of the stream, among them large
-`bytes` objects of the value, and, out of band (PEP 574), the buffers of arrays and tensors. No
-piece that is large is copied; text is encoded. Until a large batch has come, all buffers are in the
-stream.
-
-The event loop's thread pickles inputs, and the worker's main thread outputs.
+Both sides: the event loop's thread pickles inputs, and the worker's main thread outputs. The values
+of a batch are pickled one after the other, each with its own memo, so that two requests never share
+an object. A pickle is a list of pieces: bytes of the stream, among them large `bytes` objects of
+the value, and the out-of-band buffers of arrays and tensors. Large pieces are not copied; text is
+encoded. Until the first large batch all buffers are in the stream.
 """
 
 import copyreg
@@ -25,12 +23,12 @@ from fast_batcher.errors import forget_frames
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-# CPython's FRAME_SIZE_TARGET: its pickler writes the stream in pieces of about this size, and where
-# it has at least this many bytes to write, it passes on the object itself.
+# CPython's FRAME_SIZE_TARGET: its pickler writes the stream in pieces of about this size, and
+# passes a `bytes` object of at least this size to `write` without copying it.
 PIECE_SIZE = 64 * 1024
-# Below this many bytes a buffer costs more to describe than to copy.
+# A smaller buffer is cheaper to copy than to describe.
 LEAST_BUFFER = 4 * 1024
-# A shorter batch is sent faster through a pipe: a frame with it is read in one piece.
+# A smaller batch is sent faster through a pipe: its frame is read in one piece.
 LEAST_SHARED = READ_SIZE
 
 
@@ -57,7 +55,7 @@ class Parts:
         self._offsets, self.size = lay_out(self.sizes)
 
     def __iter__(self) -> "Iterator[tuple[int, bytes | memoryview]]":
-        """Every piece, and where in a slab it begins."""
+        """Iterate over the pieces, each with its offset in a slab."""
         begin = 0
         for piece in self._stream:
             yield begin, piece
@@ -65,11 +63,11 @@ class Parts:
         yield from zip(self._offsets[1:], self._buffers, strict=True)
 
     def find_frozen(self) -> list[int]:
-        """The numbers of the read-only buffers."""
+        """Return the numbers of the read-only buffers."""
         return [index for index, buffer in enumerate(self._buffers) if buffer.readonly]
 
     def release(self) -> None:
-        """Unlock and forget the values."""
+        """Unlock and drop the values."""
         for piece in (*self._stream, *self._buffers):
             if isinstance(piece, memoryview):
                 piece.release()
@@ -83,13 +81,13 @@ def load_items(
     items: "Iterable[tuple[int, int]]",
     on_error: "Callable[[BaseException], Any]",
 ) -> list[Any]:
-    """Unpickle the values that were taken apart into these parts.
+    """Unpickle values from their stream and buffers.
 
     Args:
-        stream: Their pickles, one behind the other; the values do not refer to it.
-        buffers: Their buffers out of band; arrays and tensors are views of them.
+        stream: The pickles, one behind the other; the values do not refer to it.
+        buffers: The out-of-band buffers; arrays and tensors are views of them.
         items: For each value its bytes in the stream and its number of buffers.
-        on_error: Returns what stands in the place of a value that cannot be unpickled.
+        on_error: Returns the substitute for a value that cannot be unpickled.
     """
     values = []
     begin = used = 0
@@ -108,13 +106,13 @@ def _load_item(
         return pickle.loads(stream, buffers=buffers)
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code
         outcome = on_error(error)
-        # An error is often kept by one of its frames, and those hold the memory.
+        # A frame often keeps the error, and its frames keep the memory.
         forget_frames(error)
         return outcome
 
 
 def view_parts(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[memoryview]]:
-    """The stream and the buffers that lie in this view; see `Parts.sizes`."""
+    """Return the stream and the buffers that lie in this view; see `Parts.sizes`."""
     offsets, _ = lay_out(sizes)
     stream, *buffers = (
         view[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)
@@ -126,15 +124,14 @@ class PartsPickler:
     """Pickles the values of batches; for one thread.
 
     Args:
-        least: Bytes from which on a buffer stays where it is.
-        makes_writable: Whether NumPy arrays that cannot be written arrive as arrays that can.
+        least: Bytes from which on a buffer stays out of the stream.
+        makes_writable: Make read-only NumPy arrays writable on arrival.
     """
 
     def __init__(self, least: int, *, makes_writable: bool = False) -> None:
-        # From PIECE_SIZE on a buffer is a piece of the stream too, and costs as much there. Below
-        # LEAST_BUFFER it is not worth it.
+        # A buffer of PIECE_SIZE or more costs the same in the stream and out of it.
         self._least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
-        # Whether large buffers stay out of the stream: a large batch has come.
+        # Whether large buffers stay out of the stream; True from the first large batch on.
         self._keeps_buffers = False
         self._makes_writable = makes_writable
         self._reducers = _Reducers()
@@ -146,15 +143,15 @@ class PartsPickler:
 
         Args:
             values: The values of one batch.
-            may_share: Called if they are large, until it has returned True: whether there is shared
-                memory for parts.
+            may_share: Returns whether there is shared memory for parts. Called for large batches
+                until it has returned True.
 
         Returns:
             A pickle per value, or parts if the values are large and may be shared.
 
         Raises:
             BufferError: A value was resized meanwhile.
-            BaseException: What the user's code raises while a value is pickled.
+            BaseException: Any exception of the user's code while a value is pickled.
         """
         if not self._keeps_buffers:
             items = [self.dumps(value) for value in values]
@@ -181,7 +178,7 @@ class PartsPickler:
         return file.getvalue()
 
     def _find_reducers(self) -> "_Reducers | None":
-        """Return how arrays and tensors are pickled, None while neither library is loaded."""
+        """Return the reducers for arrays and tensors, None while neither library is loaded."""
         torch: Any = sys.modules.get("torch")
         if hasattr(torch, "Tensor") and torch.Tensor not in self._reducers:
             self._reducers[torch.Tensor] = functools.partial(_reduce_tensor, torch, self._least)
@@ -192,19 +189,19 @@ class PartsPickler:
 
 
 class _Pickled:
-    """The values of one batch; a pickler writes to it as to a file.
+    """File-like target of a pickler that collects the pickles of one batch.
 
     Args:
-        least: Bytes from which on a buffer stays where it is.
+        least: Bytes from which on a buffer stays out of the stream.
     """
 
     def __init__(self, least: int) -> None:
         self._least = least
         self._chunks: list[Any] = []
         self._buffers: list[memoryview] = []
-        # How many chunks and buffers there were when each value had been pickled.
+        # For each value the number of chunks and of buffers up to its end.
         self._ends: list[tuple[int, int]] = []
-        # Bytes of large buffers.
+        # Total bytes of large buffers.
         self._large = 0
         self.write = self._chunks.append
 
@@ -218,11 +215,11 @@ class _Pickled:
             self._ends.append((len(self._chunks), len(self._buffers)))
 
     def _takes_in(self, buffer: pickle.PickleBuffer) -> bool:
-        """Keep a buffer, or return True for one that goes into the stream.
+        """Keep a buffer out of band, or return True to put it into the stream.
 
-        All go into the stream until the large ones together are worth sharing.
+        Buffers go into the stream until the large ones together are worth sharing.
         """
-        # Not the PickleBuffer itself: in a cycle with what it shows, CPython 3.11 crashes on it.
+        # Not the PickleBuffer itself: in a reference cycle with its object, CPython 3.11 crashes.
         raw = buffer.raw()
         if raw.nbytes < self._least:
             return True
@@ -251,14 +248,14 @@ class _Pickled:
         return [b"".join(pieces) for pieces in values]
 
     def unlock(self) -> None:
-        """Let the values be resized again, and forget them."""
+        """Let the values be resized again, and drop them."""
         self._chunks.clear()
         for buffer in self._buffers:
             buffer.release()
 
 
 class _Reducers(dict[type, Any]):
-    """Our reducers, and all that any module has registered with `copyreg`."""
+    """Dispatch table of a pickler: our reducers, and those registered with `copyreg`."""
 
     # Not a Python function: it is called for each object of a type that is not built in.
     __missing__ = copyreg.dispatch_table.__getitem__
@@ -271,7 +268,7 @@ def _hold(chunks: list[Any]) -> "list[bytes | memoryview]":
         BufferError: Another thread has resized one since its length was written into the stream.
     """
     stream = [_view(chunk) for chunk in chunks]
-    # A PickleBuffer locks any other buffer from the beginning.
+    # Other buffers were locked by their PickleBuffer from the beginning.
     for index, chunk in enumerate(chunks):
         if isinstance(chunk, bytearray):
             length = len(stream[index]).to_bytes(8, "little")
@@ -287,22 +284,22 @@ def _view(chunk: Any) -> "bytes | memoryview":
 
 
 def _reduce_array(array: Any) -> Any:
-    """Pickle an array so that it can be written when it arrives."""
+    """Reduce an array so that it is writable on arrival."""
     reduced = array.__reduce_ex__(PROTOCOL)
-    # With a state, as of an array that is not contiguous, it can be in any case.
+    # An array with a state, as if not contiguous, is always writable on arrival.
     if array.flags.writeable or len(reduced) != 2:
         return reduced
     return _make_writable, reduced
 
 
 def _make_writable(function: "Callable[..., Any]", arguments: tuple[Any, ...]) -> Any:
-    """Make an array, and copy it if it cannot be written."""
+    """Make an array, and copy it if it is read-only."""
     array = function(*arguments)
     return array if array.flags.writeable else array.copy(order="K")
 
 
 def _reduce_tensor(torch: Any, least: int, tensor: Any) -> Any:
-    """Pickle a large plain tensor by its buffer, and any other tensor as PyTorch does it."""
+    """Reduce a large plain tensor to its buffer, and any other tensor as PyTorch does."""
     if is_plain_tensor(torch, tensor) and tensor.nbytes >= least:
         array = view_tensor(torch, tensor)
         if array is not None:

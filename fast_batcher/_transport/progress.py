@@ -1,8 +1,8 @@
-"""What a worker is doing, in memory that it shares with the parent.
+"""Progress of a worker (its current batches), in memory that it shares with the parent.
 
-When a worker has died, it cannot tell which batches it had, and a message ahead of every batch
-would cost a system call. So it writes batch ids here, and the parent reads them once the worker is
-dead. One number goes the other way: whether the parent wants SIGTERM to end the worker.
+The parent reads the batch ids here after the worker has died. A message before every batch would
+cost a system call. One number goes in the other direction: a flag set by the parent that lets
+SIGTERM end the worker.
 """
 
 import os
@@ -17,10 +17,10 @@ _IS_TO_END = 3
 
 
 class _BatchId:
-    """One of the numbers, as an attribute: None for no batch.
+    """Descriptor for a batch id in the shared numbers: None for no batch.
 
     Args:
-        index: Which number.
+        index: Position in the numbers.
     """
 
     def __init__(self, index: int) -> None:
@@ -35,21 +35,21 @@ class _BatchId:
 
 
 class WorkerProgress:
-    """The batches that a worker has, as ids that outlive it; None for no batch.
+    """Ids of a worker's current batches, which stay readable after its death; None for no batch.
 
-    Made in the parent. Pickled while a process is being started, it becomes the same memory there.
+    Made in the parent. Passed to a child process as an argument, it refers to the same memory.
     """
 
     # The batch that the worker read last.
     taken = _BatchId(0)
     # The batch whose computation began last.
     begun = _BatchId(1)
-    # The last batch of whose inputs children of the worker may have views; set to -1 for no batch.
+    # The last batch whose inputs the worker's children may still view; set to -1 for no batch.
     inherited = _BatchId(2)
 
     def __init__(self, fd: int | None = None) -> None:
         self._fd = make_memory_file(_SIZE) if fd is None else fd
-        # It keeps a descriptor of its own.
+        # The map keeps a descriptor of its own.
         self._memory = map_file(self._fd, _SIZE)
         self.numbers = memoryview(self._memory).cast("Q")
 
@@ -58,15 +58,15 @@ class WorkerProgress:
 
     @property
     def is_to_end(self) -> bool:
-        """Whether the parent wants SIGTERM to end the worker."""
+        """Whether SIGTERM may end the worker, because the parent sends it."""
         return self.numbers[_IS_TO_END] != 0
 
     def let_sigterm_end(self) -> None:
-        """Let the next SIGTERM end the worker: the parent is going to send it."""
+        """Let the next SIGTERM end the worker; called before the parent sends it."""
         self.numbers[_IS_TO_END] = 1
 
     def close_fd(self) -> None:
-        """Close the descriptor, so that no other process gets it; may be called again.
+        """Close the descriptor, so that no other process inherits it; may be called again.
 
         The memory stays mapped.
         """
@@ -75,7 +75,7 @@ class WorkerProgress:
             self._fd = -1
 
     def close(self) -> None:
-        """Give the memory back; may be called again."""
+        """Unmap the memory; may be called again."""
         self.close_fd()
         self.numbers.release()
         self._memory.close()

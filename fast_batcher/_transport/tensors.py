@@ -1,7 +1,7 @@
-"""Plain tensors: which tensors are simply their bytes, and how to get from one to the other.
+"""Plain tensors: conversion between dense CPU tensors and their bytes.
 
-Both sides, any thread. Everything else that PyTorch calls a tensor (quantized, sparse, nested,
-conjugated, on a device, of a derived class) has more to it than its bytes, and PyTorch pickles it.
+Both sides, any thread. Other tensors (quantized, sparse, nested, conjugated, on a device, of a
+derived class) are not described by dtype, shape and bytes alone, and PyTorch pickles them.
 """
 
 import functools
@@ -9,9 +9,9 @@ import math
 import sys
 from typing import Any
 
-# Types of numbers whose tensors can be made of any bytes. Only types that are known to be safe:
-# with some others, for example quantized ones, PyTorch reads memory that it does not own, and ends
-# the process. A name that the installed PyTorch lacks is left out.
+# Dtypes whose tensors can be made from any bytes. The list has only dtypes known to be safe: with
+# others, for example quantized ones, PyTorch reads memory that it does not own, and crashes. Names
+# that the installed PyTorch lacks are skipped.
 PLAIN_DTYPES = (
     "bool",
     "uint8",
@@ -39,11 +39,11 @@ def _plain_dtypes(torch: Any) -> frozenset[Any]:
 
 
 def is_plain_tensor(torch: Any, tensor: Any) -> bool:
-    """Whether a tensor is only its dtype, its shape and its bytes in the memory of the CPU.
+    """Return whether dtype, shape and bytes in CPU memory describe a tensor completely.
 
     Args:
         torch: The module.
-        tensor: A `torch.Tensor`, and not of a class derived from it.
+        tensor: A `torch.Tensor`, not of a derived class.
     """
     try:
         return (
@@ -59,8 +59,8 @@ def is_plain_tensor(torch: Any, tensor: Any) -> bool:
             # Axes had names until PyTorch 2.12, each None without one.
             and not any(getattr(tensor, "names", ()))
             and not vars(tensor)
-            # Without an address it never had a storage. A storage may have been made shorter than
-            # the tensor that lies in it: the tensor's bytes would be other memory of this process.
+            # A null address means that there is no storage. A storage may have been resized below
+            # the tensor's end: reading the tensor would read other memory of this process.
             and tensor.data_ptr() != 0
             and tensor.untyped_storage().nbytes()
             >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
@@ -70,41 +70,41 @@ def is_plain_tensor(torch: Any, tensor: Any) -> bool:
 
 
 class VolatileBuffer:
-    """The bytes of a tensor, as NumPy asks for them; their owner may free them at any moment.
+    """Array interface to the bytes of a tensor, which its owner may free at any moment.
 
     Args:
-        tensor: Of bytes, and contiguous.
+        tensor: A contiguous tensor of bytes.
     """
 
     def __init__(self, tensor: Any) -> None:
-        # As long as it exists, its memory is freed only by resizing its storage.
+        # This reference keeps the memory, unless the storage is resized.
         self._tensor = tensor
         data, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
         self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
 
 
 def is_volatile(piece: memoryview) -> bool:
-    """Whether the memory of this buffer may be freed while the buffer exists."""
+    """Return whether the memory of this buffer may be freed while the buffer exists."""
     return isinstance(getattr(piece.obj, "base", None), VolatileBuffer)
 
 
 def view_tensor(torch: Any, tensor: Any) -> Any:
-    """A NumPy array of the bytes of a plain tensor; None without NumPy."""
+    """Return a NumPy array of the bytes of a plain tensor; None without NumPy."""
     numpy: Any = sys.modules.get("numpy")
     try:
-        # As bytes, because NumPy lacks some of the types. Not by `tensor.numpy()`: the caller could
-        # never resize the tensor again.
+        # As bytes, because NumPy lacks some dtypes. Not with `tensor.numpy()`, after which the
+        # caller could never resize the tensor again.
         return numpy.asarray(VolatileBuffer(tensor.view(torch.uint8)))
     except (RuntimeError, TypeError, AttributeError):
         return None
 
 
 def rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """Make the tensor that lies in this buffer; it keeps the buffer.
+    """Make a tensor that views this buffer, and keeps a reference to it.
 
     Raises:
         TypeError: The dtype is not one of `PLAIN_DTYPES`.
-        ValueError: The buffer has another length than such a tensor.
+        ValueError: The buffer's length does not match dtype and shape.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What runs in a worker process, on its main thread: load the model, receive, infer, reply.
+"""Code of a worker process: load the model, receive batches, call `infer`, reply. Main thread.
 
-Nothing in this package imports asyncio or anything that runs in the API process. Start at `main`.
+Modules of this package import neither asyncio nor code of the API process. The entry is `main`.
 """

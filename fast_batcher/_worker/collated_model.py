@@ -1,4 +1,7 @@
-"""Wraps a model that takes one batch, so that it takes a list of inputs. Worker process."""
+"""Adapter from a model that takes one batch to the interface with a list of inputs. Worker process.
+
+Used for models with a `collation`; runs on the worker's main thread.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -14,7 +17,7 @@ def collate(model: Any) -> Any:
     """Return a model that takes and returns lists: the model itself if it declares no collation.
 
     Raises:
-        ConfigurationError: What it declares is not a `Collation`.
+        ConfigurationError: The attribute `collation` is not a `Collation`.
     """
     collation = getattr(model, "collation", None)
     if collation is None:
@@ -28,11 +31,11 @@ def collate(model: Any) -> Any:
 
 
 class CollatedModel:
-    """Joins inputs before `infer`, and splits what it returns.
+    """Model that joins inputs before `infer`, and splits its outputs.
 
     Args:
-        model: Its `infer` takes and returns batches.
-        collation: How inputs are joined and outputs split.
+        model: The user's model, whose `infer` takes and returns batches.
+        collation: Rules that join inputs and split outputs.
     """
 
     def __init__(self, model: Any, collation: Collation) -> None:
@@ -40,20 +43,21 @@ class CollatedModel:
         self._collation = collation
 
     def warmup_inputs(self) -> list[Any]:
-        """Return the model's examples: rows, as a caller sends them."""
+        """Return the model's examples, each a row as a caller sends it."""
         warmup_inputs = getattr(self._model, "warmup_inputs", None)
         return [] if warmup_inputs is None else list(warmup_inputs())
 
     def infer(self, inputs: list[Any]) -> list[Any]:
-        """Compute rows, in as many calls of the model as they need.
+        """Compute inputs in one or more calls of the model.
 
         Returns:
-            One output per input. It is an error for an input that cannot be joined, for one that
-            differs from most of the others, and for every input of a call that did not return rows.
+            One output per input. The output is an error for an input that cannot be joined, for an
+            input that differs from most of the others, and for every input of a call that did not
+            return rows.
 
         Raises:
             CollationError: The inputs differ, and no kind of them is more than half.
-            Exception: What the model raises.
+            Exception: Any exception of the model.
         """
         outcomes: list[Any] = [None] * len(inputs)
         rows: dict[int, Row] = {}
@@ -73,7 +77,7 @@ class CollatedModel:
         return outcomes
 
     def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> Iterator[list[int]]:
-        """Yield the positions of each call's inputs; sets the errors of inputs that are in none."""
+        """Yield the positions of each call's inputs; set errors for inputs that no call gets."""
         groups: dict[Any, list[int]] = {}
         for position, row in rows.items():
             groups.setdefault(row.signature, []).append(position)
@@ -81,7 +85,7 @@ class CollatedModel:
         if len(kinds) > 1 and self._collation.unequal == "error":
             kinds.sort(key=len, reverse=True)
             most, *others = kinds
-            if 2 * len(most) <= len(rows):  # it is not known which of them are wrong
+            if 2 * len(most) <= len(rows):  # no majority, so no input is known to be the wrong one
                 raise self._difference(rows, most, others[0])
             for few in others:
                 for position in few:

@@ -1,4 +1,9 @@
-"""Frames to inputs: from the pipe, or from memory that the parent shares. Worker process."""
+"""Reads the inputs of a batch from its frames: from the pipe, or from shared memory.
+
+Runs in a worker process, on its main thread. An input that cannot be unpickled becomes a
+`RemoteFailure`, so that the other inputs of its batch are computed. This module does not receive
+frames, which `serving` does.
+"""
 
 import ctypes
 from typing import Any
@@ -14,20 +19,20 @@ from fast_batcher._transport.pickler import load_items, view_parts
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
 
-# Positions in a batch of inputs that cannot be unpickled, and why.
+# Errors of inputs that cannot be unpickled, by position in the batch.
 Failures = dict[int, RemoteFailure]
 
 
 class InputReader:
-    """Reads the inputs of batches.
+    """Reads the inputs of batches, and reports batches whose shared memory is free.
 
     Args:
-        slabs: Memory in which large inputs arrive, or None.
+        slabs: Shared memory with large inputs, or None.
     """
 
     def __init__(self, slabs: SlabViews | None) -> None:
         self._slabs = slabs
-        # Inputs that came ahead of the last frame of their batch, by batch id.
+        # Inputs from INPUTS_PART frames, by batch id, until the last frame of the batch.
         self._parts: dict[int, list[bytes]] = {}
 
     def keep_part(self, frame: Frame) -> None:
@@ -35,7 +40,7 @@ class InputReader:
         self._parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
 
     def read(self, frame: Frame) -> tuple[list[Any], Failures]:
-        """Return the inputs of a batch that can be unpickled, and why the others cannot.
+        """Return the inputs of a batch that can be unpickled, and the errors of the others.
 
         Inputs in shared memory are lent to `stack` until `forget_lent`.
         """
@@ -52,11 +57,11 @@ class InputReader:
         return values, failures
 
     def forget_lent(self) -> None:
-        """End what `stack` may use: the batch has been computed."""
+        """Take back the memory lent to `stack`, after the batch has been computed."""
         stacking.lent.clear()
 
     def pack_freed(self) -> bytes:
-        """Return a frame with the batches of which no view is left; empty without such batches."""
+        """Return a FREED frame with the batches that have no view left; empty without any."""
         slabs = self._slabs
         if slabs is None or not (slabs.freed or slabs.forks):
             return b""
@@ -67,7 +72,7 @@ class InputReader:
         return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
     def _load_shared(self, frame: Frame) -> list[Any]:
-        """Return views of a batch in shared memory; a `RemoteFailure` for an unreadable input."""
+        """Return views of the inputs in shared memory; a `RemoteFailure` for an unreadable one."""
         slabs = self._slabs
         assert slabs is not None, "the parent knows that it shares no memory"
         named = codec.loads(frame.body)

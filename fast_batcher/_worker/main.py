@@ -7,8 +7,8 @@
             <-  answers
     STOP    ->  model.close(), exit hooks, end of the processes that the model has started
 
-All of it runs on the main thread of the process, but for one thread that ends the process when the
-parent is dead.
+Everything runs on the main thread of the process, except a watcher thread that ends the process
+when the parent is dead.
 """
 
 import logging
@@ -48,35 +48,35 @@ def worker_main(
     outbox: OutboxWriter | OSError | None,
     freeze_gc: bool,
 ) -> None:
-    """Run a worker process from its start to its end; the first frame says what to load.
+    """Run a worker process from its start to its end; the first frame names the model.
 
     Args:
         ends: The worker's ends of its two pipes.
-        progress: Where the worker says what it is doing.
-        max_frame_bytes: Longest frame body either way.
+        progress: Shared memory in which the worker records the batches it has.
+        max_frame_bytes: Longest frame body in both directions.
         max_batch_size: Inputs of a full batch, for the warm-up.
-        parent_pid: The process with which this one ends.
-        slabs: Memory in which large inputs arrive, None if the settings want none, an error if this
-            process may not have as much.
-        outbox: Memory in which large answers leave, None if the settings want none, an error if
-            it could not be made.
-        freeze_gc: Whether garbage collections leave out the loaded model and its libraries.
+        parent_pid: Id of the parent process, with which this one ends.
+        slabs: Shared memory for large inputs, None if the settings turn it off, an error if this
+            process may not map it.
+        outbox: Shared memory for large answers, None if the settings turn it off, an error if it
+            could not be made.
+        freeze_gc: Exclude the loaded model and its libraries from garbage collections.
     """
     set_signals(progress, parent_pid)
     end_with_parent(parent_pid)
     log_to_stderr()
     channel = BlockingChannel(ends, max_frame_bytes)
-    # The end of the process closes them, and nothing before: the parent kills a worker that has
-    # closed its ends, and exit hooks of the model's libraries would not run.
+    # Kept open until the process ends: the parent kills a worker that has closed its ends, and exit
+    # hooks of the model's libraries would not run.
     _kept_open.append(ends)
     # Priority 0: `multiprocessing` first lets its pools and managers end their own processes, and
-    # afterwards joins what is left. Processes of a `concurrent.futures` executor would never end:
-    # its exit hook comes later.
+    # afterwards joins the remaining ones. That would hang on the processes of a
+    # `concurrent.futures` executor, whose exit hook runs later.
     multiprocessing.util.Finalize(None, end_descendants, exitpriority=0)
     try:
         encoder = ReplyEncoder(outbox, max_frame_bytes)
         exit_code = _load_and_serve(channel, progress, max_batch_size, slabs, encoder, freeze_gc)
-    except BrokenPipeError:  # the parent has closed its ends, and reads nothing more
+    except BrokenPipeError:  # the parent has closed its ends
         exit_code = 0
     sys.exit(exit_code)
 

@@ -1,4 +1,4 @@
-"""Makes the model's instance in the worker process."""
+"""Imports and instantiates the model in the worker process."""
 
 import importlib
 from typing import Any
@@ -9,14 +9,14 @@ from fast_batcher.model_spec import describe_arguments, find_model_fault, warn_a
 
 
 def load_model(pickled: bytes | bytearray | memoryview) -> Any:
-    """Make the model's instance.
+    """Instantiate the model.
 
     Args:
         pickled: `(class or "module:Class", args, kwargs)`.
 
     Raises:
         WorkerStartupError: The string does not name a model.
-        Exception: What the import or the constructor raised.
+        Exception: Any exception of the import or the constructor.
     """
     model, args, kwargs = codec.loads(pickled)
     if isinstance(model, str):
@@ -40,7 +40,7 @@ def _resolve(name: str) -> Any:
 
     Raises:
         WorkerStartupError: There is no such module or attribute.
-        Exception: What a module that exists raises while it is imported.
+        Exception: Any exception of an existing module during its import.
     """
     module_name, _, path = name.partition(":")
     try:

@@ -9,13 +9,13 @@ logger = logging.getLogger("fast_batcher.worker")
 
 
 def free_memory(error: BaseException) -> None:
-    """Free what the batch that raised this error has left in memory."""
+    """Free the memory that is left of the batch that raised this error."""
     # The frames of the error hold the tensors of the batch.
     clear_frames(error)
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    # What PyTorch keeps for reuse: the next batch may need it in other sizes.
+    # Free PyTorch's cached blocks: the next batch may need other sizes.
     try:
         torch.cuda.empty_cache()
     except Exception:

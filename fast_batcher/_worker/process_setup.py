@@ -1,4 +1,4 @@
-"""What a worker does to its process before it loads the model: signals, the parent's death, log."""
+"""Set-up of a worker process before the model is loaded: signals, parent's death, logging."""
 
 import ctypes
 import logging
@@ -14,18 +14,18 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def set_signals(progress: WorkerProgress, parent_pid: int) -> None:
-    """Ignore the signals that go to the whole process group; the parent decides what follows.
+    """Ignore signals that go to the whole process group; the parent decides when to end.
 
-    Ctrl-C in a terminal and the SIGTERM of a supervisor, systemd for example, come here as well as
-    to the parent, which still wants the answers of the batches that it has sent.
+    Ctrl-C in a terminal and the SIGTERM of a supervisor (systemd, for example) reach this process
+    as well as the parent, which still waits for the answers of the batches that it has sent.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _ignore_sigterm(progress, parent_pid)
-    # A parent that ignores these hands that down through exec.
+    # Set, because a child inherits ignored signals through exec.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own default: EPIPE as an exception
     signal.set_wakeup_fd(-1)
-    # The parent blocked them when it started this process, so that they do no harm until here.
+    # The parent blocked these when it started this process, until the handlers are set.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
 
 
@@ -68,11 +68,11 @@ def _ignore_sigterm(progress: WorkerProgress, parent_pid: int) -> None:
 def end_with_parent(parent_pid: int) -> None:
     """End this process when its parent dies, even inside a long call into C."""
     if sys.platform == "linux":
-        # The kernel does it, so it works while C code holds the GIL.
+        # The kernel sends the signal, so this works while C code holds the GIL.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:  # it died before the line above
             os._exit(1)
-    # For other systems, and after a change of credentials, which clears what the kernel was told.
+    # For other systems, and after a change of credentials, which clears PR_SET_PDEATHSIG.
     threading.Thread(target=_watch_parent, name="fast_batcher-watcher", daemon=True).start()
 
 
@@ -84,10 +84,7 @@ def _watch_parent() -> None:
 
 
 def log_to_stderr() -> None:
-    """Write the library's log where the model's output goes.
-
-    The handlers of the program are in the parent.
-    """
+    """Write the library's log to stderr: the program's log handlers exist in the parent only."""
     handler = logging.StreamHandler()
     handler.setFormatter(
         logging.Formatter("%(levelname)s %(processName)s (pid %(process)d): %(message)s")

@@ -1,7 +1,8 @@
-"""Outputs to frames: for the pipe or, if they are large, through the outbox. Worker process.
+"""Encodes the outputs of a batch as frames; large outputs go into the outbox.
 
-Each output is pickled by itself, so that one that cannot be sent fails alone, and no two callers
-get the same object.
+Runs in a worker process, on its main thread. Each output is pickled separately, so that an output
+that cannot be pickled fails alone, and no two callers get the same object. This module does not
+write to the pipe, which `serving` does.
 """
 
 import logging
@@ -23,17 +24,17 @@ logger = logging.getLogger("fast_batcher.worker")
 
 
 class ReplyEncoder:
-    """Packs the outputs of batches.
+    """Encodes the outputs of batches as frames.
 
     Args:
-        outbox: Where large outputs go, an error if there is no memory, None if the settings want
-            none.
+        outbox: Shared memory for large outputs, an error if it could not be made, None if the
+            settings turn it off.
         max_frame_bytes: Longest body of a frame, and most bytes of an answer in the outbox.
     """
 
     def __init__(self, outbox: OutboxWriter | OSError | None, max_frame_bytes: int) -> None:
         self._outbox = outbox if isinstance(outbox, OutboxWriter) else None
-        # Why there is no outbox, if the settings want one.
+        # The error that prevented an outbox, if the settings ask for one.
         self._no_outbox = outbox if isinstance(outbox, OSError) else None
         self._max_frame_bytes = max_frame_bytes
         self._pickler = PartsPickler(
@@ -45,14 +46,14 @@ class ReplyEncoder:
         """Return the frames that answer a batch.
 
         Args:
-            outputs: One per input; anything where there is a failure. An exception is the failure
-                of its request.
-            failures: The failures that are known, by position; the ones found here are added.
+            outputs: One per input; ignored at the positions of `failures`. An output that is an
+                exception fails its request.
+            failures: Known failures by position; failures found here are added.
         """
         body = None if failures else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
             return [(Kind.OUTPUT_ATOMS, body)]
-        # By type: an object of the model may lie about its class, and there are few types.
+        # By `type`: `isinstance` asks `__class__`, which is the user's code, and types are few.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             for position, output in enumerate(outputs):
                 if issubclass(type(output), BaseException):
@@ -69,7 +70,7 @@ class ReplyEncoder:
         return self._pack_items(pickled, failures)
 
     def give_back_unused(self) -> None:
-        """Give back memory that no answer has used for long. To be called while idle."""
+        """Return memory that no answer has used recently to the system. Call it while idle."""
         if self._outbox is not None:
             self._outbox.rest()
 
@@ -77,7 +78,7 @@ class ReplyEncoder:
         """Pickle outputs for the pipe or, if they are large, for the outbox."""
         try:
             return self._pickler.pickle(outputs, self._has_outbox)
-        except BaseException as error:  # noqa: BLE001  pickling is the user's code; item by item then
+        except BaseException as error:  # noqa: BLE001  user code; each output is tried separately
             # A frame often keeps the error, and its frames keep the outputs.
             forget_frames(error)
             return [self._pickle_item(output) for output in outputs]
@@ -116,15 +117,15 @@ class ReplyEncoder:
         )
 
     def _has_outbox(self) -> bool:
-        """Whether there is an outbox; warns once if there should be."""
+        """Return whether there is an outbox; warn once if it could not be made."""
         if self._no_outbox is not None:
             self._warn(f"{self._no_outbox}")
         return self._outbox is not None
 
     def _put(self, parts: Parts, failures: dict[int, RemoteFailure]) -> int | None:
-        """Put pickled outputs into the outbox; return where, or None if there is no room."""
+        """Put pickled outputs into the outbox; return their start, or None if there is no room."""
         assert self._outbox is not None, "the caller has asked"
-        # The failures go into the frame, beside the few bytes about the outputs.
+        # The failures go into the frame, next to the location of the outputs.
         most = self._max_frame_bytes
         if parts.size > most or len(dumps(failures)) > most // 2:
             return None

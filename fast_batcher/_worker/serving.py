@@ -1,4 +1,8 @@
-"""The worker's loop: receive a batch, let the model compute it, send the outputs."""
+"""Main loop of a worker: receive a batch, call the model's `infer`, send the outputs.
+
+Runs in a worker process, on its main thread, one batch at a time. It makes no decisions about
+requests: the parent forms batches, and decides what follows from a failure.
+"""
 
 from time import monotonic
 from typing import Any
@@ -31,14 +35,15 @@ _FATAL_SIGNS = (
 
 
 class Server:
-    """Answers batches with a model until the parent ends it.
+    """Answers batches with a model until the parent sends STOP.
 
     Args:
-        channel: To the parent.
-        model: What `collate` returned.
-        progress: Where the parent reads, once this process is dead, which batches it had.
-        inputs: Reads batches.
-        encoder: Packs outputs.
+        channel: Channel to the parent.
+        model: The model, as `collate` returned it.
+        progress: Shared memory from which the parent reads the current batches after this process
+            has died.
+        inputs: Reads the inputs of batches.
+        encoder: Encodes outputs as frames.
     """
 
     def __init__(
@@ -56,9 +61,9 @@ class Server:
         self._encoder = encoder
 
     def serve(self) -> None:
-        """Return when the parent says STOP or closes its end, or after a fatal error."""
+        """Answer batches until STOP, until the parent closes its end, or until a fatal error."""
         while True:
-            # What the model has dropped since the last answer.
+            # Batches whose last view the model has dropped since the last answer.
             freed = self._inputs.pack_freed()
             if freed:
                 self._channel.send_packed(freed)
@@ -74,7 +79,7 @@ class Server:
                 return
 
     def _answer(self, frame: Frame) -> Kind:
-        """Compute a batch and send its outputs; returns the kind of the last frame."""
+        """Compute a batch and send its outputs; return the kind of the last frame."""
         batch_id = frame.batch_id
         self._progress.taken = batch_id
         try:
@@ -88,7 +93,7 @@ class Server:
             frames, seconds = self._compute(inputs, failures)
             del inputs
         self._inputs.forget_lent()
-        # A batch of which the model keeps no view is free when its answer arrives.
+        # If the model keeps no view of the batch, its memory is free when the answer arrives.
         ahead = self._inputs.pack_freed()
         for kind, body in frames:
             self._channel.send(kind, batch_id, body, seconds, ahead)
@@ -96,11 +101,11 @@ class Server:
         return frames[-1][0]
 
     def _compute(self, inputs: list[Any], failures: Failures) -> tuple[Reply, float]:
-        """Let the model compute a batch.
+        """Call the model's `infer` on a batch, and encode its outputs or its error.
 
         Args:
             inputs: The inputs that could be read.
-            failures: Why the others could not, by position in the batch.
+            failures: Errors of the other inputs, by position in the batch.
 
         Returns:
             The frames that answer the batch, and the seconds that `infer` took.
@@ -134,7 +139,7 @@ def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
 
 
 def _judge(error: BaseException) -> tuple[Kind, RemoteFailure]:
-    """Return which kind of frame tells what `infer` raised, and the error as data."""
+    """Return the kind of frame that reports an error of `infer`, and the error as data."""
     failure = codec.describe(error)
     kind = Kind.RAISED
     if is_out_of_memory(error):

@@ -1,7 +1,7 @@
 """The warm-up: compute the model's own examples before the first request. Worker process.
 
-When the worker says that it is ready, kernels are loaded and caches are filled, and the parent
-learns how long a batch of one and a full batch take.
+When the worker reports that it is ready, kernels are loaded and caches are filled, and the parent
+gets the times of a batch of one and of a full batch.
 """
 
 import logging
@@ -27,18 +27,18 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
 
     The full batches hold all the inputs, repeated from the first on until the last batch is full.
     Each of the two sizes is then computed once more, and this second time counts. A worker that
-    runs out of memory with a full batch starts all the same: the scheduler makes batches smaller
+    runs out of memory with a full batch starts nevertheless: the scheduler makes batches smaller
     when requests run out of memory, too.
 
     Args:
-        model: May have no `warmup_inputs`, or return none.
+        model: The model; `warmup_inputs` is optional, and may return an empty list.
         max_batch_size: Inputs of a full batch.
 
     Returns:
         Sizes and seconds; empty without inputs.
 
     Raises:
-        WorkerStartupError: The model raised, or what it returned is not one output per input.
+        WorkerStartupError: The model raised, or did not return one output per input.
     """
     try:
         return _compute_all(model, max_batch_size)
@@ -88,7 +88,7 @@ def _time_batch(model: Any, inputs: list[Any]) -> float:
 
 
 def _copy_input(value: Any) -> Any:
-    """Copy an input, as sending it would: `infer` may change its inputs, or consume them."""
+    """Copy an input, as sending it does: `infer` may change its inputs, or consume them."""
     try:
         return codec.loads(codec.dumps(value))
     except Exception:  # noqa: BLE001  an example that cannot be sent will do
