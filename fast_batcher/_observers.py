@@ -1,14 +1,20 @@
-"""Calls the observers of one batcher. API process, on the thread that ends the requests."""
+"""Calls the observers of one batcher or function, on the thread that ends the requests."""
 
+import gc
 import logging
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextvars import Context, copy_context
+from time import perf_counter
 
-from fast_batcher.errors import ConfigurationError
+from fast_batcher._clock import monotonic
+from fast_batcher._core.messages import Batch, Request
 from fast_batcher.observing import (
+    AnsweredRequest,
     BatchAnswered,
     CollectionPaused,
     Observer,
+    Outcome,
     RequestEnded,
     WorkerChanged,
 )
@@ -16,6 +22,37 @@ from fast_batcher.observing import (
 logger = logging.getLogger("fast_batcher")
 
 Event = BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused
+# Pauses that are kept until the next event; a process has some in a second.
+MAX_PAUSES = 1000
+
+
+def describe_answer(
+    model: str,
+    batch: Batch,
+    ended: Sequence[tuple[Request, Outcome]],
+    worker: int,
+    infer_seconds: float,
+) -> BatchAnswered:
+    """Describe the answer to a batch that has just ended these requests."""
+    now, began_at = monotonic(), batch.began_at
+    return BatchAnswered(
+        model=model,
+        worker=worker,
+        batch_id=batch.id,
+        size=len(batch.requests),
+        cost=sum([request.cost for request in batch.requests]),
+        release=str(batch.release),
+        dispatched_at=batch.sent_at,
+        began_at=began_at,
+        answered_at=now,
+        infer_seconds=infer_seconds,
+        requests=[
+            AnsweredRequest(
+                outcome, began_at - request.arrival, now - request.arrival, request.context
+            )
+            for request, outcome in ended
+        ],
+    )
 
 
 class Observers:
@@ -24,18 +61,18 @@ class Observers:
     Args:
         name: The batcher's name, for logs.
         observers: The first ones.
-
-    Raises:
-        ConfigurationError: One of them is no `Observer`.
     """
 
-    def __init__(self, name: str, observers: Iterable[Observer]) -> None:
+    def __init__(self, name: str, observers: Iterable[Observer] = ()) -> None:
         self._name = name
-        self._observers: list[Observer] = []
+        self._observers = list(observers)
         # Observers that have raised; the log has the first error of each.
         self._faulty: set[int] = set()
-        for observer in observers:
-            self.add(observer)
+        # Pauses of the garbage collector since the last event. A collection may begin while an
+        # observer holds a lock of its own, so observers are not called from there.
+        self._pauses: deque[CollectionPaused] = deque(maxlen=MAX_PAUSES)
+        self._pause_began = 0.0
+        self._watches = False
 
     def __bool__(self) -> bool:
         """Whether there is any observer."""
@@ -43,21 +80,41 @@ class Observers:
 
     def add(self, observer: Observer) -> None:
         """Call an observer from now on."""
-        if not isinstance(observer, Observer):
-            raise ConfigurationError(
-                f"observers={observer!r:.100}: give instances of fast_batcher.observing.Observer"
-            )
         self._observers.append(observer)
 
     def copy_context(self) -> Context | None:
         """Copy the context of a caller if an observer needs it."""
         return copy_context() if any(one.needs_context for one in self._observers) else None
 
+    def watch_collector(self) -> None:
+        """Note the pauses of the garbage collector from now on."""
+        if not self._watches:
+            self._watches = True
+            gc.callbacks.append(self._note_pause)
+
+    def unwatch_collector(self) -> None:
+        """Note no more pauses."""
+        if self._watches:
+            self._watches = False
+            gc.callbacks.remove(self._note_pause)
+
+    def _note_pause(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._pause_began = perf_counter()
+        elif self._observers:
+            seconds = perf_counter() - self._pause_began
+            self._pauses.append(CollectionPaused(info["generation"], seconds))
+
     def tell(self, event: Event) -> None:
         """Call every observer, in an empty context; log the first error of each."""
         Context().run(self._tell, event)
 
     def _tell(self, event: Event) -> None:
+        while self._pauses:
+            self._call(self._pauses.popleft())
+        self._call(event)
+
+    def _call(self, event: Event) -> None:
         for observer in self._observers:
             try:
                 if isinstance(event, BatchAnswered):

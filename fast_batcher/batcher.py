@@ -42,11 +42,13 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model import InferenceModel, InputT, OutputT
 from fast_batcher.model_spec import check_model, find_cost, warn_about_hooks
+from fast_batcher.observing import Observer
 from fast_batcher.settings import (
     BatcherOptions,
     PolicyName,
     Reconfiguration,
     Settings,
+    check_observers,
     checked_priority,
     checked_timeout,
     reject_unknown_options,
@@ -149,7 +151,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self.name = self._model.name if name is None else name
         warn_about_workers(num_workers)
         warn_about_hooks(model)
-        self._ledger = Ledger(self.name)
+        self._ledger = Ledger(self.name, settings.observers)
         self._status = Status(self.name, self._ledger)
         # What lives from one opening to the next end; the last one that there was, if it has ended.
         self._session: Session | None = None
@@ -563,6 +565,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._settings = settings
 
     # What can be seen of it.
+
+    def add_observer(self, observer: Observer) -> None:
+        """Call an observer from now on, as if it had been given at construction.
+
+        Raises:
+            ConfigurationError: It is no `fast_batcher.observing.Observer`.
+        """
+        check_observers("observer", [observer])
+        self._ledger.observers.add(observer)
 
     @property
     def state(self) -> str:

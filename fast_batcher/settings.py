@@ -9,7 +9,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from types import NoneType
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypedDict, get_args
 
 from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import ConfigurationError
+from fast_batcher.observing import Observer
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
 
@@ -100,6 +101,8 @@ class BatcherOptions(TypedDict, total=False):
         freeze_gc: Whether each worker collects garbage once after its warm-up, and leaves what is
             alive then, the model and its libraries, out of all later collections. With False a full
             collection of a worker that has imported torch takes tens of milliseconds. Default True.
+        observers: Observers of the batcher (`fast_batcher.observing.Observer`), for metrics and
+            traces. More can be added with `add_observer`. Default none.
     """
 
     start_timeout: float
@@ -120,6 +123,7 @@ class BatcherOptions(TypedDict, total=False):
     max_shared_bytes: int
     shared_memory_threshold: int
     freeze_gc: bool
+    observers: Sequence[Observer]
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -205,6 +209,19 @@ def _check_rss(name: str, value: object) -> None:
         )
 
 
+def check_observers(name: str, value: Any) -> None:
+    """Check a sequence of observers.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    is_sequence = isinstance(value, Sequence)
+    if not is_sequence or not all(isinstance(one, Observer) for one in value):
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: give a list of instances of fast_batcher.observing.Observer"
+        )
+
+
 def checked_timeout(timeout: Any) -> float:
     """The timeout of a call in seconds, or `math.inf` for no limit.
 
@@ -271,6 +288,7 @@ class Settings:
         int, _Count(MIN_SHARED_MEMORY_THRESHOLD, MAX_SHARED_MEMORY_THRESHOLD)
     ] = SHARED_MEMORY_THRESHOLD
     freeze_gc: Annotated[bool, _check_switch] = True
+    observers: Annotated[Sequence[Observer], check_observers] = ()
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""

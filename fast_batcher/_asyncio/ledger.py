@@ -7,16 +7,16 @@ requests end is decided elsewhere: by the scheduler, or by the answer of a worke
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Batch, Request, settle
-from fast_batcher._observers import Observers
+from fast_batcher._observers import Observers, describe_answer
 from fast_batcher.errors import BatcherError
-from fast_batcher.observing import AnsweredRequest, BatchAnswered, Observer, Outcome, RequestEnded
+from fast_batcher.observing import Observer, Outcome, RequestEnded
 from fast_batcher.stats import Counters
 
 
@@ -63,7 +63,7 @@ class Ledger:
         observers: Told about each end.
     """
 
-    def __init__(self, name: str, observers: Iterable[Observer] = ()) -> None:
+    def __init__(self, name: str, observers: Sequence[Observer] = ()) -> None:
         self._name = name
         self.counters = Counters()
         self.observers = Observers(name, observers)
@@ -93,7 +93,7 @@ class Ledger:
         ]
         self.counters.outcomes.update([outcome for _, outcome in ended])
         if self.observers:
-            self._tell_answered(batch, ended, worker, seconds)
+            self.observers.tell(describe_answer(self._name, batch, ended, worker, seconds))
 
     def complete_batch(self, batch: Batch, seconds: float) -> None:
         """Count the seconds of an answered batch: those of its wait, and those in the model."""
@@ -132,31 +132,6 @@ class Ledger:
         if self.observers:
             wait = 0.0 if outcome == "rejected" else monotonic() - request.arrival
             self.observers.tell(RequestEnded(self._name, outcome, reason, wait, request.context))
-
-    def _tell_answered(
-        self, batch: Batch, ended: list[tuple[Request, Outcome]], worker: int, seconds: float
-    ) -> None:
-        now, began_at = monotonic(), batch.began_at
-        self.observers.tell(
-            BatchAnswered(
-                model=self._name,
-                worker=worker,
-                batch_id=batch.id,
-                size=len(batch.requests),
-                cost=sum([request.cost for request in batch.requests]),
-                release=str(batch.release),
-                dispatched_at=batch.sent_at,
-                began_at=began_at,
-                answered_at=now,
-                infer_seconds=seconds,
-                requests=[
-                    AnsweredRequest(
-                        outcome, began_at - request.arrival, now - request.arrival, request.context
-                    )
-                    for request, outcome in ended
-                ],
-            )
-        )
 
 
 def set_exception(request: Request, error: BaseException) -> bool:

@@ -19,6 +19,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     Fault,
+    Phase,
     Replace,
     Request,
     Stall,
@@ -96,6 +97,8 @@ class Pump:
             self._scheduler.rank_requests()
         if type(request.value) in self._staged_types and self._has_place():
             request.staged = self._arena.stage(request.value)
+        if self._ledger.observers:
+            request.context = self._ledger.observers.copy_context()
         self.arrivals.append(request)
         if not self._is_scheduled:
             self.run_soon()
@@ -124,7 +127,8 @@ class Pump:
     def _cancel(self, request: Request) -> None:
         """Take a request out of the scheduler."""
         if self._scheduler.cancel(request):
-            self._ledger.cancel(request, request.phase.name.lower())
+            waits = request.phase in (Phase.QUEUED, Phase.RETRYING)
+            self._ledger.cancel(request, "waiting" if waits else "running")
 
     def reject(self, requests: list[Request], error: Exception) -> None:
         """Fail requests which the scheduler has not taken because of an internal error."""
@@ -199,7 +203,7 @@ class Pump:
             except Exception as error:  # noqa: BLE001  the other actions have to be done
                 to_error = self._reports.internal_error(error)
                 if isinstance(action, Expire):
-                    self._ledger.expire(action.request, to_error(), action.reason)
+                    self._ledger.expire(action.request, to_error(), str(action.reason))
                 elif isinstance(action, Dispatch):
                     batch = action.batch
                     self.withdraw(batch, [(one, to_error()) for one in batch.requests])
@@ -217,7 +221,7 @@ class Pump:
                 self.withdraw(action.batch, unsendable)
         elif isinstance(action, Expire):
             error = self._reports.expiry_error(action)
-            self._ledger.expire(action.request, error, action.reason)
+            self._ledger.expire(action.request, error, str(action.reason))
         elif isinstance(action, Stall):
             self._reports.log_stall(action.worker)
         elif isinstance(action, Replace):

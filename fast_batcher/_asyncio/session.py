@@ -84,7 +84,7 @@ class Session:
         reports = self._reports = Reports(name, settings)
         self.scheduler = _make_scheduler(settings)
         self.memory = MemoryService(self.binding.loop, settings.max_shared_bytes, name)
-        self.pool = Pool(model_spec, settings, self, self.memory, name)
+        self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, name)
         self.sender = BatchSender(settings, self.memory, self, name)
         evaluator = CostEvaluator(settings, name)
         self.pump: Pump = Pump(
@@ -112,6 +112,7 @@ class Session:
     def begin(self) -> None:
         """Start the workers; what becomes of them is told by `worker_ready` and the like."""
         self._status.begin()
+        self._ledger.observers.watch_collector()
         self.pool.open()
 
     async def wait_ready(self) -> None:
@@ -325,6 +326,7 @@ class Session:
         """
         self.has_ended = True
         self.serving_loop = None
+        self._ledger.observers.unwatch_collector()
         self.fail_open_requests()
         self.pump.stop()
         self.pool.stop(grace)

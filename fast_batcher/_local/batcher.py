@@ -60,6 +60,7 @@ class LoopSubmitter:
         if not self.pending:
             self.loop.call_soon(self.flush, context=Context())
         self.pending.append(requests)
+        self.engine.keep_context(requests)
         try:
             return await future
         except BaseException:
@@ -135,6 +136,7 @@ class LocalBatcher:
     def _wait(self, engine: Engine, items: Sequence[Any]) -> list[Any]:
         future: concurrent.futures.Future[list[Any]] = concurrent.futures.Future()
         requests = make_requests(items, future, self._settings)
+        engine.keep_context(requests)
         try:
             engine.submit([requests])
             return future.result()

@@ -22,6 +22,7 @@ from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
 from fast_batcher._local.function import FailedOutput, Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher._observers import Observers, describe_answer
 from fast_batcher.errors import (
     BatcherClosedError,
     OutputMismatchError,
@@ -29,6 +30,7 @@ from fast_batcher.errors import (
     clear_frames,
     is_out_of_memory,
 )
+from fast_batcher.observing import Outcome, RequestEnded
 
 # An engine has one worker: functions written for `batched` are never called twice at a time, and
 # may rely on it.
@@ -84,6 +86,7 @@ class Engine:
         make_worker: Callable[["Engine"], Worker],
     ) -> None:
         self.function = function
+        self.observers = Observers(function.name, settings.observers)
         self._settings = settings
         self._most_waiting = settings.max_queue_size or sys.maxsize
         length = settings.max_batch_length
@@ -135,6 +138,14 @@ class Engine:
         if batch is not None:
             self.worker.compute(batch)
         deliver(refused, errors)
+        self._tell_ended(refused, "rejected", "closed" if self._is_closing else "queue full")
+
+    def keep_context(self, requests: list[Request]) -> None:
+        """Keep the context of the caller of requests that are about to be submitted."""
+        if self.observers:
+            context = self.observers.copy_context()
+            for request in requests:
+                request.context = context
 
     def _reject(self, requests: list[Request], waiting: int) -> FailedOutput:
         """Settle the requests of one call; returns the error of its caller."""
@@ -152,8 +163,8 @@ class Engine:
     def cancel(self, requests: Sequence[Request]) -> None:
         """Forget requests whose caller has gone; one that runs is computed, its output dropped."""
         with self._lock:
-            for request in requests:
-                self._scheduler.cancel(request)
+            gone = [request for request in requests if self._scheduler.cancel(request)]
+        self._tell_ended(gone, "cancelled", "running or waiting")
 
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
         """Settle a batch for which the function has returned; returns the next batch, if any."""
@@ -165,9 +176,10 @@ class Engine:
             return self.fail(batch, error, seconds)
         with self._lock:
             now = self._take_back(batch, seconds)
-            settle_open(batch.requests)
+            open_ids = {request.id for request in settle_open(batch.requests)}
             following = self._poll(now)
         self._deliver(batch.requests, outcomes)
+        self._tell_answered(batch, batch.requests, outcomes, open_ids, seconds)
         return following
 
     def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
@@ -184,9 +196,11 @@ class Engine:
             failed = self._scheduler.batch_raised(
                 now, batch, out_of_memory=out_of_memory, is_fatal=not isinstance(raised, Exception)
             )
-            settle_open(failed)
+            open_ids = {request.id for request in settle_open(failed)}
             following = self._poll(now)
-        self._deliver(failed, [FailedOutput(as_error(raised)) for _ in failed])
+        outcomes = [FailedOutput(as_error(raised)) for _ in failed]
+        self._deliver(failed, outcomes)
+        self._tell_answered(batch, failed, outcomes, open_ids, seconds)
         return following
 
     def drop(self, batch: Batch) -> Batch | None:
@@ -219,6 +233,35 @@ class Engine:
     def _fail_as_closed(self, requests: list[Request], why: str) -> None:
         text = f"{self.function.name}: {why}"
         self._deliver(requests, [FailedOutput(BatcherClosedError(text)) for _ in requests])
+        self._tell_ended(requests, "failed", "closed")
+
+    def _tell_ended(self, requests: Sequence[Request], outcome: Outcome, reason: str) -> None:
+        """Tell observers of requests that have ended without an answer."""
+        if not self.observers:
+            return
+        now = monotonic()
+        for request in requests:
+            wait = 0.0 if outcome == "rejected" else now - request.arrival
+            event = RequestEnded(self.function.name, outcome, reason, wait, request.context)
+            self.observers.tell(event)
+
+    def _tell_answered(
+        self,
+        batch: Batch,
+        requests: Sequence[Request],
+        outcomes: Sequence[Any],
+        open_ids: set[int],
+        seconds: float,
+    ) -> None:
+        """Tell observers of a batch, with the requests whose callers were still waiting."""
+        if self.observers:
+            ended: list[tuple[Request, Outcome]] = [
+                (request, "failed" if type(outcome) is FailedOutput else "completed")
+                for request, outcome in zip(requests, outcomes, strict=True)
+                if request.id in open_ids
+            ]
+            batch.began_at = batch.sent_at
+            self.observers.tell(describe_answer(self.function.name, batch, ended, 0, seconds))
 
     def _take_back(self, batch: Batch, seconds: float, *, has_raised: bool = False) -> float:
         """Note that the worker has computed a batch; returns the moment."""

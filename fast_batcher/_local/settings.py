@@ -4,7 +4,7 @@ A decorator's own signature shows the three that are used most; the others reach
 arguments. `DecoratorSettings` holds all of them and is checked when a function is decorated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -12,7 +12,8 @@ from typing import Any, TypedDict, get_args
 
 from fast_batcher._arrays.collation import Outputs, Side
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS
+from fast_batcher.observing import Observer
+from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS, check_observers
 from fast_batcher.types import AsyncCache, PriorityStrategy
 
 
@@ -22,6 +23,7 @@ class ThreadOptions(TypedDict, total=False):
     max_batch_length: int | None
     max_queue_size: int | None
     isolate_errors: bool
+    observers: Sequence[Observer]
 
 
 class AioOptions(ThreadOptions, total=False):
@@ -64,6 +66,7 @@ class DecoratorSettings:
     max_batch_length: int | None = None
     max_queue_size: int | None = None
     isolate_errors: bool = True
+    observers: Sequence[Observer] = ()
     priority_strategy: PriorityStrategy = PriorityStrategy.NONE
     cache: AsyncCache[Any, Any] | None = None
     pad_tokens: Mapping[str, float] | None = None
@@ -91,6 +94,7 @@ class DecoratorSettings:
             )
         if not isinstance(self.isolate_errors, bool):
             raise ConfigurationError(f"isolate_errors={self.isolate_errors!r}: give True or False")
+        check_observers("observers", self.observers)
         self._check_padding()
 
     def _check_padding(self) -> None:

@@ -16,11 +16,13 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
 from fast_batcher._core.restarts import MAX_DELAY, Restarts
+from fast_batcher._observers import Observers
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
 from fast_batcher._parent.starter import Starter
 from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
+from fast_batcher._parent.worker_log import WorkerLog
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport.frames import Kind
@@ -69,6 +71,7 @@ class Pool:
         settings: The batcher's settings.
         events: The listener.
         memory: The shared memory, which the pool closes when it ends.
+        observers: Told about each worker.
         name: The batcher's name, for threads and logs.
     """
 
@@ -78,12 +81,14 @@ class Pool:
         settings: Settings,
         events: PoolEvents,
         memory: MemoryService,
+        observers: Observers,
         name: str,
     ) -> None:
         self._model_spec = model_spec
         self._settings = settings
         self._events = events
         self._memory = memory
+        self._log = WorkerLog(name, observers)
         self._name, self.stop_timeout = name, settings.stop_timeout
         self.loop = asyncio.get_running_loop()
         # True once no further worker is started.
@@ -94,7 +99,12 @@ class Pool:
         self.live = LiveWorkers()
         self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
         self._starter = Starter(
-            self._thread, settings.start_timeout, self.live, self.start_failed, model_spec.name
+            self._thread,
+            settings.start_timeout,
+            self.live,
+            self.start_failed,
+            self._log,
+            model_spec.name,
         )
         # Workers by id, from READY to their death.
         self._serving: dict[int, WorkerHandle] = {}
@@ -212,7 +222,7 @@ class Pool:
         self._serving[worker.id] = worker
         place.restarts.ready(monotonic())
         place.is_given_up = False
-        logger.info("%s is ready", worker.title)
+        self._log.ready(worker)
         if worker is not place.successor:
             self._events.worker_ready(worker, times)
             return
@@ -289,7 +299,7 @@ class Pool:
         self._starter.start(worker)
 
     def _retire(self, worker: WorkerHandle) -> None:
-        logger.info("%s is recycled", worker.title)
+        self._log.recycled(worker)
         self._retired.add(worker)
         self._events.worker_retired(worker.id)
         if worker.state is WorkerState.ENDING:  # it hangs, and is being ended already
@@ -309,10 +319,7 @@ class Pool:
     def _lose(self, worker: WorkerHandle, exit: Exit) -> None:
         del self._serving[worker.id]
         self._heartbeat.answered(worker.id)
-        if not self.is_closing and not exit.is_clean:
-            # If the parent has ended the worker, the reason is in the log already.
-            level = logging.INFO if exit.is_ours else logging.WARNING
-            logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
+        self._log.lost(worker, exit, is_replaced=not (self.is_closing or exit.is_clean))
         self._events.worker_lost(worker.id, exit)
 
     def _restart_later(self, place: _Place) -> None:

@@ -11,6 +11,7 @@ from contextvars import Context
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.shutdown import LiveWorkers
 from fast_batcher._parent.worker import WorkerHandle, WorkerState
+from fast_batcher._parent.worker_log import WorkerLog
 from fast_batcher.errors import WorkerStartupError
 
 
@@ -23,6 +24,7 @@ class Starter:
         timeout: Seconds that a worker may take to load its model.
         live: The live workers of the pool; started workers are added.
         start_failed: Called with a worker that could not be started, or did not load in time.
+        log: Notes the workers that were started.
         model_name: The model's name, for errors.
     """
 
@@ -32,12 +34,14 @@ class Starter:
         timeout: float,
         live: LiveWorkers,
         start_failed: Callable[[WorkerHandle, WorkerStartupError], None],
+        log: WorkerLog,
         model_name: str,
     ) -> None:
         self._thread = thread
         self._timeout = timeout
         self._live = live
         self._start_failed = start_failed
+        self._log = log
         self._model_name = model_name
 
     def start(self, worker: WorkerHandle) -> None:
@@ -61,6 +65,7 @@ class Starter:
             self._live.discard(worker)
         elif worker.is_alive:  # otherwise the pool was stopped meanwhile
             worker.attach(asyncio.get_running_loop())
+            self._log.started(worker)
             if worker.state is WorkerState.ENDING:
                 worker.kill()  # `kill` was called before the process existed
             else:

@@ -25,6 +25,7 @@ from sample_models import (
 )
 from waits import LIMIT, SOON, Gate, Watch, turns
 
+from fast_batcher._observers import Observers
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
@@ -57,7 +58,7 @@ class Told:
         spec = check_model(model, args, None, checked.max_frame_bytes)
         loop = asyncio.get_running_loop()
         memory = MemoryService(loop, checked.max_shared_bytes, "tested")
-        pool = Pool(spec, checked, self, memory, "tested")
+        pool = Pool(spec, checked, self, memory, Observers("tested"), "tested")
         self._pools.append(pool)
         pool.open()
         return pool
