@@ -66,8 +66,8 @@ __all__ = [
     "stack",
 ]
 
-# Where to find what is loaded when it is asked for: a worker imports this package for its model and
-# needs no event loop.
+# Modules of names that are imported on first access: a worker imports this package for its model,
+# and needs no event loop.
 _LAZY = {
     "DynBatcher": "fast_batcher.batcher",
     "aio": "fast_batcher.aio",

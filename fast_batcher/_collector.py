@@ -1,9 +1,9 @@
-"""The garbage collector of a process that serves requests. API process and worker, any thread.
+"""Tuning of the garbage collector in a process that serves requests. API process and worker.
 
 A full collection visits every object of the process: the modules, the app, the model. With torch
-imported that takes tens of milliseconds, and no request is served meanwhile. These objects live as
-long as the process serves, so visiting them finds nothing. `freeze` moves them to where collections
-do not look, and makes collections of young objects rarer.
+imported that takes tens of milliseconds, during which no request is served. These objects live as
+long as the process serves, so visiting them frees nothing. `gc.freeze` excludes them from all later
+collections; a higher threshold makes collections of young objects rarer. Any thread.
 """
 
 import gc
@@ -11,18 +11,18 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Objects that are allocated and not freed between two collections of the youngest generation. With
-# the default of 700, requests that wait are collected again and again, and reach the oldest
-# generation. Measured over HTTP with a frozen app, torch imported: with 256 requests that wait, 700
+# Net allocations between two collections of the youngest generation. With the default of 700,
+# waiting requests are visited by many collections, and are promoted to the oldest generation.
+# Measured over HTTP with a frozen app, torch imported: with 256 waiting requests, 700
 # costs 18 us of CPU time per request, 5,000 costs 11, and 20,000 or more cost 0.1 or nothing. The
 # longest pause with 1,000 is 28 ms with 700, 3 ms with 20,000, 7 ms with 50,000.
 YOUNG_OBJECTS = 20_000
-# What the supported versions of Python start with: other thresholds were set by the app.
+# The defaults of the supported Python versions: other thresholds were set by the app.
 _DEFAULT_THRESHOLDS = ((700, 10, 10), (2000, 10, 0), (2000, 10, 10))
 
 
 class _Tuning:
-    """What this process has changed, and how many lifespans want it."""
+    """Changes to the collector of this process, and the number of lifespans that need them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -36,19 +36,19 @@ _tuning = _Tuning()
 
 
 def freeze_for_good() -> None:
-    """Collect once, and leave what is alive now out of all later collections."""
+    """Collect once, and exclude all live objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Freeze what is alive now, and collect young objects less often, until the block ends.
+    """Exclude live objects from collections, and collect less often, until the block ends.
 
-    Blocks may overlap, also in several threads: the first one that begins changes the collector,
-    the last one that ends changes it back. What each block finds alive is frozen too.
+    Blocks may overlap, also in several threads: the first that begins changes the collector, the
+    last that ends restores it. Each block freezes the objects that are alive at its start.
 
-    An app that has frozen objects itself, or has set thresholds, keeps what it has set.
+    An app that has called `gc.freeze` or `gc.set_threshold` itself keeps its settings.
     """
     with _tuning.lock:
         if not _tuning.wanted_by:
@@ -72,7 +72,7 @@ def _undo() -> None:
     if _tuning.has_frozen:
         gc.unfreeze()
     before = _tuning.thresholds
-    # The app may have set others meanwhile, which it keeps.
+    # Thresholds that the app has set meanwhile stay.
     if before is not None and gc.get_threshold() == (YOUNG_OBJECTS, *before[1:]):
         gc.set_threshold(*before)
     _tuning.has_frozen, _tuning.thresholds = False, None

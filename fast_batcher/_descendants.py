@@ -1,10 +1,10 @@
-"""Ends the processes that a model has started and not ended. Linux; elsewhere nothing is found.
+"""Ends processes that a model has started and not ended. Linux; no effect on other systems.
 
-The worker calls `end_descendants` at its end. The parent looks for them before it ends a worker
-that cannot do so itself.
+A worker calls `end_descendants` at its end. Before the parent ends a worker that cannot do so
+itself, it opens the descendants with `opened_descendants`.
 
-A process in another session (`start_new_session=True`) is meant to outlive the worker, and is
-left alone with all that it has started.
+A process in another session (`start_new_session=True`) is meant to outlive the worker: it and its
+descendants are not ended.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
-# Between SIGTERM and SIGKILL, and after that: enough for a handler to run, and together less than
+# Seconds after SIGTERM and again after SIGKILL: enough for a handler to run, and in total less than
 # the default stop_timeout, after which the parent would end the worker.
 GRACE = 0.5
 
@@ -25,7 +25,7 @@ GRACE = 0.5
 def end_descendants() -> None:
     """End the descendants of this process: SIGTERM, then SIGKILL. Main thread.
 
-    It returns when they are dead, or after twice `GRACE` seconds.
+    Returns when they are dead, at the latest after twice `GRACE` seconds.
     """
     # The handler of a library may raise when a child dies; that of PyTorch's data loader does.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -37,7 +37,7 @@ def end_descendants() -> None:
 
 @contextmanager
 def opened_descendants(pid: int) -> Iterator[list[int]]:
-    """Pidfds of the descendants of a process that are of its session, open in the block."""
+    """Yield pidfds of a process's descendants in its session; they are closed after the block."""
     with contextlib.ExitStack() as stack:
         pidfds: list[int] = []
         if sys.platform == "linux":
@@ -49,21 +49,21 @@ def opened_descendants(pid: int) -> Iterator[list[int]]:
 
 
 def send_signal(pidfds: list[int], number: signal.Signals) -> None:
-    """Send a signal to processes; skips what has ended or belongs to another user."""
+    """Send a signal to processes, except those that have ended or belong to another user."""
     for pidfd in pidfds:
         with contextlib.suppress(OSError):
             signal.pidfd_send_signal(pidfd, number)
 
 
 def _open_children(parent: int, session: int) -> Iterator[int]:
-    # The kernel lists them by the thread that started them.
+    # The kernel lists children by the thread that started them.
     for path in Path(f"/proc/{parent}/task").glob("*/children"):
         for pid in map(int, _read_text(path).split()):
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError:  # it has ended, or there is no descriptor left for it
                 continue
-            # Looked at after it was opened: its number may have become that of another process.
+            # Checked after it was opened: the pid may have been reused by another process.
             if _is_child(pid, parent, session):
                 yield pidfd
                 yield from _open_children(pid, session)

@@ -1,7 +1,7 @@
-"""What objects of this process do when it forks: one registry for all of them. Any thread.
+"""Registry of fork hooks that belong to objects. Any thread.
 
-A forked child inherits memory maps and descriptors. As long as it kept them, shared memory would
-not be freed, and a worker would never read the end of a pipe that the parent has closed.
+A forked child inherits memory maps and descriptors. If it kept them, shared memory would not be
+freed, and a worker would never read the end of a pipe that the parent has closed.
 """
 
 import functools
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 _OwnerT = TypeVar("_OwnerT")
-# Before a fork, in the parent and in the child after it; by owner, which is not kept alive.
+# Hooks before a fork, after it in the parent, and after it in the child; by owner, weakly.
 _hooks: "weakref.WeakKeyDictionary[Any, tuple[Callable[[Any], object] | None, ...]]"
 _hooks = weakref.WeakKeyDictionary()
 

@@ -1,19 +1,19 @@
-"""Known names for unknown ones, for error messages and warnings. Pure."""
+"""Suggestions of known names for misspelt ones, for error messages and warnings. Pure."""
 
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
-# Similarity, as `difflib` measures it. `max_dealy` and `max_batch_len` are at 0.89 of what they
-# mean; `batch_timeout` and `start_timeout`, which mean different things, reach 0.77.
+# Similarity ratios of `difflib`. `max_dealy` and `max_batch_len` reach 0.89 with the intended name;
+# `batch_timeout` and `start_timeout`, which mean different things, 0.77.
 TYPO = 0.85
 SIMILAR = 0.7
-# `warm_up_inputs` is at 0.96 of `warmup_inputs`; `clone`, a name of its own, at 0.8 of `close`.
+# `warm_up_inputs` reaches 0.96 with `warmup_inputs`; `clone`, another name, 0.8 with `close`.
 HOOK_TYPO = 0.85
 
 _UNITS = {"s", "sec", "seconds", "ms", "millis", "milliseconds", "us", "microseconds"}
-# Words of a name, and the parameters that they stand for, of `DynBatcher` and of the decorators.
-# The first whose words all occur counts. Source: the names that BentoML, LitServe, Ray Serve,
-# TorchServe, Triton and batched use.
+# Words of an unknown name, and the intended parameters of `DynBatcher` and of the decorators. The
+# first entry whose words all occur counts. Source: parameter names of BentoML, LitServe, Ray Serve,
+# TorchServe, Triton and batched.
 _HOLD = ("max_delay", "timeout_ms")
 _MEANINGS = {
     "batch timeout": _HOLD,
@@ -35,11 +35,11 @@ def suggest_parameter(name: str, known: Collection[str]) -> str:
     """Return the end of an error message about an unknown parameter.
 
     Args:
-        name: The unknown one.
-        known: The parameters that there are.
+        name: The unknown name.
+        known: The existing parameters.
 
     Returns:
-        For example ". Did you mean 'max_delay', in seconds?"; "" if no known one is near.
+        For example ". Did you mean 'max_delay', in seconds?"; "" if no known name is similar.
     """
     words = name.lower().split("_")
     bare = "_".join(word for word in words if word not in _UNITS)
@@ -56,7 +56,7 @@ def suggest_parameter(name: str, known: Collection[str]) -> str:
 
 
 def find_misspelt(names: Iterable[str], hooks: Collection[str]) -> list[tuple[str, str]]:
-    """Return the names that look like misspelt hooks, each with the hook."""
+    """Return names that look like misspelt hooks, each with the hook."""
     found = [(name, _find_close(name, hooks, HOOK_TYPO)) for name in names]
     return [(name, hook) for name, hook in found if hook is not None]
 

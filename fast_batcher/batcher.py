@@ -1,6 +1,8 @@
-"""`DynBatcher`: the public methods and their documentation. API process.
+"""`DynBatcher`: the public interface of a batcher, its life cycle and its documentation.
 
-The work is done by a `Session` (`_asyncio/session.py`), and each opening makes another one.
+Runs in the API process, on the event loop's thread; `submit` and `stop` on any thread. A `Session`
+(`_asyncio/session.py`), made anew by each opening, does the work: this module queues and dispatches
+nothing itself.
 """
 
 import asyncio
@@ -63,52 +65,51 @@ class DynBatcher(Generic[InputT, OutputT]):
     """Answers single requests with a model that computes batches in worker processes.
 
     Args:
-        model: A subclass of `InferenceModel`, importable under its name, or "module:Class", which
-            only the workers import.
+        model: A subclass of `InferenceModel` that workers can import, or a string "module:Class",
+            which only the workers import.
         max_batch_size: Most requests in a batch, 1 to 2**20.
-        max_delay: Longest deliberate wait of a batch while a worker is free, in seconds, 0 or more.
-            It is a bound: only `policy="fixed"` waits for it in full. With None, "adaptive" waits
-            at most as long as a lone request takes.
+        max_delay: Longest time in seconds for which a batch is held while a worker is free, 0 or
+            more. Only `policy="fixed"` uses all of it. With None, "adaptive" holds a batch at most
+            as long as the model takes for a single request.
         model_args: Positional arguments of the model's constructor; picklable.
         model_kwargs: Keyword arguments of the model's constructor; picklable.
-        num_workers: Worker processes, each with its copy of the model. More than there are cores
-            are a warning.
-        policy: When a batch leaves. "greedy": a free worker takes what waits at once. "adaptive":
-            like "greedy", but a batch is held for a moment if callers are known to come back soon
-            and a larger batch is worth the wait. "fixed": a batch waits until it is full, or for
-            `max_delay` seconds after its first request.
-        max_latency: Seconds from its arrival by which a request should be answered, or None. A
-            request that cannot be answered in that time, judged by the batches so far, is rejected
-            at once; one that turns out to be late while it waits is dropped if others can run in
-            its place. Both fail with `DeadlineExceededError`, whose `retry_after` says when to try
-            again. A request that is running past it is still answered, until its `timeout`.
-        max_queue_size: Most requests waiting, 1 or more; beyond it calls fail with
-            `QueueFullError`. Default the larger of 1024 and 8 batches per worker.
-        timeout: Seconds until a call that names no timeout of its own fails; None for no limit. A
-            worker also counts as not ready when it has run one batch for that long and no caller
-            waits for that batch any more.
+        num_workers: Worker processes, each with its copy of the model. A number above the cores of
+            the machine causes a warning.
+        policy: Rule for the moment at which a batch that is not full leaves. "greedy": as soon as a
+            worker is free. "adaptive": like "greedy", but a batch is held for a moment if callers
+            are expected to send their next requests soon and a larger batch is worth the wait.
+            "fixed": `max_delay` seconds after its first request.
+        max_latency: Seconds from its arrival within which a request should be answered, or None. A
+            request is rejected at once if it cannot be answered in that time, as predicted from
+            the batches so far, and dropped if it becomes late while it waits and others can run in
+            its place. Both fail with `DeadlineExceededError`, whose `retry_after` says when to
+            retry. A running request is answered even if it is late, until its `timeout`.
+        max_queue_size: Most waiting requests, 1 or more; further calls fail with `QueueFullError`.
+            Default the larger of 1024 and 8 batches per worker.
+        timeout: Seconds until a call without its own timeout fails; None for no limit. A worker
+            also counts as not ready when it has run one batch for that time and no caller waits
+            for that batch any more.
         infer_timeout: Seconds that one batch may take before its worker is replaced, or None. No
             other limit replaces a worker that computes.
         auto_open: Whether the batcher opens by itself: at construction under a running event loop,
-            else at the first call.
-        name: For logs and health checks, printable. Default the model's name.
-        cost: Returns the cost of an input, for example its number of tokens: above 0, at most 1e15.
-            It is called once per input on the event loop's thread, so it must be quick, and sees
-            the context variables (`contextvars`) of the call. Batches are then formed of inputs
-            with similar costs. Default the model's `cost`, if its class has
-            a static or class method of that name.
-        group_by: Returns a hashable key of an input: only inputs with equal keys share a batch. It
-            is called once per input on the event loop's thread, and sees the context variables of
-            the call.
+            otherwise at the first call.
+        name: Printable name for logs and health checks. Default the model's name.
+        cost: Function that returns the cost of an input, for example its number of tokens: above 0,
+            at most 1e15. Batches are then formed of inputs with similar costs. The function is
+            called once per input on the event loop's thread, so it must be quick, and sees the
+            context variables (`contextvars`) of the call. Default the model's `cost`, if its class
+            has a static or class method of that name.
+        group_by: Function that returns a hashable key of an input: only inputs with equal keys
+            share a batch. It is called like `cost`.
         options: Supervision, memory and the rest of `fast_batcher.settings.BatcherOptions`, which
             describes each.
 
     Raises:
         ConfigurationError: A setting is wrong. Nothing has been started.
-        TypeError: There is no such option.
+        TypeError: An option is unknown.
 
     Constructing starts nothing, except under a running event loop, where opening begins at the
-    loop's next turn. All methods but `submit` belong to the thread of that loop.
+    loop's next turn. All methods but `submit` and `stop` must be called on the thread of that loop.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         warn_about_hooks(model)
         self._ledger = Ledger(self.name, settings.observers)
         self._status = Status(self.name, self._ledger)
-        # What lives from one opening to the next end; the last one that there was, if it has ended.
+        # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None
         self._owners = Owners()
         if auto_open:
@@ -167,30 +168,30 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> OutputT:
         """Wait for the model's output for one input.
 
-        The input joins the next batch; its place is kept in order of arrival.
+        The input joins a batch in order of arrival.
 
         Args:
-            value: One input, without a batch axis. Must be picklable; it should not be changed
-                until the call returns.
-            timeout: Seconds from now until the caller loses interest, `math.inf` for no limit, None
-                for the batcher's `timeout`. Covers the start of the workers too. Given here, it is
-                a target as well: a call that cannot be answered in time is refused at once.
-            priority: Higher goes first; equals go in order of arrival, and lower ones fill what
-                room is left in a batch. One batch in eight goes by age alone, so that none starves.
-                -100 to 100.
+            value: One input, without a batch axis. Must be picklable, and must not be changed until
+                the call returns.
+            timeout: Seconds from now until the call fails, `math.inf` for no limit, None for the
+                batcher's `timeout`. Includes the start of the workers. A timeout given here is also
+                a target: a call that cannot be answered in that time is rejected at once.
+            priority: -100 to 100. Inputs of higher priority go first; equal ones go in order of
+                arrival, and lower ones fill the room that is left in a batch. Every eighth batch
+                goes by age alone, so that no input starves.
 
         Returns:
-            What `infer` returned at this input's position.
+            The output of `infer` at this input's position.
 
         Raises:
             QueueFullError: `max_queue_size` requests or `max_queue_bytes` bytes wait already;
                 nothing was queued.
-            DeadlineExceededError: The timeout passed first; or, with `retry_after` set, it or
+            DeadlineExceededError: The timeout passed; or, with `retry_after` set, the timeout or
                 `max_latency` could not be met.
-            NotReadyError: The timeout passed and no worker was ready, or all have spent their
-                restarts.
-            InferenceError: The model raised; also an instance of what it raised.
-            OutputMismatchError: The model returned something other than one output per input.
+            NotReadyError: The timeout passed and no worker was ready, or all workers have spent
+                their restarts.
+            InferenceError: The model raised; also an instance of the raised type.
+            OutputMismatchError: The model did not return one output per input.
             CollationError: The model has a `collation`, and the input cannot be joined to others.
             UnsendableValueError: The input cannot be pickled.
             RequestTooLargeError: The pickled input is larger than `max_frame_bytes`, or costs more
@@ -203,10 +204,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             WorkerStartupError: The model could not be loaded.
             BatcherClosedError: The batcher is draining or closed.
 
-        Cancellation: safe at any time. A waiting input is forgotten; a running one is computed and
-        its output dropped. Other inputs of the batch are not affected. A large input may be read
-        for some milliseconds more: a `bytearray` cannot be resized meanwhile, and an array must not
-        be with `refcheck=False`.
+        Cancellation: safe at any time. A waiting input is removed from the queue; a running input
+        is computed and its output dropped. Other inputs of the batch are not affected. A large
+        input may be read for some milliseconds after the cancellation: until then a `bytearray`
+        cannot be resized, and an array must not be resized with `refcheck=False`.
         """
         loop = get_running_loop()
         session = self._session
@@ -235,20 +236,19 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> list[OutputT]:
         """Wait for the outputs of many inputs, in their order.
 
-        They are queued a few batches at a time, so that other callers get their turns, and count
-        against `max_queue_size` one by one.
+        A few batches of inputs are queued at a time, so that other callers get their turns. Each
+        input counts as one request against `max_queue_size`.
 
         Args:
-            values: Inputs as for `process_batched`; none gives an empty list.
-            timeout: As for `process_batched`, for all of them together.
-            priority: As for `process_batched`, of each of them.
+            values: Inputs as for `process_batched`; without inputs the result is an empty list.
+            timeout: As for `process_batched`, for all inputs together.
+            priority: As for `process_batched`, for each input.
 
         Raises:
-            BatcherError: As `process_batched`, the error of the first input that has one. The
-                others are abandoned. So with `max_latency` one input that is refused fails the
-                call.
+            BatcherError: The errors of `process_batched`. The first input that fails ends the call,
+                also if it was rejected because of `max_latency`; the other inputs are cancelled.
 
-        Cancellation: safe at any time; all of them are abandoned.
+        Cancellation: safe at any time; all inputs are cancelled.
         """
         if isinstance(values, str | bytes):  # whose items are letters and numbers
             raise ConfigurationError(
@@ -269,25 +269,26 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> Any:
         """Wait for the outputs of an input that is itself a batch of k rows.
 
-        Its rows are k inputs: they share batches with those of other callers, count as k against
-        `max_batch_size` and `max_queue_size`, and are spread over as many batches as they need.
+        Each row is one input: rows share batches with the inputs of other callers, count as k
+        requests against `max_batch_size` and `max_queue_size`, and are spread over several batches
+        if necessary.
 
         Args:
-            batch: An array or tensor with a batch axis, or a structure of them, as a dict of
-                features. A list in it has one entry per row.
-            collation: Where the batch axis is: `batch_dim[0]` in `batch`, `batch_dim[1]` in what is
-                returned; and how rows of unequal outputs are padded. Default `Collation.stack()`.
+            batch: An array or tensor with a batch axis, or a structure of them, for example a dict
+                of features. A list in it has one entry per row.
+            collation: Position of the batch axis, `batch_dim[0]` in `batch` and `batch_dim[1]` in
+                the result; and the padding of unequal outputs. Default `Collation.stack()`.
             timeout: As for `process_batched`, for all rows together.
-            priority: As for `process_batched`, of each row.
+            priority: As for `process_batched`, for each row.
 
         Returns:
             The outputs of the rows in their order, joined to one batch: arrays and tensors with a
-            batch axis, numbers as an array, texts as a list, or a structure of such things.
+            batch axis, numbers as an array, texts as a list, or a structure of these.
 
         Raises:
-            CollationError: `batch` has no rows, or features of different numbers of them: then
-                nothing was queued. Or the outputs cannot be joined.
-            BatcherError: As `process_many`.
+            CollationError: `batch` has no rows, or its features have different numbers of rows, and
+                nothing was queued; or the outputs cannot be joined.
+            BatcherError: The errors of `process_many`.
 
         Cancellation: as for `process_many`.
         """
@@ -318,11 +319,11 @@ class DynBatcher(Generic[InputT, OutputT]):
             priority: As for `process_batched`.
 
         Returns:
-            A future for the output; its errors are those of `process_batched`. Cancelling it is
-            cancelling the call. Do not wait for it on the event loop's own thread.
+            A future for the output, with the errors of `process_batched`. Cancelling the future
+            cancels the call. Do not wait for it on the event loop's own thread.
 
         Raises:
-            NotReadyError: The batcher has not been opened, so there is no loop to serve it.
+            NotReadyError: The batcher has not been opened, or its event loop is closed.
             BatcherClosedError: The batcher is draining or closed.
         """
         session = self._session
@@ -336,7 +337,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         request.timeout = timeout
         request.priority = checked_priority(priority)
 
-        # Whoever keeps the future keeps the function below, and is not to keep the input with it.
+        # The future keeps the callback below; `held` lets the callback release the input.
         held = [request]
 
         def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
@@ -350,27 +351,27 @@ class DynBatcher(Generic[InputT, OutputT]):
         return future
 
     def allocate_input(self, shape: int | Sequence[int], dtype: Any = "uint8") -> Any:
-        """A NumPy array for one large input, for example a body that is read in pieces.
+        """Make a NumPy array in shared memory for one large input, for example a request body.
 
-        Filled, and given to a call as it is or with another dtype or shape of as many bytes, it
-        reaches the worker without another copy. What the model writes into it changes nothing here.
-        It should not be changed until the call returns, and may be used again then, unless the
-        model keeps views of its inputs. Arrays that are kept occupy the memory; and for good if
-        they were there when the process forked, as its child sees what is written there later.
+        Fill it and pass it to a call, as it is or viewed with another dtype or shape of the same
+        size: it reaches the worker without another copy. Writes of the model are not visible here.
+        Do not change the array until the call returns; after that it may be reused, unless the
+        model keeps views of its inputs. An array occupies shared memory as long as it exists, and
+        for good if the process forked meanwhile, because the child shares the memory.
 
         Args:
-            shape: Of the array.
-            dtype: Of the array, or what NumPy makes one of.
+            shape: The shape of the array.
+            dtype: The dtype of the array, in any form that NumPy accepts.
 
         Returns:
-            An array whose values are whatever was there; an ordinary one where it is too small or
-            too large for shared memory, there is no room, or the system would take milliseconds to
-            find the memory.
+            An uninitialized array. It is an ordinary one if it is too small or too large for shared
+            memory, if there is no room, or if the system would take milliseconds to provide the
+            memory.
 
         Raises:
-            TypeError: There is no such dtype, or a size is no whole number.
-            ValueError: There is no such shape.
-            RuntimeError: It was called outside of an event loop.
+            TypeError: The dtype does not exist, or a size is no whole number.
+            ValueError: The shape is invalid.
+            RuntimeError: No event loop runs in this thread.
         """
         import numpy
 
@@ -387,7 +388,7 @@ class DynBatcher(Generic[InputT, OutputT]):
     async def open(self, *, wait_ready: bool = True) -> None:
         """Start the workers and wait until every one is ready.
 
-        A closed batcher is opened again, and a broken one with all restarts before it.
+        A closed batcher is opened again; a broken one is opened again with a full restart budget.
 
         Args:
             wait_ready: False returns at once, so that an app can answer probes while the model
@@ -396,14 +397,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         Raises:
             WorkerStartupError: A worker could not load its model; the cause is its traceback. No
                 process is left.
-            NotReadyError: The workers have died until their restarts were spent.
-            BatcherClosedError: It is draining, or was closed while it was opening.
+            NotReadyError: The workers have died, and their restarts are spent.
+            BatcherClosedError: The batcher is draining, or was closed while it was opening.
 
-        Cancellation: safe; the workers go on loading.
+        Cancellation: safe; the workers continue to load.
         """
         if self._session is not None and self._status.state is State.BROKEN:
             await self._session.pool.aclose()
-        # It may have waited for that, and another call of this have come first.
+        # During that wait another call may have opened the batcher.
         session = self._begin_open()
         loop = get_running_loop()
         if session.serving_loop is not loop and self._status.state is not State.BROKEN:
@@ -414,13 +415,13 @@ class DynBatcher(Generic[InputT, OutputT]):
         if broken_error is not None:
             await session.pool.aclose()
             raise broken_error
-        if wait_ready and self._status.state is not State.OPEN:  # it was ended meanwhile
+        if wait_ready and self._status.state is not State.OPEN:  # it was closed meanwhile
             self._status.refuse("it was not ready")
 
     def begin_drain(self) -> None:
-        """Take no more requests and report not ready, while what is queued is being finished.
+        """Reject new requests and report not ready, while accepted requests are finished.
 
-        For a preStop hook, or a moment before `aclose`. May be called again.
+        Call it in a preStop hook, or some time before `aclose`. May be called again.
         """
         if self._status.state in (State.NEW, State.OPENING, State.OPEN, State.BROKEN):
             self._status.move(Event.DRAIN)
@@ -428,10 +429,10 @@ class DynBatcher(Generic[InputT, OutputT]):
                 self._session.begin_drain()
 
     async def aclose(self) -> None:
-        """Finish what has been accepted, then end the workers. May be called again, in any state.
+        """Finish the accepted requests, then end the workers. May be called again, in any state.
 
         Requests that are not answered within `drain_timeout` fail with `BatcherClosedError`.
-        Workers end within `stop_timeout`, or are terminated and killed.
+        Workers that do not end within `stop_timeout` are terminated, and then killed.
 
         Cancellation: safe; the workers are then killed at once.
         """
@@ -453,18 +454,18 @@ class DynBatcher(Generic[InputT, OutputT]):
             self.begin_drain()
             await session.aclose()
         finally:
-            # After a cancelled wait nothing is waited for any more.
+            # If the wait was cancelled, end without waiting.
             if not session.has_ended:
                 self._end(grace=0.0)
             closing.set_result(None)
 
     def stop(self) -> None:
-        """End now, from synchronous code, in any state. May be called again.
+        """Close at once, from synchronous code, in any state. May be called again.
 
-        Requests that have not been answered fail with `BatcherClosedError`. Blocks until the
-        workers are dead: up to `stop_timeout` seconds if one is computing, and half a second more
-        if it has to be killed. Works after the event loop has been closed; the callers on it cannot
-        be told then. From another thread it asks the loop's thread, and waits for it.
+        Unanswered requests fail with `BatcherClosedError`. Blocks until the workers are dead: up to
+        `stop_timeout` seconds if a worker computes, and half a second more if it must be killed.
+        May be called after the event loop has been closed, whose callers then get no error. From
+        another thread it runs on the loop's thread, and waits for it.
         """
         session, grace = self._session, self._settings.stop_timeout
         if session is not None and session.is_foreign:
@@ -507,23 +508,23 @@ class DynBatcher(Generic[InputT, OutputT]):
         drain_on_sigterm: bool = False,
         freeze_gc: bool = True,
     ) -> Any:
-        """The batcher's life as an app's lifespan: `FastAPI(lifespan=batcher.lifespan)`.
+        """Open and close the batcher with an app: `FastAPI(lifespan=batcher.lifespan)`.
 
         Several lifespans on one event loop may share the batcher, also with `async with`: the first
-        opens it, and the last that ends closes it. `aclose` and `stop` end it for all of them.
+        opens it, and the last that ends closes it. `aclose` and `stop` close it for all of them.
 
         Args:
-            app: What the framework passes. Without it, the call returns a lifespan made with the
+            app: The app, passed by the framework. Without it, the call returns a lifespan with the
                 other arguments: `FastAPI(lifespan=batcher.lifespan(wait_ready=False))`.
             wait_ready: Whether the app starts to answer only when every worker is ready.
-            drain_on_sigterm: Whether SIGTERM ends `is_ready`, and with it `/readyz`, at once, while
-                the server still finishes its requests. The server's own handler follows. Where
-                the lifespan does not run in the main thread, as with `TestClient`, a warning says
-                that SIGTERM has no such effect.
-            freeze_gc: Whether Python's garbage collector leaves out what is alive when the batcher
-                is ready, and collects young objects less often, until the last such lifespan of the
-                process ends. An app that has frozen objects or set thresholds keeps what it has
-                set. See docs/garbage_collection.md.
+            drain_on_sigterm: Whether SIGTERM makes `is_ready`, and with it `/readyz`, false at
+                once, while the server still finishes its requests. The server's own handler runs
+                afterwards. If the lifespan does not run in the main thread, as with `TestClient`,
+                SIGTERM has no such effect, and a warning says so.
+            freeze_gc: Whether Python's garbage collector excludes the objects that are alive when
+                the batcher is ready, and collects young objects less often, until the last such
+                lifespan of the process ends. An app that has called `gc.freeze` or
+                `gc.set_threshold` itself keeps its settings. See docs/garbage_collection.md.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
@@ -545,26 +546,26 @@ class DynBatcher(Generic[InputT, OutputT]):
         return run if app is None else run(app)
 
     def reconfigure(self, **changes: Unpack[Reconfiguration]) -> None:
-        """Change settings while it runs: all that are given, or none if one of them is wrong.
+        """Change settings while the batcher runs: all given settings, or none if one is wrong.
 
-        What has been accepted is kept. If more waits than the new `max_queue_size` allows, new
-        requests are refused until there is room; batches that were sent stay as they are. Requests
-        keep the target that they were accepted with, and deadlines are not changed.
+        Accepted requests are kept, with their targets and deadlines. If more requests wait than the
+        new `max_queue_size` allows, new requests are rejected until there is room; sent batches do
+        not change.
 
         Args:
             changes: `max_batch_size`, `max_delay`, `max_queue_size` and `max_latency`, each as at
-                construction; whatever is left out stays as it is.
+                construction; omitted settings do not change.
 
         Raises:
-            ConfigurationError: A setting is wrong; nothing has been changed.
-            RuntimeError: It was called from another thread than that of the event loop.
+            ConfigurationError: A setting is wrong; no setting was changed.
+            RuntimeError: The calling thread is not that of the event loop.
         """
         settings = self._settings.changed(changes)
         if self._session is not None:
             self._session.reconfigure(settings)
         self._settings = settings
 
-    # What can be seen of it.
+    # State and statistics.
 
     def add_observer(self, observer: Observer) -> None:
         """Call an observer from now on, as if it had been given at construction.
@@ -577,28 +578,28 @@ class DynBatcher(Generic[InputT, OutputT]):
 
     @property
     def state(self) -> str:
-        """One of "new", "opening", "open", "draining", "closed" and "broken"."""
+        """State of the batcher: "new", "opening", "open", "draining", "closed" or "broken"."""
         return str(self._status.state)
 
     @property
     def is_ready(self) -> bool:
-        """Whether calls are taken and at least one worker can compute them."""
+        """Whether calls are accepted and at least one worker is ready."""
         is_open = self._status.state is State.OPEN and not self._status.is_leaving
         return is_open and self._load[0] > 0
 
     @property
     def timeout(self) -> float | None:
-        """Seconds until a call gives up where it names no timeout; None for no limit."""
+        """Seconds until a call without its own timeout fails; None for no limit."""
         return self._settings.timeout
 
     @property
     def start_error(self) -> BatcherError | None:
-        """Why the batcher is broken, None if it is not."""
+        """Error that has broken the batcher, None if it is not broken."""
         return self._status.broken_error()
 
     @property
     def _load(self) -> tuple[int, int, int]:
-        """Workers that are ready, requests in the queue, and requests that run."""
+        """Numbers of ready workers, waiting requests and running requests."""
         return (0, 0, 0) if self._session is None else self._session.load
 
     @property
@@ -629,7 +630,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._begin_open()
 
     def _begin_open(self) -> Session:
-        """Start the workers, unless a session is there; a worker that is ready is an event."""
+        """Make a session and start its workers, unless there is one; return the session."""
         session = self._session
         if self._status.state is State.BROKEN:
             assert session is not None, "a session has broken"
@@ -637,18 +638,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif session is not None and self._status.state is not State.CLOSED:
             return session
         elif self._status.state not in (State.NEW, State.CLOSED):
-            self._status.refuse("it was not opened")  # it drains, and never was opened
+            self._status.refuse("it was not opened")  # draining without having been opened
         _check_platform()
         self._session = session = Session(self._model, self._settings, self._status, self._ledger)
         session.begin()
         return session
 
     def _find_session(self) -> Session:
-        """The session that takes calls on the running event loop; opens a new batcher.
+        """Return the session for calls on the running event loop; open a new batcher first.
 
         Raises:
-            BatcherError: No calls are taken.
-            RuntimeError: The batcher belongs to another event loop that lives, or another process.
+            BatcherError: The batcher accepts no calls.
+            RuntimeError: The batcher belongs to another open event loop, or to another process.
         """
         loop = get_running_loop()
         if self._session is not None:
@@ -664,7 +665,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 and self._status.is_given_up
                 and session.binding.loop.is_closed()
             ):
-                # The timer of the next try has gone with that loop.
+                # The timer of the next try is lost with that loop.
                 session.rebind(loop)
                 session.serving_loop = None
             self._status.refuse("it takes no calls")
@@ -673,23 +674,23 @@ class DynBatcher(Generic[InputT, OutputT]):
         return session
 
     async def _enter(self, *, wait_ready: bool) -> None:
-        """Open for an owner, for whom `__aexit__` has to follow."""
+        """Register an owner and open the batcher; a call of `__aexit__` must follow."""
         loop = get_running_loop()
         owner = self._owners.enter(loop)
         try:
             await self.open(wait_ready=wait_ready)
         except BaseException:
-            # The caller's `async with` has not begun, so its end will not come.
+            # `__aexit__` will not be called, because `__aenter__` failed.
             self._owners.remove(owner)
             is_ours = self._session is None or self._session.binding.loop is loop
             is_unused = owner.is_current and not self._owners.is_owned()
             if is_ours and is_unused and self._status.state is not State.DRAINING:
                 self._end(grace=0.0)
             raise
-        owner.is_current = True  # the batcher may have been ended and opened while this waited
+        owner.is_current = True  # the batcher may have been closed and opened while this waited
 
     def _leave(self) -> None:
-        """Report not ready, and answer calls as before: accepted connections have more to ask."""
+        """Report not ready, but accept calls: open connections may send more requests."""
         logger.info("%s: not ready any more (SIGTERM)", self.name)
         self._status.is_leaving = True
 

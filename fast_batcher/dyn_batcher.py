@@ -1,4 +1,4 @@
-"""The import path of fast_dynamic_batcher for `DynBatcher`."""
+"""`DynBatcher` under the import path of fast_dynamic_batcher."""
 
 from fast_batcher.batcher import DynBatcher
 

@@ -12,7 +12,7 @@ from fast_batcher._local.settings import ThreadOptions
 
 InT = TypeVar("InT")
 OutT = TypeVar("OutT")
-# What a decorated function returns: a sequence, or a coroutine that gives one.
+# Return type of a decorated function: a sequence, or an awaitable for one.
 Outputs = Sequence[OutT] | Awaitable[Sequence[OutT]]
 # A function of a list, or a method of one.
 ListFunction = Callable[[list[InT]], Outputs[OutT]] | Callable[[Any, list[InT]], Outputs[OutT]]
@@ -34,10 +34,10 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
         empty list gives an empty list.
 
         Raises:
-            InferenceError: The function raised; also an instance of what it raised.
-            OutputMismatchError: The function returned something other than one output per input.
-            QueueFullError: There is no room for all items; none was queued.
-            BatcherClosedError: It was shut down.
+            InferenceError: The function raised; also an instance of the raised type.
+            OutputMismatchError: The function did not return one output per input.
+            QueueFullError: The queue has no room for all items; none was queued.
+            BatcherClosedError: The function was shut down.
         """
         return self._call(args, kwargs)
 
@@ -49,22 +49,21 @@ class BatchedFunction(Decorated, Generic[InT, OutT]):
     def acall(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Await the output of an item, or the outputs of a list of items, on any event loop.
 
-        Errors are those of a call that blocks.
+        Errors are those of a blocking call.
 
-        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
-        computed is computed, and its outputs for this caller are dropped. Other callers are not
-        affected.
+        Cancellation: safe at any time. Waiting items are removed from the queue; a running batch is
+        finished, and its outputs for this caller are dropped. Other callers are not affected.
         """
         return self._acall(args, kwargs)
 
     def shutdown(self, *, cancel: bool = False) -> None:
-        """Accept no more calls, settle all that were made, and end the thread. May be repeated.
+        """Accept no more calls, settle the accepted ones, and end the thread. May be repeated.
 
-        Called by the function itself, or by a function that it waits for, it does not wait.
+        A call from the function itself, or from a function that it waits for, returns at once.
 
         Args:
-            cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
-                computed. A batch that is being computed is waited for in any case.
+            cancel: True fails waiting items with `BatcherClosedError` at once; False computes them.
+                A running batch is finished in both cases.
         """
         self._batcher.shutdown(cancel=cancel)
 
@@ -110,43 +109,43 @@ def dynamically(
 ) -> Any:
     """Batch the calls of a function that takes a list of items and returns a list of outputs.
 
-    Calls that come while the function computes wait, and are computed together as soon as it
-    returns. The function runs in a thread of its own, with one batch at a time, in an empty
-    context: it does not see the context variables of its callers. It may be an `async def`, which
-    runs on an event loop of that thread. A call that would wait for its own batch, as when a
-    function calls itself, is computed at once, without batching. So are calls of tasks that an
-    `async def` starts on that loop, even if they outlive their batch.
+    Calls that arrive while the function computes wait, and are computed together as soon as it
+    returns. The function runs in its own thread, with one batch at a time, in an empty context: it
+    does not see the context variables of its callers. It may be an `async def`, which runs on an
+    event loop of that thread. A call that would wait for its own batch, as when a function calls
+    itself, is computed at once, without batching. So are calls from tasks that an `async def`
+    starts on that loop, even if they outlive their batch.
 
     The thread starts with the first call. It ends with `shutdown()`, with the function or instance
-    that it belongs to, and with the program. The end of the program waits up to 2 seconds for a
-    batch that is being computed, and cuts it off then, which can abort the process where native
-    code runs. Items that wait fail with `BatcherClosedError`, as do calls from `atexit` hooks that
-    were registered before this module was imported. A forked process has its own thread.
+    that it belongs to, and with the program. The exit of the program waits up to 2 seconds for a
+    running batch, and then kills the thread, which can abort the process if native code runs.
+    Waiting items fail with `BatcherClosedError`, as do calls from `atexit` hooks that were
+    registered before this module was imported. A forked process has its own thread.
 
-    Inputs and outputs are the objects of the callers and of the function, without a copy. A
-    function that changes an input changes its caller's object, and callers share an object that the
-    function returns for several items. Of an array or tensor with a row per item each caller gets a
-    copy of its row.
+    Inputs and outputs are passed without a copy. A function that changes an input changes its
+    caller's object, and callers share an object that the function returns for several items. If the
+    function returns an array or tensor with a row per item, each caller gets a copy of its row.
 
     Args:
         func: A function, a method, or nothing for a decorator with options. A method has a batcher
             for each instance, which lives as long as the instance.
         batch_size: Largest number of items in a batch.
-        timeout_ms: Longest time that a batch may be held back while the function is free,
-            milliseconds. It is never used up: a batch leaves as soon as the function is free.
+        timeout_ms: Accepted for programs written for `batched`: a limit in milliseconds on the wait
+            of a batch while the function is free. A batch leaves as soon as the function is free,
+            so it never waits that long.
         small_batch_threshold: Calls of at most this number of items go before calls with more;
-            every eighth batch goes by age alone, so that no call waits for ever.
+            every eighth batch goes by age alone, so that no call starves.
         **options: The keyword arguments below.
         max_batch_length: Largest sum of the lengths of the items of a batch, without a limit by
             default. A longer item is computed alone. The length of a dict is that of its first
             value.
-        max_queue_size: Largest number of items that wait, without a limit by default. A call that
-            finds no room for all of its items is rejected.
+        max_queue_size: Largest number of waiting items, without a limit by default. A call whose
+            items do not all fit is rejected.
         isolate_errors: Whether a batch for which the function raises is divided, and the halves
             computed again, until only the items that cause the error fail; True by default. Out of
             memory makes batches smaller.
 
     Raises:
-        ConfigurationError: An option is wrong, or this cannot be decorated.
+        ConfigurationError: An option is wrong, or `func` cannot be decorated.
     """
     return decorate(BatchedFunction, func, batch_size, timeout_ms, small_batch_threshold, options)

@@ -1,4 +1,4 @@
-"""Every error that the library raises, as one tree. Runs in every process; imports nothing of ours.
+"""All errors of the library, as one tree. Runs in every process; imports no other module of it.
 
     BatcherError
         ConfigurationError (ValueError)        a wrong setting, found at construction
@@ -26,12 +26,12 @@ from contextlib import suppress
 from traceback import walk_tb
 from typing import Any
 
-# A model may raise with a whole tensor printed in its message; a log line or a response needs less.
+# Most characters of an error's text: a message may contain a whole printed tensor.
 MAX_ERROR_TEXT = 64 * 1024
 # Flags of code whose frames may be suspended.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-# How a message from CUDA begins, as PyTorch, Triton and CuPy pass it on. Only the beginning counts:
-# the rest of it, and errors of other types, may quote inputs, which may hold any text.
+# Prefixes of CUDA's messages, as PyTorch, Triton and CuPy pass them on. Only the prefix counts: the
+# rest of a message, and errors of other types, may quote inputs with any text.
 _FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
 
 
@@ -48,7 +48,7 @@ class BatcherClosedError(BatcherError):
 
 
 class _RetryableError(BatcherError):
-    """An error that can say after how many seconds a retry makes sense."""
+    """Base of errors with `retry_after`, the seconds after which a retry makes sense."""
 
     def __init__(self, message: str = "", *, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -124,7 +124,7 @@ DynamicBatchIndexError = OutputMismatchError
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a worker process as text; the `__cause__` of what a caller sees."""
+    """The traceback of a worker process as text; the `__cause__` of a caller's error."""
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0].rstrip()}\n"
@@ -139,7 +139,7 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
         remote_traceback: The traceback in the worker; becomes the cause.
 
     Returns:
-        A new error for one caller: every `raise` adds to the traceback of a shared one.
+        An error for one caller: every `raise` of a shared error would add to its traceback.
     """
     error = _as_inference_error(original) if original is not None else None
     if error is None:
@@ -149,7 +149,7 @@ def from_model(original: Exception | None, text: str, remote_traceback: str) -> 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a model raised an error for lack of memory, so that a smaller batch may succeed."""
+    """Return whether a model ran out of memory, so that a smaller batch may succeed."""
     # By name, so that torch need not be installed: torch.OutOfMemoryError.
     names = {kind.__name__ for kind in type(error).__mro__}
     return (
@@ -173,8 +173,8 @@ def cuda_message(error: BaseException) -> str:
 def clear_frames(error: BaseException) -> None:
     """Clear the local variables of the functions that an error passed through.
 
-    Frames of generators and coroutines are left alone. One that caught the error may be suspended,
-    which its frame does not say, and clearing the frame would end it.
+    Frames of generators and coroutines are not cleared. One that caught the error may be suspended,
+    which its frame does not show, and clearing the frame would end it.
     """
     for frame, _ in walk_tb(error.__traceback__):
         if not frame.f_code.co_flags & _SUSPENDABLE:
@@ -185,7 +185,7 @@ def clear_frames(error: BaseException) -> None:
 def forget_frames(error: BaseException | None) -> None:
     """Remove the tracebacks of an error, its causes and its members; their frames hold inputs.
 
-    A frame may belong to a coroutine that goes on, so the frame itself is not cleared.
+    A frame may belong to a coroutine that continues, so the frames themselves are not cleared.
     """
     seen = set()
     errors = [error]
@@ -201,13 +201,13 @@ def forget_frames(error: BaseException | None) -> None:
 
 
 def assign(error: BaseException, name: str, value: object) -> None:
-    """Set an attribute of an exception even if its class refuses, as a frozen dataclass does."""
+    """Set an attribute of an exception even if its class forbids it, as a frozen dataclass does."""
     BaseException.__setattr__(error, name, value)
 
 
 def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:
     """Return type, args and state of an exception, from which `rebuild` makes an equal one."""
-    # A built-in type knows what it keeps outside `args`, as OSError keeps its file name.
+    # A built-in type may keep state outside `args`, as OSError keeps its file name.
     _, args, *state = _builtin_base(type(error)).__reduce__(error)
     return type(error), args, state[0] if state else {}
 
@@ -218,7 +218,7 @@ def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any])
     A user's `__init__` may take other arguments than `args`, which is why many exceptions do not
     survive pickling.
     """
-    # MemoryError keeps freed instances for reuse, so its __new__ refuses a class that is combined.
+    # MemoryError keeps freed instances for reuse, so its __new__ refuses a combined class.
     is_refused = issubclass(kind, MemoryError) and issubclass(kind, InferenceError)
     new: Any = Exception.__new__ if is_refused else kind.__new__
     error: Exception = new(kind, *args)
@@ -229,23 +229,23 @@ def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any])
 
 
 def _builtin_base(kind: type[BaseException]) -> Any:
-    # By identity: a combined class carries the module and the name of what it was made from.
+    # By identity: a combined class has the module and the name of its original.
     return next(base for base in kind.__mro__ if vars(builtins).get(base.__name__) is base)
 
 
 def _as_inference_error(original: Exception) -> InferenceError | None:
     """Copy an exception as one that is also an `InferenceError`, None if its class forbids it."""
-    if isinstance(original, StopIteration):  # asyncio refuses to carry one: it ends generators
+    if isinstance(original, StopIteration):  # a future refuses it
         return None
     try:
         kind, args, state = take_apart(original)
         error = rebuild(_combined_class(kind), args, state)
-    except BaseException:  # noqa: BLE001  any class the user can write may refuse to be combined
+    except BaseException:  # noqa: BLE001  a class of the user may refuse to be combined
         return None
     return error if isinstance(error, InferenceError) else None
 
 
-# One class for each type that models raise; bounded by the exception classes of the user's code.
+# Combined class by the raised type; bounded by the exception classes of the user's code.
 _combined_classes: dict[type[Exception], type[InferenceError]] = {}
 
 

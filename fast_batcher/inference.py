@@ -10,7 +10,7 @@ from fast_batcher._local.decorated import decorate, mark_async
 from fast_batcher._local.settings import InferenceOptions
 from fast_batcher.dynamic import BatchedFunction, OutT
 
-# What a list becomes depends on its entries: of numbers an array, of texts a list.
+# Outputs of a list become an array or a list, depending on its entries: numbers or texts.
 ReturnsList = Callable[..., list[Any] | Awaitable[list[Any]]]
 
 
@@ -28,7 +28,7 @@ class BatchedInference(BatchedFunction[Any, OutT]):
         """Wait in this thread for the outputs of a batch of rows.
 
         Args:
-            args: One dict: for each feature an array, a tensor, or a list with one per row.
+            args: One dict with an array, a tensor, or a list with one entry per row, by feature.
             kwargs: The features, instead of a dict.
 
         Returns:
@@ -48,7 +48,7 @@ class BatchedInference(BatchedFunction[Any, OutT]):
     def acall(self, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
         """Await the outputs of a batch of rows, on any event loop.
 
-        Arguments and errors are those of a call that blocks. Cancellation is safe at any time.
+        Arguments and errors are those of a blocking call. Cancellation is safe at any time.
         """
         return self._acall(args, kwargs)
 
@@ -91,11 +91,11 @@ def dynamically(
 ) -> Any:
     """Batch the calls of a function of features: a dict of arrays or tensors with a batch axis.
 
-    Each call brings a batch of rows. The rows of all calls are padded to the longest of a batch and
-    stacked, each feature in its own dtype. The function takes the features of the batch, and its
-    outputs are split into rows again. The batch and the result of each call are copies: neither the
-    function nor another caller can change the arrays of a caller. Tensors are detached. Threads,
-    errors and shutdown are those of `fast_batcher.dynamically`.
+    Each call passes a batch of rows. The rows of all calls are padded to the longest row of their
+    batch and stacked, each feature in its own dtype. The function takes the features of the batch,
+    and its outputs are split into rows. The batch and the result of each call are copies: neither
+    the function nor another caller can change the arrays of a caller. Tensors are detached.
+    Threads, errors and shutdown are those of `fast_batcher.dynamically`.
 
     Args:
         func: A function, a method, or nothing for a decorator with options. It returns an array or
@@ -107,18 +107,18 @@ def dynamically(
         **options: The keyword arguments below.
         max_batch_length: Largest sum of the lengths of the rows of a batch, without a limit by
             default. The length of a row is that of its first feature, before padding.
-        max_queue_size: Largest number of rows that wait, without a limit by default.
+        max_queue_size: Largest number of waiting rows, without a limit by default.
         isolate_errors: See `fast_batcher.dynamically`.
         pad_tokens: The padding values of the first axis of features, by their names; 0 by default.
         pad_token: Another name for `pad_tokens`.
         padding_side: The end of a row that is padded, "right" (the default) or "left".
         spread_kwargs: Whether the function takes the features as keyword arguments; it takes one
             dict by default.
-        outputs: What a list stands for that the function returns. "several" (the default): several
+        outputs: Meaning of a list that the function returns. "several" (the default): several
             outputs, each with a batch axis, as in `batched`; "rows": one entry per row; "auto":
-            rows where its entries can have no batch axis, else an error.
+            rows if its entries cannot have a batch axis, otherwise an error.
 
     Raises:
-        ConfigurationError: An option is wrong, or this cannot be decorated.
+        ConfigurationError: An option is wrong, or `func` cannot be decorated.
     """
     return decorate(BatchedInference, func, batch_size, timeout_ms, small_batch_threshold, options)

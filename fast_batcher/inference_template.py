@@ -1,4 +1,4 @@
-"""The import path of fast_dynamic_batcher for `InferenceModel`."""
+"""`InferenceModel` under the import path of fast_dynamic_batcher."""
 
 from fast_batcher.model import InferenceModel
 

@@ -27,10 +27,10 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
 
         Args:
             inputs: 1 to `max_batch_size` inputs, in order of arrival; with a `collation`, the batch
-                that they were joined to. Large arrays and tensors may be views of memory that is
-                reused when the last view is gone: they must be copied to be kept. All may be
-                changed in place; a retry sees them as they were. `fast_batcher.stack` joins them,
-                mostly without a copy.
+                that they were joined to. Large arrays and tensors may be views of shared memory,
+                which is occupied until the last view is gone: copy them to keep them. Inputs may be
+                changed in place; a retry gets the original values. `fast_batcher.stack` joins them,
+                usually without a copy.
 
         Returns:
             One output per input, in the same order: a list, tuple, or an array or tensor whose
@@ -45,14 +45,14 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     def warmup_inputs(self) -> Sequence[InputT]:
         """Return inputs to compute before the worker counts as ready; none by default.
 
-        `infer` gets the first input alone, then all of them, repeated as needed, in batches of
-        `max_batch_size`; then one batch of either size again, to measure its time. Each batch is of
+        `infer` gets the first input alone, then all inputs, repeated as needed, in batches of
+        `max_batch_size`; then one batch of each size again, to measure its time. The batches hold
         copies, if the inputs can be pickled. `group_by` and `max_batch_cost` do not apply.
         """
         return ()
 
     def close(self) -> None:
-        """Release what the model holds; called when the worker stops, not when it is killed.
+        """Release the model's resources; called when the worker stops, not when it is killed.
 
         After that, processes that the model started and did not end get SIGTERM, and SIGKILL half a
         second later, except for a process in another session (`start_new_session=True`).

@@ -1,7 +1,7 @@
-"""What a model argument may be, and how the model reaches the workers. Runs in every process.
+"""Validation of the model argument, and its pickled form for the workers. Runs in every process.
 
-`check_model` runs in the API process when the batcher is constructed. The worker uses
-`find_model_fault` for a model that was given as text.
+`check_model` runs in the API process when the batcher is constructed. The worker calls
+`find_model_fault` for a model that was given as a "module:Class" string.
 """
 
 import inspect
@@ -26,17 +26,17 @@ NOT_IN_WORKER = (
     "another .py file and import it from there"
 )
 
-# What a model may have besides `infer`.
+# Optional methods and attributes of a model, besides `infer`.
 _HOOKS = ("warmup_inputs", "close", "cost", "collation")
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model a worker loads, in a form that crosses the process boundary.
+    """A model and its arguments, pickled for the workers.
 
     `pickled` holds (class or "module:Class", args, kwargs). It is pickled once, in the parent, and
-    read in the worker inside a `try`, so that a module that does not import is a clear error.
+    unpickled in the worker inside a `try`, so that a failing import becomes a clear error.
     """
 
     name: str
@@ -95,7 +95,7 @@ def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> 
 
 
 def find_model_fault(model: type) -> str | None:
-    """Say why a class cannot be a model, None if it can; for the parent and for the worker."""
+    """Describe why a class cannot be a model; None if it can. Parent and worker."""
     infer = getattr(model, "infer", None)
     if not callable(infer):
         return "it has no method infer(self, inputs)"
@@ -117,10 +117,10 @@ def find_model_fault(model: type) -> str | None:
 
 
 def warn_about_hooks(model: object) -> None:
-    """Warn of what looks like a misspelt hook of a class, at the line that constructs the batcher.
+    """Warn about names that look like misspelt hooks, at the line that constructs the batcher.
 
     Args:
-        model: A class, or a text, about which the worker warns when it has imported the class.
+        model: A class; a string is ignored here, and the worker warns after the import.
     """
     if not isinstance(model, type):
         return
@@ -137,7 +137,7 @@ def warn_about_hooks(model: object) -> None:
 
 
 def is_main_importable() -> bool:
-    """Whether a worker process can import this process's `__main__`, under another name."""
+    """Return whether a worker process can import this process's `__main__`, under another name."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:
@@ -147,7 +147,7 @@ def is_main_importable() -> bool:
 
 
 def _name_of(model: object) -> str:
-    """Check a model argument; returns the name of the class."""
+    """Check a model argument; return the name of the class."""
     if isinstance(model, type):
         _check_class(model)
         return model.__name__
@@ -196,7 +196,7 @@ def find_cost(model: object) -> Callable[[Any], float] | None:
     """Return the static or class method `cost` of a model class, None if it has no `cost`.
 
     Raises:
-        ConfigurationError: Its `cost` needs an instance, and this process has none.
+        ConfigurationError: The class's `cost` needs an instance, which this process does not have.
     """
     own = inspect.getattr_static(model, "cost", None) if isinstance(model, type) else None
     if own is None:

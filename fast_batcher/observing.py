@@ -17,7 +17,7 @@ WorkerChange = Literal["started", "ready", "lost", "recycled"]
 
 @dataclass(frozen=True, slots=True)
 class AnsweredRequest:
-    """One request that the answer to its batch has ended."""
+    """A request that ended with the answer to its batch."""
 
     # "completed", "failed", or "cancelled" if its caller left in the same turn of the event loop.
     outcome: Outcome

@@ -1,8 +1,8 @@
 """The settings of a batcher: names, types, defaults and checks. Runs in every process; no I/O.
 
 `Settings` checks itself. The message of each check names the parameter, the value and the remedy.
-What only the worker can know (whether the model's module imports, whether the model loads) is found
-when the batcher opens.
+Errors that only a worker can find (a failing import, a model that does not load) are raised when
+the batcher opens.
 """
 
 import inspect
@@ -23,11 +23,12 @@ PolicyName = Literal["adaptive", "greedy", "fixed"]
 
 # Memory per request in flight is small, but a size with nine digits is a typing error.
 MAX_BATCH_SIZE = 2**20
-# More processes than any machine has cores for; above it someone confused two parameters.
+# More than the cores of any machine; a larger number is meant for another parameter.
 MAX_WORKERS = 1024
 # A longer duration than a year is a unit mistake, and timers of event loops overflow at some point.
 MAX_SECONDS = 365 * 24 * 3600.0
-# Priorities go from its negative to it: each one in use adds a queue that every batch looks at.
+# Priorities range from -MAX_PRIORITY to MAX_PRIORITY: each priority in use adds a queue that every
+# batch searches.
 MAX_PRIORITY = 100
 # Room for at least this many waiting requests, and for 8 batches per worker.
 MIN_QUEUE_SIZE = 1024
@@ -35,41 +36,41 @@ QUEUED_BATCHES_PER_WORKER = 8
 # A frame holds one whole batch of inputs or outputs. 256 MiB is 400 images of 602 KB, and small
 # enough that a garbage length cannot take the machine's memory.
 MAX_FRAME_BYTES = 256 * 2**20
-# Below it an error with its text and traceback (64 Ki characters each) might not fit.
+# Room for an error with its text and traceback (64 Ki characters each).
 MIN_MAX_FRAME_BYTES = 2**20
-# Memory that workers share with their parent: the two batches that a worker has at most, each as
-# large as one may be by default. It is taken as it is needed.
+# Memory that workers share with their parent: two batches, the most that a worker has at once, each
+# of the default MAX_FRAME_BYTES. The system provides it as it is used.
 MAX_SHARED_BYTES = 2 * MAX_FRAME_BYTES
-# From here on a view is cheaper than to copy a buffer into the pickle and out of it: the copies of
-# 16 KiB that it saves cost as much as the bookkeeping.
+# Bytes from which on a view is cheaper than copying a buffer into the pickle and out of it: at
+# 16 KiB the copies cost as much as the bookkeeping of the view.
 SHARED_MEMORY_THRESHOLD = 16 * 1024
-# A buffer of less than 4 KiB costs more to describe than to copy. From 64 KiB on CPython's pickler
-# passes the buffer itself to the stream, so that keeping it out saves nothing more.
+# A buffer of less than 4 KiB is cheaper to copy than to describe. From 64 KiB on CPython's pickler
+# passes the buffer itself to the stream, so that keeping it out saves no copy.
 MIN_SHARED_MEMORY_THRESHOLD = 4 * 1024
 MAX_SHARED_MEMORY_THRESHOLD = 64 * 1024
 
 
 class BatcherOptions(TypedDict, total=False):
-    """The keyword arguments of `DynBatcher` beside the everyday ones in its signature.
+    """Keyword arguments of `DynBatcher` besides the common ones in its signature.
 
     Attributes:
         start_timeout: Seconds that a worker may take to load the model; then opening fails with
             `WorkerStartupError`. Above 0. Default 300.
         stop_timeout: Seconds that a worker may take to end by itself; then it is terminated, and
             half a second later killed. 0 or more. Default 2.
-        drain_timeout: Seconds that `aclose` lets accepted requests finish; then the rest fail with
-            `BatcherClosedError`. 0 or more. Default 20, which stays below the 30 s that Kubernetes
+        drain_timeout: Seconds that `aclose` waits for accepted requests; then the rest fail with
+            `BatcherClosedError`. 0 or more. Default 20, which is below the 30 s that Kubernetes
             gives a pod.
         idempotent: Whether an input may be computed twice. With False, a request that a worker has
             begun is not retried, and a batch that fails is not divided. Default True.
-        isolate_errors: Whether a batch for which `infer` raised is divided until the inputs that
-            fail are alone, so that the others are answered. A batch that runs out of memory is
-            divided too. Default True.
+        isolate_errors: Whether a batch for which `infer` raised is divided until the failing inputs
+            are alone, so that the others are answered. A batch that runs out of memory is divided
+            too. Default True.
         max_restarts: Most restarts of one worker within `restart_window`, 0 or more, or None for no
             limit. When every worker has spent its restarts, calls fail at once until a later try
             succeeds. Default 5.
-        restart_window: Seconds that a restart counts, and seconds from the last restart to the next
-            try. Above 0. Default 60.
+        restart_window: Seconds for which a restart counts against `max_restarts`; also the seconds
+            until the next try after the restarts are spent. Above 0. Default 60.
         restart_backoff: Seconds from a worker's first death to its restart; doubles with each
             further death, up to 10 s. Above 0. Default 0.1.
         max_batches_per_worker: Batches after which a worker is replaced, 1 or more, or None for no
@@ -84,23 +85,24 @@ class BatcherOptions(TypedDict, total=False):
         max_frame_bytes: Bytes of the longest message to or from a worker, 1 MiB or more. A larger
             batch is sent in parts; a single larger input fails with `RequestTooLargeError`.
             Default 256 MiB.
-        max_batch_cost: Most that a batch may cost, above 0, or None for no limit; needs `cost`. An
+        max_batch_cost: Highest cost of a batch, above 0, or None for no limit; needs `cost`. An
             input that costs more runs alone. Default None.
-        max_request_cost: Most that an input may cost, above 0, or None for no limit; needs `cost`.
-            An input that costs more fails with `RequestTooLargeError`. Default None.
-        cost_is_padded: Whether a batch costs its size times its highest cost, as inputs do that are
-            padded to the longest; with False it costs the sum of its costs. Default True.
+        max_request_cost: Highest cost of an input, above 0, or None for no limit; needs `cost`. An
+            input that costs more fails with `RequestTooLargeError`. Default None.
+        cost_is_padded: Whether the cost of a batch is its size times its highest cost, as for
+            inputs that are padded to the longest; with False it is the sum of the costs. Default
+            True.
         max_shared_bytes: Most bytes of memory that the workers share with this process for large
-            inputs and for batches of 256 KiB or more; taken as it is needed. As much again is there
-            for the outputs of each worker, which are copied out. What finds no room goes through a
-            pipe. 0 sends everything through the pipe, as on systems other than Linux. Default 512
-            MiB.
+            inputs and for batches of 256 KiB or more; the system provides it as it is used. Each
+            worker has another such memory for its outputs, which are copied out. If it is full,
+            values go through a pipe. 0 sends everything through the pipe, as on systems other than
+            Linux. Default 512 MiB.
         shared_memory_threshold: Bytes, from 4096 to 65536, from which an array, CPU tensor or other
             buffer in a large batch reaches the model as a view of shared memory instead of a copy.
             Default 16384.
-        freeze_gc: Whether each worker collects garbage once after its warm-up, and leaves what is
-            alive then, the model and its libraries, out of all later collections. With False a full
-            collection of a worker that has imported torch takes tens of milliseconds. Default True.
+        freeze_gc: Whether each worker collects garbage once after its warm-up, and excludes the
+            live objects, the model and its libraries, from all later collections. With False a full
+            collection in a worker that has imported torch takes tens of milliseconds. Default True.
         observers: Observers of the batcher (`fast_batcher.observing.Observer`), for metrics and
             traces. More can be added with `add_observer`. Default none.
     """
@@ -127,7 +129,7 @@ class BatcherOptions(TypedDict, total=False):
 
 
 class Reconfiguration(TypedDict, total=False):
-    """The settings that `DynBatcher.reconfigure` can change; see `DynBatcher` for each."""
+    """Settings that `DynBatcher.reconfigure` can change; see `DynBatcher` for each."""
 
     max_batch_size: int
     max_delay: float | None
@@ -223,10 +225,10 @@ def check_observers(name: str, value: Any) -> None:
 
 
 def checked_timeout(timeout: Any) -> float:
-    """The timeout of a call in seconds, or `math.inf` for no limit.
+    """Check and return the timeout of a call: seconds, or `math.inf` for no limit.
 
     Raises:
-        ConfigurationError: It is neither.
+        ConfigurationError: The timeout is neither.
     """
     if not (isinstance(timeout, float) and timeout == inf):
         _Seconds()("timeout", timeout)
@@ -234,10 +236,10 @@ def checked_timeout(timeout: Any) -> float:
 
 
 def checked_priority(priority: Any) -> int:
-    """The priority of a call, -100 to 100.
+    """Check and return the priority of a call, -100 to 100.
 
     Raises:
-        ConfigurationError: It is no such number.
+        ConfigurationError: The priority is no whole number in this range.
     """
     _Count(-MAX_PRIORITY, MAX_PRIORITY)("priority", priority)
     return int(priority)
@@ -247,10 +249,10 @@ def checked_priority(priority: Any) -> int:
 class Settings:
     """The checked settings of one batcher: one line for each, with type, check and default.
 
-    `DynBatcher` and `BatcherOptions` say what each means.
+    `DynBatcher` and `BatcherOptions` describe them.
 
     Raises:
-        ConfigurationError: A setting is wrong; for the first wrong one.
+        ConfigurationError: A setting is wrong; raised for the first one.
     """
 
     max_batch_size: Annotated[int, _Count(1, MAX_BATCH_SIZE)] = 32
@@ -258,7 +260,7 @@ class Settings:
     num_workers: Annotated[int, _Count(1, MAX_WORKERS)] = 1
     policy: Annotated[PolicyName, _check_policy] = "adaptive"
     max_latency: Annotated[float | None, _Seconds()] = None
-    # None stands for what `queue_limit` computes.
+    # None stands for the value of `queue_limit`.
     max_queue_size: Annotated[int | None, _Count(1)] = None
     timeout: Annotated[float | None, _Seconds()] = 30.0
     infer_timeout: Annotated[float | None, _Seconds()] = None
@@ -312,7 +314,7 @@ class Settings:
 
     @property
     def queue_limit(self) -> int:
-        """Most requests that wait: `max_queue_size`, or room for some batches per worker."""
+        """Most waiting requests: `max_queue_size`, or by default room for batches per worker."""
         if self.max_queue_size is not None:
             return self.max_queue_size
         room = QUEUED_BATCHES_PER_WORKER * self.max_batch_size * self.num_workers
@@ -343,7 +345,7 @@ def reject_unknown_options(given: Iterable[str]) -> None:
         given: Names of the options of one call of `DynBatcher`.
 
     Raises:
-        TypeError: `BatcherOptions` has no such option; for the first one.
+        TypeError: `BatcherOptions` has no such option; raised for the first one.
     """
     for name in given:
         if name not in BatcherOptions.__annotations__:
@@ -353,7 +355,7 @@ def reject_unknown_options(given: Iterable[str]) -> None:
 
 
 def warn_about_workers(num_workers: int) -> None:
-    """Warn, at the line that constructs the batcher, of more workers than the machine has cores."""
+    """Warn about more workers than cores, at the line that constructs the batcher."""
     cores = os.cpu_count() or 1
     if num_workers > cores:
         warnings.warn(

@@ -1,4 +1,4 @@
-"""Counters and their snapshot, `BatcherStats`. Runs in the API process, on its caller's thread."""
+"""Counters and their snapshot, `BatcherStats`. Runs in the API process, on the caller's thread."""
 
 from bisect import bisect_left
 from collections import Counter, deque
@@ -13,7 +13,7 @@ SAMPLED_BATCHES = 1024
 
 @dataclass(frozen=True)
 class BatcherStats:
-    """What a batcher has done so far and holds now.
+    """Statistics of a batcher: counts since construction, present load, quantiles of times.
 
     At any moment `submitted = completed + failed + expired + cancelled + waiting + running`.
     """
@@ -23,10 +23,10 @@ class BatcherStats:
     # Workers that can take a batch, out of `num_workers`.
     workers_ready: int
     num_workers: int
-    # Requests in the queue, and requests that a worker has and whose caller still waits.
+    # Requests in the queue, and requests on workers whose callers still wait.
     waiting: int
     running: int
-    # Requests accepted into the queue since construction, and how they ended.
+    # Requests accepted into the queue since construction, and those of them that have ended.
     submitted: int
     completed: int
     failed: int
@@ -34,15 +34,15 @@ class BatcherStats:
     cancelled: int
     # Requests rejected before they were queued; `submitted` does not include them.
     rejected: int
-    # Batches sent, how many of each size, and how many for each reason to send.
+    # Batches sent; by size; by reason of dispatch (see `Release`).
     batches: int
     batch_sizes: dict[int, int]
     releases: dict[str, int]
     # Workers that were replaced, after their death or because they were due to be recycled.
     restarts: int
-    # Seconds from its arrival until its worker begins with its batch, per request, and seconds in
-    # `infer`, per batch; of batches that were answered, None before the first. A request's latency
-    # is their sum, and the way there and back.
+    # Quantiles over recent answered batches, None before the first: seconds from a request's
+    # arrival until its worker begins with its batch, and seconds of a batch in `infer`. The latency
+    # of a request is their sum plus the transport in both directions.
     queue_wait_p50: float | None
     queue_wait_p95: float | None
     infer_p50: float | None
@@ -81,7 +81,7 @@ class Counters:
     def snapshot(
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
     ) -> BatcherStats:
-        """Copy the counts as they are now, with what only the batcher knows."""
+        """Copy the present counts, completed by the batcher's state and load."""
         queue_wait_p50, queue_wait_p95 = weighted_quantiles(self.queue_waits, (0.50, 0.95))
         infer_p50, infer_p95 = weighted_quantiles(self.infer_times, (0.50, 0.95))
         return BatcherStats(
@@ -114,7 +114,7 @@ def weighted_quantiles(
 
     Args:
         samples: Pairs of value and positive weight, in any order.
-        shares: Of the total weight, 0 to 1.
+        shares: Shares of the total weight, 0 to 1.
     """
     if not samples:
         return [None] * len(shares)

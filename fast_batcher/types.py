@@ -1,4 +1,4 @@
-"""Types of the decorators' options and statistics. Pure; imports nothing of ours.
+"""Types of the decorators' options and statistics. Pure; imports no other module of this library.
 
 The names and fields are those of `batched.types`, for programs that were written for it.
 """
@@ -12,9 +12,9 @@ ValueT = TypeVar("ValueT")
 
 
 class PriorityStrategy(IntEnum):
-    """Which items go first when more wait than a batch holds; equal ones go in order of arrival.
+    """Order of waiting items when they exceed a batch; equal items go in order of arrival.
 
-    With each of them, every eighth batch goes by age alone.
+    With every strategy each eighth batch goes by age alone.
     """
 
     NONE = auto()  # first come, first served
@@ -64,11 +64,11 @@ class CacheStats:
 
 @dataclass
 class BatchProcessorStats:
-    """What a decorated function has done since its first call or `clear_stats()`."""
+    """Statistics of a decorated function since its first call or the last `clear_stats()`."""
 
     # Items waiting for a batch now.
     queue_size: int = 0
-    # Items that the function was given; one that it was given again after a failure counts again.
+    # Items passed to the function; an item that is retried after a failure counts again.
     total_processed: int = 0
     # Calls of the function.
     total_batches: int = 0
@@ -76,26 +76,26 @@ class BatchProcessorStats:
     avg_batch_size: float = 0.0
     # Seconds per call of the function; 0.0 before the first.
     avg_processing_time: float = 0.0
-    # What the cache's own `stats()` returns; None without a cache.
+    # The result of the cache's own `stats()`; None without a cache.
     cache_stats: Any = None
 
 
 @runtime_checkable
 class AsyncCache(Protocol[KeyT, ValueT]):
-    """Where `aio` decorators look an output up before they compute it.
+    """Interface of a cache in which `aio` decorators look up outputs.
 
-    `get` returns None for an output that is not there. An output that is None is stored as
-    `CachedNone.NONE`, which can be pickled.
+    `get` returns None for a miss. An output that is None is stored as `CachedNone.NONE`, which can
+    be pickled.
     """
 
     async def get(self, key: KeyT) -> ValueT | None:
-        """The output for this item, None if it is not there."""
+        """Return the output for this item, None for a miss."""
 
     async def set(self, key: KeyT, value: ValueT) -> None:
         """Store the output for this item."""
 
     async def clear(self) -> None:
-        """Forget all outputs."""
+        """Remove all outputs."""
 
     def stats(self) -> Any:
-        """Statistics, for example a `CacheStats`; `stats.cache_stats` shows them."""
+        """Return statistics, for example a `CacheStats`; `stats.cache_stats` shows them."""

@@ -1,1 +1,1 @@
-"""The asyncio shell of `DynBatcher`. API process, the event loop's thread."""
+"""The asyncio implementation of `DynBatcher`. API process, the event loop's thread."""

@@ -1,8 +1,10 @@
-"""Reads the answers of the workers and settles requests. API process, the event loop's thread.
+"""Reads the workers' answer frames and delivers outcomes to the callers.
 
-A worker that has answered gets its next batch first; then the callers of the answered batch get
-their outcomes: an output or a `Failure` for each. Small outputs are copied out of a worker's outbox
-at once, large ones on the copier thread.
+Runs in the API process, on the event loop's thread. A worker that has answered gets its next batch
+first; then each caller of the answered batch gets its outcome, an output or a `Failure`. Small
+outputs are copied out of a worker's outbox at once, large ones on the copier thread. This module
+does not decide about retries, which the scheduler does, and does not count outcomes, which the
+ledger does.
 """
 
 import functools
@@ -27,7 +29,7 @@ from fast_batcher.errors import InferenceError, TransportError
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _SHARED_OUTPUTS = Kind.SHARED_OUTPUTS
 _OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
-# Frames that leave their batch unanswered.
+# Frames that do not end the answer to a batch.
 UNFINISHED_KINDS = frozenset({Kind.OUTPUTS_PART, Kind.PONG, Kind.FREED})
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
@@ -36,16 +38,16 @@ FAILURE_KINDS = RAISED_KINDS | {Kind.FAILED}
 
 
 class Answers:
-    """Reads what the workers of one session answer, and settles the requests.
+    """Reads the answers of one session's workers, and settles the requests.
 
     Args:
-        scheduler: Knows which batch a frame answers.
-        ledger: Ends the requests.
+        scheduler: Finds the batch that a frame answers.
+        ledger: Settles and counts the requests.
         pump: Dispatches the next batch before the present one is settled.
-        sender: Told which batches no worker has a view of any more.
-        pool: Told about pings and batches that were answered; replaces workers.
+        sender: Frees the shared inputs of batches that no worker views any more.
+        pool: Counts answered batches and pings; replaces workers.
         memory: Copies large answers on its thread.
-        reports: Makes log lines.
+        reports: Writes log lines.
     """
 
     def __init__(
@@ -67,16 +69,16 @@ class Answers:
         self._reports = reports
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
-        # Outcomes that came ahead of the last frame of their batch, by worker: each worker answers
-        # one batch at a time.
+        # Outcomes from OUTPUTS_PART frames, by worker, until the last frame of their batch: each
+        # worker answers one batch at a time.
         self._parts: dict[int, list[Any]] = {}
 
     def add_worker(self, link: WorkerLink) -> None:
-        """A worker is ready."""
+        """Add a worker that is ready."""
         self._links[link.id] = link
 
     def remove_worker(self, worker: int) -> None:
-        """A worker is lost, and what it had begun to answer with it."""
+        """Remove a lost worker and its incomplete answer."""
         self._links.pop(worker, None)
         self._parts.pop(worker, None)
 
@@ -84,8 +86,8 @@ class Answers:
         """Handle a frame of a ready worker.
 
         Raises:
-            Exception: The frame makes no sense; the pool then replaces the worker. The requests
-                that it answers have failed.
+            Exception: The frame is invalid. The requests of its batch have failed, and the pool
+                replaces the worker.
         """
         if frame.kind in UNFINISHED_KINDS:
             self._take_unfinished(worker, frame)
@@ -100,7 +102,7 @@ class Answers:
         if self._pool.recycles:
             self._pool.batch_answered(worker)
         requests = self._after_failure(frame, batch) if has_raised else batch.requests
-        # Give the worker its next batch before anything is done about this one.
+        # Give the worker its next batch before this one is settled.
         if has_raised or scheduler.is_poll_due:
             self._pump.advance(monotonic())
         try:
@@ -127,12 +129,12 @@ class Answers:
             self._parts.setdefault(worker, []).extend(loads(frame.body))
 
     def _reject_answer(self, frame: Frame) -> None:
-        """A worker has answered a batch that it does not have."""
-        if not self._scheduler.is_closed:  # else no caller waits for it any more
+        """Raise the error for an answer to a batch that the worker does not have."""
+        if not self._scheduler.is_closed:  # after `close` such answers are expected
             raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
 
     def _after_failure(self, frame: Frame, batch: Batch) -> list[Request]:
-        """`infer` raised: returns the requests of the batch that are not tried again."""
+        """Let the scheduler handle an error of `infer`; return the requests without a retry."""
         is_fatal = frame.kind is Kind.FATAL
         failed = self._scheduler.batch_raised(
             monotonic(),
@@ -182,27 +184,27 @@ class Answers:
     def _finish_collecting(
         self, batch: Batch, shared: "SharedOutcomes", seconds: float, _: BaseException | None
     ) -> None:
-        """Settle a batch whose outputs have been copied, or could not be: reading says so again."""
+        """Settle a batch after its copy; an error of the copy is raised again by the reading."""
         if not self._scheduler.workers.end_copy_out(batch):
             return
         try:
             self._settle_shared(batch, shared, seconds)
-        except Exception as error:  # noqa: BLE001  no frame is being read that could end with it
+        except Exception as error:  # noqa: BLE001  no frame is being handled that could report it
             self._fail(batch, batch.requests, error, seconds)
             self._pool.kill_on_protocol_error(batch.worker, error)
         self._pump.notice_drained()
 
 
 def read_outcomes(frame: Frame, parts: list[Any] | None, count: int) -> list[Any]:
-    """The outcomes of a batch by position.
+    """Read the outcomes of a batch, by position.
 
     Args:
         frame: The last frame of the batch's answer.
-        parts: What came in frames before it, or None.
-        count: Requests in the batch.
+        parts: Outcomes from earlier frames, or None.
+        count: Number of requests in the batch.
 
     Raises:
-        TransportError: The frame answers no batch of `count` requests.
+        TransportError: The frame is no answer, or has another number of outcomes.
     """
     outcomes: list[Any]
     if frame.kind is _OUTPUT_ATOMS:
@@ -219,18 +221,18 @@ def read_outcomes(frame: Frame, parts: list[Any] | None, count: int) -> list[Any
 
 
 class SharedOutcomes(NamedTuple):
-    """The outcomes of a batch that are still in an outbox."""
+    """Outcomes of a batch that are still in an outbox."""
 
-    # The outputs, with anything in the place of a failure.
+    # The outputs; ignored at the positions of failures.
     answer: Answer
     # The failures by position.
     failures: dict[int, RemoteFailure]
 
     def read(self, count: int) -> list[Any]:
-        """Copy the outcomes out, unless that has been done, and free their memory.
+        """Copy the outcomes out, unless that was done before, and free their memory.
 
         Raises:
-            TransportError: They answer no batch of `count` requests.
+            TransportError: The number of outcomes is not `count`, or the failures are invalid.
         """
         outcomes = self.answer.load(_unreadable)
         if len(outcomes) != count:
@@ -245,7 +247,7 @@ class SharedOutcomes(NamedTuple):
 
 
 def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOutcomes:
-    """The outcomes that a worker has left in its outbox.
+    """Find the outcomes that a worker has left in its outbox.
 
     Raises:
         TransportError: The worker has no outbox.
@@ -258,7 +260,7 @@ def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOut
 
 
 def _read_item(item: Any) -> Any:
-    """The outcome of one request, which was pickled by itself."""
+    """Read the outcome of one request, which was pickled separately."""
     try:
         return loads(item) if isinstance(item, bytes) else Failure(RemoteFailure(*item).to_error)
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code

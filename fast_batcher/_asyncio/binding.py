@@ -1,4 +1,4 @@
-"""The process, event loop and thread that one session belongs to. API process, any thread."""
+"""Binding of a session to a process, an event loop and its thread. API process, any thread."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ class LoopBinding:
         self._thread = get_ident()
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Belong to another event loop, which runs in this thread."""
+        """Bind to another event loop, which runs in this thread."""
         self.loop = loop
         self._thread = get_ident()
 

@@ -1,6 +1,7 @@
-"""What the user's functions say about an input: its cost and its group. On the event loop's thread.
+"""Calls the user's functions `cost` and `group_by` for each input, and checks their results.
 
-They may raise or answer nonsense; that is an error of this one request alone.
+Runs in the API process, on the event loop's thread. An exception or an invalid result fails that
+request alone.
 """
 
 import logging
@@ -17,22 +18,21 @@ from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-# Seconds that a function may take for one input before it is named in a warning: the event loop
-# waits for it, and at a tenth of a second users notice.
+# Seconds of one call above which a warning is logged: the call blocks the event loop, and users
+# notice a tenth of a second.
 SLOW = 0.1
-# Sums and products of costs over a whole queue must stay finite; no unit that anybody counts in
-# comes near it.
+# Sums and products of costs over a whole queue must stay finite. No useful unit of cost reaches
+# this value.
 MOST_COST = 1e15
 
 
 class CostEvaluator:
-    """Asks the functions `cost` and `group_by` about requests.
+    """Sets the cost and the group of requests with the user's functions.
 
     Args:
-        settings: Have `cost`, from an input to its cost, a number above 0, at most `MOST_COST`;
-            `group_by`, from an input to a key, hashable and equal to itself; and
-            `max_request_cost`.
-        name: The batcher's, for the log.
+        settings: Its `cost` returns a number above 0, at most `MOST_COST`; its `group_by` a key
+            that is hashable and equal to itself; `max_request_cost` limits the cost.
+        name: The batcher's name, for the log.
     """
 
     def __init__(self, settings: Settings, name: str) -> None:
@@ -40,14 +40,14 @@ class CostEvaluator:
         self._group_by = settings.group_by
         self._max_request_cost = settings.max_request_cost
         self._name = name
-        # Whether there is anything to ask.
+        # Whether the user has given any function.
         self.is_needed = self._cost is not None or self._group_by is not None
-        # Kept while a request in the queue or in a batch has it.
+        # Groups by key, each as long as a request refers to it.
         self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
         self._has_warned = False
 
     def find_fault(self, request: Request) -> BatcherError | None:
-        """Set the request's cost and group; or tell why it cannot be taken."""
+        """Set the request's cost and group; return an error if the request must be rejected."""
         began_at = monotonic()
         try:
             if self._cost is not None:
@@ -56,7 +56,7 @@ class CostEvaluator:
                 request.group = self._group_of(_call("group_by", self._group_by, request.value))
         except BatcherError as error:
             return error
-        except BaseException as error:  # noqa: BLE001  even a repr of what they answer may raise
+        except BaseException as error:  # noqa: BLE001  even the repr of a result may raise
             return ConfigurationError(
                 f"cost or group_by returned something that raises {type(error).__name__} when it "
                 "is looked at"
@@ -79,7 +79,7 @@ class CostEvaluator:
         except (OverflowError, ValueError, TypeError):
             number = math.nan
         if not 0 < number <= MOST_COST:
-            # Anything but a number may be the input itself, which is not for a log.
+            # Anything but a number may be the input itself, which must not be logged.
             shown = f"{cost!r:.100}" if is_number else f"a {type(cost).__qualname__}"
             raise ConfigurationError(
                 f"cost returned {shown}: it must return a number above 0, at most {MOST_COST:g}, "
@@ -93,7 +93,7 @@ class CostEvaluator:
         return number
 
     def _group_of(self, key: Any) -> Group:
-        # The key's own methods run here; nowhere else but when the group is forgotten.
+        # The key's own methods run here, and when the group is removed.
         try:
             is_itself = bool(key == key)  # NaN is not
             group = self._groups.get(key) if is_itself else None
@@ -116,7 +116,7 @@ def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
     try:
         return function(value)
     except BaseException as error:
-        # Even what is meant to end a program: it would end the turn of all who came with it.
+        # Also SystemExit and KeyboardInterrupt, which would end the turn of all other callers.
         raise ConfigurationError(
             f"{name} raised {type(error).__name__} for an input: {error!s:.200}"
         ) from error

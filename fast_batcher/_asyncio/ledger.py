@@ -1,8 +1,9 @@
-"""The ends of requests: one outcome for each caller, counted and told to observers.
+"""Ledger: delivers one outcome to each caller, counts it, and reports it to observers.
 
-Runs on the event loop's thread. A caller waits for an `asyncio.Future`, or in another thread for a
-`ThreadCaller`. It may leave at any moment: that is counted, and harms no other caller. Which
-requests end is decided elsewhere: by the scheduler, or by the answer of a worker.
+Runs in the API process, on the event loop's thread. A caller waits for an `asyncio.Future`, or in
+another thread for a `ThreadCaller`. It may leave at any moment, which is counted and affects no
+other caller. The ledger does not decide which requests end: the scheduler and the workers' answers
+do.
 """
 
 import asyncio
@@ -22,21 +23,21 @@ from fast_batcher.stats import Counters
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An outcome that is an error."""
+    """Outcome that is an error."""
 
-    # Makes an error for each caller, as tracebacks grow on shared ones.
+    # Makes an error for each caller: a shared error would collect tracebacks.
     to_error: Callable[[], BatcherError]
 
 
 class ThreadCaller:
-    """A `concurrent.futures.Future` behind the two methods that settling needs.
+    """Adapter of a `concurrent.futures.Future` to the two methods that settling needs.
 
-    It is made in the caller's thread.
+    Made in the caller's thread.
     """
 
     def __init__(self, future: concurrent.futures.Future[Any]) -> None:
         self._future = future
-        # Its context variables, for the functions `cost` and `group_by`.
+        # The caller's context variables, for the functions `cost` and `group_by`.
         self.context = copy_context()
 
     def set_result(self, output: Any) -> None:
@@ -50,7 +51,7 @@ class ThreadCaller:
         self._future.set_exception(error)
 
     def _claim(self) -> None:
-        # Its thread may cancel it at any moment; from here on it cannot.
+        # Another thread may cancel the future until this call succeeds.
         if not self._future.set_running_or_notify_cancel():
             raise asyncio.InvalidStateError("cancelled")
 
@@ -80,12 +81,13 @@ class Ledger:
 
         Args:
             batch: The batch.
-            requests: Of the batch, without what is tried again. A settled one has ended before.
-            outcomes: An output or a `Failure` for each.
+            requests: The batch's requests, without those that are tried again. Settled requests
+                are skipped.
+            outcomes: An output or a `Failure` for each request.
             worker: Index of the worker.
-            seconds: That the model took.
+            seconds: Seconds that the model took.
         """
-        # Both have been compared in length when the answer was read.
+        # The lengths were compared when the answer was read.
         ended = [
             (request, _deliver(request, outcome))
             for request, outcome in zip(requests, outcomes)  # noqa: B905
@@ -96,27 +98,27 @@ class Ledger:
             self.observers.tell(describe_answer(self._name, batch, ended, worker, seconds))
 
     def complete_batch(self, batch: Batch, seconds: float) -> None:
-        """Count the seconds of an answered batch: those of its wait, and those in the model."""
+        """Record the queue wait and the model's seconds of an answered batch."""
         self.counters.queue_waits.append(batch.wait_until(batch.began_at))
         self.counters.infer_times.append((seconds, 1))
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
-        """Give one caller an error; the request has been settled."""
+        """Give one caller an error; the request is settled already."""
         self._end(request, "failed" if set_exception(request, error) else "cancelled", reason)
 
     def expire(self, request: Request, error: BaseException, reason: str) -> None:
-        """Tell one caller that the request is late; it has been settled."""
+        """Give one caller the error of an expired request, which is settled already."""
         set_exception(request, error)
         self._end(request, "expired", reason)
 
     def cancel(self, request: Request, reason: str) -> None:
-        """Count a request whose caller has gone; it has been settled."""
+        """Count a request whose caller has gone; the request is settled already."""
         if request.staged is not None:  # a queue may keep the request for some time
             request.staged.release()
         self._end(request, "cancelled", reason)
 
     def reject(self, request: Request, error: BaseException, reason: str) -> None:
-        """Tell one caller that the request was not accepted."""
+        """Settle a request that was not accepted, and give its caller the error."""
         settle(request)
         set_exception(request, error)
         self._end(request, "rejected", reason)
@@ -135,7 +137,7 @@ class Ledger:
 
 
 def set_exception(request: Request, error: BaseException) -> bool:
-    """Give one caller an error; False if it has gone."""
+    """Give one caller an error; return False if the caller has gone."""
     if request.staged is not None:  # a task that never runs again keeps the request
         request.staged.release()
     try:
@@ -146,7 +148,7 @@ def set_exception(request: Request, error: BaseException) -> bool:
 
 
 def is_beyond_reach(request: Request) -> bool:
-    """Whether the caller waits on a closed loop, where settling its future would raise."""
+    """Return whether the caller waits on a closed loop, where settling its future would raise."""
     caller = request.caller
     return isinstance(caller, asyncio.Future) and caller.get_loop().is_closed()
 

@@ -1,4 +1,7 @@
-"""Many inputs of one caller, queued a few batches at a time. The event loop's thread."""
+"""`process_many`: queues many inputs of one caller, a few batches at a time.
+
+Runs in the API process, on the event loop's thread, in the caller's task.
+"""
 
 import math
 from asyncio import get_running_loop
@@ -11,8 +14,8 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Request
 from fast_batcher.settings import Settings, checked_priority, checked_timeout
 
-# Of one `process_many` call at most this many full batches per worker are queued or running: one
-# that runs, and one that waits full behind it. More would only stand in other callers' way.
+# Most full batches per worker that one `process_many` call has queued or running: one that runs and
+# one that waits behind it. More would only delay other callers.
 MANY_BATCHES_PER_WORKER = 2
 
 
@@ -30,16 +33,16 @@ async def process_many(
     request of a call that has none in flight is accepted or rejected at once.
 
     Args:
-        find_session: Returns the session that takes calls now, or raises why there is no session.
+        find_session: Returns the session that accepts calls now, or raises.
         values: The inputs.
         settings: The batcher's settings.
-        timeout: Seconds for all of them together, None for the batcher's `timeout`.
-        priority: Of each of them.
+        timeout: Seconds for all inputs together, None for the batcher's `timeout`.
+        priority: Priority of each input.
     """
     priority = checked_priority(priority)
     limit = settings.timeout if timeout is None else checked_timeout(timeout)
     deadline = math.inf if limit is None else monotonic() + limit
-    # With a target, a batch that waits behind another one of its call might be rejected.
+    # With a target, a batch that waits behind another batch of the same call might be rejected.
     batches = MANY_BATCHES_PER_WORKER if settings.max_latency is None else 1
     most_in_flight = batches * settings.max_batch_size * settings.num_workers
     loop = get_running_loop()
@@ -69,5 +72,5 @@ async def process_many(
             assert session is not None, "it has accepted them"
             session.pump.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
-                request.caller.exception()  # seen, so that asyncio does not report it
+                request.caller.exception()  # mark as retrieved, so that asyncio does not log it
     return outputs

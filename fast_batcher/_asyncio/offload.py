@@ -1,8 +1,8 @@
-"""Work that takes long and waits for nothing, beside the event loop that needs its outcome.
+"""Runs CPU-bound work in a thread, off the event loop. Any event loop may call.
 
-Each piece has a thread of its own: it is rare and large, so that starting one is cheap beside it,
-and the loop's own pool may be full of what waits for long, or for this very outcome. Any loop may
-call.
+Each piece of work has its own thread: it is rare and large, so starting a thread is comparatively
+cheap. The loop's default executor may be full of jobs that block for long, or that wait for this
+very work.
 """
 
 import asyncio
@@ -15,21 +15,21 @@ T = TypeVar("T")
 
 
 async def offload(is_long: bool, work: Callable[..., T], *args: Any) -> T:
-    """What `work(*args)` returns or raises; computed in a thread if `is_long`, else here.
+    """Call `work(*args)`, in a thread if `is_long`; return its result or raise its exception.
 
-    Cancellation: only the wait ends; the work goes on.
+    Cancellation: only the wait ends; the work continues.
     """
     if not is_long:
         return work(*args)
     loop = asyncio.get_running_loop()
     has_ended = loop.create_future()
-    # Whether it has raised, and what it has returned or raised.
+    # Whether `work` has raised, and its result or exception.
     outcome: list[tuple[bool, Any]] = []
 
     def run() -> None:
         try:
             outcome.append((False, work(*args)))
-        except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        except BaseException as error:  # noqa: BLE001  raised again in the waiting task
             outcome.append((True, error))
         with contextlib.suppress(RuntimeError):  # on a closed loop no caller is left
             loop.call_soon_threadsafe(_wake, has_ended)
@@ -37,10 +37,10 @@ async def offload(is_long: bool, work: Callable[..., T], *args: Any) -> T:
     thread = threading.Thread(target=run, name="fast_batcher aside", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # there can be no more threads: late is better than never
+    except RuntimeError:  # the system cannot start a thread: block the event loop
         return work(*args)
     await has_ended
-    thread.join()  # it has nothing left to do
+    thread.join()  # returns at once: the thread has finished its work
     has_raised, value = outcome.pop()
     if has_raised:
         try:

@@ -1,8 +1,10 @@
-"""Carries events to the scheduler and its decisions out. API process, the event loop's thread.
+"""Pump: the loop of a session, which passes events to the scheduler and carries out its actions.
 
-The pump decides nothing. It is one loop: apply the events, poll the scheduler, do the actions, set
-the timer. It runs once per turn of the event loop and takes along everything that arrived in that
-turn, so that there is no task, timer, lock or event per request.
+Runs in the API process, on the event loop's thread. One run applies the events, polls the
+scheduler, carries out the actions and sets the timer. The pump runs once per turn of the event loop
+for all requests that arrived in that turn, so that no request has a task, timer, lock or event of
+its own. It makes no decisions, which is for the scheduler, and interprets no answers, which is for
+`Answers`.
 """
 
 import asyncio
@@ -29,8 +31,8 @@ from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.pool import Pool
 from fast_batcher.errors import BatcherError
 
-# An answer that is larger than a pipe arrives in time if more of it comes within this many seconds,
-# again and again. A worker that is writing is rarely given no CPU for longer.
+# An answer that is larger than a pipe is not late as long as each further part of it arrives within
+# this many seconds. A worker that writes rarely waits longer for a CPU.
 REST_OF_FRAME = 0.05
 
 
@@ -38,12 +40,12 @@ class Pump:
     """The loop of one session.
 
     Args:
-        scheduler: Decides.
+        scheduler: Makes the decisions.
         sender: Sends batches.
-        pool: Reads what the workers say, and replaces workers.
-        ledger: Ends the requests.
-        evaluator: Asks the user's functions about each input.
-        status: Why requests are refused while the batcher is broken.
+        pool: Reads the workers' frames, and replaces workers.
+        ledger: Settles and counts the requests.
+        evaluator: Calls the user's functions for each input.
+        status: Makes the error for calls while the batcher is broken.
         reports: Makes errors and log lines.
         loop: The event loop that serves the batcher.
     """
@@ -68,7 +70,7 @@ class Pump:
         self._reports = reports
         self._loop = loop
         self._arena = sender.arena
-        # Types of inputs that may be staged; empty before something large has come.
+        # Types of inputs that may be staged; empty until the first large input.
         self._staged_types = sender.arena.probes
         # Requests of this turn of the loop, and whether `_run` is scheduled to take them.
         self.arrivals: list[Request] = []
@@ -76,15 +78,15 @@ class Pump:
         # One timer for the earliest moment at which the scheduler wants to be polled.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
-        # Workers whose answer has come in part, and until when more of it has to come.
+        # Workers whose answer has arrived in part, with the moment by which more of it must arrive.
         self._answering: dict[int, float] = {}
-        # Waited for while the batcher drains.
+        # Done when no request is left; None unless `wait_until_drained` waits.
         self._drained: asyncio.Future[None] | None = None
 
     # Requests.
 
     def accept(self, request: Request) -> None:
-        """Let a request wait for the next run of the pump, in this turn of the event loop.
+        """Add a request to the arrivals of this turn, which the next run of the pump submits.
 
         Called in the caller's context, which the user's functions see.
         """
@@ -104,10 +106,10 @@ class Pump:
             self.run_soon()
 
     def has_room(self, request: Request) -> bool:
-        """Whether the queue has room for a request behind the requests that have just arrived."""
+        """Return whether the queue has room for a request behind the arrivals of this turn."""
         if not self._scheduler.counts_bytes:
             return self._has_place()
-        # In the queue their bytes are part of its sum; here they would be added for each request.
+        # The queue keeps the sum of its bytes; here it would be computed for each request.
         self.take_arrivals(monotonic())
         return self._scheduler.has_room(1, request)
 
@@ -115,30 +117,30 @@ class Pump:
         return self._scheduler.has_room(len(self.arrivals) + 1)
 
     def abandon(self, request: Request) -> None:
-        """Forget a request whose caller has gone.
+        """Cancel a request whose caller has gone.
 
-        Nothing here waits: cancel scopes cancel again at every wait.
+        This must not await: a cancel scope raises again at every `await`.
         """
-        self.take_arrivals(monotonic())  # it may be one of them
+        self.take_arrivals(monotonic())  # the request may be among them
         self._cancel(request)
         self._wake_at(self._scheduler.next_expiry)
         self.notice_drained()
 
     def _cancel(self, request: Request) -> None:
-        """Take a request out of the scheduler."""
+        """Cancel a request in the scheduler, and count it."""
         if self._scheduler.cancel(request):
             waits = request.phase in (Phase.QUEUED, Phase.RETRYING)
             self._ledger.cancel(request, "waiting" if waits else "running")
 
     def reject(self, requests: list[Request], error: Exception) -> None:
-        """Fail requests which the scheduler has not taken because of an internal error."""
+        """Fail requests that were not enqueued because of an internal error."""
         to_error = self._reports.internal_error(error)
         for request in requests:
             if not request.is_settled:
                 self._ledger.reject(request, to_error(), "internal error")
 
     def take_arrivals(self, now: float) -> None:
-        """Give the scheduler the requests that have arrived, and fail the requests that it rejects.
+        """Submit the arrivals to the scheduler, and fail the requests that it rejects.
 
         Args:
             now: The moment.
@@ -148,7 +150,7 @@ class Pump:
             return
         try:
             rejected = self._scheduler.submit(now, arrivals)
-        except Exception as error:  # noqa: BLE001  whatever it is, its calls have to end
+        except Exception as error:  # noqa: BLE001  every call must end
             self.reject(arrivals, error)
             return
         self._ledger.counters.submitted += len(arrivals) - len(rejected)
@@ -159,16 +161,16 @@ class Pump:
     # The loop.
 
     def run_soon(self) -> None:
-        """Run once in this turn of the event loop, or in the next."""
+        """Schedule a run in this turn of the event loop, or in the next."""
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._run, context=Context())
 
     def _run(self) -> None:
-        """Advance; called by the event loop, and by nothing that reads a frame.
+        """Advance; called by the event loop, never while a frame is handled.
 
-        If something may have expired, what has arrived is read first: the event loop may have been
-        blocked, and the answer be there already.
+        If a request may have expired, all arrived frames are read first: the event loop may have
+        been blocked, and the answer may have arrived in time.
         """
         self._is_scheduled = False
         if self._staged_types:
@@ -188,19 +190,19 @@ class Pump:
         self._wake_at(min(self._answering.values(), default=math.inf))
 
     def advance(self, now: float, *, has_read: bool = False) -> None:
-        """Submit what has arrived, poll the scheduler, do its actions, set the timer.
+        """Submit the arrivals, poll the scheduler, carry out its actions, set the timer.
 
         Args:
             now: The moment.
-            has_read: As for `Scheduler.poll`. Nothing can be read while a frame is being handled:
-                its memory would be overwritten.
+            has_read: As for `Scheduler.poll`. Frames cannot be read while a frame is handled, whose
+                memory would be overwritten.
         """
         self.take_arrivals(now)
         actions, wake_at = self._scheduler.poll(now, has_read=has_read, answering=self._answering)
         for action in actions:
             try:
                 self._do(action)
-            except Exception as error:  # noqa: BLE001  the other actions have to be done
+            except Exception as error:  # noqa: BLE001  the other actions must be carried out
                 to_error = self._reports.internal_error(error)
                 if isinstance(action, Expire):
                     self._ledger.expire(action.request, to_error(), str(action.reason))
@@ -233,9 +235,9 @@ class Pump:
                 self._ledger.fail(request, to_error(), "internal error")
 
     def withdraw(self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]) -> None:
-        """Fail the requests of a batch that cannot be sent; the worker has the others."""
+        """Fail requests of a batch that cannot be sent; the worker gets the others."""
         if self._scheduler.workers.find(batch.worker, batch.id) is not batch:
-            return  # it has been lost, and its requests with it, while the batch was being sent
+            return  # the worker was lost while the batch was being sent
         errors = dict(unsendable)
         for request in self._scheduler.workers.withdraw(monotonic(), batch, list(errors)):
             self._ledger.fail(request, errors[request], "not sendable")
@@ -245,7 +247,7 @@ class Pump:
     # The timer.
 
     def _wake_at(self, moment: float) -> None:
-        """Advance at this moment, if not before."""
+        """Set the timer to this moment, unless it is set to an earlier one."""
         if moment >= self._timer_at:
             return
         if self._timer is not None:
@@ -261,7 +263,7 @@ class Pump:
     # The session's life.
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Go on with another event loop; the one before is closed, and its timer with it."""
+        """Continue on another event loop; the previous loop is closed, and its timer with it."""
         for request in self._scheduler.open_requests():
             if is_beyond_reach(request):
                 self._cancel(request)
@@ -283,7 +285,7 @@ class Pump:
                 self._drained = None
 
     def notice_drained(self) -> None:
-        """End `wait_until_drained` if nothing waits or runs any more."""
+        """End `wait_until_drained` if no request waits or runs any more."""
         drained = self._drained
         if drained is None or drained.done():
             return

@@ -1,4 +1,4 @@
-"""Errors and log lines about what the scheduler decides. API process, the event loop's thread."""
+"""Error messages and log lines of a session. API process, the event loop's thread."""
 
 import contextlib
 import functools
@@ -14,11 +14,11 @@ logger = logging.getLogger("fast_batcher")
 
 
 class Reports:
-    """Words for what happens in one batcher.
+    """Builds the error messages and log lines of one batcher.
 
     Args:
         name: The batcher's name.
-        settings: The limits that errors name.
+        settings: The limits that messages name.
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
@@ -26,11 +26,11 @@ class Reports:
         self._settings = settings
 
     def index(self, worker: int) -> int:
-        """Which of the workers this is, from 0; a replacement has its predecessor's index."""
+        """Return a worker's index, from 0; a replacement has its predecessor's index."""
         return worker % self._settings.num_workers
 
     def expiry_error(self, action: Expire) -> BatcherError:
-        """Why a request has expired, as an error for its caller."""
+        """Make the error for the caller of an expired request."""
         if action.refusal is not None:
             return action.refusal.to_error()
         named = action.request.timeout
@@ -46,7 +46,7 @@ class Reports:
         )
 
     def log_stall(self, worker: int) -> None:
-        """A worker computes for longer than any caller waits."""
+        """Log that a worker computes for longer than any caller waits."""
         limit = self._settings.infer_timeout
         logger.warning(
             "%s: worker %d is not ready: it has computed one batch for timeout=%s seconds, and no "
@@ -61,21 +61,21 @@ class Reports:
         )
 
     def log_infer_timeout(self, worker: int) -> None:
-        """A worker is being replaced because its batch takes too long."""
+        """Log that a worker is replaced because its batch takes too long."""
         limit = self._settings.infer_timeout
         reason = f"its batch took longer than infer_timeout={limit} seconds"
         self._log_replacement(logging.WARNING, worker, reason)
 
     def log_fatal_error(self, worker: int) -> None:
-        """A worker is being replaced because its device is lost."""
+        """Log that a worker is replaced because its device is lost."""
         self._log_replacement(logging.ERROR, worker, "its device cannot be used any more")
 
     def _log_replacement(self, level: int, worker: int, reason: str) -> None:
         logger.log(level, "%s: worker %d is replaced: %s", self._name, self.index(worker), reason)
 
     def internal_error(self, error: Exception) -> Callable[[], BatcherError]:
-        """A bug has raised: log it, and return what makes an error for a caller that it hits."""
-        # What a log handler raises must not end the loop.
+        """Log an internal error, and return a function that makes an error for each caller."""
+        # An exception of a log handler must not end the loop.
         with contextlib.suppress(Exception):
             logger.error(
                 "%s: an internal error; the calls that it hits fail, and the batcher goes on",

@@ -1,15 +1,16 @@
-"""All that lives from one opening of a batcher to the end that follows. Event loop's thread.
+"""Session: everything that `open` creates and the next close releases.
 
     DynBatcher --accept--> Pump --submit, poll--> Scheduler
                             | Dispatch                ^
                             v                         | batch_done
                         BatchSender ==> worker ==> Answers --settle--> callers
 
-A session is made on a running event loop and never used again once it has ended; the next opening
-makes another one.
+Runs in the API process, on the event loop's thread. A session connects the parts of the figure,
+reacts to the workers' coming and going, and closes everything in order; the next opening makes
+another session. It neither queues requests (`Pump`, `Scheduler`) nor starts processes (`Pool`).
 
 Callbacks of the event loop run in an empty context (`contextvars`): by default they would see, and
-keep, the context variables of the caller that happens to be the first of a turn.
+keep, the context variables of the first caller of a turn.
 """
 
 import asyncio
@@ -52,13 +53,13 @@ logger = logging.getLogger("fast_batcher")
 
 
 class Session:
-    """One opening of a batcher, on one event loop; see `rebind` for another.
+    """An opening of a batcher, bound to one event loop; `rebind` binds it to another.
 
     Args:
-        model_spec: What the workers load.
+        model_spec: The model that the workers load.
         settings: The batcher's settings.
-        status: The batcher's state, which this moves, and its name.
-        ledger: Ends and counts the requests.
+        status: The batcher's state, which the session changes, and its name.
+        ledger: Settles and counts the requests.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class Session:
         self._ledger = ledger
         name = self._name = status.name
         self.binding = LoopBinding(name)
-        # The binding's loop while calls are taken: neither draining, nor broken, nor ended.
+        # The binding's loop while calls are accepted; None while draining, broken or ended.
         self.serving_loop: asyncio.AbstractEventLoop | None = self.binding.loop
         self.has_ended = False
-        # Done when the `aclose` under way is over, else None.
+        # Done when the running `aclose` ends; None without one.
         self.closing: asyncio.Future[None] | None = None
         # Requests of other threads that the loop's thread has not taken yet.
         self._submitted: deque[Request] = deque()
-        # Indexes of workers that have been ready once: when it is all, the batcher is open.
+        # Indexes of workers that were ready once: when all are in it, the batcher is open.
         self._seen_ready: set[int] = set()
-        # The `wait_ready` calls under way.
+        # Futures of the running `wait_ready` calls.
         self._ready_waiters: list[asyncio.Future[None]] = []
 
         reports = self._reports = Reports(name, settings)
@@ -103,14 +104,14 @@ class Session:
 
     @property
     def load(self) -> tuple[int, int, int]:
-        """Workers that are ready, requests in the queue, and requests that run."""
+        """Numbers of ready workers, waiting requests and running requests."""
         workers = self.scheduler.workers
         return workers.ready_count, self.scheduler.waiting, workers.running
 
     # Opening.
 
     def begin(self) -> None:
-        """Start the workers; what becomes of them is told by `worker_ready` and the like."""
+        """Start the workers, which report to `worker_ready` and `worker_failed_to_start`."""
         self._status.begin()
         self._ledger.observers.watch_collector()
         self.pool.open()
@@ -129,10 +130,10 @@ class Session:
         self._ready_waiters.clear()
 
     def reconfigure(self, settings: Settings) -> None:
-        """Change settings; all of them are valid.
+        """Apply changed settings, which were checked before.
 
         Raises:
-            RuntimeError: It was called from another thread than that of the event loop.
+            RuntimeError: The calling thread is not that of the event loop.
         """
         if self.binding.runs_elsewhere:
             raise RuntimeError(
@@ -145,19 +146,19 @@ class Session:
         self.sender.arena.batch_size = settings.max_batch_size
         self.scheduler.reconfigure(_limits_of(settings), policy)
         if self.serving_loop is not None and not self.serving_loop.is_closed():
-            # What waits may be a full batch now, or have waited long enough.
+            # The waiting requests may be a full batch now, or have waited long enough.
             self.pump.run_soon()
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """An array in shared memory, None if it is to be an ordinary one."""
-        self.pump.run_soon()  # at its end the turn ends for the arena, too
+        """Make an array in shared memory; None if the caller must make an ordinary one."""
+        self.pump.run_soon()  # its run ends the arena's turn
         self.sender.arena.enable()
         return self.sender.arena.allocate(dtype, shape)
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Go on with another event loop, if the one before is closed.
+        """Continue on another event loop, if the previous loop is closed.
 
-        Callers that waited on the closed loop cannot be told anything any more.
+        Callers that waited on the closed loop get no outcome.
         """
         self.binding.require_closed_loop("this call")
         logger.info("%s: goes on with another event loop", self._name)
@@ -200,13 +201,13 @@ class Session:
             except BatcherError as error:  # the call has been counted
                 settle(request)
                 set_exception(request, error)
-            except Exception as error:  # noqa: BLE001  whatever it is, the call has to end
+            except Exception as error:  # noqa: BLE001  every call must end
                 self.pump.reject([request], error)
 
-    # What the pool tells.
+    # Events of the pool and of the sender.
 
     def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
-        """A worker has loaded its model; sizes and seconds of the batches of its warm-up."""
+        """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
         self.sender.add_worker(worker)
         self._answers.add_worker(worker)
         self.scheduler.worker_ready(monotonic(), worker.id, times)
@@ -224,7 +225,7 @@ class Session:
         self.pump.advance(monotonic())
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
-        """A worker that was ready is dead."""
+        """Retry the requests of a dead worker, or fail them."""
         self.sender.remove_worker(worker, exit.inherited)
         self._answers.remove_worker(worker)
         lost = self.scheduler.worker_lost(
@@ -240,11 +241,11 @@ class Session:
         self.pump.advance(monotonic())
 
     def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
-        """A worker was never ready: the end of an opening, a setback of a replacement."""
+        """Break the batcher while it opens; afterwards only log, because the pool tries again."""
         if self._status.state is not State.OPENING:
             logger.warning("%s: %s; trying again", self._name, error, exc_info=error)
             return
-        # A caller that waits in `open` has it raised, and shows it.
+        # If a caller waits in `open`, the error is raised there.
         if all(waiter.done() for waiter in self._ready_waiters):
             logger.error(
                 "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
@@ -256,7 +257,7 @@ class Session:
         self._wake_ready_waiters()
 
     def workers_given_up(self, reason: str, seconds: float) -> None:
-        """Every worker has spent its restarts: calls fail at once until the next try succeeds."""
+        """Break the batcher: calls fail at once until the next try of a worker succeeds."""
         self.serving_loop = None
         self._status.give_up(reason, seconds)
         self.pump.take_arrivals(monotonic())
@@ -265,25 +266,25 @@ class Session:
         self.pump.notice_drained()
 
     def frame_arrived(self, worker: int, frame: Frame) -> None:
-        """A ready worker has sent a frame."""
+        """Handle a frame of a ready worker."""
         self._answers.take(worker, frame)
 
     def worker_retired(self, worker: int) -> None:
-        """A worker gets no more batches: another has taken its place."""
+        """Give a worker no more batches: another has taken its place."""
         self.scheduler.workers.retire(worker)
 
     def inputs_refused(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
-        """Inputs of a batch that is being sent turn out not to be sendable."""
+        """Fail requests of a batch whose inputs could not be sent."""
         self.pump.withdraw(batch, refused)
 
     def idle_workers(self) -> list[int]:
-        """The ready workers that have nothing to do."""
+        """Return the ready workers without a batch."""
         return self.scheduler.workers.idle_workers
 
     # Ending.
 
     def begin_drain(self) -> None:
-        """Take no more requests; finish the ones that have been accepted."""
+        """Reject new requests, and finish the accepted ones."""
         self.serving_loop = None
         self.pump.take_arrivals(monotonic())
         self.scheduler.begin_drain()
@@ -299,7 +300,7 @@ class Session:
         self._fail(self.scheduler.close())
 
     def _fail(self, requests: list[Request]) -> None:
-        """Tell callers why there will be no answer: the batcher is broken, or is being closed."""
+        """Fail requests because the batcher is broken or is being closed."""
         for request in requests:
             if is_beyond_reach(request):
                 self._ledger.cancel(request, "event loop closed")
@@ -319,7 +320,7 @@ class Session:
             await self.pool.aclose()
 
     def end(self, grace: float) -> None:
-        """End everything, blocking until the workers are dead.
+        """Close the session, and block until the workers are dead.
 
         Args:
             grace: Seconds that the workers may take to end by themselves.
@@ -349,7 +350,7 @@ def _make_scheduler(settings: Settings) -> Scheduler:
 
 
 def _limits_of(settings: Settings) -> Limits:
-    """What the scheduler needs of the settings."""
+    """Select the settings of the scheduler."""
     return Limits(
         max_batch_size=settings.max_batch_size,
         max_queue_size=settings.queue_limit,

@@ -1,4 +1,4 @@
-"""SIGTERM that tells us before it does what it did before. API process, main thread."""
+"""Runs a callback on SIGTERM, then the previous handler. API process, main thread."""
 
 import asyncio
 import logging
@@ -16,15 +16,15 @@ logger = logging.getLogger("fast_batcher")
 def call_on_sigterm(
     loop: asyncio.AbstractEventLoop, function: Callable[[], object], name: str
 ) -> Iterator[None]:
-    """During the block, SIGTERM has this called on the loop, besides the handler that is there.
+    """Call a function on the loop at each SIGTERM during the block, before the previous handler.
 
-    In another thread than the main one, which alone may set handlers, it only logs a warning: test
-    clients run an app's lifespan there.
+    Outside the main thread, which alone may set handlers, only a warning is logged: test clients
+    run an app's lifespan in another thread.
 
     Args:
-        loop: Where it is called.
-        function: What is called.
-        name: The batcher's, for the log.
+        loop: The event loop on which the function is called.
+        function: The function.
+        name: The batcher's name, for the log.
     """
     if threading.current_thread() is not threading.main_thread():
         logger.warning(
@@ -40,7 +40,7 @@ def call_on_sigterm(
     before = signal.getsignal(signal.SIGTERM)
 
     def handle(number: int, frame: FrameType | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: there is nothing left to be told
+        with suppress(RuntimeError):  # the loop is closed, and so is the batcher
             loop.call_soon_threadsafe(function, context=Context())
         if callable(before):
             before(number, frame)
@@ -53,7 +53,7 @@ def call_on_sigterm(
     try:
         yield
     finally:
-        # A handler that was set meanwhile stays.
-        # Nor can a handler be put back that was not set from Python.
+        # A handler that was set meanwhile stays. A previous handler that was not set from Python
+        # (None) cannot be restored.
         if signal.getsignal(signal.SIGTERM) is handle and before is not None:
             signal.signal(signal.SIGTERM, before)

@@ -1,7 +1,7 @@
-"""The state of a batcher, and why it is broken. API process, the event loop's thread.
+"""The state of a batcher, and the error that has broken it. API process, the event loop's thread.
 
-A status lives as long as its batcher; sessions come and go. It is the one place that writes the
-state, and it logs every move.
+A `Status` lives as long as its batcher; sessions come and go. Only this module changes the state,
+and it logs every change.
 """
 
 import copy
@@ -34,25 +34,25 @@ class Status:
 
     Args:
         name: The batcher's name, for errors and logs.
-        ledger: Counts the calls that are refused.
+        ledger: Counts refused calls.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name = name
         self._ledger = ledger
         self.state = State.NEW
-        # SIGTERM has come: calls are answered, and probes see that no new clients are wanted.
+        # True after SIGTERM: calls are still answered, but probes report not ready.
         self.is_leaving = False
-        # Why the model could not be loaded, None if it could, or while it loads.
+        # The error of the last failed start, None otherwise.
         self._start_error: WorkerStartupError | None = None
-        # Why no worker is started for now, None if that is not so; and the moment of the next try.
+        # Reason for which the pool has given up for now, or None; and the moment of the next try.
         self._given_up: str | None = None
         self._next_try = 0.0
-        # The moment since which the batcher is broken, None while it is not.
+        # The moment at which the batcher broke, None while it is not broken.
         self._broken_since: float | None = None
 
     def begin(self) -> None:
-        """Start an opening: forget why the one before it ended."""
+        """Start an opening, and clear the errors of the previous one."""
         self.is_leaving = False
         self._start_error = self._given_up = None
         self.move(Event.OPEN)
@@ -75,12 +75,12 @@ class Status:
             self.move(Event.GIVEN_UP)
 
     def recover(self) -> None:
-        """A worker is ready again after all had spent their restarts."""
+        """Recover: a worker is ready again after all had spent their restarts."""
         self._given_up = None
         self.move(Event.RECOVERED)
 
     def end(self) -> None:
-        """Close. The state of a session that has not been opened can be closed as well."""
+        """Close; legal in every state but CLOSED."""
         self._given_up = None
         self.move(Event.CLOSE)
 
@@ -91,13 +91,13 @@ class Status:
 
     @property
     def broken_seconds(self) -> float | None:
-        """Seconds for which the batcher has been broken without a break, None if it is not."""
+        """Seconds for which the batcher has been continuously broken, None if it is not broken."""
         return None if self._broken_since is None else monotonic() - self._broken_since
 
     def broken_error(self) -> BatcherError | None:
-        """Why the batcher is broken, as an error for one caller; None if it is not.
+        """Make the error of a broken batcher for one caller; None if it is not broken.
 
-        Each caller gets an error object for itself, because tracebacks grow on shared ones.
+        Each caller gets its own error object: a shared one would collect tracebacks.
         """
         if self._start_error is not None:
             error = copy.copy(self._start_error)
@@ -112,7 +112,7 @@ class Status:
         )
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise the error that says why calls are not taken.
+        """Raise the error for a call that is not accepted.
 
         Args:
             what: The reason if the batcher is neither broken nor closed.

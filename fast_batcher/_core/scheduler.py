@@ -1,6 +1,10 @@
-"""The scheduler: events in, decisions out. Pure; runs on the one thread of its shell.
+"""Scheduler: decides which requests leave, when, and to which worker. Events in, actions out.
 
-A shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
+Pure; runs on one thread of its *shell*, the code that drives it: the event loop's for a
+`DynBatcher`, any thread under a lock for a decorated function. The scheduler itself neither waits,
+sends, logs nor reads a clock.
+
+The shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
 next event. Every accepted request leaves exactly once: through `batch_done`, `batch_raised`,
 `worker_lost`, `workers.withdraw`, `cancel`, `give_up`, `close`, or an `Expire` or `Fault` action;
 from then on its `is_settled` is True. An internal error does not change that: see `poll`.
@@ -46,12 +50,12 @@ class Scheduler:
     """The queue, the workers and the batches of one batcher.
 
     Args:
-        policy: Decides when a batch leaves that is not full.
+        policy: Decides when a batch that is not full leaves.
         limits: Sizes and durations.
         packer: Fills batches by cost, or None; with it every request must have its `cost`.
         is_grouped: Whether only requests of one `group` share a batch.
-        measure_size: From an input to its bytes, where there is `max_queue_bytes`. None if every
-            request has its `size`.
+        measure_size: Returns the bytes of an input, for `max_queue_bytes`. None if every request
+            has its `size`.
     """
 
     def __init__(
@@ -80,21 +84,21 @@ class Scheduler:
         self._deadline_batches = DeadlineBatches(self._times, self._size_cap)
         self._deadline_batches.has_set_targets = limits.max_latency is not None
         self._next_request_id = self._next_batch_id = 0
-        # No waiting request expires before this moment: a lower bound, as in the worker table.
+        # Lower bound of the next expiry of a waiting request, as in the worker table.
         self._next_expiry = inf
         # Errors while learning from answers; the next `poll` reports them.
         self._faults: list[Action] = []
-        # After `close`: there is nothing, and there will be nothing.
+        # True after `close`: no request is left, and none is accepted.
         self.is_closed = False
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, and requests that wait for another try."""
+        """Number of requests in the queue or waiting for a retry."""
         return self.queue.size + sum(1 for _ in self._retries)
 
     @property
     def next_expiry(self) -> float:
-        """Nothing expires before this moment, so that `poll` is not needed for it."""
+        """Lower bound of the next expiry; before it `poll` need not be called for expiries."""
         return min(self._next_expiry, self.workers.next_expiry)
 
     @property
@@ -103,7 +107,7 @@ class Scheduler:
         return bool(self.queue.size or self._retries.groups or self._faults)
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
-        """Whether `count` more requests may wait, and the bytes of this one as well."""
+        """Return whether the queue has room for `count` requests, and for this one's bytes."""
         if count > self._admission.room(self.queue):
             return False
         return request is None or self._admission.count_fitting(self.queue, [request]) == 1
@@ -113,10 +117,10 @@ class Scheduler:
 
         Args:
             now: The moment of their arrival, seconds; not before any earlier one.
-            requests: New requests. All that arrived in one turn of the shell belong together.
+            requests: All new requests that arrived in one turn of the shell.
 
         Returns:
-            The requests that are not accepted, and why. The shell settles them.
+            The rejected requests, with reasons. The shell settles them.
         """
         if self._times.unpriced_warm_ups:
             self._times.price_warm_ups(requests)
@@ -127,7 +131,7 @@ class Scheduler:
             return rejected
         if self._policy.learns:
             self._policy.arrived(now, len(accepted), not (self.queue.size or self.workers.batches))
-        # From here on nothing is called that could raise: all are taken, or none.
+        # No call below can raise: either all requests are enqueued, or none.
         deadline = now + self._timeout
         for request_id, request in enumerate(accepted, self._next_request_id):
             request.id = request_id
@@ -140,7 +144,7 @@ class Scheduler:
         return rejected
 
     def cancel(self, request: Request) -> bool:
-        """Forget a request whose caller has gone; if it runs, its output will be dropped.
+        """Cancel a request whose caller has gone; the output of a running request is dropped.
 
         Returns:
             False if the request has ended before.
@@ -156,10 +160,10 @@ class Scheduler:
         return True
 
     def reconfigure(self, limits: Limits, policy: Policy | None) -> None:
-        """Change `max_batch_size`, `max_queue_size` and `max_latency`. `poll` has to follow.
+        """Change `max_batch_size`, `max_queue_size` and `max_latency`; a `poll` must follow.
 
-        What waits keeps its place, though there may be more of it than `max_queue_size` now, and
-        the target that it was accepted with. Without a policy the present one stays.
+        Waiting requests keep their places and targets, even if there are more than the new
+        `max_queue_size`. With None the present policy stays.
         """
         if limits.max_latency is not None:
             self.rank_requests()
@@ -169,10 +173,10 @@ class Scheduler:
         self._size_cap.limit(limits.max_batch_size)
 
     def rank_requests(self) -> None:
-        """Heed priorities, groups, costs, bytes and explicit deadlines from now on.
+        """Use a `RankedQueue` from now on, for priorities, groups, costs and explicit deadlines.
 
-        What waits moves to the other queue. Not before the first use: it costs every request some
-        microseconds.
+        Waiting requests move to it. Called on first use only, because a ranked queue costs every
+        request some microseconds.
         """
         if not isinstance(self.queue, RankedQueue):
             waiting = list(self.queue)
@@ -180,18 +184,18 @@ class Scheduler:
             self.queue.extend(waiting)
 
     def begin_drain(self) -> None:
-        """Accept no more requests; what is queued leaves as soon as workers are free."""
+        """Reject further requests; queued ones leave as soon as workers are free."""
         self._admission.is_draining = True
 
     def worker_ready(
         self, now: float, worker: int, times: Iterable[tuple[float, float]] = ()
     ) -> None:
-        """A worker has loaded its model and can take batches.
+        """Add a worker that has loaded its model.
 
         Args:
             now: The moment.
-            worker: Which one.
-            times: Sizes and seconds of batches that it has computed to warm up.
+            worker: The worker's number.
+            times: Sizes and seconds of its warm-up batches.
         """
         self.workers.add(worker)
         self._times.observe_warm_up(times)
@@ -205,19 +209,19 @@ class Scheduler:
         *,
         out_of_memory: bool = False,
     ) -> Lost:
-        """A worker has died or is being ended; what it had is tried again where that is right.
+        """Remove a worker that has died or is being ended, and retry its requests if allowed.
 
         Args:
-            worker: Which one.
+            worker: The worker's number.
             taken: The id of the batch that it read last, or None.
             begun: The id of the batch that it began to compute last, or None.
-            out_of_memory: Whether it may have died of that; then batches become smaller.
+            out_of_memory: Whether it may have run out of memory; then batches become smaller.
 
         Returns:
-            The requests that are not tried again. They are settled; the shell tells their callers.
+            The requests without a retry. They are settled; the shell tells their callers.
         """
         lost = Lost([], [])
-        # The youngest first, because what is put first last goes first.
+        # The youngest batch first: each is put before the others, so the oldest ends up first.
         for batch in reversed(self.workers.remove(worker)):
             stage = Stage.SENT
             if batch.id == begun:
@@ -233,18 +237,18 @@ class Scheduler:
     def batch_done(
         self, now: float, worker: int, batch_id: int, has_raised: bool = False
     ) -> Batch | None:
-        """A worker has answered a batch.
+        """Take an answered batch from its worker, and learn from its time.
 
         Args:
             now: The moment.
-            worker: Which one.
-            batch_id: The batch that it says it has answered.
-            has_raised: Whether `infer` raised. Then nothing is learned from how long that took, and
-                `batch_raised` has to follow.
+            worker: The worker's number.
+            batch_id: The id in the worker's answer.
+            has_raised: Whether `infer` raised. Then nothing is learned, and a call of
+                `batch_raised` must follow.
 
         Returns:
-            The batch, whose requests that are not settled yet are now the shell's to settle. None
-            if the worker does not have such a batch, and so breaks the protocol.
+            The batch; the shell must settle its remaining requests. None if the worker does not
+            have such a batch, and so breaks the protocol.
         """
         batch = self.workers.find(worker, batch_id)
         if batch is None:
@@ -256,14 +260,14 @@ class Scheduler:
         if not has_raised:
             try:
                 self._learn(now, batch, seconds)
-            except Exception as error:  # noqa: BLE001  whatever it is, the batch has been answered
+            except Exception as error:  # noqa: BLE001  the batch was answered in any case
                 self._faults.append(Fault(error, []))
             slot.has_answered = True
         slot.is_second_late = False
         return batch
 
     def _learn(self, now: float, batch: Batch, seconds: float | None) -> None:
-        """Learn from an answered batch; without seconds the time that it took says nothing."""
+        """Learn from an answered batch; from its time only if `seconds` is not None."""
         if seconds is not None and (self._policy.learns or self._times.is_wanted):
             self._times.observe(batch, seconds)
         if self._policy.learns:
@@ -275,16 +279,16 @@ class Scheduler:
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
     ) -> list[Request]:
-        """`infer` raised for a batch that `batch_done` has just returned.
+        """Divide and retry a batch for which `infer` raised, after `batch_done` has returned it.
 
         Args:
             now: The moment.
             batch: The batch.
-            out_of_memory: Whether that is why; then batches become smaller.
-            is_fatal: Whether the worker cannot go on; then the batch is not tried again.
+            out_of_memory: Whether the model ran out of memory; then batches become smaller.
+            is_fatal: Whether the worker cannot continue; then the batch is not retried.
 
         Returns:
-            The requests that are not tried again; they are now the shell's to settle.
+            The requests without a retry; the shell must settle them.
         """
         if out_of_memory:
             self._size_cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
@@ -294,7 +298,7 @@ class Scheduler:
         return failed
 
     def give_up(self) -> list[Request]:
-        """Settle and return every request that waits; the workers keep what they have."""
+        """Settle and return every waiting request; running batches are not affected."""
         dropped = self._deadline_batches.dropped
         given_up = settle_open([*self.queue, *self._retries, *dropped])
         is_ranked = isinstance(self.queue, RankedQueue)
@@ -304,7 +308,7 @@ class Scheduler:
         return given_up
 
     def close(self) -> list[Request]:
-        """End; returns every request, waiting or running, whose caller still waits, settled."""
+        """Close: settle and return all open requests, and forget all workers."""
         self._admission.is_draining = self.is_closed = True
         rest = settle_open(self.open_requests())
         self.give_up()
@@ -313,30 +317,29 @@ class Scheduler:
         return rest
 
     def open_requests(self) -> list[Request]:
-        """Every request, waiting or running, whose caller still waits."""
+        """Return every request, waiting or running, whose caller still waits."""
         running = [one for batch in self.workers.all_batches() for one in batch.requests]
         return [one for one in (*self.queue, *self._retries, *running) if not one.is_settled]
 
     def poll(
         self, now: float, *, has_read: bool = True, answering: Collection[int] = ()
     ) -> tuple[list[Action], float | None]:
-        """Decide what to do now.
+        """Decide which actions are due now.
 
-        If deciding raises, all that waits is given up with a `Fault`: deciding once more would
-        raise once more. What workers have is not touched.
+        If deciding raises, all waiting requests are given up with a `Fault`, because the next
+        decision would raise again. Running batches are not affected.
 
         Args:
             now: The moment.
-            has_read: Whether all that the workers had sent by this moment has been applied. While
-                it has not, no running request is late, and no worker: the answer may be there
-                already. The moment returned may then have passed.
-            answering: Workers whose next answer has arrived in part; the batch that they answer is
-                not late either.
+            has_read: Whether all frames that the workers had sent by this moment were applied.
+                Otherwise no running request and no worker counts as late, because the answer may
+                have arrived; the returned moment may then be in the past.
+            answering: Workers whose next answer has arrived in part; the batch that they answer
+                does not count as late either.
 
         Returns:
-            What the shell has to do, in this order, and the moment at which `poll` wants to be
-            called again if no event comes before, or None. At that moment it has something to do,
-            or finds that the deadline that it had in mind has become irrelevant.
+            The actions, in order, and the moment at which `poll` must be called again if no event
+            comes before, or None. The moment may be early: then `poll` returns no actions.
         """
         actions, self._faults = self._faults, []
         held_until = inf
@@ -344,7 +347,7 @@ class Scheduler:
             if min(self._next_expiry, self.workers.next_expiry) <= now:
                 self._expire(now, actions, has_read=has_read, answering=answering)
             held_until = self._dispatch(now, actions)
-        except Exception as error:  # noqa: BLE001  whatever it is, no caller may wait for ever
+        except Exception as error:  # noqa: BLE001  no caller may wait for ever
             actions.append(Fault(error, self.give_up()))
         wake_at = min(held_until, self._next_expiry, self.workers.next_expiry)
         return actions, None if wake_at == inf else wake_at
@@ -352,7 +355,7 @@ class Scheduler:
     def _expire(
         self, now: float, actions: list[Action], *, has_read: bool, answering: Collection[int]
     ) -> None:
-        """Expire what is late: requests that wait first."""
+        """Expire late requests: first waiting, then running ones."""
         reason = ExpiryReason.WAITING if self.workers.ready_count else ExpiryReason.NOT_READY
         late = settle_open([one for one in self._retries if one.deadline <= now])
         late += self.queue.pop_expired(now)
@@ -362,9 +365,8 @@ class Scheduler:
         self._next_expiry = min(waiting)
 
     def _dispatch(self, now: float, actions: list[Action]) -> float:
-        """Send batches to workers; returns until when a batch is held, infinite without one."""
-        # What is tried again goes first, to workers that have nothing to do. Memory may have room
-        # for less than the group by now.
+        """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
+        # Retries go first, to idle workers. The size cap may have fallen below the group's size.
         while self._retries.groups and (slot := self.workers.least_loaded(1)) is not None:
             group = self._retries.take(self._size_cap.size)
             if group is None:
@@ -375,8 +377,8 @@ class Scheduler:
             if slot is None:
                 break
             is_full = self.queue.is_full(self._size_cap.size)
-            # A busy worker gets full batches alone, and none while retries wait: they need a worker
-            # that is free.
+            # A busy worker gets only full batches, and none while retries wait: these need an idle
+            # worker.
             if slot.batches and (self._retries.groups or not is_full):
                 break
             release = Release.FULL if is_full else self._decide(now)
@@ -390,11 +392,11 @@ class Scheduler:
         return inf
 
     def _decide(self, now: float) -> Release | float:
-        """Why the batch leaves that is not full, or until when it is held."""
+        """Decide about a batch that is not full: its reason to leave, or the end of its hold."""
         if self._admission.is_draining:
             return Release.DRAIN
         if self.queue.has_full_group(self._size_cap.size):
-            return Release.IDLE  # of another group than the first request's, which is in its way
+            return Release.IDLE  # so that a full batch of another group can follow
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
             return decision
@@ -413,7 +415,7 @@ class Scheduler:
     def _choose(
         self, now: float, slot: WorkerSlot, release: Release, actions: list[Action]
     ) -> tuple[list[Request], Release]:
-        """Choose the next batch, and expire what would be late; no requests if it is to wait."""
+        """Choose the next batch, and expire requests that would be late; empty if it must wait."""
         if not isinstance(self.queue, RankedQueue):
             return self.queue.choose(self._size_cap.size), release
         requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
@@ -433,7 +435,7 @@ class Scheduler:
         actions: list[Action],
         isolate_until: float = inf,
     ) -> None:
-        """Give a worker a batch."""
+        """Make a batch, assign it to a worker, and add its `Dispatch` action."""
         size, deadline = len(requests), min(map(_deadline, requests))
         batch = Batch(
             self._next_batch_id, slot.id, requests, release, deadline, size, now, 0.0, isolate_until

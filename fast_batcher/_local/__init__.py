@@ -6,6 +6,6 @@
          |                                                                |
          +------ deliver: one wake-up per event loop and batch <----------+
 
-`LocalBatcher` makes these as they are needed: one engine with a thread, or one per event loop where
-an async function runs on the loop of its callers.
+`LocalBatcher` makes engines on demand: one engine with a thread, or one per event loop if an async
+function runs on the loop of its callers.
 """

@@ -1,4 +1,4 @@
-"""Batches the calls of one decorated function, and makes engines and workers as they are needed.
+"""Batches the calls of one decorated function; makes engines and workers on demand.
 
 A function that blocks, and every function of a thread decorator, has one engine and one thread for
 all its callers. An async function of an `aio` decorator runs on the event loop of its callers, so
@@ -32,17 +32,17 @@ class LoopSubmitter:
     """Submits the calls of one event loop to an engine."""
 
     engine: Engine
-    # Where the calls come from.
+    # The callers' event loop.
     loop: asyncio.AbstractEventLoop
     settings: DecoratorSettings
     # The requests of each call of this turn. While there are any, a `flush` is scheduled.
     pending: list[list[Request]] = field(default_factory=list)
 
     def process(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
-        """Await the outputs of at least one item; the first error ends the wait for all.
+        """Await the outputs of one or more items; the first error ends the wait for all.
 
-        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
-        computed is computed, and its outputs for this caller are dropped.
+        Cancellation: safe at any time. Waiting items are removed from the queue; a running batch is
+        finished, and its outputs for this caller are dropped.
         """
         future: asyncio.Future[list[Any]] = self.loop.create_future()
         return self._wait(future, make_requests(items, future, self.settings))
@@ -50,8 +50,8 @@ class LoopSubmitter:
     def process_one(self, item: Any) -> Coroutine[Any, Any, Any]:
         """Await the output of one item that has neither a cost nor a priority.
 
-        A short cut past `Call`, which most calls would pay for with a quarter of their CPU: an
-        async function misses the bar of `benchmarks/decorators.py` without it.
+        This omits the `Call` object, which would cost most calls a quarter of their CPU: without
+        the short cut an async function misses the target of `benchmarks/decorators.py`.
         """
         future: asyncio.Future[Any] = self.loop.create_future()
         return self._wait(future, [Request(item, future)])
@@ -87,9 +87,9 @@ class LocalBatcher:
     """Batches the calls of one function.
 
     Args:
-        function: What computes a batch.
+        function: Computes a batch.
         settings: The options of the function.
-        is_aio: Whether an async function runs on the event loop of its callers.
+        is_aio: Run an async function on the event loop of its callers.
     """
 
     def __init__(self, function: Function, settings: DecoratorSettings, *, is_aio: bool) -> None:
@@ -105,22 +105,21 @@ class LocalBatcher:
         self._lock = threading.Lock()
         self._counts = Counts()
         self._is_closed = False
-        # By the event loop that computes their batches, None for a thread.
+        # By the event loop that computes the batches, None for a thread.
         self._engines: dict[asyncio.AbstractEventLoop | None, Engine] = {}
-        # By the event loop that the calls come from. Those of closed loops are removed when a new
-        # loop comes.
+        # By the callers' event loop. Submitters of closed loops are removed when a new loop calls.
         self._submitters: dict[asyncio.AbstractEventLoop, LoopSubmitter] = {}
         # Ends the thread, if there is one, when this batcher is collected.
         self._finalizer: weakref.finalize[[], LocalBatcher] | None = None
 
     def process(self, items: Sequence[Any]) -> list[Any]:
-        """Block this thread until the outputs of the items are there. There may be no items.
+        """Block this thread until the outputs of zero or more items are computed.
 
         Raises:
-            InferenceError: The function raised for an item; also an instance of what it raised.
-            OutputMismatchError: It returned something other than one output per item.
-            QueueFullError: There is no room for all items; none was queued.
-            BatcherClosedError: It was shut down.
+            InferenceError: The function raised for an item; also an instance of the raised type.
+            OutputMismatchError: The function did not return one output per item.
+            QueueFullError: The queue has no room for all items; none was queued.
+            BatcherClosedError: The batcher was shut down.
         """
         if not items:
             return []
@@ -150,10 +149,10 @@ class LocalBatcher:
     def aprocess(self, items: Sequence[Any]) -> Coroutine[Any, Any, list[Any]]:
         """Await the outputs of the items; errors are those of `process`.
 
-        Called on the event loop that awaits what it returns.
+        Call it on the event loop that awaits the coroutine.
 
-        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
-        computed is computed, and its outputs for this caller are dropped.
+        Cancellation: safe at any time. Waiting items are removed from the queue; a running batch is
+        finished, and its outputs for this caller are dropped.
         """
         submitter = self._submitter_here()
         if running_batch.get() is None:
@@ -161,7 +160,7 @@ class LocalBatcher:
         return self._aprocess_nested(submitter, items)
 
     def aprocess_one(self, item: Any) -> Coroutine[Any, Any, Any]:
-        """Await the output of one item, outside of all batches: see `LoopSubmitter.process_one`."""
+        """Await the output of one item; not for nested calls. See `LoopSubmitter.process_one`."""
         return self._submitter_here().process_one(item)
 
     async def _aprocess_nested(self, submitter: LoopSubmitter, items: Sequence[Any]) -> list[Any]:
@@ -174,7 +173,7 @@ class LocalBatcher:
         return await asyncio.to_thread(run_inline, computing, is_async=False)  # not on the loop
 
     def stats(self) -> BatchProcessorStats:
-        """The counts since the first call or `clear_stats`."""
+        """Return the statistics since the first call or the last `clear_stats`."""
         with self._lock:
             waiting = sum(engine.waiting for engine in self._engines.values())
             counts = replace(self._counts)
@@ -187,24 +186,24 @@ class LocalBatcher:
         )
 
     def clear_stats(self) -> None:
-        """Count from 0 again."""
+        """Reset the counts to 0."""
         with self._lock:
             self._counts.items = self._counts.batches = 0
             self._counts.seconds = 0.0
 
     def start(self) -> None:
-        """Accept calls again after a shutdown. The first call makes everything that it needs."""
+        """Accept calls again after a shutdown; the next call makes an engine."""
         with self._lock:
             self._is_closed = False
 
     def shutdown(self, *, cancel: bool = False) -> None:
         """Accept no more calls, and wait until all are settled and the thread has ended.
 
-        Called by the function itself, or by a function that it waits for, it does not wait. Called
-        on an event loop, calls that were made there earlier in this turn are settled, too.
+        A call from the function itself, or from a function that it waits for, returns at once. On
+        an event loop, calls that were made earlier in this turn are settled, too.
 
         Args:
-            cancel: Whether items that wait fail at once; else they are computed.
+            cancel: True fails waiting items at once; False computes them.
         """
         for engine in self._close(cancel=cancel):
             with EngineWait(engine) as can_end:
@@ -213,7 +212,7 @@ class LocalBatcher:
                     engine.worker.join()
 
     async def ashutdown(self, *, cancel: bool = False) -> None:
-        """Shut down without blocking the event loop; engines of other loops settle there."""
+        """Shut down without blocking the event loop; engines of other loops settle their calls."""
         for engine in self._close(cancel=cancel):
             with EngineWait(engine) as can_end:
                 if can_end:
@@ -242,7 +241,7 @@ class LocalBatcher:
         return list(engines.values())
 
     def _refuse_at_exit(self) -> None:
-        # Before the lock is taken: a daemon thread may have been cut off while it held the lock.
+        # Before the lock is taken: a daemon thread may have been killed while it held the lock.
         if is_exiting():
             raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
 
@@ -266,7 +265,7 @@ class LocalBatcher:
         return submitter
 
     def _engine_on(self, loop: asyncio.AbstractEventLoop | None) -> Engine:
-        """The engine whose batches run on this loop, or in a thread. Called under the lock."""
+        """Return the engine whose batches run on this loop, or in a thread. Call with the lock."""
         if self._is_closed:
             raise BatcherClosedError(
                 f"{self._function.name} was shut down and takes no calls; start() opens it again"

@@ -1,7 +1,6 @@
 """Looks outputs up in the user's cache before the function computes them. Runs on event loops.
 
-A cache can make calls faster and can fail no call: what it raises is logged once, and the function
-computes the output instead.
+An error of the cache fails no call: it is logged once, and the function computes the output.
 """
 
 import asyncio
@@ -17,7 +16,7 @@ logger = logging.getLogger("fast_batcher")
 
 
 class CachedNone(Enum):
-    """What is stored for an output that is None, because None means "not there" to a cache.
+    """Stored value for an output that is None, because `get` returns None for a miss.
 
     An enumeration, because pickling preserves the identity of its members.
     """
@@ -37,15 +36,15 @@ class OutputCache:
         self._cache = cache
         self._name = name
         self._has_warned = False
-        # The tasks that store outputs: an event loop holds only weak references to its tasks.
+        # The tasks that store outputs; an event loop holds only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def process(
         self, items: Sequence[Any], compute: Callable[[list[Any]], Awaitable[list[Any]]]
     ) -> list[Any]:
-        """The outputs of the items. Items that the cache does not have are computed together.
+        """Return the outputs of the items; those not in the cache are computed together.
 
-        Tasks store what was computed; the caller does not wait for them. `settle` does.
+        Computed outputs are stored by tasks. The caller does not wait for these; `settle` does.
         """
         outputs = list(await asyncio.gather(*map(self._get, items)))
         missing = [at for at, output in enumerate(outputs) if output is None]
@@ -66,7 +65,7 @@ class OutputCache:
             await asyncio.wait(tasks)
 
     def stats(self) -> Any:
-        """What the user's cache returns as its statistics, None if it raises."""
+        """Return the statistics of the user's cache, None if it raises."""
         try:
             return self._cache.stats()
         except Exception as error:  # noqa: BLE001  the user's code may raise anything

@@ -1,8 +1,8 @@
-"""How the arguments of a call become items, and the outputs of items the result of the call.
+"""Conversion between the arguments of a call and items, and between outputs and its result.
 
 `ListFormat` is for functions of a list. `FeatureFormat` is for functions of a dict with one array
 per feature: an item is a row of all features, the rows of a batch are padded to one length and
-stacked, and what the function returns is split into rows. Runs where calls and batches run.
+stacked, and the function's outputs are split into rows. Runs on the threads of calls and batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +19,7 @@ from fast_batcher._local.settings import DecoratorSettings
 # Makes the result of a call from the outputs of its items in their order.
 Finish = Callable[[list[Any]], Any]
 
-# The outputs of one call may come from several batches: they are stacked as they are.
+# Stacks the outputs of one call, which may come from several batches, without padding.
 _STACKED = Collation.stack()
 _list_outputs = partial(list_outputs, returned="the function returned", copies=True)
 
@@ -27,11 +27,11 @@ _list_outputs = partial(list_outputs, returned="the function returned", copies=T
 class ListFormat:
     """A list is several items; any other argument is one item."""
 
-    # Whether converting large arguments takes long, so that it must not block an event loop.
+    # Whether converting large arguments would block an event loop.
     copies = False
 
     def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Finish]:
-        """The items of a call, and what makes its result from their outputs."""
+        """Return the items of a call, and a function from their outputs to its result."""
         if len(args) != 1 or kwargs:
             raise TypeError(
                 "a batched function is called with one argument, an item or a list of items"
@@ -40,17 +40,17 @@ class ListFormat:
         return (item, list) if isinstance(item, list) else ([item], itemgetter(0))
 
     def make_function(self, target: Target, call: Any) -> Function:
-        """A function of a list of items.
+        """Make a function of a list of items.
 
         Args:
-            target: What the user decorated.
+            target: The decorated function.
             call: The target's function, bound if it is a method.
         """
         return Function(call, target.name, target.is_async, _list_outputs)
 
 
 class FeatureFormat:
-    """Features become rows, and rows features; see `ListFormat` for the methods.
+    """Items are rows of features; see `ListFormat` for the methods.
 
     Args:
         settings: The options of the function.
@@ -72,9 +72,9 @@ class FeatureFormat:
         self._spread_kwargs = settings.spread_kwargs
 
     def items_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Finish]:
-        """The rows of the features, and what stacks their outputs."""
+        """Return the rows of the features, and a function that stacks their outputs."""
         features = args[0] if args else kwargs
-        # A tokenizer's answer is a mapping, but no dict.
+        # A tokenizer returns a mapping that is no dict.
         if len(args) > 1 or bool(args) == bool(kwargs) or not isinstance(features, Mapping):
             given = ", ".join([type(one).__name__ for one in args] + [f"{one}=" for one in kwargs])
             raise TypeError(
@@ -85,7 +85,7 @@ class FeatureFormat:
         return split_rows(features, self._collation), partial(join, collation=_STACKED)
 
     def make_function(self, target: Target, call: Any) -> Function:
-        """A function of rows, which stacks them for the function of features."""
+        """Make a function of rows, which stacks them for the function of features."""
 
         def call_with_rows(rows: list[Any]) -> Any:
             features = join(rows, self._collation)

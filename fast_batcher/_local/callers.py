@@ -1,4 +1,4 @@
-"""The callers of a decorated function: their requests, and how they are told the outcomes.
+"""Requests of the callers of a decorated function, and the delivery of outcomes to them.
 
 Requests are made on the callers' threads; `deliver` runs on the thread that has the outcomes.
 """
@@ -15,7 +15,7 @@ from fast_batcher._core.messages import Request
 from fast_batcher._local.function import FailedOutput
 from fast_batcher._local.settings import DecoratorSettings, length_of
 
-# What a caller waits for: an event loop's future, or one for a caller that blocks its thread.
+# The future of a caller: an event loop's, or one for a caller that blocks its thread.
 CallerFuture = asyncio.Future[Any] | concurrent.futures.Future[Any]
 
 
@@ -23,7 +23,7 @@ CallerFuture = asyncio.Future[Any] | concurrent.futures.Future[Any]
 class Call:
     """Collects the outcomes of the items of one call."""
 
-    # What the caller waits for.
+    # The caller waits for this.
     future: CallerFuture
     # Number of items without an outcome.
     missing: int
@@ -31,7 +31,7 @@ class Call:
     outcome: list[Any] | FailedOutput
 
     def put(self, position: int, outcome: Any) -> bool:
-        """Note the outcome of one item; returns whether the call is over with it."""
+        """Store the outcome of one item; return whether this ends the call."""
         if type(outcome) is FailedOutput:
             self.outcome = outcome
             return True
@@ -45,9 +45,9 @@ class Call:
 def make_requests(
     items: Sequence[Any], future: CallerFuture, settings: DecoratorSettings
 ) -> list[Request]:
-    """The requests of a call, each with its cost and priority where the settings use them.
+    """Make the requests of a call, each with its cost and priority if the settings use them.
 
-    The caller of each is the call and the item's position in it.
+    A request's `caller` is the call and the item's position in it.
     """
     call = Call(future, len(items), [None] * len(items))
     requests = [Request(item, (call, position)) for position, item in enumerate(items)]
@@ -63,7 +63,8 @@ def make_requests(
 def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
     """Give the caller of each request its outcome, an output or a `FailedOutput`.
 
-    A future belongs to the thread of its event loop, so each loop is woken once for all of them.
+    A future belongs to the thread of its event loop, so each loop is woken once for all its
+    futures.
     """
     resolved: defaultdict[Any, list[tuple[CallerFuture, Any]]] = defaultdict(list)
     for request, outcome in zip(requests, outcomes, strict=True):
@@ -80,13 +81,13 @@ def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
         if loop is None or loop is here:
             _set_outcomes(pairs)
         else:
-            # A closed loop has no callers left that could be told.
+            # The callers on a closed loop are gone.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_set_outcomes, pairs)
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The event loop that runs in this thread, None if none does."""
+    """Return the event loop that runs in this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -94,7 +95,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def is_cancelled() -> bool:
-    """Whether the current task is being cancelled, or else a CancelledError is an error."""
+    """Return whether the current task is being cancelled; else a CancelledError is an error."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 
@@ -107,4 +108,4 @@ def _set_outcomes(pairs: list[tuple[CallerFuture, Any]]) -> None:
             else:
                 future.set_result(outcome)
         except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
-            pass  # the caller has gone, or the failure of another item came first
+            pass  # the caller has gone, or another item failed first

@@ -1,7 +1,7 @@
-"""What stands in the place of a decorated function. Runs wherever it is called.
+"""`Decorated`, the callable that replaces a decorated function. Runs on the callers' threads.
 
-Used as a function it has one batcher. Used as a method it has one for each instance, which is
-released with the instance. Nothing is stored on instances: they can be copied and pickled.
+A function has one batcher. A method has one batcher for each instance, which is released with the
+instance. Nothing is stored on instances: they can be copied and pickled.
 """
 
 import asyncio
@@ -30,19 +30,19 @@ _CallT = TypeVar("_CallT", bound=Callable[..., Any])
 
 
 def mark_async(call: _CallT) -> _CallT:
-    """Have frameworks await what this returns, as if it were written with `async def`.
+    """Mark a function that returns a coroutine, so that frameworks await it like an `async def`.
 
-    It returns the coroutine of another function: a coroutine around that would cost every call.
+    An `async def` around the other coroutine would cost every call.
     """
     if sys.version_info >= (3, 12):
         return inspect.markcoroutinefunction(call)
-    call._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # noqa: SLF001  there it is the only way
+    call._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]  # noqa: SLF001  the only way before 3.12
     return call
 
 
 @dataclass(frozen=True)
 class BatchingPlan:
-    """What was decided when a function was decorated, and the batchers of a method."""
+    """Settings of a decorated function, shared by its bindings, and the batchers of a method."""
 
     target: Target
     settings: DecoratorSettings
@@ -51,26 +51,26 @@ class BatchingPlan:
     is_aio: bool
     cache: OutputCache | None
     # The batchers of a method by the id of the instance: instances need not be hashable, and equal
-    # ones are different. Without a lock: an instance may be collected in the middle of anything,
-    # and a process may be forked there.
+    # instances have separate batchers. Without a lock: the collection of an instance may run
+    # between any two instructions, and the process may be forked at any moment.
     instance_batchers: dict[int, tuple[weakref.ref[Any], LocalBatcher]] = field(
         default_factory=dict
     )
 
     @functools.cached_property
     def has_short_cut(self) -> bool:
-        """Whether a single item needs nothing but its batch: see `LoopSubmitter.process_one`."""
+        """Whether a single item may use the short cut `LoopSubmitter.process_one`."""
         settings = self.settings
         is_plain = settings.max_batch_length is None and settings.ranks_above >= 1
         return is_plain and self.cache is None and not self.call_format.copies
 
     def make_batcher(self, call: Callable[..., Any]) -> LocalBatcher:
-        """The batcher of the target's function, or of that function bound to an instance."""
+        """Make a batcher for the target's function, or for the function bound to an instance."""
         function = self.call_format.make_function(self.target, call)
         return LocalBatcher(function, self.settings, is_aio=self.is_aio)
 
     def batcher_of(self, instance: Any) -> LocalBatcher:
-        """The batcher of a method of this instance, made when it is asked for first."""
+        """Return the batcher of a method of this instance, made on first use."""
         key, batchers = id(instance), self.instance_batchers
         known = batchers.get(key)
         if known is None:
@@ -82,35 +82,35 @@ class BatchingPlan:
 
 
 class _Binding(NamedTuple):
-    """What a bound method is bound to."""
+    """Instance and function of a bound method."""
 
     # An instance, or the class of a class method.
     instance: Any
-    # What was bound.
+    # The unbound function.
     function: "Decorated"
 
 
 class Decorated:
-    """A function or method whose calls are batched. The decorators make it; see there."""
+    """A function or method whose calls are batched; base class of the four decorators' results."""
 
-    # What each of the four decorators sets. The names of its options besides `batch_size`,
-    # `timeout_ms` and `small_batch_threshold`:
+    # Names of the decorator's options besides `batch_size`, `timeout_ms` and
+    # `small_batch_threshold`.
     option_names: ClassVar[frozenset[str]]
-    # Whether calls are awaited, and an async function runs on the event loop of its callers:
+    # Whether calls are awaited, and an async function runs on the event loop of its callers.
     is_aio: ClassVar[bool] = False
-    # Whether the function takes features, or else a list:
+    # Whether the function takes features; otherwise it takes a list.
     has_features: ClassVar[bool] = False
 
     def __init__(self, plan: BatchingPlan, binding: _Binding | None = None) -> None:
         batcher: LocalBatcher | None = None
         if binding is not None:
-            # Each look-up of a method makes one, so this is kept cheap: `__getattr__` finds the
-            # attributes of the function, but for this one, which the class has, too.
+            # Each look-up of a method makes an object, so this is kept cheap: `__getattr__` finds
+            # the function's attributes, except `__doc__`, which the class has, too.
             self.__doc__ = binding.function.__doc__
             batcher = plan.batcher_of(binding.instance)
         else:
-            # First of all: it also copies the attributes of a function that was decorated before.
-            functools.update_wrapper(self, plan.target.call)  # type: ignore[arg-type]  # it is called, too
+            # First: it also copies the attributes of a function that was decorated before.
+            functools.update_wrapper(self, plan.target.call)  # type: ignore[arg-type]  # callable
             if not plan.target.binds_class:
                 batcher = plan.make_batcher(plan.target.call)
         self._plan = plan
@@ -144,7 +144,7 @@ class Decorated:
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._binding is not None:
             return getattr, (self._binding.instance, self._plan.target.call.__name__)
-        # Like a function: by its name.
+        # Pickled like a function, by its name.
         name: str = self.__qualname__
         return name
 
@@ -154,14 +154,14 @@ class Decorated:
 
     @property
     def stats(self) -> BatchProcessorStats:
-        """What the function has done since the first call or `clear_stats()`."""
+        """Statistics since the first call or the last `clear_stats()`."""
         stats = self._batcher.stats()
         if self._plan.cache is not None:
             stats.cache_stats = self._plan.cache.stats()
         return stats
 
     def clear_stats(self) -> None:
-        """Count from 0 again. The cache's own counts stay."""
+        """Reset the counts to 0. The cache's own counts stay."""
         self._batcher.clear_stats()
 
     def start(self) -> None:
@@ -199,7 +199,7 @@ class Decorated:
         return await offload(call_format.copies and is_much(outputs), finish, outputs)
 
     def _is_called_on_class(self, args: tuple[Any, ...]) -> bool:
-        """Whether a call with two arguments is `Class.method(instance, ...)`."""
+        """Return whether a call with two arguments is `Class.method(instance, ...)`."""
         target = self._plan.target
         return bool(args) and self._binding is None and target.binds_instance and target.is_in_class
 
@@ -217,18 +217,18 @@ def decorate(
     small_batch_threshold: int,
     options: dict[str, Any],
 ) -> Any:
-    """A decorated function, or a decorator if there is no function yet.
+    """Decorate a function, or return a decorator if there is no function yet.
 
     Args:
-        kind: What stands in the place of the function.
-        written: What stands below the decorator, None for a decorator with options.
+        kind: The class of the result.
+        written: The function or method below the decorator, None for a decorator with options.
         batch_size: See `fast_batcher.dynamically`.
         timeout_ms: See there.
         small_batch_threshold: See there.
         options: The other keyword arguments of the decorator.
 
     Raises:
-        ConfigurationError: A value is wrong, or this cannot be decorated.
+        ConfigurationError: A value is wrong, or `written` cannot be decorated.
         TypeError: The decorator has no option of this name.
     """
     for name in options:
@@ -236,7 +236,7 @@ def decorate(
             known = ("batch_size", "timeout_ms", "small_batch_threshold", *kind.option_names)
             hint = suggest_parameter(name, known)
             raise TypeError(f"dynamically() got an unexpected keyword argument {name!r}{hint}")
-    # Those of `batched`: there, too, thread decorators have no such option.
+    # The defaults of `batched`, whose thread decorators have no such option either.
     strategy = PriorityStrategy.NONE if kind.is_aio else PriorityStrategy.PRIORITY
     given = {"priority_strategy": strategy, **options}
     if given.pop("batch_item_cls", None) is not None:

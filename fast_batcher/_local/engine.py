@@ -1,9 +1,9 @@
-"""The queue of one function, and the decisions which batch its worker computes next.
+"""`Engine`: runs the scheduler of one decorated function.
 
-The engine is a shell around the scheduler: it applies an event, polls, and carries out the actions.
-The events are calls and the ends of batches. No request has a deadline, so there is no timer. The
-scheduler belongs to one thread at a time, so each event is applied under a lock, which is never
-held while code of the user runs. Any thread may call.
+The engine applies an event to the scheduler, polls it, and carries out the actions. The events are
+calls and the ends of batches. No request has a deadline, so there is no timer. The scheduler
+belongs to one thread at a time, so each event is applied under a lock, which is never held while
+code of the user runs. Any thread may call.
 """
 
 import concurrent.futures
@@ -32,8 +32,8 @@ from fast_batcher.errors import (
 )
 from fast_batcher.observing import Outcome, RequestEnded
 
-# An engine has one worker: functions written for `batched` are never called twice at a time, and
-# may rely on it.
+# An engine has one worker: functions written for `batched` are never called concurrently, and may
+# rely on that.
 _WORKER = 0
 
 
@@ -41,28 +41,28 @@ class Worker(Protocol):
     """Computes the batches of one engine."""
 
     def compute(self, batch: Batch) -> None:
-        """Compute a batch, and then each one that the engine returns for the last.
+        """Compute a batch, then each next batch that the engine returns.
 
         The engine calls this only while the worker has no batch.
         """
 
     def stop(self) -> None:
-        """End, and then resolve the engine's `ended`: no batch will follow.
+        """End the worker, and then resolve the engine's `ended`: no batch will follow.
 
         A finalizer may call it, so it takes no locks.
         """
 
     def join(self) -> None:
-        """Wait until nothing is left of the worker. Called after `ended`, so the wait is short."""
+        """Wait until the worker has ended. Called after `ended`, so the wait is short."""
 
 
 @dataclass
 class Counts:
-    """What a function has computed since its first call or `clear_stats()`."""
+    """Counts of a function since its first call or the last `clear_stats()`."""
 
     items: int = 0
     batches: int = 0
-    # Of all batches together.
+    # Total time of all batches.
     seconds: float = 0.0
 
 
@@ -70,9 +70,9 @@ class Engine:
     """Accepts requests from any thread, and settles each of them once.
 
     Args:
-        function: What computes a batch.
+        function: Computes a batch.
         settings: The options of the function.
-        counts: Where it counts its batches, under the lock.
+        counts: The function's counts, updated under the lock.
         lock: Protects the scheduler and the counts. The engines of a function share it.
         make_worker: Makes the worker of this engine.
     """
@@ -103,7 +103,7 @@ class Engine:
         self._scheduler.worker_ready(monotonic(), _WORKER)
         self._counts = counts
         self._lock = lock
-        # Whether it accepts no more requests, and whether its worker has been told to end.
+        # Whether the engine accepts no more requests, and whether its worker was told to end.
         self._is_closing = False
         self._has_ended = False
         # Resolved when the engine is closed, everything is settled and the worker has ended.
@@ -112,17 +112,18 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that are in no batch yet. Read under the lock."""
+        """Number of requests that are in no batch yet. Read it under the lock."""
         return self._scheduler.waiting
 
     def submit(self, calls: Sequence[list[Request]]) -> None:
-        """Accept the requests of each call. A call fails as a whole if there is no room for all."""
+        """Enqueue the requests of each call; a call is rejected whole if not all of them fit."""
         accepted: list[Request] = []
         refused: list[Request] = []
         errors: list[FailedOutput] = []
         with self._lock:
             if max(map(len, calls)) > self._settings.ranks_above:
-                # Not before the first: a ranked queue costs every request some microseconds.
+                # Only when the first such call comes: a ranked queue costs every request some
+                # microseconds.
                 self._scheduler.rank_requests()
             waiting = self._scheduler.queue.size
             room = 0 if self._is_closing else self._most_waiting - waiting
@@ -148,7 +149,7 @@ class Engine:
                 request.context = context
 
     def _reject(self, requests: list[Request], waiting: int) -> FailedOutput:
-        """Settle the requests of one call; returns the error of its caller."""
+        """Settle the requests of one call, and return the error for its caller."""
         settle_open(requests)
         name = self.function.name
         if self._is_closing:
@@ -161,13 +162,13 @@ class Engine:
         )
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """Forget requests whose caller has gone; one that runs is computed, its output dropped."""
+        """Cancel requests whose caller has gone; the output of a running request is dropped."""
         with self._lock:
             gone = [request for request in requests if self._scheduler.cancel(request)]
         self._tell_ended(gone, "cancelled", "running or waiting")
 
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
-        """Settle a batch for which the function has returned; returns the next batch, if any."""
+        """Settle a batch for which the function has returned; return the next batch, if any."""
         try:
             outcomes = self.function.outcomes(result, len(batch.requests))
         except OutputMismatchError as error:
@@ -183,7 +184,7 @@ class Engine:
         return following
 
     def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
-        """Settle a batch for which the function has raised, or divide it; returns the next batch.
+        """Settle a batch for which the function has raised, or divide it; return the next batch.
 
         With `isolate_errors` the next batch may be half of this one.
         """
@@ -204,7 +205,7 @@ class Engine:
         return following
 
     def drop(self, batch: Batch) -> Batch | None:
-        """Skip a batch that has no callers left; returns the next batch, if any."""
+        """Skip a batch that has no callers left; return the next batch, if any."""
         with self._lock:
             now = monotonic()
             self._scheduler.batch_done(now, _WORKER, batch.id)
@@ -216,7 +217,7 @@ class Engine:
         """Accept no more requests.
 
         Args:
-            cancel: Whether requests that wait fail at once; else they are computed first.
+            cancel: True fails waiting requests at once; False computes them first.
         """
         with self._lock:
             self._is_closing = True
@@ -264,7 +265,7 @@ class Engine:
             self.observers.tell(describe_answer(self.function.name, batch, ended, 0, seconds))
 
     def _take_back(self, batch: Batch, seconds: float, *, has_raised: bool = False) -> float:
-        """Note that the worker has computed a batch; returns the moment."""
+        """Count a batch that the worker has computed; return the moment."""
         self._counts.items += len(batch.requests)
         self._counts.batches += 1
         self._counts.seconds += seconds
@@ -273,7 +274,7 @@ class Engine:
         return now
 
     def _poll(self, now: float) -> Batch | None:
-        """The batch to compute now, if the worker is free and a request waits."""
+        """Return the batch to compute now, if the worker is free and a request waits."""
         actions, _ = self._scheduler.poll(now)
         if not actions:
             return None
@@ -292,7 +293,7 @@ class Engine:
             return
         with self._lock:
             scheduler = self._scheduler
-            # The worker is idle only if no request waits and no batch runs, not even one whose
+            # The worker is idle only if no request waits and no batch runs, including batches whose
             # callers have all gone.
             is_done = scheduler.is_closed or scheduler.workers.idle_workers
             if not is_done or self._has_ended:

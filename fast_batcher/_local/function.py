@@ -1,4 +1,4 @@
-"""The user's function, what it returns and what it raises. Runs where the batches run."""
+"""The user's function: its inspection, its outputs and its errors. Runs where the batches run."""
 
 import functools
 import inspect
@@ -20,25 +20,25 @@ from fast_batcher.errors import (
 
 @dataclass(frozen=True)
 class Target:
-    """What the user decorated, and how Python binds it.
+    """A decorated function or method, and its binding behaviour.
 
     Raises:
-        ConfigurationError: It cannot be batched.
+        ConfigurationError: The function cannot be batched.
     """
 
-    # Called with an instance or class first if it is bound to one, then with a batch.
+    # Takes the instance or class first if it is bound to one, then a batch.
     call: Callable[..., Any]
     name: str
-    # Whether calling it returns a coroutine, as far as that can be known without a call.
+    # Whether a call is known to return a coroutine.
     is_async: bool
     binds_instance: bool
     binds_class: bool
-    # Whether it is defined in a class, where `Class.method(instance, ...)` is a way to call it.
+    # Whether it is defined in a class, so that it may be called as `Class.method(instance, ...)`.
     is_in_class: bool
 
     @classmethod
     def of(cls, written: Any) -> "Target":
-        """Inspect what stands below the decorator."""
+        """Inspect the function or method below the decorator."""
         is_class = isinstance(written, classmethod)
         is_static = isinstance(written, staticmethod)
         call = written.__func__ if is_class or is_static else written
@@ -52,7 +52,7 @@ class Target:
                 f"func={written!r:.100}: it is a generator; return a list with one output per input"
             )
         name = getattr(call, "__qualname__", type(call).__qualname__)
-        # Python binds what has `__get__`. A bound method has it too, and is not bound again.
+        # Python binds objects with `__get__`. A bound method has it too, and is not bound again.
         binds = hasattr(type(call), "__get__") and not isinstance(call, types.MethodType)
         return cls(
             call=call,
@@ -65,14 +65,14 @@ class Target:
 
 
 class FailedOutput(NamedTuple):
-    """Takes the place of an output: the error for one caller."""
+    """Outcome of a failed item, in the place of an output: the error for one caller."""
 
     error: BatcherError
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of a list of items, as the engine and nested calls use it."""
+    """A function of a list of items, with its name and its splitter; used by engines."""
 
     # Takes a list of items and returns their outputs, or an awaitable for them.
     call: Callable[[list[Any]], Any]
@@ -80,15 +80,15 @@ class Function:
     name: str
     # See `Target`.
     is_async: bool
-    # Makes a list of outputs from what the function returned for a number of items. Raises
-    # OutputMismatchError if there is not one for each.
+    # Takes the function's result and the number of items, and returns a list of outputs. Raises
+    # OutputMismatchError if there is not one output per item.
     split: Callable[[Any, int], list[Any]]
 
     def outcomes(self, result: Any, count: int) -> list[Any]:
-        """What it returned as one output or `FailedOutput` per item.
+        """Convert the function's result to one output or `FailedOutput` per item.
 
         Raises:
-            OutputMismatchError: It returned something other than one output per item.
+            OutputMismatchError: The result is not one output per item.
         """
         outputs = self.split(result, count)
         # Checking each type once takes a fraction of the time of checking each output.
@@ -101,7 +101,7 @@ class Function:
 
 
 def as_error(raised: BaseException) -> BatcherError:
-    """A new error for one caller. It is an instance of what was raised, too, which is its cause."""
+    """Make an error for one caller; it is also an instance of the raised type, and caused by it."""
     original = raised if isinstance(raised, Exception) else None
     error = from_model(original, f"the function raised {one_line(raised)}", "")
     assign(error, "__cause__", raised)
@@ -109,20 +109,20 @@ def as_error(raised: BaseException) -> BatcherError:
 
 
 def drop_own_frame(raised: BaseException) -> None:
-    """Drop the first frame of its traceback, which is the worker's.
+    """Drop the first frame of an error's traceback, which is the worker's.
 
-    That frame holds the batch, the batch its callers, and they the error: only the garbage
-    collector would free them.
+    The frame refers to the batch, the batch to its callers, and these to the error: a cycle that
+    only the garbage collector would free.
     """
     if raised.__traceback__ is not None:
         assign(raised, "__traceback__", raised.__traceback__.tb_next)
 
 
 def is_async(call: object) -> bool:
-    """Whether calling it returns a coroutine, as far as that can be known without a call."""
+    """Return whether a callable is known to return a coroutine, without calling it."""
     if isinstance(call, functools.partial):
         return is_async(call.func)
-    # A callable object has its function in its class.
+    # For a callable object the `__call__` of its class counts.
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
 
 
@@ -142,7 +142,7 @@ def bind_weakly(call: Callable[..., Any], instance: object) -> Callable[[list[An
 
     def call_method(*args: Any, **kwargs: Any) -> Any:
         alive = reference()
-        if alive is None:  # all its callers have gone: they would keep it alive
+        if alive is None:  # its callers, which would keep it alive, have gone
             raise InferenceError("the instance whose method this was is gone")
         return call(alive, *args, **kwargs)
 

@@ -1,8 +1,8 @@
-"""Calls that functions make while they compute, and the waits between engines.
+"""Nested calls of decorated functions: detection of deadlocks between engines, inline computation.
 
 An engine computes one batch at a time. While its function calls another decorated function, the
-engine waits for the other engine. A call that closes a circle of waits would wait for ever: it is
-computed inline, where it was made. Runs on every thread that calls.
+engine waits for the other engine. A call that closes a cycle of waits would be a deadlock: it is
+computed inline, by its caller. Runs on every calling thread.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from fast_batcher._local.function import FailedOutput, Function, as_error
 
 @dataclass(slots=True, eq=False)
 class RunningBatch:
-    """The batch that a thread or task computes, as calls see it that are made from there."""
+    """The batch that a thread or task computes; nested calls find it in `running_batch`."""
 
     engine: Hashable
     # A task that an async function starts may outlive the batch. From then on the engine does not
-    # wait for what the task does. Never set on an engine's own thread: whatever runs there delays
-    # the engine's next batch.
+    # wait for the task. Never set on an engine's own thread: anything that runs there delays the
+    # engine's next batch.
     has_ended: bool = False
 
 
@@ -35,18 +35,18 @@ running_batch: ContextVar[RunningBatch | None] = ContextVar("running_batch", def
 
 
 class _Waits:
-    """Which engines each engine waits for, and how many times."""
+    """Wait-for graph of the engines, with the number of waits on each edge."""
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Begin without waits: a forked child has one thread, and another may hold the lock."""
+        """Reset, also in a forked child: it has one thread, and another may have held the lock."""
         self.lock = threading.Lock()
         self.targets: dict[Hashable, Counter[Hashable]] = {}
 
     def has_path(self, start: Hashable, engine: Hashable) -> bool:
-        """Whether `start` is the engine, or waits for it, directly or through others."""
+        """Return whether `start` is the engine, or waits for it, directly or through others."""
         reached: set[Hashable] = set()
         following = {start}
         while following:
@@ -61,10 +61,10 @@ at_fork(_waits, in_child=_Waits.forget)
 
 @dataclass(slots=True)
 class EngineWait:
-    """Notes, while it is entered, that the batch of this thread or task waits for an engine.
+    """Context manager that records that the running batch of this thread or task waits.
 
-    Entering it returns whether the wait can end. It cannot if the engine is the batch's own or
-    waits for that one; then nothing is noted. Nor is anything noted outside of all batches.
+    `__enter__` returns whether the wait can end. It cannot if the target engine is the batch's own,
+    or waits for that engine; then no wait is recorded. Outside of batches none is recorded either.
 
     A class, because `contextlib.contextmanager` sets an attribute of each error that passes, and
     errors of users may refuse that.
@@ -72,7 +72,7 @@ class EngineWait:
 
     # The engine to wait for.
     target: Hashable
-    # The engine that waits, None if nothing was noted.
+    # The engine that waits, None if no wait was recorded.
     waiter: Hashable | None = None
 
     def __enter__(self) -> bool:
@@ -90,14 +90,14 @@ class EngineWait:
         if self.waiter is None:
             return
         with _waits.lock:
-            # A forked child has none of its parent's.
+            # The default is for a forked child, which has no waits of its parent.
             left = _waits.targets.pop(self.waiter, Counter()) - Counter([self.target])
             if left:
                 _waits.targets[self.waiter] = left
 
 
 async def compute_inline(function: Function, items: Sequence[Any], batch_size: int) -> list[Any]:
-    """Call the function here, with `batch_size` items at a time; errors are those of batches."""
+    """Call the function directly, with `batch_size` items at a time; same errors as in a batch."""
     outputs: list[Any] = []
     for start in range(0, len(items), batch_size):
         part = list(items[start : start + batch_size])
@@ -118,8 +118,8 @@ def run_inline(computing: Coroutine[Any, Any, list[Any]], *, is_async: bool) -> 
     """Run `compute_inline` in a thread that has no event loop.
 
     Args:
-        computing: What to run.
-        is_async: Whether the function is async, so that it needs an event loop.
+        computing: The coroutine of `compute_inline`.
+        is_async: Whether the function is async, and needs an event loop.
     """
     if is_async:
         with asyncio.Runner() as runner:

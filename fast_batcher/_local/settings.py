@@ -1,7 +1,7 @@
-"""The options of the decorators: their types, their defaults and their limits. Pure.
+"""Options of the decorators: types, defaults and limits. Pure.
 
-A decorator's own signature shows the three that are used most; the others reach it as keyword
-arguments. `DecoratorSettings` holds all of them and is checked when a function is decorated.
+A decorator's signature shows the three most used options; the others are keyword arguments.
+`DecoratorSettings` holds all of them and is checked when a function is decorated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -116,21 +116,21 @@ class DecoratorSettings:
 
     @cached_property
     def ranks_above(self) -> float:
-        """Number of items above which the items of a call have a priority below the usual one."""
+        """Number of items above which a call's items get a lower priority than the default."""
         return (
             inf if self.priority_strategy is PriorityStrategy.NONE else self.small_batch_threshold
         )
 
     def priority(self, item: object) -> int:
-        """The priority of an item of a large call; items of small calls have 0, which is higher."""
+        """Return the priority of an item of a large call, below 0, the priority of small calls."""
         return -length_of(item) if self.priority_strategy is PriorityStrategy.LENGTH else -1
 
 
 def length_of(item: object) -> int:
-    """The length of an item, for `max_batch_length` and `PriorityStrategy.LENGTH`.
+    """Return the length of an item, for `max_batch_length` and `PriorityStrategy.LENGTH`.
 
-    The length of a dict of features is that of its first feature. `batched` intends the same, but
-    counts the features. An item without a length counts 1.
+    The length of a dict of features is the length of its first feature. (`batched` documents the
+    same, but counts the features.) An item without a length counts 1.
     """
     if isinstance(item, dict):
         item = next(iter(item.values()), ())

@@ -1,13 +1,13 @@
-"""Compute the batches of an engine, in a thread or on the event loop of the callers.
+"""Workers of an engine: compute its batches in a thread or on the event loop of the callers.
 
-Daemon threads must end before the interpreter finalizes: one that asks for the GIL then is cut off
-wherever it is. In a C++ function, as when PyTorch frees a tensor, the C++ runtime then aborts the
-process. So an exit hook ends the threads and waits for them. They are daemons all the same, because
-a function may block for ever and the wait needs a limit.
+Daemon threads must end before the interpreter finalizes: a thread that requests the GIL after that
+is killed at once. Inside a C++ function, as when PyTorch frees a tensor, the C++ runtime then
+aborts the process. So an exit hook ends the threads and waits for them. They are daemon threads
+nevertheless, because a function may block for ever and the wait needs a limit.
 
-The hook runs on the main thread, after all non-daemon threads have ended, which may call decorated
-functions until then, and after the `atexit` hooks that were registered later than this module was
-imported. `threading._register_atexit` would run before both.
+The hook runs on the main thread. It runs after all non-daemon threads have ended, because these may
+call decorated functions, and after `atexit` hooks registered later than the import of this module.
+`threading._register_atexit` would run before both.
 """
 
 import asyncio
@@ -29,21 +29,21 @@ from fast_batcher._local.nesting import RunningBatch, running_batch
 
 logger = logging.getLogger("fast_batcher")
 
-# Longest wait for all threads that still compute, seconds. Equal to the default of a `DynBatcher`'s
-# `stop_timeout`, which limits the same wait for worker processes.
+# Longest wait in seconds for threads that still compute. The default `stop_timeout` of a
+# `DynBatcher`, which limits the same wait for worker processes.
 EXIT_TIMEOUT = 2.0
 
 _is_exiting = False
 
 
 class ThreadWorker(threading.Thread):
-    """A thread for functions that block, and for all thread decorators; it starts at once.
+    """Worker thread for blocking functions and for all thread decorators; starts at construction.
 
-    While there is no batch it sleeps in a queue, without a time-out. The end of the program waits
-    for it, and while it computes for at most `EXIT_TIMEOUT`.
+    Without a batch it blocks on its queue, without a time-out. The exit of the program waits for
+    the thread, at most `EXIT_TIMEOUT` seconds if it computes.
 
     Args:
-        engine: Whose batches it computes.
+        engine: The engine whose batches it computes.
 
     Raises:
         RuntimeError: No thread can be started.
@@ -51,14 +51,14 @@ class ThreadWorker(threading.Thread):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(name=f"fast_batcher {engine.function.name}", daemon=True)
-        # None after the end, because the engine refers to this thread.
+        # None after the end, to break the reference cycle with the engine.
         self._engine: Engine | None = engine
-        # A finalizer may call `stop` in the middle of anything: `put` of this queue allows that.
+        # `SimpleQueue.put` is reentrant: a finalizer may call `stop` between any two instructions.
         self._inbox: SimpleQueue[Batch | None] = SimpleQueue()
         self.start()
 
     def compute(self, batch: Batch) -> None:
-        """Compute a batch, and then each one that the engine returns for the last."""
+        """Compute a batch, then each next batch that the engine returns."""
         self._inbox.put(batch)
 
     def stop(self) -> None:
@@ -79,23 +79,26 @@ class ThreadWorker(threading.Thread):
         engine.ended.set_result(None)
 
     def end(self) -> None:
-        """End the thread soon, unless it computes; what waits fails. Harmless after its end."""
+        """Fail the waiting items, and end the thread after its current batch; may be repeated."""
         engine = self._engine
         if engine is not None:
             engine.close(cancel=True)
 
 
 def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batch | None:
-    """Compute one batch; returns the next one. Its frame frees the inputs before the next wait."""
+    """Compute one batch and return the next one.
+
+    A separate function, so that its frame releases the inputs before the next wait.
+    """
     started = monotonic()
     try:
-        # In this very frame, which `fail` takes out of the traceback.
+        # In this frame, which `fail` removes from the traceback.
         result = engine.function.call([request.value for request in batch.requests])
         if inspect.isawaitable(result):
             result = runner.run(_as_coroutine(result))
     except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
         following = engine.fail(batch, error, monotonic() - started)
-        # The error holds the function's frame, and that one this: it must not hold the batch.
+        # The error refers to the function's frame, and so to this one: drop the batch from it.
         del batch
         return following
     return engine.finish(batch, result, monotonic() - started)
@@ -109,8 +112,8 @@ class TaskWorker:
     """Computes the batches of an async function, in one task at a time.
 
     Args:
-        loop: Where the tasks run; `compute` is called on it.
-        engine: Whose batches it computes.
+        loop: The event loop of the tasks; `compute` is called on it.
+        engine: The engine whose batches it computes.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
@@ -118,15 +121,14 @@ class TaskWorker:
         self._loop = loop
         # An event loop holds only weak references to its tasks.
         self._task: asyncio.Task[None] | None = None
-        # The batch that the task computes next. It is here, and no argument of the task: nothing
-        # runs of a task that is cancelled before its first step, and the batch must not be lost.
+        # The batch that the task computes next. An attribute, not an argument of the task: a task
+        # that is cancelled before its first step runs no code, and the batch must not be lost.
         self._next: Batch | None = None
 
     def compute(self, batch: Batch) -> None:
-        """Compute a batch, and then each one that the engine returns for the last."""
+        """Compute a batch, then each next batch that the engine returns."""
         self._next = batch
-        # In an empty context: the context variables of the caller that happens to be the first of
-        # a batch are not meant for the others.
+        # In an empty context: the batch must not see the context variables of its first caller.
         self._task = Context().run(self._loop.create_task, self._compute_batches())
         self._task.add_done_callback(self._go_on, context=Context())
 
@@ -144,7 +146,7 @@ class TaskWorker:
             running_batch.set(running)
             started = monotonic()
             try:
-                # In this very frame, which `fail` takes out of the traceback.
+                # In this frame, which `fail` removes from the traceback.
                 result = self._engine.function.call([request.value for request in batch.requests])
                 if inspect.isawaitable(result):
                     result = await result
@@ -162,7 +164,7 @@ class TaskWorker:
 
     @staticmethod
     def _is_for_the_loop(error: BaseException) -> bool:
-        """Whether it was raised to end the task or the program, and not by the function alone."""
+        """Return whether an error ends the task or the program, and is not the function's own."""
         if isinstance(error, asyncio.CancelledError):
             return is_cancelled()
         return isinstance(error, KeyboardInterrupt | SystemExit)
@@ -170,7 +172,7 @@ class TaskWorker:
     def _go_on(self, task: asyncio.Task[None]) -> None:
         """Start a new task if one was cancelled before it had computed all batches."""
         if not task.cancelled():
-            task.exception()  # it has ended the loop, and all callers have their errors
+            task.exception()  # mark as retrieved: all callers have their errors
         if task is not self._task:
             return
         following, self._next = self._next, None
@@ -182,7 +184,7 @@ class TaskWorker:
 
 
 def is_exiting() -> bool:
-    """Whether the program ends and has ended the threads: they accept no calls any more."""
+    """Return whether the exit hook has run, after which threads accept no calls."""
     return _is_exiting
 
 

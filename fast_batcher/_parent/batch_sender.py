@@ -33,7 +33,7 @@ _value_of = operator.attrgetter("value")
 
 
 class SenderEvents(Protocol):
-    """What a sender tells its listener, on the loop's thread."""
+    """Events that a sender reports to its listener, on the loop's thread."""
 
     def inputs_refused(self, batch: Batch, refused: list[tuple[Request, BatcherError]], /) -> None:
         """Inputs of a batch that `send` has taken turn out not to be sendable."""

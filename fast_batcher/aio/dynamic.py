@@ -26,25 +26,24 @@ class AsyncBatchedFunction(Decorated, Generic[InT, OutT]):
         empty list gives an empty list.
 
         Raises:
-            InferenceError: The function raised; also an instance of what it raised.
-            OutputMismatchError: The function returned something other than one output per input.
-            QueueFullError: There is no room for all items; none was queued.
-            BatcherClosedError: It was shut down.
+            InferenceError: The function raised; also an instance of the raised type.
+            OutputMismatchError: The function did not return one output per input.
+            QueueFullError: The queue has no room for all items; none was queued.
+            BatcherClosedError: The function was shut down.
 
-        Cancellation: safe at any time. Items that wait are forgotten; a batch that is being
-        computed is computed, and its outputs for this caller are dropped. Other callers are not
-        affected.
+        Cancellation: safe at any time. Waiting items are removed from the queue; a running batch is
+        finished, and its outputs for this caller are dropped. Other callers are not affected.
         """
         return self._acall(args, kwargs)
 
     async def shutdown(self, *, cancel: bool = False) -> None:
-        """Accept no more calls, and wait until all that were made are settled. May be repeated.
+        """Accept no more calls, and wait until the accepted ones are settled. May be repeated.
 
-        Called by the function itself, or by a function that it waits for, it does not wait.
+        A call from the function itself, or from a function that it waits for, returns at once.
 
         Args:
-            cancel: Whether items that wait fail with `BatcherClosedError` at once, instead of being
-                computed. A batch that is being computed is waited for in any case.
+            cancel: True fails waiting items with `BatcherClosedError` at once; False computes them.
+                A running batch is finished in both cases.
 
         Cancellation: safe; only the wait ends.
         """
@@ -95,9 +94,9 @@ def dynamically(
     """Batch the awaited calls of a function that takes a list of items and returns their outputs.
 
     An `async def` runs as a task on the event loop of its callers; with calls from several loops it
-    runs on each of them, with one batch at a time on each. Any other function runs in a thread of
-    its own, with one batch at a time for all loops. Inputs and outputs are shared with the function
-    as `fast_batcher.dynamically` says; an output from `cache` is the object that the cache holds.
+    runs on each of them, with one batch at a time on each. Any other function runs in its own
+    thread, with one batch at a time for all loops. Inputs and outputs are passed without a copy, as
+    by `fast_batcher.dynamically`; an output from `cache` is the object that the cache returns.
 
     A task that an `async def` starts may outlive its batch. Its calls are then batched like those
     of any other caller. No later batch may wait for the task, because that wait would never end.
@@ -106,22 +105,21 @@ def dynamically(
         func: A function, a method, or nothing for a decorator with options. A method has a batcher
             for each instance, which lives as long as the instance.
         batch_size: Largest number of items in a batch.
-        timeout_ms: Longest time that a batch may be held back while the function is free,
-            milliseconds. It is never used up: a batch leaves as soon as the function is free.
-        small_batch_threshold: Largest number of items of a call that goes before larger calls,
-            where `priority_strategy` says so.
+        timeout_ms: See `fast_batcher.dynamically`.
+        small_batch_threshold: Calls of at most this number of items go before larger ones, if
+            `priority_strategy` is not `NONE`.
         **options: The keyword arguments below.
         max_batch_length: See `fast_batcher.dynamically`.
         max_queue_size: See there.
         isolate_errors: See there.
-        priority_strategy: Which items go first when more wait than a batch holds;
+        priority_strategy: Order of waiting items when they exceed a batch;
             `PriorityStrategy.NONE` by default.
-        cache: Where an output is looked up before it is computed, nowhere by default. A cache that
-            raises is ignored, and logged once.
+        cache: Cache in which outputs are looked up before they are computed; none by default. An
+            error of the cache is logged once, and fails no call.
         batch_item_cls: Accepted for programs written for `batched`, and not used.
 
     Raises:
-        ConfigurationError: An option is wrong, or this cannot be decorated.
+        ConfigurationError: An option is wrong, or `func` cannot be decorated.
     """
     return decorate(
         AsyncBatchedFunction, func, batch_size, timeout_ms, small_batch_threshold, options

@@ -25,7 +25,7 @@ class AsyncBatchedInference(AsyncBatchedFunction[Any, OutT]):
         """Await the outputs of a batch of rows. Cancellation is safe at any time.
 
         Args:
-            args: One dict: for each feature an array, a tensor, or a list with one per row.
+            args: One dict with an array, a tensor, or a list with one entry per row, by feature.
             kwargs: The features, instead of a dict.
 
         Returns:

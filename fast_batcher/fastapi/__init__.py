@@ -1,13 +1,16 @@
-"""What a FastAPI app needs around a batcher. Runs in the API process, on its event loop.
+"""FastAPI integration: lifespans, dependencies, bodies, HTTP errors, health probes.
 
     lifespan        several lifespans as one
-    dependencies    the batcher, a client's own deadline, and the end of requests without a client
-    bodies          bodies that are read within limits of bytes and time
+    dependencies    the batcher, and a client's own deadline
+    disconnects     cancellation of endpoints whose client has disconnected
+    bodies          limits on the bytes and the time of request bodies
     errors          one table from errors to HTTP statuses, for answers and for OpenAPI
     health          the two routes for a supervisor's probes
     json_endpoint   JSON endpoints without FastAPI's request handling
+    arrays          JSON answers with arrays
 
-Nothing inside the library imports this package; only it knows FastAPI or an HTTP status.
+Runs in the API process, on its event loop. No other part of the library imports this package, or
+knows FastAPI or an HTTP status.
 """
 
 try:

@@ -1,4 +1,4 @@
-"""Answers with many numbers. Runs in the API process, on its event loop."""
+"""JSON responses with arrays. Runs in the API process, on its event loop."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from fast_batcher.encoding import to_json
 
 
 class ArrayResponse(Response):
-    """A JSON answer that may hold NumPy arrays and tensors: `return ArrayResponse({"row": row})`.
+    """JSON response that may hold NumPy arrays and tensors: `return ArrayResponse({"row": row})`.
 
-    Needs the extra `json`, which is orjson. FastAPI sends it as it is, so what the endpoint
-    declares as its response model is documented, and not checked.
+    Needs the extra `json`, which installs orjson. FastAPI sends a response unchanged, so the
+    endpoint's response model is documented in OpenAPI, but not checked.
 
     Args:
-        content: What `fast_batcher.encoding.to_json` writes; or bytes that it has written, as by a
-            model in its worker.
+        content: A value for `fast_batcher.encoding.to_json`; or bytes that it has written, for
+            example in a worker.
     """
 
     media_type = "application/json"

@@ -1,7 +1,7 @@
-"""Bodies that are read within limits of bytes and time. Runs in the API process, on its event loop.
+"""Limits on the bytes and the time of request bodies. Runs in the API process, on its event loop.
 
-FastAPI's `max_body_size` bounds the bytes of every body of an app. Here are what it lacks: a limit
-of time for every body (`LimitBody`), and readers for endpoints that take bytes or an array.
+FastAPI's `max_body_size` limits the bytes of every body of an app. This module adds a time limit
+for every body (`LimitBody`), and readers for endpoints that take bytes or an array.
 """
 
 import asyncio
@@ -36,14 +36,13 @@ MOST_LENGTH_DIGITS = 18
 
 
 class LimitBody:
-    """Refuses bodies that arrive too slowly: `app.add_middleware(LimitBody)`.
+    """Middleware that answers slow bodies with 408: `app.add_middleware(LimitBody)`.
 
-    A body that does not arrive in time is answered with 408. Nothing is buffered here. How large a
-    body may be is for FastAPI to say: `FastAPI(max_body_size=...)`.
+    It buffers nothing. The size of bodies is limited by FastAPI: `FastAPI(max_body_size=...)`.
 
     Args:
-        app: What Starlette passes.
-        timeout: Seconds from the first read of a body to its end, above 0; else 408.
+        app: The ASGI app; Starlette passes it.
+        timeout: Seconds from the first read of a body to its end, above 0.
     """
 
     def __init__(self, app: ASGIApp, *, timeout: float = BODY_TIMEOUT) -> None:
@@ -62,7 +61,7 @@ class LimitBody:
 
         async def receive_in_time() -> Message:
             nonlocal deadline, is_whole
-            if is_whole:  # what follows is the disconnect, for which there is no limit
+            if is_whole:  # the next message is the disconnect, which has no limit
                 return await receive()
             if deadline is None:
                 deadline = asyncio.get_running_loop().time() + self._timeout
@@ -79,10 +78,10 @@ class LimitBody:
 
 
 class BodyError(HTTPException):
-    """A body that `read_body` or `read_array` refuses.
+    """Raised by `read_body` and `read_array` for a body that they refuse.
 
-    `install_exception_handlers` answers it with an `ErrorBody`; without that, FastAPI answers with
-    its status and detail alone.
+    `install_exception_handlers` answers it with an `ErrorBody`; without the handlers FastAPI
+    answers with status and detail alone.
     """
 
     def __init__(self, status: int, code: str, detail: str, *, is_read: bool = False) -> None:
@@ -95,17 +94,17 @@ class BodyError(HTTPException):
 async def read_body(request: Request, *, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """Read a body of at most `max_bytes` bytes, and never more of it than that.
 
-    For a dependency of an endpoint that takes bytes as they are: an encoded image, a sound. How
-    long the body may take is for `LimitBody` to say, which bounds every body of an app.
+    Use it in a dependency of an endpoint that takes plain bytes: an encoded image, a sound.
+    `LimitBody` limits the time of every body of an app.
 
     Args:
-        request: The request; nothing of its body has been read.
+        request: The request, whose body has not been read.
         max_bytes: Bytes of the longest body.
 
     Raises:
-        BodyError: 413 if it is longer. One that announces its length is refused before any of it is
-            read, another one as soon as it is too long.
-        HTTPException: 499 if the client went away before the end.
+        BodyError: 413 if the body is longer. A body with a Content-Length is refused before any of
+            it is read, any other as soon as it is too long.
+        HTTPException: 499 if the client disconnected before the end of the body.
     """
     pieces: list[bytes] = []
     await _receive(request, max_bytes, pieces.append)
@@ -120,29 +119,27 @@ async def read_array(
     max_bytes: int = MAX_BODY_BYTES,
     into: "DynBatcher[Any, Any] | None" = None,
 ) -> "NDArray[Any]":
-    """Read a body that is the bytes of one array, each piece to its place as it arrives.
+    """Read a body that is the bytes of one array, directly into the array.
 
-    Any bytes of the right number are an array; the model has to cope with NaN and infinity. A file,
-    as a JPEG, is an array too: `read_array(request, -1, "uint8", into=batcher)`.
+    The bytes are not checked: the model must handle NaN and infinity. A file, for example a JPEG,
+    is an array too: `read_array(request, -1, "uint8", into=batcher)`.
 
     Args:
-        request: The request; nothing of its body has been read.
-        shape: Of the array, which is in C order. One size may be -1: it is what the body has. Then
-            a client has to announce the length of its body.
-        dtype: Of its numbers; `"<f4"` says their byte order too, `"float32"` means the server's.
+        request: The request, whose body has not been read.
+        shape: The shape of the array, in C order. One size may be -1 and follows from the body's
+            length; the client must then send a Content-Length.
+        dtype: The dtype of the array. `"<f4"` fixes the byte order, `"float32"` means the server's.
         max_bytes: Bytes of the longest body.
-        into: The batcher that the array goes to. The body is read into memory that its workers
-            share (`DynBatcher.allocate_input`), so that it is not copied again; the model must not
-            write into the array then.
+        into: The batcher that the array is for. The body is read into memory shared with its
+            workers (`DynBatcher.allocate_input`), so that it is not copied again.
 
     Raises:
-        BodyError: 413 if the array or the body has more than `max_bytes`; 422 if the body has
-            another number of bytes than the array; 411 if a size is -1 and the body's length is not
-            announced. A body that announces its length is refused before any of it is read and
-            before the array is made.
-        HTTPException: 499 if the client went away before the end.
-        ConfigurationError: Shape and dtype are not those of an array of numbers. The app checks
-            them first if a client chooses them.
+        BodyError: 413 if the array or the body has more than `max_bytes`; 422 if the lengths of
+            body and array differ; 411 if a size is -1 and there is no Content-Length. A body with a
+            Content-Length is refused before any of it is read and before the array is made.
+        HTTPException: 499 if the client disconnected before the end of the body.
+        ConfigurationError: Shape and dtype do not describe an array of numbers. An app whose
+            clients choose them must check them first.
     """
     import numpy as np  # an extra, and endpoints without arrays do not load it
 
@@ -180,11 +177,11 @@ async def read_array(
 def _find_shape(
     sizes: tuple[int, ...], dtype: "np.dtype[Any]", announced: int | None, max_bytes: int
 ) -> tuple[int, ...]:
-    """Return the shape of an array whose bytes are a body of the announced length.
+    """Return the shape of the array, with -1 replaced by the size that the body's length gives.
 
     Raises:
-        BodyError: There is none, or the array is larger than `max_bytes`.
-        ConfigurationError: There is never one.
+        BodyError: No array of this shape has the announced length, or it exceeds `max_bytes`.
+        ConfigurationError: Shape and dtype do not describe an array of numbers.
     """
     step = dtype.itemsize * math.prod(size for size in sizes if size != -1)
     if dtype.hasobject or not dtype.itemsize or min(sizes, default=0) < -1 or sizes.count(-1) > 1:
@@ -193,7 +190,7 @@ def _find_shape(
             "one may be -1, and numbers of a fixed size"
         )
     what = f"an array of shape {sizes!r:.100} and dtype {dtype}"
-    if step > max_bytes:  # by how much may be a number that Python refuses to write
+    if step > max_bytes:  # the text omits `step`, which may have too many digits for Python
         text = f"{what} has more than the {max_bytes} bytes that a body may have"
         raise BodyError(413, "request_too_large", text)
     if -1 not in sizes:
@@ -214,14 +211,14 @@ def client_has_gone() -> HTTPException:
 
 
 def _check_announced_length(request: Request, max_bytes: int) -> int | None:
-    """Return the announced length in bytes, None if the client announces none that can be read.
+    """Return the Content-Length in bytes, None without a valid one.
 
     Raises:
-        BodyError: It is above `max_bytes`.
+        BodyError: The length is above `max_bytes`.
     """
     digits = request.headers.get("content-length", "")
     if not (digits.isascii() and digits.isdigit()):
-        return None  # the bytes that arrive are counted all the same
+        return None  # the bytes are counted as they arrive
     announced = int(digits) if len(digits) <= MOST_LENGTH_DIGITS else sys.maxsize
     if announced > max_bytes:
         raise _too_large(max_bytes)

@@ -1,4 +1,4 @@
-"""What endpoints depend on: a batcher, and the seconds that a client waits. API process."""
+"""Dependencies for endpoints: the batcher, and a client's own timeout. API process."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -14,21 +14,22 @@ from fast_batcher.settings import MAX_SECONDS
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
 
-# By this header a client says how many seconds it will wait. No standard names one.
+# Header in which a client sends the seconds that it will wait. No standard defines one.
 TIMEOUT_HEADER = "X-Request-Timeout"
-# A number as a client writes it: no sign, no space, nothing that only Python reads as a number.
+# A decimal number without sign or space, and without Python's other notations (1_000, inf).
 _SECONDS = re.compile(r"[0-9]{1,20}(\.[0-9]{0,20})?(e-?[0-9]{1,3})?", re.ASCII | re.IGNORECASE)
 
 
 def dependency(
     batcher: DynBatcher[InputT, OutputT],
 ) -> Callable[[], Awaitable[DynBatcher[InputT, OutputT]]]:
-    """Make the callable for `Depends`; keep it in a name, for `app.dependency_overrides`.
+    """Make a dependency for `Depends` that returns the batcher, also for WebSocket endpoints.
 
-    It takes no parameters, so OpenAPI shows none, and it serves WebSocket endpoints as well.
+    Keep it in a variable, so that tests can replace it in `app.dependency_overrides`. It has no
+    parameters, so OpenAPI shows none.
     """
 
-    # A coroutine function: FastAPI sends a plain function to a thread at every request.
+    # A coroutine function: FastAPI runs a plain function in a thread at every request.
     async def get_batcher() -> DynBatcher[InputT, OutputT]:
         return batcher
 
@@ -40,12 +41,12 @@ def request_timeout(
 ) -> Callable[..., Awaitable[float | None]]:
     """Make a dependency that lets a client shorten its deadline by a header.
 
-    `timeout: Annotated[float | None, Depends(request_timeout(batcher))]`, to be passed to
+    Declare `timeout: Annotated[float | None, Depends(request_timeout(batcher))]` and pass it to
     `process_batched`. A call that cannot be answered in that time is rejected at once.
 
     Args:
-        batcher: The batcher whose `timeout` the header can only shorten. Without the header, or
-            with a longer time, the dependency's value is None, which stands for that default.
+        batcher: The batcher whose `timeout` the header can shorten. Without the header, or with a
+            longer time, the dependency's value is None, which stands for the batcher's timeout.
         header: Name of the header. Its value is a decimal number of seconds, above 0 and at most a
             year; anything else is answered with 400.
     """

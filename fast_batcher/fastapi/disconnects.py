@@ -1,8 +1,8 @@
-"""Endpoints that end when their client goes away. Runs in the API process, on its event loop.
+"""Cancellation of endpoints whose client has disconnected. API process, on its event loop.
 
-A task for each request, which waits for the disconnect, would cost it 75 us, and most requests are
-answered long before anybody loses patience. So all requests share one timer, and only the requests
-that have taken a while get such a task.
+A task per request that waits for the disconnect would cost 75 us, and most requests are answered
+before any client disconnects. So all requests share one timer, and a request gets such a task only
+after `UNWATCHED` seconds.
 """
 
 import asyncio
@@ -23,36 +23,36 @@ from starlette.types import Receive
 
 from fast_batcher.fastapi.bodies import client_has_gone
 
-# Seconds after which a request is watched. Its task is then 0.1 % of what the request has taken,
-# and the work that a disconnect saves is late by no more than this.
+# Seconds after which a request is watched. The task then costs 0.1 % of the request's time so far,
+# and a disconnect is noticed at most this much later.
 UNWATCHED = 0.05
 
 
 class EndedByDisconnect:
-    """Cancels the task that has entered it when the client of its request goes away.
+    """Context manager that cancels its task when the client of the request disconnects.
 
     Args:
-        receive: Of the request; what else it gives is dropped.
+        receive: The request's `receive`; all messages but the disconnect are dropped.
 
     Raises:
-        HTTPException: 499 in place of the cancellation; or what a limit on the body raises.
+        HTTPException: 499 in place of the cancellation; or the error of a limit on the body.
     """
 
     __slots__ = ("_context", "_reason", "_receive", "_sweeper", "_task", "_watcher", "since")
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        # Of the request; its middlewares see it when `receive` is awaited.
+        # The context of the request, in which its middlewares expect `receive` to be awaited.
         self._context = contextvars.copy_context()
         self._task: asyncio.Task[Any] | None = None
         self._watcher: asyncio.Task[None] | None = None
-        # Why the task was cancelled here.
+        # The error to raise instead of the cancellation; None while the task was not cancelled.
         self._reason: HTTPException | None = None
         self._sweeper = _find_sweeper()
         self.since = 0.0
 
     async def __aenter__(self) -> None:
-        """Begin; the event loop's sweeper starts to watch after `UNWATCHED` seconds."""
+        """Register the request; it is watched after `UNWATCHED` seconds."""
         self._task = asyncio.current_task()
         self.since = asyncio.get_running_loop().time()
         self._sweeper.add(self)
@@ -63,7 +63,7 @@ class EndedByDisconnect:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End; a cancellation of this object's becomes its reason."""
+        """Stop watching; replace a cancellation made by this object with its HTTP error."""
         self._sweeper.discard(self)
         if self._watcher is None:
             return
@@ -85,18 +85,18 @@ class EndedByDisconnect:
         raise self._take_reason() from None
 
     def _take_reason(self) -> HTTPException:
-        """Return the reason, which must not be reachable from its own traceback."""
+        """Return the error and drop the reference to it, which would make a reference cycle."""
         reason, self._reason = self._reason, None
         assert reason is not None, "it was cancelled here"
         return reason
 
     def watch(self) -> None:
-        """Wait for the disconnect from now on."""
+        """Start to wait for the disconnect."""
         self._watcher = asyncio.create_task(self._wait(), context=self._context)
 
     async def _wait(self) -> None:
         try:
-            # `request.is_disconnected()` would never say so behind a BaseHTTPMiddleware.
+            # Behind a BaseHTTPMiddleware `request.is_disconnected()` would never return True.
             while (await self._receive())["type"] != "http.disconnect":
                 pass  # the rest of a body that the endpoint has not read
             self._reason = client_has_gone()
@@ -107,10 +107,10 @@ class EndedByDisconnect:
 
 
 class _Sweeper:
-    """Starts to watch the requests of one event loop that have taken a while."""
+    """Timer of one event loop that starts to watch requests after `UNWATCHED` seconds."""
 
     def __init__(self) -> None:
-        # Requests that run and are not watched, oldest first.
+        # Running requests that are not watched yet, oldest first.
         self._entries: OrderedDict[EndedByDisconnect, None] = OrderedDict()
         self._has_timer = False
 
@@ -121,12 +121,12 @@ class _Sweeper:
             self._start_timer(entry.since)
 
     def discard(self, entry: EndedByDisconnect) -> None:
-        """Forget a request that is over."""
+        """Remove a request that has ended."""
         self._entries.pop(entry, None)
 
     def _start_timer(self, since: float) -> None:
         self._has_timer = True
-        # In a context of its own: otherwise the timer would keep that of a request alive.
+        # In an empty context: otherwise the timer would keep a request's context alive.
         context = contextvars.Context()
         loop = asyncio.get_running_loop()
         loop.call_at(since + UNWATCHED, self._sweep, context=context)
@@ -163,15 +163,15 @@ def _find_exit_stacks() -> list[FrameType]:
 
 
 def _clear(frames: list[FrameType], _: object) -> None:
-    """Break the reference cycles of exit stacks that a new error has left.
+    """Clear the frames of exit stacks to break their reference cycles with the new error.
 
-    Such a stack, in which FastAPI runs dependencies, keeps the error and its traceback in its own
-    frame, and the frames below hold the body of the request. A collection finds them, and until
-    then a server would keep the body of each client that has gone.
+    FastAPI runs dependencies in exit stacks. The frame of such a stack keeps the error and its
+    traceback, whose frames hold the body of the request. Without this, a server would keep the
+    bodies of disconnected clients until the next garbage collection.
     Source: `AsyncExitStack.__aexit__` of CPython 3.11 to 3.14.
     """
     for frame in frames:
-        with suppress(RuntimeError):  # of the program that runs the event loop
+        with suppress(RuntimeError):  # the frame still runs: it is the program's own
             frame.clear()
 
 
@@ -179,7 +179,7 @@ _sweepers: WeakKeyDictionary[asyncio.AbstractEventLoop, _Sweeper] = WeakKeyDicti
 
 
 async def end_by_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
-    """End an endpoint when its client goes away; what `cancel_on_disconnect` depends on."""
+    """Cancel an endpoint when its client disconnects; the function of `cancel_on_disconnect`."""
     if not isinstance(connection, Request):
         yield  # the endpoint of a WebSocket learns of the disconnect itself, where it receives
         return
@@ -188,12 +188,14 @@ async def end_by_disconnect(connection: HTTPConnection) -> AsyncIterator[None]:
 
 
 cancel_on_disconnect = Depends(end_by_disconnect, scope="function")
-"""For `@app.post(..., dependencies=[cancel_on_disconnect])`, or those of an app or router: an
-`async def` endpoint is cancelled when its client goes away, which FastAPI does not do by itself.
+"""Dependency that cancels an `async def` endpoint when its client disconnects.
 
-The endpoint's request to a batcher is then forgotten if it is queued, and its output is dropped if
-it runs; other requests of the batch are not affected. Logs and metrics see status 499. Not for
-endpoints that read `request.stream()` themselves; where a dependency reads the body, it comes
-first: `dependencies=[Depends(read), cancel_on_disconnect]`. A WebSocket is left alone: its endpoint
-learns of the disconnect by `WebSocketDisconnect`, where it receives.
+FastAPI does not do that by itself. Use it as `@app.post(..., dependencies=[cancel_on_disconnect])`,
+or in the `dependencies` of an app or router.
+
+A queued request of the endpoint is then removed from the batcher's queue; the output of a running
+one is dropped. Other requests of the batch are not affected. Logs and metrics see status 499. Do
+not use it for endpoints that read `request.stream()` themselves; a dependency that reads the body
+must come first: `dependencies=[Depends(read), cancel_on_disconnect]`. It has no effect on
+WebSockets, whose endpoints get `WebSocketDisconnect` when they receive.
 """

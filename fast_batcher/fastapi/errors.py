@@ -1,6 +1,6 @@
-"""One table from errors to HTTP answers, for exception handlers and for OpenAPI. API process.
+"""HTTP answers to errors: one table for the exception handlers and for OpenAPI. API process.
 
-`find_answer` reads the table. The handlers log each failure under an id that its answer carries.
+`find_answer` reads the table. The handlers log each failure with the id that its answer carries.
 """
 
 import inspect
@@ -30,27 +30,27 @@ from fast_batcher.fastapi.bodies import BodyError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-# Users know the package by this name, whatever its modules are called.
+# The logger's name is that of the public package, not of this module.
 logger = logging.getLogger("fast_batcher.fastapi")
 
-# Seconds a client is asked to wait where the error knows nothing better: the header holds whole
-# seconds, and a second is longer than most batches take. Source: RFC 9110, section 10.2.3.
+# Seconds of `Retry-After` if the error has no estimate: the header holds whole seconds, and a
+# second is longer than most batches take. Source: RFC 9110, section 10.2.3.
 RETRY_AFTER = 1
-# Random bytes of an error id. 64 bits: no two alike among the billions a log may hold.
+# Random bytes of an error id. 64 bits: no collision among the billions that a log may hold.
 ERROR_ID_BYTES = 8
-# What a WebSocket is closed with. Source: the IANA registry of close codes; 1011 (internal error)
-# stands for every other status, 1013 asks the client to come back, 1009 is "message too big".
+# Close codes of WebSockets by HTTP status. Source: the IANA registry of close codes; 1013 is "try
+# again later", 1009 "message too big", and 1011 (internal error) stands for every other status.
 CLOSE_CODES = {413: 1009, 429: 1013, 503: 1013, 504: 1013}
 CLOSE_CODE = 1011
 
 
 class HttpAnswer(NamedTuple):
-    """What a client is told of an error; `detail` replaces a text that must stay on the server."""
+    """HTTP answer to an error; `detail` replaces a message that must stay on the server."""
 
     status: int
     code: str
     detail: str | None = None
-    # Whether the same request may succeed later; `Retry-After` says so.
+    # Whether the same request may succeed later; then the answer has a `Retry-After`.
     may_pass_later: bool = True
 
 
@@ -102,13 +102,13 @@ class ErrorBody(BaseModel):
 def install_exception_handlers(
     app: FastAPI, *, queue_full_status: Literal[503, 429] = 503, debug: bool = False
 ) -> None:
-    """HttpAnswer every `BatcherError` of the app's endpoints with a status and an `ErrorBody`.
+    """Answer every `BatcherError` of the app's endpoints with a status and an `ErrorBody`.
 
-    An `HTTPException` that the model raised keeps its status, detail and headers. The app's own
-    handler is used where it has one for what the model raised or for an error of the library.
+    An `HTTPException` that the model raised keeps its status, detail and headers. If the app has a
+    handler for the type that the model raised, or for an error of the library, it is used instead.
     A WebSocket that is not accepted yet gets the same answer; an open one is closed with 1013 (try
-    again), 1009 (too big) or 1011, and the error's code and id as the reason. Inputs that JSON
-    cannot carry back (NaN, half a surrogate pair) are a 422 like others, and not FastAPI's 500.
+    again), 1009 (too big) or 1011, and the error's code and id as the reason. An invalid input that
+    JSON cannot represent (NaN, a lone surrogate) is answered with 422, and not with FastAPI's 500.
 
     Args:
         app: The app, before it has started.
@@ -145,7 +145,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Describe the error answers to OpenAPI: `responses=error_responses()` on a route or app.
 
     Args:
-        statuses: Exactly those to show, out of 413, 429, 500, 503, 504; without any, 503 and 504.
+        statuses: The statuses to describe, out of 413, 429, 500, 503, 504. Default 503 and 504.
     """
     unknown = [status for status in statuses if status not in DESCRIPTIONS]
     if unknown:
@@ -157,20 +157,20 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 async def _answer_invalid(request: Request, error: Exception) -> Response:
-    """Give FastAPI's own answer to invalid input, without the input where JSON cannot hold it."""
+    """Return FastAPI's answer to invalid input, without the input if JSON cannot represent it."""
     assert isinstance(error, RequestValidationError)  # it is installed for this class alone
     try:
         return await request_validation_exception_handler(request, error)
     except (ValueError, RecursionError):
         shown = [{key: one[key] for key in ("type", "loc", "msg")} for one in error.errors()]
-        body = json.dumps({"detail": shown})  # escapes what UTF-8 has no bytes for
+        body = json.dumps({"detail": shown})  # escapes lone surrogates
         return Response(body, 422, media_type="application/json")
 
 
 def _find_own_handler(app: FastAPI, error: errors.BatcherError | BodyError) -> Any:
-    """Return the app's handler for the class that the model raised, None if it has none.
+    """Return the app's handler for the type that the model raised, or None.
 
-    FastAPI's default handler of HTTPException does not count: it leaves out code and id.
+    FastAPI's default handler of HTTPException does not count: it omits code and id.
     """
     if type(error) in ANSWERS or not isinstance(error, errors.InferenceError):
         return None
@@ -182,7 +182,7 @@ def _find_own_handler(app: FastAPI, error: errors.BatcherError | BodyError) -> A
 
 
 def find_answer(error: errors.BatcherError | BodyError, queue_full_status: int) -> HttpAnswer:
-    """Return the answer to an error, if it is ours by the most derived class with a row."""
+    """Return the answer to an error: the row of its most derived class in the table."""
     if isinstance(error, BodyError):
         return HttpAnswer(error.status_code, error.code, error.detail)
     kind = next(kind for kind in type(error).__mro__ if kind in ANSWERS)
@@ -197,7 +197,7 @@ def find_answer(error: errors.BatcherError | BodyError, queue_full_status: int) 
 def _make_response(
     error: errors.BatcherError | BodyError, queue_full_status: int, *, debug: bool
 ) -> tuple[Response, str]:
-    """Log an error; return its answer and, for a WebSocket, its code and id in one line."""
+    """Log an error; return its answer, and its code and id in one line for a WebSocket."""
     status, code, detail, may_pass_later = find_answer(error, queue_full_status)
     headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
@@ -211,7 +211,7 @@ def _make_response(
         logger.debug("%s, error id %s: %s", code, error_id, error)
     text = str(error) if detail is None else detail
     body: dict[str, Any] = {"detail": text, "code": code, "error_id": error_id}
-    # What the model raised may have an attribute of this name with any other meaning.
+    # A model's own error may have an attribute of this name with another meaning.
     is_ours = not isinstance(error, errors.InferenceError)
     retry_after = getattr(error, "retry_after", None) if is_ours else None
     if retry_after is not None:

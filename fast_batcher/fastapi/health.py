@@ -1,4 +1,4 @@
-"""The two routes for a supervisor's probes. Runs in the API process, on its event loop."""
+"""Routes for liveness and readiness probes. Runs in the API process, on its event loop."""
 
 from typing import Any
 
@@ -9,8 +9,9 @@ from fast_batcher.batcher import DynBatcher
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.fastapi.errors import RETRY_AFTER, find_answer
 
-# Seconds that a batcher may be broken until its pod is better restarted. Twice the default
-# restart_window: the batcher itself tries again after one, and its model has another to load.
+# Seconds that a batcher may be broken before its pod should be restarted. Twice the default
+# restart_window: the batcher itself tries again after one window, and its model has another to
+# load.
 BROKEN_TIMEOUT = 120.0
 
 
@@ -20,21 +21,21 @@ def health_router(
     include_in_schema: bool = False,
     broken_timeout: float | None = BROKEN_TIMEOUT,
 ) -> APIRouter:
-    """Make the routes for a supervisor's probes, `/livez` and `/readyz`.
+    """Make the routes `/livez` and `/readyz` for a supervisor's probes.
 
-    `/livez` answers 200 while the event loop runs and no batcher is broken for good. `/readyz`
-    answers 200 while every batcher is ready. Else they answer 503. Each 503, and `/readyz` always,
-    has the state of each batcher in its body. Both are answered without the model.
+    `/livez` answers 200 while the event loop runs and no batcher was broken for `broken_timeout`.
+    `/readyz` answers 200 while every batcher is ready. Otherwise they answer 503. Each 503, and
+    every answer of `/readyz`, has the state of each batcher in its body. The model is not called.
 
     Args:
-        batchers: The batchers that must be ready; one or more.
-        prefix: Of the paths.
+        batchers: One or more batchers, which must all be ready.
+        prefix: Prefix of the paths.
         include_in_schema: Whether OpenAPI shows the routes.
-        broken_timeout: Seconds that a batcher may be broken without a break until `/livez` answers
-            503, so that the supervisor restarts the server; None for never. They count from a start
-            that failed, which is not tried again by itself, or from the moment at which the workers
-            had spent their restarts. Then a worker is tried again every `restart_window` seconds:
-            give more than that, and than the model takes to load.
+        broken_timeout: Seconds for which a batcher must be continuously broken until `/livez`
+            answers 503, so that the supervisor restarts the server; None for never. They count from
+            a failed start, which is not retried, or from the moment at which the workers had spent
+            their restarts. A worker is then tried again every `restart_window` seconds: give more
+            seconds than that window and the loading of the model take.
     """
     if not batchers:
         raise ConfigurationError("health_router: give the batchers that must be ready")
@@ -83,6 +84,6 @@ def _report(batcher: DynBatcher[Any, Any]) -> dict[str, Any]:
         "workers_ready": stats.workers_ready,
         "num_workers": stats.num_workers,
         "waiting": stats.waiting,
-        # Not what a model's constructor has raised, which may hold secrets.
+        # Without the error of a model's constructor, which may hold secrets.
         "start_error": failure and (find_answer(failure, 503).detail or str(failure)),
     }

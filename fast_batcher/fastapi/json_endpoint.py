@@ -1,8 +1,8 @@
 """JSON endpoints without FastAPI's request handling. Runs in the API process, on its event loop.
 
 FastAPI spends most of a small request's CPU time on dependencies, parameters and response models.
-`JsonEndpoint` does without them, and says so: it is an ASGI application on an ordinary route, which
-every middleware, body limit and exception handler of the app sees.
+`JsonEndpoint` omits them: it is an ASGI application on an ordinary route, to which every
+middleware, body limit and exception handler of the app applies.
 """
 
 import inspect
@@ -27,22 +27,22 @@ from fast_batcher.fastapi.disconnects import EndedByDisconnect
 
 
 class JsonEndpoint:
-    """An ASGI application that answers one JSON body with another.
+    """ASGI application that answers one JSON body with another.
 
-    `app.router.add_route("/predict", JsonEndpoint(predict), methods=["POST"])`, where `predict` is
-    `async def predict(body: In) -> Out`. The body is validated as `In` and the result is written as
-    `Out`, by Pydantic. An invalid body raises `RequestValidationError`; that and every other
-    exception goes to the app's own exception handlers.
+    Add it with `app.router.add_route("/predict", JsonEndpoint(predict), methods=["POST"])`, where
+    `predict` is `async def predict(body: In) -> Out`. Pydantic validates the body as `In` and
+    serializes the result as `Out`. An invalid body raises `RequestValidationError`; the app's
+    exception handlers handle this and every other exception.
 
-    It runs no dependencies and is not in OpenAPI. So that no guard is left out, a request fails
-    with a `ConfigurationError` where the app has `dependencies=`, and where the route is not one of
-    the app's own: the dependencies of an included router cannot be seen from here.
+    It runs no dependencies and is not in OpenAPI. So that no security dependency is skipped, a
+    request fails with a `ConfigurationError` if the app has `dependencies=`, or if the route is not
+    one of the app's own: the dependencies of an included router are not visible here.
 
     Args:
         predict: A coroutine function of one parameter, the body, with annotations of its parameter
             and its result.
-        cancel_on_disconnect: Whether `predict` is cancelled when its client goes away; logs and
-            metrics then see status 499.
+        cancel_on_disconnect: Cancel `predict` when its client disconnects; logs and metrics then
+            see status 499.
 
     Raises:
         ConfigurationError: `predict` has other parameters, no annotations, or annotations that
@@ -70,15 +70,15 @@ class JsonEndpoint:
         body = self._validate(await _read_json(request))
         async with EndedByDisconnect(receive) if self._ends_by_disconnect else nullcontext():
             result = await self._predict(body)
-        # A result of another type is an error: it may hold fields that `Out` leaves out.
+        # A result of another type is an error: it may hold fields that `Out` omits.
         content = self._writer.dump_json(result, by_alias=True, warnings="error")
         await Response(content, media_type="application/json")(scope, receive, send)
 
     def _refuse_dependencies(self, scope: Scope) -> None:
-        """Make sure that no dependency is declared for the route of a request.
+        """Check that no dependency is declared for the route of a request.
 
         Raises:
-            ConfigurationError: The app has some, or the route may have.
+            ConfigurationError: The app has dependencies, or the route may have some.
         """
         router = scope["app"].router
         if getattr(router, "dependencies", ()):
@@ -95,10 +95,10 @@ class JsonEndpoint:
         )
 
     def _validate(self, content: bytes) -> Any:
-        """Return the body that a client has sent.
+        """Parse and validate the body of a request.
 
         Raises:
-            RequestValidationError: It is none.
+            RequestValidationError: The body is invalid.
         """
         try:
             return self._reader.validate_json(content)
@@ -107,11 +107,11 @@ class JsonEndpoint:
 
 
 async def _read_json(request: Request) -> bytes:
-    """Read a body that its client declares to be JSON.
+    """Read a body whose Content-Type is JSON.
 
     Raises:
-        HTTPException: 415 if it is declared to be anything else, which a page of another site may
-            send with the user's cookies; 499 if the client went away before the end.
+        HTTPException: 415 for any other Content-Type, which a page of another site could send with
+            the user's cookies; 499 if the client disconnected before the end of the body.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (
@@ -141,7 +141,7 @@ def _read_annotations(predict: Callable[[Any], Awaitable[Any]]) -> tuple[Any, An
     """Return the types of the body and of the result of an endpoint.
 
     Raises:
-        ConfigurationError: It has more than these, or less.
+        ConfigurationError: The function has other parameters, or lacks an annotation.
     """
     shape = "async def predict(body: In) -> Out"
     if not inspect.iscoroutinefunction(predict):
@@ -194,7 +194,7 @@ def _name(function: object) -> str:
 
 
 def _router_copies_included_routes() -> bool:
-    """Say whether this FastAPI keeps no trace of the router that a route was included from."""
+    """Return whether this FastAPI copies the routes of included routers to the app."""
     inner, outer = APIRouter(), APIRouter()
     inner.routes.append(Route("/", _router_copies_included_routes))
     outer.include_router(inner)

@@ -1,4 +1,4 @@
-"""Several lifespans as one. Runs in the API process, on its event loop."""
+"""Combination of several lifespans. Runs in the API process, on its event loop."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,10 +10,10 @@ AppT = TypeVar("AppT")
 
 
 def combine_lifespans(*lifespans: Lifespan[AppT]) -> StatefulLifespan[AppT]:
-    """Make one lifespan of several: entered in order, left in reverse.
+    """Combine several lifespans into one: entered in order, left in reverse.
 
-    If one fails to start, those before it are left again and the error stops the server. The dicts
-    they yield are merged; a later one wins where two use the same key.
+    If a lifespan fails to start, the ones before it are left again and the error stops the server.
+    The dicts that they yield are merged; for equal keys the later lifespan wins.
     """
 
     @asynccontextmanager
