@@ -17,8 +17,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fast_batcher._fork import at_fork
-from fast_batcher._parent.heap import keep_freed_memory
 from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._shared_memory.heap import keep_freed_memory
 from fast_batcher._shared_memory.layouts import (
     Key,
     Layout,

@@ -14,7 +14,8 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._fork import at_fork
-from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing, make_unset
+from fast_batcher._shared_memory.heap import keep_freed_memory
+from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing
 from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, OutboxWriter
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.memory_file import make_shared_file, map_file, open_passed
@@ -66,7 +67,9 @@ class OutboxReader:
         Raises:
             TransportError: The numbers do not describe an answer in this memory.
         """
-        self.is_used = True
+        if not self.is_used:
+            self.is_used = True
+            keep_freed_memory()
         numbers = (start, *sizes, *chain.from_iterable(items))
         if self._view is not None and all(type(one) is int and one >= 0 for one in numbers):
             _, length = lay_out(sizes)
@@ -132,8 +135,6 @@ class Answer:
         Raises:
             MemoryError: There is no memory left; `load` tries again.
         """
-        if not self._copies:
-            _grow_heap(self.size)
         for index in range(len(self._copies), len(self._buffers)):
             buffer = self._buffers[index]
             kind = bytes if index in self._read_only else bytearray
@@ -157,17 +158,3 @@ class Answer:
         self._slab[0] = FREE
         self._slab = self._stream = memoryview(b"")
         self._buffers, self._copies = [], []
-
-
-# The C library raises its threshold up to 32 MiB; some of a block is for the library itself.
-_MOST_GROWTH = 31 * 1024 * 1024
-
-
-def _grow_heap(size: int) -> None:
-    """Allocate `size` bytes in one block, and free them at once.
-
-    From then on glibc keeps freed blocks of up to this size. Without this call it would return each
-    large block to the system, and get fresh pages for the next, which takes several times as long
-    as the copy.
-    """
-    make_unset(bytearray, min(size, _MOST_GROWTH))
