@@ -28,8 +28,8 @@ DISPATCH = 2
 def block_the_loop(handle: WorkerProcess, seconds: float) -> None:
     """Until the worker has answered, and so many seconds have passed: an endpoint's mistake."""
     deadline = monotonic() + seconds
-    assert handle._parts is not None
-    source = handle._parts.channel._source
+    assert handle._live is not None
+    source = handle._live.channel._source
     assert select.select([source], [], [], LIMIT)[0], "the worker said nothing"
     time.sleep(max(0.0, deadline - monotonic()))
 

@@ -38,9 +38,9 @@ class Spec(NamedTuple):
             return "None"
         lengths = ["any" if length is None else str(length) for length in self.shape]
         shape = f"{lengths[0]}," if len(lengths) == 1 else ", ".join(lengths)
-        place = "" if self.device is None else f" on {self.device}"
+        where = "" if self.device is None else f" on {self.device}"
         article = "an" if self.kind == "array" else "a"
-        return f"{article} {self.kind} of shape ({shape}) and dtype {self.dtype}{place}"
+        return f"{article} {self.kind} of shape ({shape}) and dtype {self.dtype}{where}"
 
 
 NONE: Final = Spec("none")
@@ -243,8 +243,8 @@ def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, paddi
     is_left = padding.side_of(feature) == "left"
     for row, leaf in zip(library.moveaxis(batch, dim, 0), leaves, strict=True):
         ends = longest if is_left else leaf.shape
-        places = [slice(end - size, end) for size, end in zip(leaf.shape, ends, strict=True)]
-        row[tuple(places)] = leaf
+        slices = [slice(end - size, end) for size, end in zip(leaf.shape, ends, strict=True)]
+        row[tuple(slices)] = leaf
     return batch
 
 

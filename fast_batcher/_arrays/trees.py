@@ -44,7 +44,7 @@ class _State(NamedTuple):
 
 # The attributes of a pydantic model that hold its fields, extra fields and private attributes: each
 # a dict or None. They are its children, and no part of a path.
-_PYDANTIC_PLACES: Final = ("__dict__", "__pydantic_extra__", "__pydantic_private__")
+_PYDANTIC_ATTRIBUTES: Final = ("__dict__", "__pydantic_extra__", "__pydantic_private__")
 
 
 def _never(_: object) -> bool:
@@ -103,7 +103,7 @@ def _build_object(kind: Any, tree: Tree, values: list[Any]) -> Any:
     attributes = dict(zip(tree.keys, values, strict=True))
     if tree.own is not None:  # a pydantic model
         attributes = {
-            **dict.fromkeys(_PYDANTIC_PLACES),
+            **dict.fromkeys(_PYDANTIC_ATTRIBUTES),
             **attributes,
             "__pydantic_fields_set__": set(tree.own),
         }
@@ -135,7 +135,7 @@ def _walk(tree: Tree) -> Iterator[tuple[str, ...]]:
     if tree.kind is None:
         yield ()
     for key, child in zip(tree.keys, tree.children, strict=True):
-        names = () if key in _PYDANTIC_PLACES else (str(key),)
+        names = () if key in _PYDANTIC_ATTRIBUTES else (str(key),)
         for rest in _walk(child):
             yield (*names, *rest)
 
@@ -201,10 +201,10 @@ def _is_cached(value: Any, name: str) -> bool:
 
 
 def _open_pydantic(value: Any) -> _State:
-    held = {place: getattr(value, place) for place in _PYDANTIC_PLACES}
+    held = {name: getattr(value, name) for name in _PYDANTIC_ATTRIBUTES}
     # The `__dict__` of a model also holds cached properties, which are omitted.
     fields = type(value).model_fields
     held["__dict__"] = {name: one for name, one in vars(value).items() if name in fields}
-    keys = tuple(place for place in held if held[place] is not None)
+    keys = tuple(name for name in held if held[name] is not None)
     set_fields = frozenset(value.__pydantic_fields_set__)
-    return _State(type(value), keys, [held[place] for place in keys], set_fields)
+    return _State(type(value), keys, [held[name] for name in keys], set_fields)

@@ -96,9 +96,9 @@ class Request:
         "has_explicit_deadline",
         "id",
         "is_settled",
+        "lane_position",
         "losses",
         "phase",
-        "place",
         "priority",
         "size",
         "staged",
@@ -144,7 +144,7 @@ class Request:
         self.id = -1
         self.arrival = 0.0
         # Number of earlier arrivals in its lane of a `RankedQueue`.
-        self.place = 0
+        self.lane_position = 0
         # Workers that died with this request, and how many of these had begun to compute it: see
         # `Retries`.
         self.losses = 0
@@ -225,7 +225,7 @@ class Batch:
         return settle_open(self.requests)
 
 
-class Stage(Enum):
+class BatchProgress(Enum):
     """Progress of a worker with a batch."""
 
     SENT = 0  # the worker has not reported that it read the batch

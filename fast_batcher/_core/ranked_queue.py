@@ -60,7 +60,7 @@ class _Lane:
 
     def add(self, request: Request) -> None:
         self.requests[request.id] = request
-        request.place = self.arrivals
+        request.lane_position = self.arrivals
         self.arrivals += 1
         self.cost += request.cost
 
@@ -72,10 +72,10 @@ class _Lane:
     def oldest(self) -> Request:
         return next(iter(self.requests.values()))
 
-    def window(self, places: float) -> Iterator[Request]:
-        """Iterate over the requests that arrived fewer than `places` places after the oldest."""
-        end = self.oldest().place + places
-        return takewhile(lambda request: request.place < end, self.requests.values())
+    def window(self, count: float) -> Iterator[Request]:
+        """Iterate over the requests that arrived fewer than `count` positions after the oldest."""
+        end = self.oldest().lane_position + count
+        return takewhile(lambda request: request.lane_position < end, self.requests.values())
 
 
 class RankedQueue:
@@ -111,7 +111,7 @@ class RankedQueue:
         """Append requests; their ids must rise, and be higher than every id before."""
         for request in requests:
             self._levels[request.priority].add(request)
-            # Both lanes set `place`; the second one's counts.
+            # Both lanes set `lane_position`; the second one's counts.
             self._lanes[request.priority, request.group].add(request)
             self.size += 1
             self.bytes += request.size

@@ -16,7 +16,14 @@ from itertools import chain
 from math import inf
 from typing import Final, NamedTuple
 
-from fast_batcher._core.messages import Batch, Phase, Request, RetryGroup, Stage, settle_open
+from fast_batcher._core.messages import (
+    Batch,
+    BatchProgress,
+    Phase,
+    Request,
+    RetryGroup,
+    settle_open,
+)
 
 # A request fails after this many workers died while computing it: it is tried again once.
 MOST_DEATHS: Final = 2
@@ -56,23 +63,25 @@ class Retries:
         requests = chain.from_iterable(group.requests for group in self.groups)
         return (request for request in requests if not request.is_settled)
 
-    def after_loss(self, batch: Batch, stage: Stage) -> Lost:
+    def after_loss(self, batch: Batch, progress: BatchProgress) -> Lost:
         """Retry the requests of a dead worker's batch, or settle and return them as lost."""
         lost = Lost([], [])
         again: list[Request] = []
         for request in batch.requests:
             if request.is_settled:
                 continue
-            request.losses += stage is not Stage.SENT
-            request.deaths += stage is Stage.BEGUN
-            if stage is Stage.BEGUN and not self._idempotent:
+            request.losses += progress is not BatchProgress.SENT
+            request.deaths += progress is BatchProgress.BEGUN
+            if progress is BatchProgress.BEGUN and not self._idempotent:
                 lost.failed.append(request)
             elif request.deaths >= MOST_DEATHS or request.losses >= MOST_LOSSES:
                 lost.poisonous.append(request)
             else:
                 again.append(request)
         settle_open(lost.failed + lost.poisonous)
-        self._put_first([again] if stage is Stage.SENT else [[one] for one in again], inf)
+        self._put_first(
+            [again] if progress is BatchProgress.SENT else [[one] for one in again], inf
+        )
         return lost
 
     def after_failure(self, now: float, batch: Batch, *, may_divide: bool) -> list[Request]:

@@ -23,6 +23,7 @@ from fast_batcher._core.limits import Limits, or_infinite
 from fast_batcher._core.messages import (
     Action,
     Batch,
+    BatchProgress,
     Dispatch,
     Expire,
     ExpiryReason,
@@ -31,7 +32,6 @@ from fast_batcher._core.messages import (
     Rejected,
     Release,
     Request,
-    Stage,
     settle,
     settle_open,
 )
@@ -223,14 +223,14 @@ class Scheduler:
         lost = Lost([], [])
         # The youngest batch first: each is put before the others, so the oldest ends up first.
         for batch in reversed(self.workers.remove(worker)):
-            stage = Stage.SENT
+            progress = BatchProgress.SENT
             if batch.id == begun:
-                stage = Stage.BEGUN
+                progress = BatchProgress.BEGUN
                 if out_of_memory and len(batch.requests) > 1:
                     self._size_cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
             elif batch.id == taken:
-                stage = Stage.TAKEN
-            failed, poisonous = self._retries.after_loss(batch, stage)
+                progress = BatchProgress.TAKEN
+            failed, poisonous = self._retries.after_loss(batch, progress)
             lost = Lost(failed + lost.failed, poisonous + lost.poisonous)
         return lost
 

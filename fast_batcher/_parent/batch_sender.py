@@ -16,7 +16,7 @@ from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
+from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandPickle, OutOfBandPickler
 from fast_batcher.errors import (
     BatcherError,
     RequestTooLargeError,
@@ -63,7 +63,7 @@ class BatchSender:
         self._events = events
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
-        self._pickler = PartsPickler(settings.shared_memory_threshold, makes_writable=True)
+        self._pickler = OutOfBandPickler(settings.shared_memory_threshold, makes_writable=True)
 
     def add_worker(self, link: WorkerLink) -> None:
         """Add a worker that is ready."""
@@ -106,12 +106,12 @@ class BatchSender:
         for request in batch.requests:
             if request.staged is not None:  # staged inputs are used only if all inputs are staged
                 request.staged.release()
-        pickled: list[bytes] | Parts | None
+        pickled: list[bytes] | OutOfBandPickle | None
         try:
             pickled = self._pickler.pickle(values, self._shared_inputs.is_available)
         except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
             pickled = None
-        if isinstance(pickled, Parts):
+        if isinstance(pickled, OutOfBandPickle):
             self.arena.enable()
             # The limit of a single output: a model may return its input.
             fits = codec.fits(pickled.size, self._max_frame_bytes)

@@ -17,8 +17,8 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from fast_batcher._fork import at_fork
-from fast_batcher._parent.heap import keep_freed_memory
 from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._shared_memory.heap import keep_freed_memory
 from fast_batcher._shared_memory.layouts import (
     Key,
     Layout,
@@ -28,7 +28,7 @@ from fast_batcher._shared_memory.layouts import (
     is_plain_dtype,
     view_bytes,
 )
-from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
+from fast_batcher._shared_memory.slabs import Section, Slab, Slabs
 from fast_batcher.settings import Settings
 
 # Bytes from which on an input is staged. A smaller lone request is sent 10 to 20 us faster through
@@ -176,22 +176,24 @@ class InputArena:
         # Another thread may have resized it since it was probed.
         if view is None or view.nbytes != size:
             return None
-        place = self._place(slabs, key, size)
-        if place is None:
+        found_room = self._find_room(slabs, key, size)
+        if found_room is None:
             return None
-        part, layout = place
-        staged = StagedInput(part.slab, part.start, part.start + size, layout)
-        cost = size + (staged.end - part.fresh_from) * (FRESH_COST - 1)
+        section, layout = found_room
+        staged = StagedInput(section.slab, section.start, section.start + size, layout)
+        cost = size + (staged.end - section.fresh_from) * (FRESH_COST - 1)
         if size > MOST_AT_ONCE or self._copied + cost > MOST_PER_TURN:
-            # The part keeps the slab, even if the request leaves.
-            copy = functools.partial(_copy_staged, slabs, part, view, staged)
-            self._memory.run_in_thread(copy, functools.partial(self._finish, slabs, part, staged))
+            # The section keeps the slab, even if the request leaves.
+            copy = functools.partial(_copy_staged, slabs, section, view, staged)
+            self._memory.run_in_thread(
+                copy, functools.partial(self._finish, slabs, section, staged)
+            )
             return staged
         self._copied += cost
         try:
-            slabs.write(part, ((0, view),), releases_gil=False)
+            slabs.write(section, ((0, view),), releases_gil=False)
         except OSError as error:
-            slabs.mark_uncommitted(part)
+            slabs.mark_uncommitted(section)
             self._warn(error)
             return None
         staged.state = CopyState.COPIED
@@ -213,25 +215,25 @@ class InputArena:
         is_fit = self._least <= size <= self._most and shape and is_plain_dtype(dtype)
         if not is_fit or not isinstance(slabs, Slabs):
             return None
-        place = self._place(slabs, (False, dtype, shape, True), size)
-        if place is None:
+        found_room = self._find_room(slabs, (False, dtype, shape, True), size)
+        if found_room is None:
             return None
-        part, _ = place
-        start, end = part.start, part.start + size
-        cost = (end - part.fresh_from) * FRESH_COST
+        section, _ = found_room
+        start, end = section.start, section.start + size
+        cost = (end - section.fresh_from) * FRESH_COST
         if self._copied + cost > MOST_PER_TURN:
-            slabs.mark_uncommitted(part)
+            slabs.mark_uncommitted(section)
             return None
         self._copied += cost
         try:
-            view = slabs.lend(part)
+            view = slabs.lend(section)
         except OSError as error:
-            slabs.mark_uncommitted(part)
+            slabs.mark_uncommitted(section)
             self._warn(error)
             return None
         entries = self._allocated
         watch = weakref.ref(view.obj, lambda _: entries.pop(start, None))
-        entries[start] = _Allocated(part.slab, end, watch)
+        entries[start] = _Allocated(section.slab, end, watch)
         return numpy.frombuffer(view, dtype).reshape(shape)
 
     def pin_for_fork(self) -> None:
@@ -246,8 +248,8 @@ class InputArena:
         if keys and isinstance(slabs, Slabs):
             self._close(slabs, keys[0])
 
-    def _place(self, slabs: Slabs, key: Key, size: int) -> tuple[Part, bytes] | None:
-        """Find a place for one more input, in an open slab or a new one; with its layout."""
+    def _find_room(self, slabs: Slabs, key: Key, size: int) -> tuple[Section, bytes] | None:
+        """Find room for one more input, in an open slab or a new one; with its layout."""
         opened = self._open.get(key) or self._open_slab(slabs, key, size)
         if opened is None:
             return None
@@ -257,7 +259,7 @@ class InputArena:
             self._close(slabs, key)
         elif len(self._open) > 1:
             self._open[key] = self._open.pop(key)
-        return slabs.part(opened.slab, start, size), opened.packed
+        return slabs.section(opened.slab, start, size), opened.packed
 
     def _open_slab(self, slabs: Slabs, key: Key, size: int) -> _OpenSlab | None:
         length = size * max(1, min(self.batch_size, int(slabs.size * MOST_OF_ONE) // size))
@@ -279,11 +281,11 @@ class InputArena:
         slabs.shrink(closed.slab, closed.next - closed.slab.start)
 
     def _finish(
-        self, slabs: Slabs, part: Part, staged: StagedInput, error: BaseException | None
+        self, slabs: Slabs, section: Section, staged: StagedInput, error: BaseException | None
     ) -> None:
         """Record the outcome of a copy on the copier thread. Loop's thread."""
         if error is not None:
-            slabs.mark_uncommitted(part)
+            slabs.mark_uncommitted(section)
             if staged.is_wanted and not slabs.is_closed:
                 self._warn(error)
         staged.finish(CopyState.COPIED if error is None else CopyState.FAILED)
@@ -295,8 +297,8 @@ def _pack(layout: Layout) -> bytes:
     return pickle.dumps(layout, pickle.HIGHEST_PROTOCOL)
 
 
-def _copy_staged(slabs: Slabs, part: Part, view: memoryview, staged: StagedInput) -> None:
+def _copy_staged(slabs: Slabs, section: Section, view: memoryview, staged: StagedInput) -> None:
     """Copy an input on the copier thread."""
     if not staged.is_wanted:
         raise OSError("the request has left")
-    slabs.write(part, ((0, view),), releases_gil=True)
+    slabs.write(section, ((0, view),), releases_gil=True)

@@ -99,12 +99,7 @@ class Pool:
         self.live = LiveWorkers()
         self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
         self._starter = Starter(
-            self._thread,
-            settings.start_timeout,
-            self.live,
-            self.start_failed,
-            self._log,
-            model_spec.name,
+            self._thread, settings.start_timeout, self.live, self.start_failed, self._log
         )
         # Workers by id, from READY to their death.
         self._serving: dict[int, WorkerHandle] = {}

@@ -2,8 +2,8 @@
 
 A batch whose inputs are all staged is one frame with their locations, sent as soon as they are
 copied. Any other large batch is copied here: up to `MOST_AT_ONCE` bytes by the loop, more by the
-copier thread. A frame that is not ready keeps its place among the frames of its worker. If there is
-no room or no memory, the batch goes through the pipe, and one warning is logged.
+copier thread. A frame that is not ready keeps its position among the frames of its worker. If there
+is no room or no memory, the batch goes through the pipe, and one warning is logged.
 
 Slabs are leased to a worker, batch by batch. A lease ends when the worker reports that no view of
 the batch is left, or when the worker is dead.
@@ -18,11 +18,11 @@ from fast_batcher._core.messages import Batch
 from fast_batcher._parent.input_arena import MOST_AT_ONCE, CopyState, InputArena, StagedInput
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.worker import WorkerLink
-from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
+from fast_batcher._shared_memory.slabs import Section, Slab, Slabs
 from fast_batcher._transport.codec import dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.loop_channel import Reservation
-from fast_batcher._transport.pickler import Parts
+from fast_batcher._transport.pickler import OutOfBandPickle
 from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
@@ -116,38 +116,38 @@ class SharedInputSender:
             staged.release()
         return True
 
-    def send(self, batch: Batch, parts: Parts, link: WorkerLink) -> bool:
+    def send(self, batch: Batch, pickled: OutOfBandPickle, link: WorkerLink) -> bool:
         """Send a batch; if there is no room for it, return False and do nothing.
 
         Call it only if `is_available` returned True.
 
         Args:
             batch: The batch.
-            parts: Its pickled inputs, which are released when they have been copied.
+            pickled: Its pickled inputs, which are released when they have been copied.
             link: Its worker.
         """
         slabs = self._memory.slabs
         assert isinstance(slabs, Slabs), "the caller has asked"
-        whole = slabs.take(parts.size)
+        whole = slabs.take(pickled.size)
         if whole is None:
-            self._warn(self._describe_no_room(slabs, parts.size))
+            self._warn(self._describe_no_room(slabs, pickled.size))
             return False
-        named = dumps((whole.start, whole.length, parts.sizes, parts.items))
+        named = dumps((whole.start, whole.length, pickled.sizes, pickled.items))
         frame = (Kind.SHARED_INPUTS, batch.id, named)
-        if parts.size > MOST_AT_ONCE:
+        if pickled.size > MOST_AT_ONCE:
             fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
             self._memory.run_in_thread(
-                functools.partial(_write_parts, slabs, whole, parts),
+                functools.partial(_write_pickle, slabs, whole, pickled),
                 functools.partial(self._finish, slabs, whole, fill),
             )
         else:
             try:
-                slabs.write(whole, parts, releases_gil=False)
+                slabs.write(whole, pickled, releases_gil=False)
             except OSError as error:
                 slabs.mark_uncommitted(whole)
                 self._warn(error)
                 return False
-            parts.release()
+            pickled.release()
             link.send(*frame)
         self._leases[link.id][batch.id] = [whole.slab]
         return True
@@ -163,7 +163,9 @@ class SharedInputSender:
             for batch_id in batch_ids:
                 del leases[batch_id]
 
-    def _finish(self, slabs: Slabs, whole: Part, fill: Fill, error: BaseException | None) -> None:
+    def _finish(
+        self, slabs: Slabs, whole: Section, fill: Fill, error: BaseException | None
+    ) -> None:
         """Send a batch after its copy on the copier thread. Loop's thread."""
         if error is not None:
             slabs.mark_uncommitted(whole)
@@ -178,7 +180,7 @@ class SharedInputSender:
         frame: tuple[Kind, int, bytes],
         has_failed: bool,
     ) -> None:
-        """Send a batch in its reserved place; through the pipe if a copy has failed."""
+        """Send a batch at its reserved position; through the pipe if a copy has failed."""
         if link.id not in self._leases:  # the worker has died, and its leases have ended
             return
         frames = [frame]
@@ -237,10 +239,10 @@ def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:
     return runs
 
 
-def _write_parts(slabs: Slabs, whole: Part, parts: Parts) -> None:
+def _write_pickle(slabs: Slabs, whole: Section, pickled: OutOfBandPickle) -> None:
     """Copy a batch on the copier thread."""
     try:
-        slabs.write(whole, parts, releases_gil=True)
+        slabs.write(whole, pickled, releases_gil=True)
     finally:
         # Released here, not with the last reference, because the inputs are locked until then.
-        parts.release()
+        pickled.release()

@@ -25,7 +25,6 @@ class Starter:
         live: The live workers of the pool; started workers are added.
         start_failed: Called with a worker that could not be started, or did not load in time.
         log: Notes the workers that were started.
-        model_name: The model's name, for errors.
     """
 
     def __init__(
@@ -35,14 +34,12 @@ class Starter:
         live: LiveWorkers,
         start_failed: Callable[[WorkerHandle, WorkerStartupError], None],
         log: WorkerLog,
-        model_name: str,
     ) -> None:
         self._thread = thread
         self._timeout = timeout
         self._live = live
         self._start_failed = start_failed
         self._log = log
-        self._model_name = model_name
 
     def start(self, worker: WorkerHandle) -> None:
         """Start a worker, which reports its readiness to the pool."""
@@ -82,7 +79,7 @@ class Starter:
         if worker.state is not WorkerState.LOADING:
             return
         error = WorkerStartupError(
-            f"worker {worker.index} did not load {self._model_name} within start_timeout="
+            f"worker {worker.index} did not load its model within start_timeout="
             f"{self._timeout} seconds and was ended; raise start_timeout if the model needs longer"
         )
         self._start_failed(worker, error)

@@ -72,10 +72,10 @@ class WorkerLink(Protocol):
         """Send a frame without waiting; a frame to a dead worker is dropped."""
 
     def reserve(self) -> Reservation:
-        """Reserve a place in the order of frames, for frames that are not ready yet."""
+        """Reserve a position in the order of frames, for frames that are not ready yet."""
 
     def fill(self, reservation: Reservation, frames: Frames, /) -> None:
-        """Send frames in the place that was reserved for them."""
+        """Send frames at the position that was reserved for them."""
 
 
 class WorkerHandle(WorkerLink, Protocol):

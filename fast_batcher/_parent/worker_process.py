@@ -43,7 +43,7 @@ _context = multiprocessing.get_context("spawn")
 _LOADING, _READY, _ENDING = WorkerState.LOADING, WorkerState.READY, WorkerState.ENDING
 
 
-class _Parts(NamedTuple):
+class _LiveProcess(NamedTuple):
     """Resources of a live process."""
 
     child: ChildProcess
@@ -100,7 +100,7 @@ class WorkerProcess:
         self.outbox: OutboxReader | None = None
         # None before `spawn` and after `reap`. Setting it to None breaks the reference cycle with
         # the channel, whose buffer would otherwise live until the next garbage collection.
-        self._parts: _Parts | None = None
+        self._live: _LiveProcess | None = None
 
     @property
     def title(self) -> str:
@@ -154,48 +154,48 @@ class WorkerProcess:
             self.outbox = outbox
         self.pid = child.pid
         # Last: from now on `is_alive` is True for the loop's thread.
-        self._parts = _Parts(child, channel, progress)
+        self._live = _LiveProcess(child, channel, progress)
 
     def attach(self, loop: AbstractEventLoop) -> None:
         """Watch the worker from this event loop; the previous loop, if any, is closed."""
-        assert self._parts is not None, "attached while it is alive"
+        assert self._live is not None, "attached while it is alive"
         self._loop = loop
-        self._parts.channel.attach(loop)
+        self._live.channel.attach(loop)
         if not self.is_attached:
             self.is_attached = True
             self.send(Kind.LOAD, 0, self._model_spec.pickled)
-        Context().run(loop.add_reader, self._parts.child.death_fd, self._died)
+        Context().run(loop.add_reader, self._live.child.death_fd, self._died)
 
     @property
     def is_alive(self) -> bool:
         """Whether the process was started and has not been reaped."""
-        return self._parts is not None
+        return self._live is not None
 
     # Frames to the worker.
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         """Send a frame without waiting; a frame to a dead worker is dropped."""
-        if self._parts is not None:
-            self._parts.channel.send(kind, batch_id, body)
+        if self._live is not None:
+            self._live.channel.send(kind, batch_id, body)
 
     def reserve(self) -> Reservation:
-        """Reserve a place in the order of frames, for frames that are not ready yet."""
-        return Reservation() if self._parts is None else self._parts.channel.reserve()
+        """Reserve a position in the order of frames, for frames that are not ready yet."""
+        return Reservation() if self._live is None else self._live.channel.reserve()
 
     def fill(self, reservation: Reservation, frames: Frames) -> None:
-        """Send frames in the place that was reserved for them."""
-        if self._parts is not None:
-            self._parts.channel.fill(reservation, frames)
+        """Send frames at the position that was reserved for them."""
+        if self._live is not None:
+            self._live.channel.fill(reservation, frames)
 
     def is_sending(self) -> bool:
         """Return whether delayed frames were sent since the last call, or are not ready yet."""
-        return self._parts is not None and self._parts.channel.is_sending()
+        return self._live is not None and self._live.channel.is_sending()
 
     # Frames from the worker.
 
     def read_all(self) -> bool:
         """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
-        return self._parts is not None and self._parts.channel.drain()
+        return self._live is not None and self._live.channel.drain()
 
     def _dispatch(self, frame: Frame) -> None:
         """Handle a frame according to the state: see `WorkerState`."""
@@ -223,7 +223,7 @@ class WorkerProcess:
 
     def read_begun(self) -> int | None:
         """Return the id of the batch that the worker began last, None without any."""
-        return None if self._parts is None else self._parts.progress.begun
+        return None if self._live is None else self._live.progress.begun
 
     @property
     def rss_bytes(self) -> int:
@@ -254,8 +254,8 @@ class WorkerProcess:
     def disconnect(self) -> None:
         """Close the pipes: the worker ends after its current batch."""
         self.ignore()
-        if self._parts is not None:
-            self._parts.channel.close()
+        if self._live is not None:
+            self._live.channel.close()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the worker, if alive, and to the processes that its model has started.
@@ -263,13 +263,13 @@ class WorkerProcess:
         These are found first: once the worker is dead, its descendants cannot be identified. A
         worker ignores every SIGTERM except one sent by this method.
         """
-        parts = self._parts
-        if parts is not None:
+        live = self._live
+        if live is not None:
             if number == signal.SIGTERM:
-                parts.progress.let_sigterm_end()
-            with opened_descendants(parts.child.pid) as pidfds:
+                live.progress.let_sigterm_end()
+            with opened_descendants(live.child.pid) as pidfds:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(parts.child.pid, number)
+                    os.kill(live.child.pid, number)
                 send_signal(pidfds, number)
 
     def kill(self) -> None:
@@ -288,14 +288,14 @@ class WorkerProcess:
     @property
     def death_fd(self) -> int:
         """Descriptor that is readable once the worker is dead; -1 after `reap`."""
-        return -1 if self._parts is None else self._parts.child.death_fd
+        return -1 if self._live is None else self._live.child.death_fd
 
     def reap(self) -> Exit | None:
         """Release the resources of the dead worker; None if that was done before."""
-        if self._parts is None:
+        if self._live is None:
             return None
-        child, channel, progress = self._parts
-        self._parts = None
+        child, channel, progress = self._live
+        self._live = None
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(child.death_fd)
         exit_code = child.take_exit_code()

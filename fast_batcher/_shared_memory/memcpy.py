@@ -56,14 +56,9 @@ def copy_buffer(target: int, piece: bytes | memoryview) -> None:
         _release_buffer(buffer)
 
 
-def make_unset(kind: type[bytes] | type[bytearray], size: int) -> Any:
-    """Make an object of `size` uninitialized bytes."""
-    return _makers[kind](None, size)
-
-
 def copy_releasing(kind: type[bytes] | type[bytearray], piece: memoryview) -> Any:
     """Copy bytes to a new object, without the GIL, which the type's constructor would hold."""
-    copy, target = make_unset(kind, len(piece)), _Buffer()
+    copy, target = _makers[kind](None, len(piece)), _Buffer()  # uninitialized bytes
     _get_buffer(copy, target, _SIMPLE)
     try:
         copy_buffer(target.address, piece)

@@ -14,11 +14,12 @@ from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._fork import at_fork
-from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing, make_unset
+from fast_batcher._shared_memory.heap import keep_freed_memory
+from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing
 from fast_batcher._shared_memory.outbox_writer import FREE, HEADER_SIZE, OutboxWriter
 from fast_batcher._shared_memory.ranges import lay_out
 from fast_batcher._transport.memory_file import make_shared_file, map_file, open_passed
-from fast_batcher._transport.pickler import load_items, view_parts
+from fast_batcher._transport.pickler import load_items, view_pickle
 from fast_batcher.errors import TransportError
 
 if TYPE_CHECKING:
@@ -59,14 +60,16 @@ class OutboxReader:
 
         Args:
             start: Start of the answer, as `OutboxWriter.put` returned it.
-            sizes: Bytes of each of its parts.
+            sizes: Bytes of its stream, and of each buffer.
             read_only: The numbers of its read-only buffers.
-            items: The parts that belong to each output; see `Parts.items`.
+            items: The bytes and buffers of each output; see `OutOfBandPickle.items`.
 
         Raises:
             TransportError: The numbers do not describe an answer in this memory.
         """
-        self.is_used = True
+        if not self.is_used:
+            self.is_used = True
+            keep_freed_memory()
         numbers = (start, *sizes, *chain.from_iterable(items))
         if self._view is not None and all(type(one) is int and one >= 0 for one in numbers):
             _, length = lay_out(sizes)
@@ -101,9 +104,9 @@ class Answer:
 
     Args:
         slab: The memory of the outputs, with the header before them.
-        sizes: The bytes of each part.
+        sizes: Bytes of their stream, and of each buffer.
         read_only: Numbers of the buffers that become `bytes`; the others become `bytearray`.
-        items: The parts that belong to each output.
+        items: The bytes and buffers of each output; see `OutOfBandPickle.items`.
     """
 
     def __init__(
@@ -116,11 +119,11 @@ class Answer:
         self._slab = slab
         self._read_only = read_only
         self._items = items
-        self._stream, self._parts = view_parts(slab[HEADER_SIZE:], sizes)
-        # Bytes of all parts.
+        self._stream, self._buffers = view_pickle(slab[HEADER_SIZE:], sizes)
+        # Bytes of the stream and all buffers.
         self.size = sum(sizes)
-        # Copies of the first parts. Each has its own memory: an app that keeps one output does not
-        # keep the others.
+        # Copies of the first buffers. Each has its own memory: an app that keeps one output does
+        # not keep the others.
         self._copies: list[bytes | bytearray] = []
 
     def copy(self, *, releases_gil: bool) -> None:
@@ -132,16 +135,14 @@ class Answer:
         Raises:
             MemoryError: There is no memory left; `load` tries again.
         """
-        if not self._copies:
-            _grow_heap(self.size)
-        for index in range(len(self._copies), len(self._parts)):
-            part = self._parts[index]
+        for index in range(len(self._copies), len(self._buffers)):
+            buffer = self._buffers[index]
             kind = bytes if index in self._read_only else bytearray
-            is_long = releases_gil and len(part) >= RELEASING_SIZE
-            self._copies.append(copy_releasing(kind, part) if is_long else kind(part))
+            is_long = releases_gil and len(buffer) >= RELEASING_SIZE
+            self._copies.append(copy_releasing(kind, buffer) if is_long else kind(buffer))
 
     def load(self, on_error: "Callable[[BaseException], Any]") -> list[Any]:
-        """Unpickle the outputs, and free their place in the outbox.
+        """Unpickle the outputs, and free their memory in the outbox.
 
         Args:
             on_error: Returns the substitute for an output that cannot be unpickled.
@@ -153,21 +154,7 @@ class Answer:
             self.release()
 
     def release(self) -> None:
-        """Free the place in the outbox; the outputs are lost unless they have been loaded."""
+        """Free the memory in the outbox; the outputs are lost unless they have been loaded."""
         self._slab[0] = FREE
         self._slab = self._stream = memoryview(b"")
-        self._parts, self._copies = [], []
-
-
-# The C library raises its threshold up to 32 MiB; some of a block is for the library itself.
-_MOST_GROWTH = 31 * 1024 * 1024
-
-
-def _grow_heap(size: int) -> None:
-    """Allocate `size` bytes in one block, and free them at once.
-
-    From then on glibc keeps freed blocks of up to this size. Without this call it would return each
-    large block to the system, and get fresh pages for the next, which takes several times as long
-    as the copy.
-    """
-    make_unset(bytearray, min(size, _MOST_GROWTH))
+        self._buffers, self._copies = [], []

@@ -14,7 +14,7 @@ from fast_batcher._shared_memory.ranges import ALIGNMENT, PAGE, Ranges
 from fast_batcher._transport.memory_file import map_file, punch
 
 if TYPE_CHECKING:
-    from fast_batcher._transport.pickler import Parts
+    from fast_batcher._transport.pickler import OutOfBandPickle
 
 # Values of the byte before an answer, and the size of the header that holds it, which keeps the
 # answer aligned.
@@ -58,22 +58,22 @@ class OutboxWriter:
         # Otherwise a child that the model forks would keep the memory as long as it lives.
         at_fork(self, in_child=OutboxWriter.close)
 
-    def put(self, parts: "Parts") -> int | None:
+    def put(self, pickled: "OutOfBandPickle") -> int | None:
         """Write an answer; return its start, or None if there is no room for it.
 
         Raises:
             OSError: There is no memory left.
         """
         self._free_copied()
-        start = self._ranges.take(HEADER_SIZE + parts.size)
+        start = self._ranges.take(HEADER_SIZE + pickled.size)
         if start is None:
             return None
         try:
-            self._get_memory(start + HEADER_SIZE + parts.size)
+            self._get_memory(start + HEADER_SIZE + pickled.size)
         except OSError:
             self._ranges.give_back(start)
             raise
-        for offset, piece in parts:
+        for offset, piece in pickled:
             self._write_piece(start + HEADER_SIZE + offset, piece)
         self._memory[start] = TAKEN
         self._starts.append(start)

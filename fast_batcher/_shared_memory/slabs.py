@@ -55,8 +55,8 @@ class Slab:
             self._ended.append(self.start)
 
 
-class Part(NamedTuple):
-    """A part of a slab, or a whole slab, to be written."""
+class Section(NamedTuple):
+    """Section of a slab, or a whole slab, to be written."""
 
     slab: Slab
     # In bytes, from the beginning of the memory.
@@ -113,13 +113,13 @@ class Slabs:
         self._free_ended()
         return self._ranges.taken_bytes
 
-    def take(self, length: int) -> Part | None:
+    def take(self, length: int) -> Section | None:
         """Take a slab of at least `length` bytes, to be written whole; None if there is no room."""
         slab = self.reserve(length)
-        return None if slab is None else self.part(slab, slab.start, round_up(length))
+        return None if slab is None else self.section(slab, slab.start, round_up(length))
 
     def reserve(self, length: int) -> Slab | None:
-        """Take a slab, to be written part by part; None if there is no room."""
+        """Take a slab, to be written section by section; None if there is no room."""
         self._free_ended()
         start = None if self.is_closed else self._ranges.take(length)
         if start is None:
@@ -127,14 +127,14 @@ class Slabs:
         self._used_end = max(self._used_end, start + round_up(length))
         return Slab(start, self._ended)
 
-    def part(self, slab: Slab, start: int, length: int) -> Part:
-        """Return a part of a slab; the caller must write it, or call `mark_uncommitted`."""
+    def section(self, slab: Slab, start: int, length: int) -> Section:
+        """Return a section of a slab; the caller must write it, or call `mark_uncommitted`."""
         end = start + length
-        part = Part(slab, start, length, min(end, max(start, self._committed_end)))
+        section = Section(slab, start, length, min(end, max(start, self._committed_end)))
         if start <= self._committed_end:
             # The system provides whole pages.
             self._committed_end = max(self._committed_end, -(-end // PAGE) * PAGE)
-        return part
+        return section
 
     def shrink(self, slab: Slab, length: int) -> None:
         """Free the part of a slab beyond `length` bytes, which is at least 1."""
@@ -142,13 +142,17 @@ class Slabs:
             self._ranges.shrink(slab.start, length)
 
     def write(
-        self, part: Part, pieces: Iterable[tuple[int, bytes | memoryview]], *, releases_gil: bool
+        self,
+        section: Section,
+        pieces: Iterable[tuple[int, bytes | memoryview]],
+        *,
+        releases_gil: bool,
     ) -> None:
-        """Copy buffers into a part of a slab. Any thread.
+        """Copy buffers into a section of a slab. Any thread.
 
         Args:
-            part: The part; no other thread may write it meanwhile.
-            pieces: The offset of each piece in the part, and its contiguous bytes.
+            section: The section; no other thread may write it meanwhile.
+            pieces: The offset of each piece in the section, and its contiguous bytes.
             releases_gil: Release the GIL during large copies; costs 2 us per large piece.
 
         Raises:
@@ -156,12 +160,12 @@ class Slabs:
                 volatile piece was freed meanwhile.
         """
         with self._in_use():
-            self._get_memory(part)
+            self._get_memory(section)
             for offset, piece in pieces:
-                self._write_piece(part.start + offset, piece, releases_gil=releases_gil)
+                self._write_piece(section.start + offset, piece, releases_gil=releases_gil)
 
-    def lend(self, part: Part) -> memoryview:
-        """Return a view of a part of a slab for the app to write; it does not keep the slab.
+    def lend(self, section: Section) -> memoryview:
+        """Return a view of a section of a slab for the app to write; it does not keep the slab.
 
         The view's `obj` lives as long as any view that was made from it.
 
@@ -169,40 +173,40 @@ class Slabs:
             OSError: There is no memory left, or the slabs have been closed.
         """
         with self._in_use():
-            self._get_memory(part)
-            owner = (ctypes.c_ubyte * part.length).from_buffer(self._memory, part.start)
+            self._get_memory(section)
+            owner = (ctypes.c_ubyte * section.length).from_buffer(self._memory, section.start)
             return pickle.PickleBuffer(owner).raw()
 
     def offset_of(self, address: int) -> int:
         """Return an address as an offset in the memory; outside of 0 to `size` if elsewhere."""
         return address - self._address
 
-    def mark_uncommitted(self, part: Part) -> None:
-        """Note that a part may have no memory: it could not be written, or was punched."""
-        self._committed_end = min(self._committed_end, part.fresh_from)
-        if self._used_end == part.start + part.length:
-            self._used_end = part.fresh_from
+    def mark_uncommitted(self, section: Section) -> None:
+        """Note that a section may have no memory: it could not be written, or was punched."""
+        self._committed_end = min(self._committed_end, section.fresh_from)
+        if self._used_end == section.start + section.length:
+            self._used_end = section.fresh_from
 
-    def take_unused(self) -> Part | None:
+    def take_unused(self) -> Section | None:
         """Take the memory at the end that was not used since the last call, None without any.
 
-        The caller must pass the part to `punch`, and then to `mark_uncommitted`.
+        The caller must pass the section to `punch`, and then to `mark_uncommitted`.
         """
         self._free_ended()
         begin, end = self._ranges.forget_peak(), self._used_end
         if self.is_closed or begin >= end:
             return None
         self._ranges.take_part(begin, end)
-        return Part(Slab(begin, self._ended), begin, end - begin, begin)
+        return Section(Slab(begin, self._ended), begin, end - begin, begin)
 
-    def punch(self, part: Part) -> None:
-        """Return the memory of a part of a slab to the system. Any thread.
+    def punch(self, section: Section) -> None:
+        """Return the memory of a section of a slab to the system. Any thread.
 
         Raises:
             OSError: The system cannot take it back, or the slabs have been closed.
         """
         with self._in_use():
-            punch(self._fd, part.start, part.length)
+            punch(self._fd, section.start, section.length)
 
     def close(self) -> None:
         """Unmap all memory as soon as no thread writes it; may be called again.
@@ -222,12 +226,12 @@ class Slabs:
         while self._ended:
             self._ranges.give_back(self._ended.popleft())
 
-    def _get_memory(self, part: Part) -> None:
-        """Let the system provide the memory of a part: writing without it is a fatal signal."""
-        end = part.start + part.length
-        if part.fresh_from < end:
-            # With the page before: allocation may have failed for a part that ends in it.
-            begin = max(part.start, part.fresh_from - PAGE)
+    def _get_memory(self, section: Section) -> None:
+        """Let the system provide memory for a section: writing without it is a fatal signal."""
+        end = section.start + section.length
+        if section.fresh_from < end:
+            # With the page before: allocation may have failed for a section that ends in it.
+            begin = max(section.start, section.fresh_from - PAGE)
             os.posix_fallocate(self._fd, begin, end - begin)
 
     def _write_piece(self, start: int, piece: bytes | memoryview, *, releases_gil: bool) -> None:

@@ -22,7 +22,7 @@ Frames = Iterable[tuple[Kind, int, bytes]]
 
 
 class Reservation:
-    """Place in the order of sent frames, for frames that are not ready yet."""
+    """Position in the order of sent frames, for frames that are not ready yet."""
 
     __slots__ = ("frames",)
 
@@ -96,7 +96,7 @@ class LoopChannel:
             self._backlog.append(memoryview(body))
 
     def reserve(self) -> Reservation:
-        """Reserve a place for frames that are not ready yet; later frames wait behind it.
+        """Reserve a position for frames that are not ready yet; later frames wait behind it.
 
         The caller must pass the reservation to `fill`.
         """
@@ -106,7 +106,7 @@ class LoopChannel:
         return reservation
 
     def fill(self, reservation: Reservation, frames: Frames) -> None:
-        """Send zero or more frames in the place that was reserved for them."""
+        """Send zero or more frames at the position that was reserved for them."""
         reservation.frames = frames
         # The backlog is empty if the worker is dead and the channel has not noticed its end.
         if self._is_over or not self._backlog or self._backlog[0] is not reservation:

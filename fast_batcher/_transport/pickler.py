@@ -32,8 +32,8 @@ LEAST_BUFFER = 4 * 1024
 LEAST_SHARED = READ_SIZE
 
 
-class Parts:
-    """Pickled values in pieces.
+class OutOfBandPickle:
+    """Pickled values with out-of-band buffers, all in pieces.
 
     Args:
         stream: The pickles, one behind the other.
@@ -111,8 +111,8 @@ def _load_item(
         return outcome
 
 
-def view_parts(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[memoryview]]:
-    """Return the stream and the buffers that lie in this view; see `Parts.sizes`."""
+def view_pickle(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[memoryview]]:
+    """Return the stream and the buffers that lie in this view; see `OutOfBandPickle.sizes`."""
     offsets, _ = lay_out(sizes)
     stream, *buffers = (
         view[begin : begin + size] for begin, size in zip(offsets, sizes, strict=True)
@@ -120,7 +120,7 @@ def view_parts(view: memoryview, sizes: list[int]) -> tuple[memoryview, list[mem
     return stream, buffers
 
 
-class PartsPickler:
+class OutOfBandPickler:
     """Pickles the values of batches; for one thread.
 
     Args:
@@ -138,16 +138,16 @@ class PartsPickler:
 
     def pickle(
         self, values: "Sequence[Any]", may_share: "Callable[[], bool]"
-    ) -> "list[bytes] | Parts":
+    ) -> "list[bytes] | OutOfBandPickle":
         """Pickle values one after the other, each for itself.
 
         Args:
             values: The values of one batch.
-            may_share: Returns whether there is shared memory for parts. Called for large batches
+            may_share: Returns whether there is shared memory for buffers. Called for large batches
                 until it has returned True.
 
         Returns:
-            A pickle per value, or parts if the values are large and may be shared.
+            A pickle per value, or an `OutOfBandPickle` if the values are large and may be shared.
 
         Raises:
             BufferError: A value was resized meanwhile.
@@ -229,8 +229,8 @@ class _Pickled:
         self._buffers.append(raw)
         return False
 
-    def take(self) -> "list[bytes] | Parts":
-        """Return a pickle per value, or parts if they are worth sharing.
+    def take(self) -> "list[bytes] | OutOfBandPickle":
+        """Return a pickle per value, or an `OutOfBandPickle` if they are worth sharing.
 
         Raises:
             BufferError: A value was resized meanwhile.
@@ -244,7 +244,7 @@ class _Pickled:
             items.append((sum(map(len, values[-1])), count - used))
             begin, used = end, count
         if self._buffers or sum(map(len, stream)) >= LEAST_SHARED:
-            return Parts(stream, self._buffers, items)
+            return OutOfBandPickle(stream, self._buffers, items)
         return [b"".join(pieces) for pieces in values]
 
     def unlock(self) -> None:

@@ -66,10 +66,10 @@ class CollatedModel:
                 rows[position] = make_row(value, self._collation)
             except CollationError as error:
                 outcomes[position] = error
-        parts = list(self._divide(rows, outcomes))
-        for positions in parts:
+        calls = list(self._divide(rows, outcomes))
+        for positions in calls:
             computed = self._infer_rows([rows[position] for position in positions])
-            if len(parts) > 1:
+            if len(calls) > 1:
                 # The next call may return its outputs in the same memory.
                 computed = copy.deepcopy(computed)
             for position, outcome in zip(positions, computed, strict=True):

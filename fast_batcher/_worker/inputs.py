@@ -14,7 +14,7 @@ from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind, pack_header
-from fast_batcher._transport.pickler import load_items, view_parts
+from fast_batcher._transport.pickler import load_items, view_pickle
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
@@ -81,7 +81,7 @@ class InputReader:
             start, length, sizes, items = named
             view = memory[start : start + length]
             stacking.lend(_address_of(view), view)
-            stream, buffers = view_parts(view, sizes)
+            stream, buffers = view_pickle(view, sizes)
             return load_items(stream, buffers, items, codec.describe)
         inputs: list[Any] = []
         for packed, start, count in named:

@@ -29,7 +29,7 @@ from fast_batcher._worker.inputs import InputReader
 from fast_batcher._worker.model_loading import load_model
 from fast_batcher._worker.process_setup import end_with_parent, log_to_stderr, set_signals
 from fast_batcher._worker.replies import ReplyEncoder
-from fast_batcher._worker.serving import Server
+from fast_batcher._worker.serving import BatchLoop
 from fast_batcher._worker.warm_up import warm_up
 from fast_batcher.errors import WorkerStartupError
 
@@ -107,7 +107,7 @@ def _load_and_serve(
         channel.send(Kind.READY, body=codec.dumps(times))
         if views is not None:
             views.report_forks(progress)
-        Server(channel, computing, progress, InputReader(views), encoder).serve()
+        BatchLoop(channel, computing, progress, InputReader(views), encoder).run()
     finally:
         _close_model(model)
     return 0

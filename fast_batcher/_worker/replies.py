@@ -13,7 +13,7 @@ from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps
 from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.pickler import LEAST_SHARED, Parts, PartsPickler
+from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandPickle, OutOfBandPickler
 from fast_batcher.errors import InferenceError, forget_frames
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
@@ -37,7 +37,7 @@ class ReplyEncoder:
         # The error that prevented an outbox, if the settings ask for one.
         self._no_outbox = outbox if isinstance(outbox, OSError) else None
         self._max_frame_bytes = max_frame_bytes
-        self._pickler = PartsPickler(
+        self._pickler = OutOfBandPickler(
             self._outbox.least if self._outbox else SHARED_MEMORY_THRESHOLD
         )
         self._has_warned = False
@@ -61,7 +61,7 @@ class ReplyEncoder:
         if failures:
             outputs = [None if at in failures else output for at, output in enumerate(outputs)]
         pickled = self._pickle(outputs)
-        if isinstance(pickled, Parts):
+        if isinstance(pickled, OutOfBandPickle):
             start = self._put(pickled, failures)
             if start is not None:
                 where = (start, pickled.sizes, pickled.find_frozen(), pickled.items)
@@ -74,7 +74,7 @@ class ReplyEncoder:
         if self._outbox is not None:
             self._outbox.rest()
 
-    def _pickle(self, outputs: list[Any]) -> Sequence[bytes | RemoteFailure] | Parts:
+    def _pickle(self, outputs: list[Any]) -> Sequence[bytes | RemoteFailure] | OutOfBandPickle:
         """Pickle outputs for the pipe or, if they are large, for the outbox."""
         try:
             return self._pickler.pickle(outputs, self._has_outbox)
@@ -122,22 +122,22 @@ class ReplyEncoder:
             self._warn(f"{self._no_outbox}")
         return self._outbox is not None
 
-    def _put(self, parts: Parts, failures: dict[int, RemoteFailure]) -> int | None:
+    def _put(self, pickled: OutOfBandPickle, failures: dict[int, RemoteFailure]) -> int | None:
         """Put pickled outputs into the outbox; return their start, or None if there is no room."""
         assert self._outbox is not None, "the caller has asked"
         # The failures go into the frame, next to the location of the outputs.
         most = self._max_frame_bytes
-        if parts.size > most or len(dumps(failures)) > most // 2:
+        if pickled.size > most or len(dumps(failures)) > most // 2:
             return None
         try:
-            start = self._outbox.put(parts)
+            start = self._outbox.put(pickled)
         except OSError as error:
             self._warn(f"{error}")
             return None
         if start is None:
             self._warn(
-                f"{parts.size} bytes find no room, {self._outbox.describe_room()} by answers that "
-                "the app has not copied yet"
+                f"{pickled.size} bytes find no room, {self._outbox.describe_room()} by answers "
+                "that the app has not copied yet"
             )
         return start
 

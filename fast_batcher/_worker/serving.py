@@ -34,8 +34,8 @@ _FATAL_SIGNS = (
 )
 
 
-class Server:
-    """Answers batches with a model until the parent sends STOP.
+class BatchLoop:
+    """Main loop of a worker: answers batches with a model until the parent sends STOP.
 
     Args:
         channel: Channel to the parent.
@@ -60,7 +60,7 @@ class Server:
         self._inputs = inputs
         self._encoder = encoder
 
-    def serve(self) -> None:
+    def run(self) -> None:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error."""
         while True:
             # Batches whose last view the model has dropped since the last answer.

@@ -5,16 +5,18 @@ import pytest
 from hypothesis import given
 from schedules import NOTHING, make, poll_batches, run, settle, submit, told
 
-from fast_batcher._core.messages import Batch, ExpiryReason, Release, Request, Stage
+from fast_batcher._core.messages import Batch, BatchProgress, ExpiryReason, Release, Request
 from fast_batcher._core.retries import ISOLATION_SECONDS, Lost
 from fast_batcher._core.scheduler import Scheduler
 
 # After a death.
 
 
-def lose(scheduler: Scheduler, batch: Batch, stage: Stage = Stage.BEGUN) -> Lost:
-    taken = batch.id if stage is not Stage.SENT else None
-    return scheduler.worker_lost(batch.worker, taken, batch.id if stage is Stage.BEGUN else None)
+def lose(scheduler: Scheduler, batch: Batch, progress: BatchProgress = BatchProgress.BEGUN) -> Lost:
+    taken = batch.id if progress is not BatchProgress.SENT else None
+    return scheduler.worker_lost(
+        batch.worker, taken, batch.id if progress is BatchProgress.BEGUN else None
+    )
 
 
 def test_a_batch_that_was_begun_is_tried_again_one_by_one() -> None:
@@ -30,18 +32,18 @@ def test_a_batch_that_was_begun_is_tried_again_one_by_one() -> None:
     assert second.release is Release.RETRY
 
 
-def lose_again(scheduler: Scheduler, now: float, stage: Stage) -> Lost:
+def lose_again(scheduler: Scheduler, now: float, progress: BatchProgress) -> Lost:
     """A new worker gets what waits, and is lost."""
     scheduler.worker_ready(now, int(now))
     (batch,) = poll_batches(scheduler, now)
-    return lose(scheduler, batch, stage)
+    return lose(scheduler, batch, progress)
 
 
 def test_a_request_is_poisonous_at_its_second_death() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0)
     assert lose(scheduler, batch) == NOTHING
-    assert lose_again(scheduler, 1.0, Stage.BEGUN) == Lost([], batch.requests)
+    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == Lost([], batch.requests)
     assert batch.requests[0].is_settled
     assert scheduler.waiting == 0
 
@@ -49,17 +51,17 @@ def test_a_request_is_poisonous_at_its_second_death() -> None:
 def test_a_request_that_is_never_begun_is_poisonous_at_the_third_loss() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0)
-    assert lose(scheduler, batch, Stage.TAKEN) == NOTHING
-    assert lose_again(scheduler, 1.0, Stage.BEGUN) == NOTHING
-    assert lose_again(scheduler, 2.0, Stage.TAKEN) == Lost([], batch.requests)
+    assert lose(scheduler, batch, BatchProgress.TAKEN) == NOTHING
+    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == NOTHING
+    assert lose_again(scheduler, 2.0, BatchProgress.TAKEN) == Lost([], batch.requests)
 
 
 def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
     scheduler = make(idempotent=False)
     batch = run(scheduler, 0.0)
-    lose(scheduler, batch, Stage.SENT)
+    lose(scheduler, batch, BatchProgress.SENT)
     for number in range(1, 50):
-        assert lose_again(scheduler, float(number), Stage.SENT) == NOTHING
+        assert lose_again(scheduler, float(number), BatchProgress.SENT) == NOTHING
 
 
 # A model that raises.

@@ -30,6 +30,7 @@ from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
     Action,
     Batch,
+    BatchProgress,
     Dispatch,
     Expire,
     ExpiryReason,
@@ -38,7 +39,6 @@ from fast_batcher._core.messages import (
     Release,
     Replace,
     Request,
-    Stage,
     Stall,
 )
 from fast_batcher._core.ranked_queue import AGED_BATCHES
@@ -333,13 +333,20 @@ class Schedule(RuleBasedStateMachine):
         self.end_turn(is_polled)
 
     @precondition(lambda self: self.workers)
-    @rule(data=st.data(), stage=st.sampled_from(Stage), memory=st.booleans(), is_polled=usually)
-    def worker_lost(self, data: st.DataObject, stage: Stage, memory: bool, is_polled: bool) -> None:
+    @rule(
+        data=st.data(),
+        progress=st.sampled_from(BatchProgress),
+        memory=st.booleans(),
+        is_polled=usually,
+    )
+    def worker_lost(
+        self, data: st.DataObject, progress: BatchProgress, memory: bool, is_polled: bool
+    ) -> None:
         index = data.draw(st.sampled_from(sorted(self.workers)), label="worker")
         worker = self.workers.pop(index)
         first = worker.batches[0].batch if worker.batches else None
-        taken = first.id if first is not None and stage is not Stage.SENT else None
-        begun = taken if stage is Stage.BEGUN else None
+        taken = first.id if first is not None and progress is not BatchProgress.SENT else None
+        begun = taken if progress is BatchProgress.BEGUN else None
         both = [
             scheduler.worker_lost(index, taken, begun, out_of_memory=memory)
             for scheduler in (self.scheduler, self.twin)
@@ -350,8 +357,10 @@ class Schedule(RuleBasedStateMachine):
         given_up: list[list[int]] = [[], []]
         groups: list[tuple[list[int], float]] = []
         for position, one in enumerate(worker.batches):
-            again = self.count_loss(one, stage if position == 0 else Stage.SENT, given_up)
-            is_in_hand = position == 0 and stage is not Stage.SENT
+            again = self.count_loss(
+                one, progress if position == 0 else BatchProgress.SENT, given_up
+            )
+            is_in_hand = position == 0 and progress is not BatchProgress.SENT
             groups += [([i], inf) for i in again] if is_in_hand else [(again, inf)]
         self.groups = [group for group in groups if group[0]] + self.groups
         for lost in both:
@@ -360,13 +369,15 @@ class Schedule(RuleBasedStateMachine):
             self.leave(number, "failed")
         self.end_turn(is_polled)
 
-    def count_loss(self, one: Running, stage: Stage, given_up: list[list[int]]) -> list[int]:
+    def count_loss(
+        self, one: Running, progress: BatchProgress, given_up: list[list[int]]
+    ) -> list[int]:
         """Those of a batch that are tried again; the others are added to the failed, poisonous."""
         again = []
         for number in one.open_ids:
-            self.losses[number] += stage is not Stage.SENT
-            self.deaths[number] += stage is Stage.BEGUN
-            if stage is Stage.BEGUN and not self.options.idempotent:
+            self.losses[number] += progress is not BatchProgress.SENT
+            self.deaths[number] += progress is BatchProgress.BEGUN
+            if progress is BatchProgress.BEGUN and not self.options.idempotent:
                 given_up[0].append(number)
             elif self.deaths[number] == MOST_DEATHS or self.losses[number] == MOST_LOSSES:
                 given_up[1].append(number)

@@ -131,8 +131,8 @@ async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_
         large = call(batcher, 50 * 2**20)
         (handle,) = session_of(batcher).pool.live.remaining()
         assert isinstance(handle, WorkerProcess)
-        assert handle._parts is not None
-        reader = handle._parts.channel._reader
+        assert handle._live is not None
+        reader = handle._live.channel._reader
         # The first part of it has come, and the worker waits for us to take the rest.
         await until(lambda: reader._large is not None)
         os.kill(pids_of(batcher)[0], signal.SIGKILL)

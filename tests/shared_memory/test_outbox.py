@@ -22,7 +22,7 @@ from fast_batcher._shared_memory.outbox_writer import (
 )
 from fast_batcher._shared_memory.ranges import ALIGNMENT
 from fast_batcher._transport.memory_file import open_passed
-from fast_batcher._transport.pickler import Parts, PartsPickler
+from fast_batcher._transport.pickler import OutOfBandPickle, OutOfBandPickler
 from fast_batcher.errors import TransportError
 
 MEBI = 2**20
@@ -46,10 +46,10 @@ def writer(outbox: OutboxReader) -> Iterator[OutboxWriter]:
     writer.close()
 
 
-def parts_of(value: Any) -> Parts:
+def parts_of(value: Any) -> OutOfBandPickle:
     """Those of an answer to one request."""
-    pickled = PartsPickler(LEAST).pickle([value], lambda: True)
-    assert isinstance(pickled, Parts)
+    pickled = OutOfBandPickler(LEAST).pickle([value], lambda: True)
+    assert isinstance(pickled, OutOfBandPickle)
     return pickled
 
 

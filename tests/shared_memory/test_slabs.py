@@ -23,7 +23,7 @@ from waits import LIMIT
 
 from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
 from fast_batcher._shared_memory.ranges import PAGE
-from fast_batcher._shared_memory.slabs import Part, Slab, Slabs
+from fast_batcher._shared_memory.slabs import Section, Slab, Slabs
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport.memory_file import open_passed
 from fast_batcher._transport.progress import WorkerProgress
@@ -51,7 +51,7 @@ def views(slabs: Slabs) -> Iterator[SlabViews]:
     views.close()
 
 
-def taken(slabs: Slabs, length: int) -> Part:
+def taken(slabs: Slabs, length: int) -> Section:
     part = slabs.take(length)
     assert part is not None
     return part
@@ -63,7 +63,7 @@ def reserved(slabs: Slabs, length: int) -> Slab:
     return slab
 
 
-def write(slabs: Slabs, part: Part, data: bytes = b"x") -> None:
+def write(slabs: Slabs, part: Section, data: bytes = b"x") -> None:
     slabs.write(part, [(0, data)], releases_gil=False)
 
 
@@ -128,7 +128,7 @@ def test_memory_that_may_be_freed_is_copied_whole_or_is_an_error(
 @pytest.mark.slow
 def test_the_app_may_write(slabs: Slabs, views: SlabViews) -> None:
     slab = reserved(slabs, MEBI)
-    lent = slabs.lend(slabs.part(slab, slab.start + 64, 5))
+    lent = slabs.lend(slabs.section(slab, slab.start + 64, 5))
     lent[:] = b"hello"
     assert bytes(views.view(BATCH)[slab.start + 64 : slab.start + 69]) == b"hello"
     address = np.frombuffer(lent, np.uint8).__array_interface__["data"][0]
@@ -149,7 +149,7 @@ def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Sl
     slab = reserved(slabs, MEBI)
     assert slab.start == 0
     lengths = [(0, 1000), (1000, 1000), (2000, 2 * PAGE), (2000 + 2 * PAGE, 1000)]
-    parts = [slabs.part(slab, begin, length) for begin, length in lengths]
+    parts = [slabs.section(slab, begin, length) for begin, length in lengths]
     # From there on, or from the end if the pages of other parts are enough.
     assert [part.fresh_from for part in parts] == [0, 2000, PAGE, 3000 + 2 * PAGE]
     assert memory_of(slabs._fd) == 0
@@ -161,8 +161,8 @@ def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Sl
 def test_a_part_that_begins_in_a_page_gets_this_page_as_well(slabs: Slabs) -> None:
     """The part before it may have failed to get it."""
     slab = reserved(slabs, MEBI)
-    slabs.part(slab, slab.start, PAGE + 100)
-    write(slabs, slabs.part(slab, slab.start + PAGE + 100, PAGE))
+    slabs.section(slab, slab.start, PAGE + 100)
+    write(slabs, slabs.section(slab, slab.start + PAGE + 100, PAGE))
     assert memory_of(slabs._fd) == 2 * PAGE
 
 
@@ -214,7 +214,7 @@ def test_a_slab_is_taken_as_long_as_there_is_a_reference_to_it_or_a_part_of_it(
     slabs: Slabs,
 ) -> None:
     slab = reserved(slabs, MEBI)
-    part = slabs.part(slab, slab.start, PAGE)
+    part = slabs.section(slab, slab.start, PAGE)
     del slab
     assert slabs.count == 1
     del part

@@ -17,10 +17,10 @@ from fast_batcher._transport.pickler import (
     LEAST_BUFFER,
     LEAST_SHARED,
     PIECE_SIZE,
-    Parts,
-    PartsPickler,
+    OutOfBandPickle,
+    OutOfBandPickler,
     load_items,
-    view_parts,
+    view_pickle,
 )
 
 LEAST = 5000
@@ -29,21 +29,21 @@ LARGE = 300_000
 FILLER = np.zeros(LARGE, np.uint8)
 
 
-def make_pickler(least: int = LEAST) -> PartsPickler:
+def make_pickler(least: int = LEAST) -> OutOfBandPickler:
     """One to which something large has come."""
-    pickler = PartsPickler(least)
-    assert isinstance(pickler.pickle([FILLER], lambda: True), Parts)
+    pickler = OutOfBandPickler(least)
+    assert isinstance(pickler.pickle([FILLER], lambda: True), OutOfBandPickle)
     return pickler
 
 
-def parts_of(*values: Any, pickler: PartsPickler | None = None) -> Parts:
+def parts_of(*values: Any, pickler: OutOfBandPickler | None = None) -> OutOfBandPickle:
     """The parts of a large batch."""
     parts = (pickler or make_pickler()).pickle(values, lambda: True)
-    assert isinstance(parts, Parts)
+    assert isinstance(parts, OutOfBandPickle)
     return parts
 
 
-def write(parts: Parts) -> bytearray:
+def write(parts: OutOfBandPickle) -> bytearray:
     """A slab of them."""
     slab = bytearray(parts.size)
     for begin, piece in parts:
@@ -51,12 +51,12 @@ def write(parts: Parts) -> bytearray:
     return slab
 
 
-def load(pickled: list[bytes] | Parts, slab: bytearray | None = None) -> list[Any]:
+def load(pickled: list[bytes] | OutOfBandPickle, slab: bytearray | None = None) -> list[Any]:
     """The values of a batch; an error stands for one that cannot be unpickled."""
-    if not isinstance(pickled, Parts):
+    if not isinstance(pickled, OutOfBandPickle):
         return [pickle.loads(item) for item in pickled]
     memory = memoryview(write(pickled) if slab is None else slab)
-    return load_items(*view_parts(memory, pickled.sizes), pickled.items, lambda error: error)
+    return load_items(*view_pickle(memory, pickled.sizes), pickled.items, lambda error: error)
 
 
 def there_and_back(value: Any) -> Any:
@@ -64,7 +64,7 @@ def there_and_back(value: Any) -> Any:
     return got
 
 
-def addresses(parts: Parts, least: int = 30_000) -> set[int]:
+def addresses(parts: OutOfBandPickle, least: int = 30_000) -> set[int]:
     """Where the long pieces are."""
     pieces = [np.frombuffer(piece, np.uint8) for _, piece in parts if len(piece) > least]
     return {piece.ctypes.data for piece in pieces}
@@ -137,7 +137,7 @@ def test_an_array_comes_back_as_it_was(name: str) -> None:
 def test_an_array_of_an_input_can_be_written_whatever_it_was(name: str) -> None:
     sent = ARRAYS[name].copy(order="K")
     sent.flags.writeable = False
-    got = pickle.loads(PartsPickler(LEAST, makes_writable=True).dumps(sent))
+    got = pickle.loads(OutOfBandPickler(LEAST, makes_writable=True).dumps(sent))
     assert type(got) is type(sent)
     assert (got.dtype, got.strides) == (sent.dtype, sent.strides)
     assert np.array_equal(got, sent)
@@ -220,7 +220,7 @@ def test_what_is_in_the_stream_is_not_copied_either() -> None:
 
 
 def test_without_memory_to_share_all_buffers_are_in_the_stream() -> None:
-    pickler = PartsPickler(LEAST)
+    pickler = OutOfBandPickler(LEAST)
     values = [np.arange(LARGE), np.arange(LARGE)]
     items = pickler.pickle(values, lambda: False)
     assert isinstance(items, list)
@@ -231,10 +231,10 @@ def test_without_memory_to_share_all_buffers_are_in_the_stream() -> None:
 def test_values_share_nothing_but_what_one_of_them_has_twice(is_large: bool) -> None:
     shared = np.zeros(LARGE if is_large else 10, np.uint8)
     pickled = make_pickler().pickle([[shared, shared], {"also": shared}, shared], lambda: True)
-    if isinstance(pickled, Parts):
+    if isinstance(pickled, OutOfBandPickle):
         # Each has a buffer of its own.
         assert pickled.sizes[1:] == [LARGE] * 3
-    assert isinstance(pickled, Parts) == is_large
+    assert isinstance(pickled, OutOfBandPickle) == is_large
     (one, same), other, third = load(pickled)
     assert one is same
     one += 1

@@ -1,4 +1,4 @@
-"""What a worker does with batches: `Server` in a thread, against real pipes.
+"""What a worker does with batches: `BatchLoop` in a thread, against real pipes.
 
 What it does to its process (signals, the end with the parent) is tested with real processes.
 """
@@ -42,7 +42,7 @@ from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.inputs import InputReader
 from fast_batcher._worker.main import worker_main
 from fast_batcher._worker.replies import ReplyEncoder
-from fast_batcher._worker.serving import Server
+from fast_batcher._worker.serving import BatchLoop
 from fast_batcher.errors import InferenceError
 
 MEBI = 2**20
@@ -59,8 +59,8 @@ class Served:
         self._theirs = BlockingChannel(theirs, max_frame_bytes)
         self.progress = WorkerProgress()
         encoder = encoder or ReplyEncoder(None, max_frame_bytes)
-        server = Server(self._theirs, model, self.progress, InputReader(None), encoder)
-        self.thread = threading.Thread(target=server.serve)
+        loop = BatchLoop(self._theirs, model, self.progress, InputReader(None), encoder)
+        self.thread = threading.Thread(target=loop.run)
         self.thread.start()
 
     def answer(self) -> Frame:

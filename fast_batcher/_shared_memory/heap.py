@@ -1,4 +1,4 @@
-"""Tuning of the C library's heap, in which servers collect large bodies. Parent process."""
+"""Tuning of the C library's heap, which takes large bodies and outputs. API process."""
 
 # Bytes. glibc maps a block above a threshold separately and returns it to the system when it is
 # freed, so each large body costs the page faults of its memory again. The threshold follows the
