@@ -30,8 +30,7 @@ def describe_answer(
     model: str,
     batch: Batch,
     ended: Sequence[tuple[Request, Outcome]],
-    worker: int,
-    infer_seconds: float,
+    worker: int = 0,
 ) -> BatchAnswered:
     """Describe the answer to a batch that has just ended these requests."""
     now, began_at = monotonic(), batch.began_at
@@ -45,7 +44,7 @@ def describe_answer(
         dispatched_at=batch.sent_at,
         began_at=began_at,
         answered_at=now,
-        infer_seconds=infer_seconds,
+        infer_seconds=batch.infer_seconds,
         requests=[
             AnsweredRequest(
                 outcome, began_at - request.arrival, now - request.arrival, request.context
@@ -65,7 +64,7 @@ class Observers:
 
     def __init__(self, name: str, observers: Iterable[Observer] = ()) -> None:
         self._name = name
-        self._observers = list(observers)
+        self.active = list(observers)
         # Observers that have raised; the log has the first error of each.
         self._faulty: set[int] = set()
         # Pauses of the garbage collector since the last event. A collection may begin while an
@@ -74,17 +73,13 @@ class Observers:
         self._pause_began = 0.0
         self._watches = False
 
-    def __bool__(self) -> bool:
-        """Whether there is any observer."""
-        return bool(self._observers)
-
     def add(self, observer: Observer) -> None:
         """Call an observer from now on."""
-        self._observers.append(observer)
+        self.active.append(observer)
 
     def copy_context(self) -> Context | None:
         """Copy the context of a caller if an observer needs it."""
-        return copy_context() if any(one.needs_context for one in self._observers) else None
+        return copy_context() if any(one.needs_context for one in self.active) else None
 
     def watch_collector(self) -> None:
         """Note the pauses of the garbage collector from now on."""
@@ -101,7 +96,7 @@ class Observers:
     def _note_pause(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._pause_began = perf_counter()
-        elif self._observers:
+        elif self.active:
             seconds = perf_counter() - self._pause_began
             self._pauses.append(CollectionPaused(info["generation"], seconds))
 
@@ -115,7 +110,7 @@ class Observers:
         self._call(event)
 
     def _call(self, event: Event) -> None:
-        for observer in self._observers:
+        for observer in self.active:
             try:
                 if isinstance(event, BatchAnswered):
                     observer.batch_answered(event)

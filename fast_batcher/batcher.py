@@ -152,7 +152,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         self.name = self._model.name if name is None else name
         warn_about_workers(num_workers)
         warn_about_hooks(model)
-        self._ledger = Ledger(self.name, settings.observers)
+        self._ledger = Ledger(self.name, num_workers, settings.observers)
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None

@@ -104,7 +104,7 @@ class BatcherOptions(TypedDict, total=False):
             live objects, the model and its libraries, from all later collections. With False a full
             collection in a worker that has imported torch takes tens of milliseconds. Default True.
         observers: Observers of the batcher (`fast_batcher.observing.Observer`), for metrics and
-            traces. More can be added with `add_observer`. Default none.
+            traces. More can be added with `add_observer`. Default ().
     """
 
     start_timeout: float

@@ -19,6 +19,7 @@ import pytest
 from sample_models import Echo
 
 from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher.observing import Observer
 from fast_batcher.settings import BatcherOptions, Reconfiguration, Settings
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +49,7 @@ NOT_A_SWITCH = [0, 1, "yes", [True]]
 NOT_A_FUNCTION = [7, "len", b"len"]
 NOT_A_COST = [0, -1, -0.5, nan, inf, True, "8", [8], 1j]
 NOT_A_NAME = ["", "  ", "two\nlines", "bell\a", 7, b"name", ["name"]]
+NO_OBSERVERS = [5, "text", Observer, [Observer]]
 NOT_A_POLICY = ["Adaptive", "fastest", "", 1, ["greedy"], b"greedy"]
 
 
@@ -117,6 +119,11 @@ TABLE: dict[str, Row] = {
     "max_shared_bytes": count(0, sys.maxsize),
     "shared_memory_threshold": count(4096, 65536),
     "freeze_gc": SWITCH,
+    "observers": Row(
+        [[], [Observer()]],
+        [5, "text", Observer, [Observer]],
+        "give a list of instances of fast_batcher.observing.Observer",
+    ),
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -250,9 +257,11 @@ def test_the_options_are_explained_with_their_defaults() -> None:
     )
     assert [name for name, _ in entries] == list(BatcherOptions.__annotations__)
     for name, text in entries:
-        found = re.search(r"Default (None|True|False|[\d.]*\d)( MiB)?\b", " ".join(text.split()))
+        found = re.search(
+            r"Default (None|True|False|\(\)|[\d.]*\d)( MiB)?(?!\w)", " ".join(text.split())
+        )
         assert found is not None, name
-        value = {"None": None, "True": True, "False": False}.get(found[1], found[1])
+        value = {"None": None, "True": True, "False": False, "()": ()}.get(found[1], found[1])
         number = float(value) if isinstance(value, str) else value
         assert number == (defaults()[name] / MEBI if found[2] else defaults()[name]), name
 

@@ -193,6 +193,7 @@ def test_the_options() -> None:
         "max_shared_bytes": 512 * 2**20,
         "shared_memory_threshold": 16 * 2**10,
         "freeze_gc": True,
+        "observers": (),
     }
 
 
@@ -222,7 +223,15 @@ def test_the_methods(method: str, signature: str) -> None:
 def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder")
     assert [name for name in dir(batcher) if name[0] != "_"] == [
-        *("aclose", "allocate_input", "begin_drain", "is_ready", "lifespan", "name"),
+        *(
+            "aclose",
+            "add_observer",
+            "allocate_input",
+            "begin_drain",
+            "is_ready",
+            "lifespan",
+            "name",
+        ),
         *("open", "process_batched", "process_many", "process_rows", "reconfigure"),
         *("start_error", "state", "stats", "stop", "submit", "timeout"),
     ]

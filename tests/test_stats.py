@@ -7,8 +7,9 @@ from collections import Counter, deque
 import pytest
 
 from fast_batcher import BatcherStats
+from fast_batcher._asyncio.ledger import Counters
 from fast_batcher._core.messages import Release
-from fast_batcher.stats import SAMPLED_BATCHES, Counters, weighted_quantiles
+from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 
 def samples(*pairs: tuple[float, int]) -> deque[tuple[float, int]]:

@@ -98,7 +98,8 @@ class Answers:
         if batch is None:
             self._reject_answer(frame)
             return
-        self._ledger.complete_batch(batch, frame.seconds)
+        batch.infer_seconds = frame.seconds
+        self._ledger.complete_batch(batch)
         if self._pool.recycles:
             self._pool.batch_answered(worker)
         requests = self._after_failure(frame, batch) if has_raised else batch.requests
@@ -111,9 +112,9 @@ class Answers:
             else:
                 parts = self._parts.pop(worker, None)
                 outcomes = read_outcomes(frame, parts, len(requests))
-                self._answer(batch, requests, outcomes, frame.seconds)
+                self._ledger.answer(batch, requests, outcomes)
         except Exception as error:
-            self._fail(batch, requests, error, frame.seconds)
+            self._fail(batch, requests, error)
             raise
         self._pump.notice_drained()
 
@@ -148,18 +149,10 @@ class Answers:
             self._pool.kill(batch.worker)
         return failed
 
-    def _answer(
-        self, batch: Batch, requests: list[Request], outcomes: list[Any], seconds: float
-    ) -> None:
-        worker = self._reports.index(batch.worker)
-        self._ledger.answer(batch, requests, outcomes, worker, seconds)
-
-    def _fail(
-        self, batch: Batch, requests: list[Request], error: Exception, seconds: float
-    ) -> None:
+    def _fail(self, batch: Batch, requests: list[Request], error: Exception) -> None:
         """Fail requests whose answer cannot be read; their worker will be replaced."""
         failure = Failure(functools.partial(TransportError, str(error)))
-        self._answer(batch, requests, [failure] * len(requests), seconds)
+        self._ledger.answer(batch, requests, [failure] * len(requests))
 
     # Large answers.
 
@@ -169,28 +162,28 @@ class Answers:
         if all(request.is_settled for request in batch.requests):
             shared.answer.release()
         elif shared.answer.size <= MOST_AT_ONCE:
-            self._settle_shared(batch, shared, frame.seconds)
+            self._settle_shared(batch, shared)
         else:
             self._scheduler.workers.begin_copy_out(batch)
             self._memory.run_in_thread(
                 functools.partial(shared.answer.copy, releases_gil=True),
-                functools.partial(self._finish_collecting, batch, shared, frame.seconds),
+                functools.partial(self._finish_collecting, batch, shared),
             )
 
-    def _settle_shared(self, batch: Batch, shared: "SharedOutcomes", seconds: float) -> None:
+    def _settle_shared(self, batch: Batch, shared: "SharedOutcomes") -> None:
         outcomes = shared.read(len(batch.requests))
-        self._answer(batch, batch.requests, outcomes, seconds)
+        self._ledger.answer(batch, batch.requests, outcomes)
 
     def _finish_collecting(
-        self, batch: Batch, shared: "SharedOutcomes", seconds: float, _: BaseException | None
+        self, batch: Batch, shared: "SharedOutcomes", _: BaseException | None
     ) -> None:
         """Settle a batch after its copy; an error of the copy is raised again by the reading."""
         if not self._scheduler.workers.end_copy_out(batch):
             return
         try:
-            self._settle_shared(batch, shared, seconds)
+            self._settle_shared(batch, shared)
         except Exception as error:  # noqa: BLE001  no frame is being handled that could report it
-            self._fail(batch, batch.requests, error, seconds)
+            self._fail(batch, batch.requests, error)
             self._pool.kill_on_protocol_error(batch.worker, error)
         self._pump.notice_drained()
 

@@ -8,9 +8,10 @@ do.
 
 import asyncio
 import concurrent.futures
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fast_batcher._clock import monotonic
@@ -18,7 +19,7 @@ from fast_batcher._core.messages import Batch, Request, settle
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher.errors import BatcherError
 from fast_batcher.observing import Observer, Outcome, RequestEnded
-from fast_batcher.stats import Counters
+from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +57,70 @@ class ThreadCaller:
             raise asyncio.InvalidStateError("cancelled")
 
 
+@dataclass
+class Counters:
+    """The running counts behind `BatcherStats`."""
+
+    # Requests that were accepted, and how requests ended: by an `Outcome`.
+    submitted: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    restarts: int = 0
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    releases: Counter[str] = field(default_factory=Counter)
+    # (seconds waited, weight) of answered batches: one request of each, weighted by its size.
+    queue_waits: deque[tuple[float, int]] = field(
+        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
+    )
+    infer_times: deque[tuple[float, int]] = field(
+        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
+    )
+
+    def count_batch(self, size: int, release: str) -> None:
+        """Count a batch that is sent."""
+        self.batch_sizes[size] += 1
+        self.releases[release] += 1
+
+    def snapshot(
+        self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
+    ) -> BatcherStats:
+        """Copy the present counts, completed by the batcher's state and load."""
+        queue_wait_p50, queue_wait_p95 = weighted_quantiles(self.queue_waits, (0.50, 0.95))
+        infer_p50, infer_p95 = weighted_quantiles(self.infer_times, (0.50, 0.95))
+        return BatcherStats(
+            state=state,
+            workers_ready=workers_ready,
+            num_workers=num_workers,
+            waiting=waiting,
+            running=running,
+            submitted=self.submitted,
+            completed=self.outcomes["completed"],
+            failed=self.outcomes["failed"],
+            expired=self.outcomes["expired"],
+            cancelled=self.outcomes["cancelled"],
+            rejected=self.outcomes["rejected"],
+            batches=sum(self.batch_sizes.values()),
+            batch_sizes=dict(sorted(self.batch_sizes.items())),
+            releases={str(release): count for release, count in self.releases.items()},
+            restarts=self.restarts,
+            queue_wait_p50=queue_wait_p50,
+            queue_wait_p95=queue_wait_p95,
+            infer_p50=infer_p50,
+            infer_p95=infer_p95,
+        )
+
+
 class Ledger:
     """Ends and counts the requests of one batcher, from its first session to its last.
 
     Args:
         name: The batcher's name.
+        num_workers: Workers of the batcher.
         observers: Told about each end.
     """
 
-    def __init__(self, name: str, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, name: str, num_workers: int = 1, observers: Sequence[Observer] = ()) -> None:
         self._name = name
+        self._num_workers = num_workers
         self.counters = Counters()
         self.observers = Observers(name, observers)
 
@@ -74,8 +129,6 @@ class Ledger:
         batch: Batch,
         requests: list[Request],
         outcomes: list[Any],
-        worker: int,
-        seconds: float,
     ) -> None:
         """Give the callers of an answered batch their outcomes.
 
@@ -84,8 +137,6 @@ class Ledger:
             requests: The batch's requests, without those that are tried again. Settled requests
                 are skipped.
             outcomes: An output or a `Failure` for each request.
-            worker: Index of the worker.
-            seconds: Seconds that the model took.
         """
         # The lengths were compared when the answer was read.
         ended = [
@@ -94,13 +145,15 @@ class Ledger:
             if settle(request)
         ]
         self.counters.outcomes.update([outcome for _, outcome in ended])
-        if self.observers:
-            self.observers.tell(describe_answer(self._name, batch, ended, worker, seconds))
+        if self.observers.active:
+            self.observers.tell(
+                describe_answer(self._name, batch, ended, batch.worker % self._num_workers)
+            )
 
-    def complete_batch(self, batch: Batch, seconds: float) -> None:
+    def complete_batch(self, batch: Batch) -> None:
         """Record the queue wait and the model's seconds of an answered batch."""
         self.counters.queue_waits.append(batch.wait_until(batch.began_at))
-        self.counters.infer_times.append((seconds, 1))
+        self.counters.infer_times.append((batch.infer_seconds, 1))
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
@@ -126,12 +179,12 @@ class Ledger:
     def refuse(self, reason: str) -> None:
         """Count a call for which no request was made."""
         self.counters.outcomes["rejected"] += 1
-        if self.observers:
+        if self.observers.active:
             self.observers.tell(RequestEnded(self._name, "rejected", reason, 0.0))
 
     def _end(self, request: Request, outcome: Outcome, reason: str) -> None:
         self.counters.outcomes[outcome] += 1
-        if self.observers:
+        if self.observers.active:
             wait = 0.0 if outcome == "rejected" else monotonic() - request.arrival
             self.observers.tell(RequestEnded(self._name, outcome, reason, wait, request.context))
 

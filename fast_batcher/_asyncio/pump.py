@@ -99,7 +99,7 @@ class Pump:
             self._scheduler.rank_requests()
         if type(request.value) in self._staged_types and self._has_place():
             request.staged = self._arena.stage(request.value)
-        if self._ledger.observers:
+        if self._ledger.observers.active:
             request.context = self._ledger.observers.copy_context()
         self.arrivals.append(request)
         if not self._is_scheduled:

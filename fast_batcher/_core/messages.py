@@ -202,6 +202,8 @@ class Batch:
     # When it was given to its worker, and, once it is answered, when the worker began with it.
     sent_at: float
     began_at: float = 0.0
+    # Seconds in the model, as the worker has measured them.
+    infer_seconds: float = 0.0
     # Until this moment a batch that is tried again is divided if `infer` raises for it.
     isolate_until: float = inf
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from fast_batcher._core.admission import Admission
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import BatchTimes
+from fast_batcher._core.batch_times import BatchTimes, SizeCap
 from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.limits import Limits, or_infinite
 from fast_batcher._core.messages import (
@@ -39,7 +39,6 @@ from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Lost, Retries
-from fast_batcher._core.size_cap import SizeCap
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
 
 _deadline = attrgetter("deadline")
@@ -437,9 +436,9 @@ class Scheduler:
     ) -> None:
         """Make a batch, assign it to a worker, and add its `Dispatch` action."""
         size, deadline = len(requests), min(map(_deadline, requests))
-        batch = Batch(
-            self._next_batch_id, slot.id, requests, release, deadline, size, now, 0.0, isolate_until
-        )
+        batch_id = self._next_batch_id
+        batch = Batch(batch_id, slot.id, requests, release, deadline, size, now)
+        batch.isolate_until = isolate_until
         self._next_batch_id += 1
         if release is not Release.RETRY:
             self.queue.batch_left(requests)

@@ -143,7 +143,7 @@ class Engine:
 
     def keep_context(self, requests: list[Request]) -> None:
         """Keep the context of the caller of requests that are about to be submitted."""
-        if self.observers:
+        if self.observers.active:
             context = self.observers.copy_context()
             for request in requests:
                 request.context = context
@@ -238,7 +238,7 @@ class Engine:
 
     def _tell_ended(self, requests: Sequence[Request], outcome: Outcome, reason: str) -> None:
         """Tell observers of requests that have ended without an answer."""
-        if not self.observers:
+        if not self.observers.active:
             return
         now = monotonic()
         for request in requests:
@@ -255,14 +255,14 @@ class Engine:
         seconds: float,
     ) -> None:
         """Tell observers of a batch, with the requests whose callers were still waiting."""
-        if self.observers:
+        if self.observers.active:
             ended: list[tuple[Request, Outcome]] = [
                 (request, "failed" if type(outcome) is FailedOutput else "completed")
                 for request, outcome in zip(requests, outcomes, strict=True)
                 if request.id in open_ids
             ]
-            batch.began_at = batch.sent_at
-            self.observers.tell(describe_answer(self.function.name, batch, ended, 0, seconds))
+            batch.began_at, batch.infer_seconds = batch.sent_at, seconds
+            self.observers.tell(describe_answer(self.function.name, batch, ended))
 
     def _take_back(self, batch: Batch, seconds: float, *, has_raised: bool = False) -> float:
         """Count a batch that the worker has computed; return the moment."""

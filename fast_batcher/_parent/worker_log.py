@@ -44,6 +44,6 @@ class WorkerLog:
         self._tell(worker, "lost", exit.text)
 
     def _tell(self, worker: WorkerHandle, change: WorkerChange, exit_text: str = "") -> None:
-        if self._observers:
+        if self._observers.active:
             event = WorkerChanged(self._name, worker.index, change, worker.pid, exit_text)
             self._observers.tell(event)

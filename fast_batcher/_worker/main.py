@@ -25,11 +25,10 @@ from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.collated_model import collate
-from fast_batcher._worker.inputs import InputReader
 from fast_batcher._worker.model_loading import load_model
 from fast_batcher._worker.process_setup import end_with_parent, log_to_stderr, set_signals
 from fast_batcher._worker.replies import ReplyEncoder
-from fast_batcher._worker.serving import BatchLoop
+from fast_batcher._worker.serving import BatchLoop, InputReader
 from fast_batcher._worker.warm_up import warm_up
 from fast_batcher.errors import WorkerStartupError
 

@@ -42,7 +42,7 @@ async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
     requests[-1].is_settled = True
     ledger = Ledger("model")
     batch = Batch(0, 0, requests, Release.IDLE, 0.0, len(requests), 0.0)
-    ledger.answer(batch, requests, [outcome for _, outcome in outcomes], 0, 0.0)
+    ledger.answer(batch, requests, [outcome for _, outcome in outcomes])
     assert (here.result(), there.result(), looks_like_an_error.result()) == ("one", None, output)
     assert isinstance(failed.exception(), InferenceError)
     assert not settled.done()

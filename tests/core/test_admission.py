@@ -14,7 +14,7 @@ from schedules import make, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import SAFETY_FACTOR, Backlog, BatchTimes
+from fast_batcher._core.batch_times import SAFETY_FACTOR, Backlog, BatchTimes, SizeCap
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
     Batch,
@@ -28,7 +28,6 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.policy import FixedPolicy
 from fast_batcher._core.ranked_queue import WorkAhead
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
 
 # Batches that a scheduler sees before a test: a service model is sure of itself after ten.

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from schedules import make, poll_batches, settle
 
 from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
-from fast_batcher._core.batch_times import BatchTimes
+from fast_batcher._core.batch_times import BatchTimes, SizeCap
 from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.messages import Group, Phase, Release, Request
 from fast_batcher._core.ranked_queue import AGED_BATCHES, RankedQueue
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.size_cap import SizeCap
 from fast_batcher._core.workers import WorkerSlot
 
 GROUPS = [Group("a"), Group("b"), Group("c")]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.return_curve import POINTS, ReturnCurve
+from fast_batcher._core.adaptive import POINTS, ReturnCurve
 
 HORIZON = 12.0  # so that a part is one second
 

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from fast_batcher._core import ranked_queue, request_queue
 from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.batch_times import SizeCap
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
     Action,
@@ -44,7 +45,6 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.ranked_queue import AGED_BATCHES
 from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._core.size_cap import SizeCap
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 
 QUEUES: list[Any] = [request_queue, ranked_queue]

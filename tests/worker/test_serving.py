@@ -39,10 +39,9 @@ from fast_batcher._transport.codec import RemoteFailure
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.inputs import InputReader
 from fast_batcher._worker.main import worker_main
 from fast_batcher._worker.replies import ReplyEncoder
-from fast_batcher._worker.serving import BatchLoop
+from fast_batcher._worker.serving import BatchLoop, InputReader
 from fast_batcher.errors import InferenceError
 
 MEBI = 2**20
