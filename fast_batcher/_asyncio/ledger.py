@@ -124,12 +124,7 @@ class Ledger:
         self.counters = Counters()
         self.observers = Observers(name, observers)
 
-    def answer(
-        self,
-        batch: Batch,
-        requests: list[Request],
-        outcomes: list[Any],
-    ) -> None:
+    def answer(self, batch: Batch, requests: list[Request], outcomes: list[Any]) -> None:
         """Give the callers of an answered batch their outcomes.
 
         Args:
@@ -138,17 +133,28 @@ class Ledger:
                 are skipped.
             outcomes: An output or a `Failure` for each request.
         """
+        is_observed = bool(self.observers.active)
+        waiting = [one for one in requests if not one.is_settled] if is_observed else []
+        ended: list[Outcome] = []
         # The lengths were compared when the answer was read.
-        ended = [
-            (request, _deliver(request, outcome))
-            for request, outcome in zip(requests, outcomes)  # noqa: B905
-            if settle(request)
-        ]
-        self.counters.outcomes.update([outcome for _, outcome in ended])
-        if self.observers.active:
-            self.observers.tell(
-                describe_answer(self._name, batch, ended, batch.worker % self._num_workers)
-            )
+        for request, outcome in zip(requests, outcomes):  # noqa: B905
+            if request.is_settled:
+                continue
+            request.is_settled = True
+            try:
+                if outcome.__class__ is Failure:
+                    request.caller.set_exception(outcome.to_error())
+                    ended.append("failed")
+                else:
+                    request.caller.set_result(outcome)
+                    ended.append("completed")
+            except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
+                ended.append("cancelled")
+        self.counters.outcomes.update(ended)
+        if is_observed:
+            worker = batch.worker % self._num_workers
+            told = list(zip(waiting, ended, strict=True))
+            self.observers.tell(describe_answer(self._name, batch, told, worker))
 
     def complete_batch(self, batch: Batch) -> None:
         """Record the queue wait and the model's seconds of an answered batch."""
@@ -204,15 +210,3 @@ def is_beyond_reach(request: Request) -> bool:
     """Return whether the caller waits on a closed loop, where settling its future would raise."""
     caller = request.caller
     return isinstance(caller, asyncio.Future) and caller.get_loop().is_closed()
-
-
-def _deliver(request: Request, outcome: Any) -> Outcome:
-    """Give one caller the outcome of its input."""
-    try:
-        if outcome.__class__ is Failure:
-            request.caller.set_exception(outcome.to_error())
-            return "failed"
-        request.caller.set_result(outcome)
-    except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
-        return "cancelled"
-    return "completed"

@@ -65,6 +65,7 @@ class Pump:
         self._sender = sender
         self._pool = pool
         self._ledger = ledger
+        self._observers = ledger.observers
         self._evaluator = evaluator
         self._status = status
         self._reports = reports
@@ -99,8 +100,8 @@ class Pump:
             self._scheduler.rank_requests()
         if type(request.value) in self._staged_types and self._has_place():
             request.staged = self._arena.stage(request.value)
-        if self._ledger.observers.active:
-            request.context = self._ledger.observers.copy_context()
+        if self._observers.active:
+            request.context = self._observers.copy_context()
         self.arrivals.append(request)
         if not self._is_scheduled:
             self.run_soon()

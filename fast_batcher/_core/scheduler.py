@@ -123,7 +123,8 @@ class Scheduler:
         """
         if self._times.unpriced_warm_ups:
             self._times.price_warm_ups(requests)
-        if any(map(_has_explicit_deadline, requests)):
+        are_named = any(map(_has_explicit_deadline, requests))
+        if are_named:
             self.rank_requests()
         accepted, rejected = self._admission.admit(now, requests, self.queue)
         if not accepted:
@@ -139,7 +140,8 @@ class Scheduler:
                 request.deadline = deadline
         self._next_request_id += len(accepted)
         self.queue.extend(accepted)
-        self._next_expiry = min(self._next_expiry, min(map(_deadline, accepted)))
+        earliest = min(map(_deadline, accepted)) if are_named else deadline
+        self._next_expiry = min(self._next_expiry, earliest)
         return rejected
 
     def cancel(self, request: Request) -> bool:
