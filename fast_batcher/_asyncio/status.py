@@ -34,7 +34,7 @@ class Status:
 
     Args:
         name: The batcher's name, for errors and logs.
-        ledger: Counts refused calls.
+        ledger: Counts rejected calls.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:

@@ -118,7 +118,7 @@ class Engine:
     def submit(self, calls: Sequence[list[Request]]) -> None:
         """Enqueue the requests of each call; a call is rejected whole if not all of them fit."""
         accepted: list[Request] = []
-        refused: list[Request] = []
+        rejected: list[Request] = []
         errors: list[Failure] = []
         with self._lock:
             if max(map(len, calls)) > self._settings.ranks_above:
@@ -131,15 +131,15 @@ class Engine:
                 if len(accepted) + len(requests) <= room:
                     accepted += requests
                 else:
-                    refused.append(requests[0])
+                    rejected.append(requests[0])
                     errors.append(self._reject(requests, waiting + len(accepted)))
             now = monotonic()
             self._scheduler.submit(now, accepted)
             batch = self._poll(now)
         if batch is not None:
             self.worker.compute(batch)
-        deliver(refused, errors)
-        self._tell_ended(refused, "rejected", "closed" if self._is_closing else "queue full")
+        deliver(rejected, errors)
+        self._tell_ended(rejected, "rejected", "closed" if self._is_closing else "queue full")
 
     def keep_context(self, requests: list[Request]) -> None:
         """Keep the context of the caller of requests that are about to be submitted."""

@@ -14,17 +14,10 @@ from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
-<<<<<<< HEAD
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind, pack_header
 from fast_batcher._transport.pickler import load_items, view_pickle
 from fast_batcher._transport.progress import WorkerProgress
-=======
-from fast_batcher._transport.codec import SerializedError
-from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.inputs import InputReader
->>>>>>> ec2b688 (Names: three words for how a request fails, where there were eight)
 from fast_batcher._worker.out_of_memory import free_memory
 from fast_batcher._worker.replies import Reply, ReplyEncoder
 from fast_batcher.errors import (
@@ -34,11 +27,7 @@ from fast_batcher.errors import (
 )
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-<<<<<<< HEAD
 _INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
-
-# Errors of inputs that cannot be unpickled, by position in the batch.
-Failures = dict[int, RemoteFailure]
 
 
 class InputReader:
@@ -50,14 +39,14 @@ class InputReader:
 
     def __init__(self, slabs: SlabViews | None) -> None:
         self._slabs = slabs
-        # Inputs from INPUTS_PART frames, by batch id, until the last frame of the batch.
-        self._parts: dict[int, list[bytes]] = {}
+        # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
+        self._fragments: dict[int, list[bytes]] = {}
 
-    def keep_part(self, frame: Frame) -> None:
-        """Keep a part of a batch that is larger than one frame, until the last part comes."""
-        self._parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+    def keep_fragment(self, frame: Frame) -> None:
+        """Keep a fragment of a batch that is larger than one frame, until the last one comes."""
+        self._fragments.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
 
-    def read(self, frame: Frame) -> tuple[list[Any], Failures]:
+    def read(self, frame: Frame) -> tuple[list[Any], dict[int, SerializedError]]:
         """Return the inputs of a batch that can be unpickled, and the errors of the others.
 
         Inputs in shared memory are lent to `stack` until `forget_lent`.
@@ -65,14 +54,14 @@ class InputReader:
         if frame.kind is _INPUT_ATOMS:
             return codec.loads(frame.body), {}
         if frame.kind is _INPUTS:
-            items = self._parts.pop(frame.batch_id, []) + codec.loads(frame.body)
+            items = self._fragments.pop(frame.batch_id, []) + codec.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
         else:
             values = self._load_shared(frame)
-        failures = {at: one for at, one in enumerate(values) if type(one) is RemoteFailure}
-        if failures:
-            values = [one for one in values if type(one) is not RemoteFailure]
-        return values, failures
+        errors = {at: one for at, one in enumerate(values) if type(one) is SerializedError}
+        if errors:
+            values = [one for one in values if type(one) is not SerializedError]
+        return values, errors
 
     def forget_lent(self) -> None:
         """Take back the memory lent to `stack`, after the batch has been computed."""
@@ -90,7 +79,7 @@ class InputReader:
         return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
     def _load_shared(self, frame: Frame) -> list[Any]:
-        """Return views of the inputs in shared memory; a `RemoteFailure` for an unreadable one."""
+        """Return views of inputs in shared memory; a `SerializedError` for an unreadable one."""
         slabs = self._slabs
         assert slabs is not None, "the parent knows that it shares no memory"
         named = codec.loads(frame.body)
@@ -125,10 +114,7 @@ def _unpickle_item(item: bytes) -> Any:
 
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_STOP, _PING, _INPUTS_PART, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_PART, Kind.FATAL
-=======
 _STOP, _PING, _INPUTS_FRAGMENT, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_FRAGMENT, Kind.FATAL
->>>>>>> ec2b688 (Names: three words for how a request fails, where there were eight)
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
