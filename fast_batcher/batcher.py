@@ -330,7 +330,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         if session is not None:
             session.require_own_process()
         if session is None or session.serving_loop is None:
-            self._status.refuse("submit() needs a batcher that has been opened on an event loop")
+            self._status.reject_call(
+                "submit() needs a batcher that has been opened on an event loop"
+            )
         deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
         request = Request(value, ThreadCaller(future), deadline)
@@ -416,7 +418,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             await session.pool.aclose()
             raise broken_error
         if wait_ready and self._status.state is not State.OPEN:  # it was closed meanwhile
-            self._status.refuse("it was not ready")
+            self._status.reject_call("it was not ready")
 
     def begin_drain(self) -> None:
         """Reject new requests and report not ready, while accepted requests are finished.
@@ -638,7 +640,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif session is not None and self._status.state is not State.CLOSED:
             return session
         elif self._status.state not in (State.NEW, State.CLOSED):
-            self._status.refuse("it was not opened")  # draining without having been opened
+            self._status.reject_call("it was not opened")  # draining without having been opened
         _check_platform()
         self._session = session = Session(self._model, self._settings, self._status, self._ledger)
         session.begin()
@@ -656,7 +658,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._session.require_own_process()
         if self._status.state is State.NEW:
             if not self._settings.auto_open:
-                self._status.refuse("it has not been opened")
+                self._status.reject_call("it has not been opened")
             self._begin_open()
         session = self._session
         if session is None or self._status.state not in (State.OPENING, State.OPEN):
@@ -668,7 +670,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 # The timer of the next try is lost with that loop.
                 session.rebind(loop)
                 session.serving_loop = None
-            self._status.refuse("it takes no calls")
+            self._status.reject_call("it takes no calls")
         if session.binding.loop is not loop:
             session.rebind(loop)
         return session

@@ -60,8 +60,8 @@ class Worker:
     def read(self) -> list[Any]:
         """The values of the batch that was sent first."""
         kind, batch_id, body = self.queue.pop(0)
-        while kind is Kind.INPUTS_PART:
-            self._reader.keep_part(Frame(kind, batch_id, 0.0, body))
+        while kind is Kind.INPUTS_FRAGMENT:
+            self._reader.keep_fragment(Frame(kind, batch_id, 0.0, body))
             kind, batch_id, body = self.queue.pop(0)
         values, failures = self._reader.read(Frame(kind, batch_id, 0.0, body))
         self._reader.forget_lent()
@@ -87,7 +87,7 @@ class Desk:
         self.worker = Worker(3, self.slabs)
         self.sender.add_worker(self.worker)
 
-    def inputs_refused(self, _: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+    def inputs_unsendable(self, _: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
         self.refused += refused
 
     def replace_worker(self) -> None:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Sequence
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fault, Request
+from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fail, Request
 from fast_batcher._core.policy import GreedyPolicy, Policy
-from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 
 # What a lost worker gives back when all of it is tried again.
-NOTHING = Lost([], [])
+# The requests of a dead worker that fail: not to be computed twice, and with too many deaths.
+Lost = tuple[list[Request], list[Request]]
+NOTHING: Lost = ([], [])
 
 
 def make(
@@ -95,7 +96,7 @@ def told(actions: Sequence[Action]) -> list[object]:
             plain.append(action.batch.requests)
         elif isinstance(action, Expire):
             plain.append((action.reason, action.request))
-        elif isinstance(action, Fault):
+        elif isinstance(action, Fail):
             plain.append((action.error, action.requests))
         else:
             plain.append((type(action), action.worker))

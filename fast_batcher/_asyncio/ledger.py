@@ -9,25 +9,16 @@ do.
 import asyncio
 import concurrent.futures
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Batch, Request, settle
+from fast_batcher._core.messages import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
-from fast_batcher.errors import BatcherError
 from fast_batcher.observing import Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Outcome that is an error."""
-
-    # Makes an error for each caller: a shared error would collect tracebacks.
-    to_error: Callable[[], BatcherError]
 
 
 class ThreadCaller:
@@ -143,7 +134,7 @@ class Ledger:
             request.is_settled = True
             try:
                 if outcome.__class__ is Failure:
-                    request.caller.set_exception(outcome.to_error())
+                    request.caller.set_exception(outcome.error)
                     ended.append("failed")
                 else:
                     request.caller.set_result(outcome)
@@ -182,7 +173,7 @@ class Ledger:
         set_exception(request, error)
         self._end(request, "rejected", reason)
 
-    def refuse(self, reason: str) -> None:
+    def reject_call(self, reason: str) -> None:
         """Count a call for which no request was made."""
         self.counters.outcomes["rejected"] += 1
         if self.observers.active:

@@ -6,8 +6,9 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from fast_batcher._core.messages import Failure
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherError,
@@ -64,12 +65,6 @@ class Target:
         )
 
 
-class FailedOutput(NamedTuple):
-    """Outcome of a failed item, in the place of an output: the error for one caller."""
-
-    error: BatcherError
-
-
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function of a list of items, with its name and its splitter; used by engines."""
@@ -85,7 +80,7 @@ class Function:
     split: Callable[[Any, int], list[Any]]
 
     def outcomes(self, result: Any, count: int) -> list[Any]:
-        """Convert the function's result to one output or `FailedOutput` per item.
+        """Convert the function's result to one output or `Failure` per item.
 
         Raises:
             OutputMismatchError: The result is not one output per item.
@@ -94,7 +89,7 @@ class Function:
         # Checking each type once takes a fraction of the time of checking each output.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             return [
-                FailedOutput(as_error(output)) if isinstance(output, BaseException) else output
+                Failure(as_error(output)) if isinstance(output, BaseException) else output
                 for output in outputs
             ]
         return outputs

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._asyncio.ledger import Failure, Ledger, ThreadCaller, is_beyond_reach
-from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._asyncio.ledger import Ledger, ThreadCaller, is_beyond_reach
+from fast_batcher._core.messages import Batch, Failure, Release, Request
 from fast_batcher.errors import InferenceError, WorkerLostError
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
     there, gone_there = (concurrent.futures.Future[Any]() for _ in range(2))
     for future in (gone, gone_there, gone_failing):
         future.cancel()
-    failure = Failure(lambda: InferenceError("failed"))
+    failure = Failure(InferenceError("failed"))
     output = ValueError("an output")
     outcomes: list[tuple[Any, Any]] = [
         (gone, 1),

@@ -21,7 +21,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
-    Rejected,
+    Rejection,
     Release,
     Request,
 )
@@ -66,7 +66,7 @@ def arrive(
 
 def refused_at(
     scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
-) -> list[Rejected]:
+) -> list[tuple[Request, Rejection]]:
     return scheduler.submit(now, [Request("input", None, deadline) for _ in range(count)])
 
 
@@ -201,8 +201,8 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
     arrive(scheduler, now, 1, now + 100)
     # Two full batches run, one waits: it would share the third.
     takes = SAFETY_FACTOR * 3 * linear(2)
-    (refused,) = refused_at(scheduler, now, deadline=now + takes - 0.5)
-    error = refused.refusal.to_error()
+    ((_, rejection),) = refused_at(scheduler, now, deadline=now + takes - 0.5)
+    error = rejection.to_error()
     assert isinstance(error, DeadlineExceededError)
     assert error.retry_after == pytest.approx(0.5)
     assert (
@@ -268,11 +268,11 @@ def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
     first = refused_at(scheduler, now, 5)
     assert len(first) == 3, "two wait for the batch that runs"
     assert poll_batches(scheduler, now) != []
-    (second,) = refused_at(scheduler, now)
-    (third,) = refused_at(scheduler, now + 0.5)
-    assert second.refusal.retry_after == pytest.approx(SAFETY_FACTOR * 3 * linear(2) - 3.3)
-    assert third.refusal.retry_after == pytest.approx(SAFETY_FACTOR * (3 * linear(2) - 0.5) - 3.3)
-    assert third.refusal.text == (
+    ((_, second),) = refused_at(scheduler, now)
+    ((_, third),) = refused_at(scheduler, now + 0.5)
+    assert second.retry_after == pytest.approx(SAFETY_FACTOR * 3 * linear(2) - 3.3)
+    assert third.retry_after == pytest.approx(SAFETY_FACTOR * (3 * linear(2) - 0.5) - 3.3)
+    assert third.text == (
         "the answer would take 4.2 seconds, and 3.3 are left; 0 requests wait already"
     )
     # The door opens when enough time has passed for the answer to come in time.
@@ -353,8 +353,8 @@ def test_nobody_is_refused_while_no_worker_is_ready() -> None:
 def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     scheduler = make(max_batch_size=2, max_queue_size=4)
     # The first refusal is what makes it measure.
-    (first,) = refused_at(scheduler, 0.0, 5)
-    assert first.refusal.retry_after is None
+    ((_, first),) = refused_at(scheduler, 0.0, 5)
+    assert first.retry_after is None
     now = 0.0
     while scheduler.waiting or scheduler.workers.running:
         for one in poll_batches(scheduler, now):
@@ -365,8 +365,8 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     refused_at(scheduler, now, 4)
     assert arrive(scheduler, now, 0) is not None  # the second batch of the worker
     refused_at(scheduler, now, 2)
-    (refused,) = refused_at(scheduler, now)
-    error = refused.refusal.to_error()
+    ((_, rejection),) = refused_at(scheduler, now)
+    error = rejection.to_error()
     assert isinstance(error, QueueFullError)
     assert error.retry_after == pytest.approx(4 * linear(2))
     assert batch is not None
@@ -404,8 +404,8 @@ def test_one_that_would_be_late_leaves_room_for_others() -> None:
     assert isinstance(first, Dispatch)
     assert first.batch.requests == others[:2]
     assert first.batch.release is Release.DEADLINE
-    assert late.refusal is not None
-    error = late.refusal.to_error()
+    assert late.rejection is not None
+    error = late.rejection.to_error()
     assert isinstance(error, DeadlineExceededError)
     assert error.retry_after is not None
 

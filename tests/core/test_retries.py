@@ -3,10 +3,10 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from schedules import NOTHING, make, poll_batches, run, settle, submit, told
+from schedules import NOTHING, Lost, make, poll_batches, run, settle, submit, told
 
 from fast_batcher._core.messages import Batch, BatchProgress, ExpiryReason, Release, Request
-from fast_batcher._core.retries import ISOLATION_SECONDS, Lost
+from fast_batcher._core.retries import ISOLATION_SECONDS
 from fast_batcher._core.scheduler import Scheduler
 
 # After a death.
@@ -43,7 +43,7 @@ def test_a_request_is_poisonous_at_its_second_death() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0)
     assert lose(scheduler, batch) == NOTHING
-    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == Lost([], batch.requests)
+    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == ([], batch.requests)
     assert batch.requests[0].is_settled
     assert scheduler.waiting == 0
 
@@ -53,7 +53,7 @@ def test_a_request_that_is_never_begun_is_poisonous_at_the_third_loss() -> None:
     batch = run(scheduler, 0.0)
     assert lose(scheduler, batch, BatchProgress.TAKEN) == NOTHING
     assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == NOTHING
-    assert lose_again(scheduler, 2.0, BatchProgress.TAKEN) == Lost([], batch.requests)
+    assert lose_again(scheduler, 2.0, BatchProgress.TAKEN) == ([], batch.requests)
 
 
 def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:

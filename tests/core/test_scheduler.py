@@ -21,7 +21,6 @@ from fast_batcher._core.messages import (
     Stall,
 )
 from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
-from fast_batcher._core.retries import Lost
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 
@@ -251,7 +250,7 @@ def test_the_loss_of_a_worker_is_nothing_to_an_answer_that_arrives() -> None:
     scheduler = make()
     submit(scheduler, 0.0, 2)
     batch = arriving(scheduler, 0.0)
-    assert scheduler.worker_lost(0) == Lost([], [])
+    assert scheduler.worker_lost(0) == ([], [])
     assert (scheduler.workers.running, scheduler.waiting) == (2, 0)
     assert scheduler.workers.end_copy_out(batch)
 
@@ -378,7 +377,7 @@ def test_what_must_not_be_computed_twice_is_given_back() -> None:
     scheduler = make(max_batch_size=2, idempotent=False)
     submit(scheduler, 0.0, 5)
     first, second = poll_batches(scheduler, 0.0)
-    assert scheduler.worker_lost(0, first.id, first.id) == Lost(first.requests, [])
+    assert scheduler.worker_lost(0, first.id, first.id) == (first.requests, [])
     assert all(request.is_settled for request in first.requests)
     # The worker had not begun with the second.
     assert not any(request.is_settled for request in second.requests)
@@ -398,7 +397,7 @@ def test_a_lost_worker_gives_back_nothing_that_has_left() -> None:
     scheduler.cancel(gone)
     scheduler.poll(2.0)
     assert hurried.is_settled
-    assert scheduler.worker_lost(0, batch.id, batch.id) == Lost([patient], [])
+    assert scheduler.worker_lost(0, batch.id, batch.id) == ([patient], [])
 
 
 def test_losing_a_worker_that_was_never_ready_changes_nothing() -> None:
@@ -427,7 +426,7 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     requests = sized(60, 40, 1, 1)
     rejected = scheduler.submit(0.0, requests)
     assert [request for request, _ in rejected] == requests[2:]
-    assert str(rejected[1].refusal.to_error()) == (
+    assert str(rejected[1][1].to_error()) == (
         "no room for its bytes: 2 requests wait already (max_queue_bytes=100)"
     )
     scheduler.cancel(requests[0])
@@ -540,9 +539,9 @@ def test_closing_takes_no_more_requests() -> None:
     assert [*states, scheduler.is_closed] == [False, True]
     assert scheduler.poll(100.0) == ([], None)
     refused = Request("too late", None)
-    ((request, refusal),) = scheduler.submit(0.0, [refused])
+    ((request, rejection),) = scheduler.submit(0.0, [refused])
     assert request is refused
-    assert refusal.kind is BatcherClosedError
+    assert rejection.kind is BatcherClosedError
 
 
 # Times.
@@ -626,7 +625,7 @@ def test_a_shorter_queue_loses_nothing_and_takes_nothing_until_there_is_room() -
     refused = [Request("input", None) for _ in range(3)]
     rejected = scheduler.submit(1.0, refused)
     assert [request for request, _ in rejected] == refused
-    assert str(rejected[0].refusal.to_error()) == "5 requests wait already (max_queue_size=2)"
+    assert str(rejected[0][1].to_error()) == "5 requests wait already (max_queue_size=2)"
     assert scheduler.waiting == 5
     for request in waiting[:4]:
         scheduler.cancel(request)

@@ -36,7 +36,7 @@ class Wire:
     def _refuse(self, *_: object) -> Any:
         raise AssertionError("without shared memory nothing is copied, or found out later")
 
-    run_in_thread = reserve = fill = inputs_refused = _refuse
+    run_in_thread = reserve = fill = inputs_unsendable = _refuse
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
@@ -118,7 +118,7 @@ def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
     values = [bytes([number]) * 300_000 for number in range(8)]
     assert wire.sender.send(batch_of(*values)) == []
     assert len(wire.kinds) > 2
-    assert set(wire.kinds[:-1]) == {Kind.INPUTS_PART}
+    assert set(wire.kinds[:-1]) == {Kind.INPUTS_FRAGMENT}
     assert wire.kinds[-1] is Kind.INPUTS
     assert wire.items() == values
 

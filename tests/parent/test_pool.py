@@ -153,7 +153,7 @@ async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
     assert exit_text == "signal 9 (SIGKILL, possibly out of memory)"
     assert worker not in told.links
     await told.until(lambda: told.count("ready") == 3)
-    # Another process, at the same place.
+    # Another process of the same replica.
     assert told.events[-1] == ("ready", worker + 2)
     assert second in pids_of(pool)
     assert first not in pids_of(pool)
@@ -346,7 +346,7 @@ async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
     await told.until(lambda: told.count("lost") == 1)
     pool.stop(SOON)
     # The replacement would have been started by a timer; there is none, and no thread for it.
-    assert all(place.restart_timer is None for place in pool._places)
+    assert all(one.restart_timer is None for one in pool._replicas)
     assert psutil.Process().children() == before
     assert "fast_batcher-starter-tested" not in {one.name for one in threading.enumerate()}
 

@@ -268,7 +268,7 @@ def test_a_batch_larger_than_a_frame_is_divided_and_an_input_larger_than_one_is_
     ((request, error),) = desk.refused
     assert request.value is large
     assert isinstance(error, RequestTooLargeError)
-    assert desk.kinds == [Kind.INPUTS_PART, Kind.INPUTS]
+    assert desk.kinds == [Kind.INPUTS_FRAGMENT, Kind.INPUTS]
     assert [len(one) for one in desk.read()] == [3 * MEBI] * 3
     assert desk.slabs.count == 0
     # It is not locked any more.

@@ -334,7 +334,7 @@ async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) ->
         needed.unlink()
         first, second = pids_of(batcher)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: any(one.is_given_up for one in session_of(batcher).pool._places))
+        await until(lambda: any(one.is_given_up for one in session_of(batcher).pool._replicas))
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)
@@ -355,11 +355,11 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
             handle.kill()
 
         kill(0)
-        await until(lambda: pool._places[0].is_given_up)
+        await until(lambda: pool._replicas[0].is_given_up)
         await until(lambda: batcher.stats.workers_ready == 2)
         needed.unlink()
         kill(1)
-        await until(lambda: pool._places[1].is_given_up)
+        await until(lambda: pool._replicas[1].is_given_up)
         assert batcher.state == "open"
         assert await batcher.process_batched("fine") == "fine"
 

@@ -264,7 +264,7 @@ async def test_a_worker_that_dies_while_its_successor_loads_is_replaced_by_it(ga
     settings: dict[str, Any] = {"max_batches_per_worker": 1, "max_restarts": 0}
     async with DynBatcher(Whereabouts, **settings) as batcher:
         first = await batcher.process_batched(None)
-        assert session_of(batcher).pool._places[0].successor is not None
+        assert session_of(batcher).pool._replicas[0].successor is not None
         os.kill(first, signal.SIGKILL)
         second = await batcher.process_batched(None)
         assert second != first

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sample_models import EXCEPTIONS, CodedError, TwoArgumentsError
 
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import SerializedError
 from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, RemoteTraceback
 
 # The smallest `max_frame_bytes` there is.
@@ -35,7 +35,7 @@ def raised(error: BaseException) -> BaseException:
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name: str) -> None:
     failure = codec.describe(raised(EXCEPTIONS[name]()))
-    crossed = RemoteFailure(*codec.loads(codec.dumps(failure)))
+    crossed = SerializedError(*codec.loads(codec.dumps(failure)))
     assert crossed == failure
     one, two = crossed.to_error(), crossed.to_error()
     assert one is not two
@@ -88,12 +88,12 @@ def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
     assert len(failure.text) >= MAX_ERROR_TEXT
     full = failure._replace(pickled=b"x" * MAX_ERROR_TEXT)
     assert len(codec.dumps(full)) <= LEAST_MAX_FRAME_BYTES
-    parts = list(codec.split_parts([full] * 3, LEAST_MAX_FRAME_BYTES))
+    parts = list(codec.fragment([full] * 3, LEAST_MAX_FRAME_BYTES))
     assert all(len(part) <= LEAST_MAX_FRAME_BYTES for part in parts)
 
 
 def test_a_class_that_does_not_exist_here_is_told_by_its_text() -> None:
-    failure = RemoteFailure("GoneError: lost", "traceback", b"cno_such_module\nGoneError\n.")
+    failure = SerializedError("GoneError: lost", "traceback", b"cno_such_module\nGoneError\n.")
     error = failure.to_error()
     assert type(error) is InferenceError
     assert str(error) == "GoneError: lost"
@@ -106,7 +106,7 @@ items = st.lists(
     st.one_of(
         st.binary(max_size=60),
         st.builds(
-            RemoteFailure,
+            SerializedError,
             st.text(max_size=5),
             st.text(max_size=5),
             st.none() | st.binary(max_size=9),
@@ -120,10 +120,10 @@ items = st.lists(
 def test_parts_hold_all_items_in_order_and_none_is_too_long(
     items: list[Any], max_frame_bytes: int
 ) -> None:
-    parts = list(codec.split_parts(items, max_frame_bytes))
+    parts = list(codec.fragment(items, max_frame_bytes))
     assert parts
     assert [item for part in parts for item in codec.loads(part)] == items
-    filled = codec.split_parts([bytes(100)] * 10, max_frame_bytes)
+    filled = codec.fragment([bytes(100)] * 10, max_frame_bytes)
     assert len([*filled]) <= -(-10 // ((max_frame_bytes - 20) // 120))
     assert all(len(part) <= max_frame_bytes for part in parts)
 
@@ -132,14 +132,14 @@ def test_parts_hold_all_items_in_order_and_none_is_too_long(
 def test_an_item_that_fits_makes_a_part_that_fits(size: int, max_frame_bytes: int) -> None:
     item = bytes(size)
     if codec.fits(len(item), max_frame_bytes):
-        (part,) = codec.split_parts([item], max_frame_bytes)
+        (part,) = codec.fragment([item], max_frame_bytes)
         assert len(part) <= max_frame_bytes
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 65_535, 65_536, 2**20, 2**24])
 def test_the_size_of_an_item_is_never_underestimated(size: int) -> None:
-    items: list[bytes | RemoteFailure] = [bytes([number]) * size for number in range(3)]
-    (part,) = codec.split_parts(items, 2**30)
+    items: list[bytes | SerializedError] = [bytes([number]) * size for number in range(3)]
+    (part,) = codec.fragment(items, 2**30)
     assert len(part) <= sum(codec._size(item) for item in items) + codec._ITEM_OVERHEAD
 
 

@@ -12,10 +12,10 @@ from memory import refuse_memory
 from sample_models import RefusesPickling
 
 from fast_batcher._asyncio.answers import SharedOutcomes
-from fast_batcher._asyncio.ledger import Failure
+from fast_batcher._core.messages import Failure
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.outbox_writer import OutboxWriter
-from fast_batcher._transport.codec import ATOMS, RemoteFailure, describe, loads
+from fast_batcher._transport.codec import ATOMS, SerializedError, describe, loads
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED
 from fast_batcher._worker.replies import ReplyEncoder
@@ -35,7 +35,7 @@ class Post:
         self.writer = OutboxWriter(os.dup(self.outbox._fd), SIZE, 5000)
         self.encoder = ReplyEncoder(self.writer, MAX_FRAME_BYTES)
 
-    def pack(self, outputs: list[Any], failures: dict[int, RemoteFailure] | None = None) -> Any:
+    def pack(self, outputs: list[Any], failures: dict[int, SerializedError] | None = None) -> Any:
         """The kind of the last frame, and what all of them say."""
         frames = self.encoder.pack(outputs, failures or {})
         kind, body = frames[-1]
@@ -67,7 +67,7 @@ def outcomes_in(frames: list[tuple[Kind, bytes]]) -> list[Any]:
     """Outputs, and errors where there are none."""
     assert all(len(body) <= MAX_FRAME_BYTES for _, body in frames)
     return [
-        loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
         for _, body in frames
         for item in loads(body)
     ]
@@ -241,7 +241,7 @@ def test_errors_are_told_beside_large_outputs(post: Post) -> None:
     kind, got = post.pack([np.arange(LARGE), None, None, "small"], failures)
     assert kind is Kind.SHARED_OUTPUTS
     assert (got[0].sum(), got[3]) == (np.arange(LARGE).sum(), "small")
-    errors = [one.to_error() for one in got[1:3] if isinstance(one, Failure)]
+    errors = [one.error for one in got[1:3] if isinstance(one, Failure)]
     assert isinstance(errors[0], ValueError)
     assert isinstance(errors[1], KeyError)
 
@@ -253,7 +253,7 @@ def test_errors_are_told_beside_small_outputs(post: Post) -> None:
 
 
 def test_errors_that_fill_a_frame_go_through_the_pipe(post: Post) -> None:
-    failures = {number: RemoteFailure("text", "t" * 500_000, None) for number in range(1, 6)}
+    failures = {number: SerializedError("text", "t" * 500_000, None) for number in range(1, 6)}
     kind, got = post.pack([np.arange(LARGE), *[None] * 5], failures)
     assert kind is Kind.OUTPUTS
     assert got[0].sum() == np.arange(LARGE).sum()

@@ -35,7 +35,7 @@ from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
@@ -99,7 +99,7 @@ def serves(model: Any) -> pytest.MarkDecorator:
 
 def failure_in(frame: Frame, kind: Kind = Kind.FAILED) -> Any:
     assert frame.kind is kind
-    return RemoteFailure(*codec.loads(frame.body)).to_error()
+    return SerializedError(*codec.loads(frame.body)).to_error()
 
 
 def outcomes_in(frame: Frame) -> list[Any]:
@@ -108,7 +108,7 @@ def outcomes_in(frame: Frame) -> list[Any]:
         return list(codec.loads(frame.body))
     assert frame.kind is Kind.OUTPUTS
     return [
-        codec.loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        codec.loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
         for item in codec.loads(frame.body)
     ]
 
@@ -337,8 +337,8 @@ def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> No
         return codec.dumps([codec.dumps(value) for value in values])
 
     send = served.channel.send
-    send(Kind.INPUTS_PART, 1, part("a"))
-    send(Kind.INPUTS_PART, 1, part("b", "c"))
+    send(Kind.INPUTS_FRAGMENT, 1, part("a"))
+    send(Kind.INPUTS_FRAGMENT, 1, part("b", "c"))
     send(Kind.INPUTS, 1, part("d"))
     assert outcomes_in(served.answer()) == ["a", "b", "c", "d"]
     send(Kind.INPUTS, 1, part("e"))
@@ -349,7 +349,7 @@ def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> No
 def test_outputs_larger_than_a_frame_come_in_parts(served: Served) -> None:
     served.channel.send(Kind.INPUT_ATOMS, 5, codec.dumps([400_000] * 7))
     sizes = []
-    while (frame := served.answer()).kind is Kind.OUTPUTS_PART:
+    while (frame := served.answer()).kind is Kind.OUTPUTS_FRAGMENT:
         assert len(frame.body) <= MEBI
         sizes += [len(codec.loads(item)) for item in codec.loads(frame.body)]
     sizes += [len(output) for output in outcomes_in(frame)]
