@@ -20,7 +20,7 @@ from fast_batcher.errors import (
 
 
 @dataclass(frozen=True)
-class Target:
+class UserFunction:
     """A decorated function or method, and its binding behaviour.
 
     Raises:
@@ -38,7 +38,7 @@ class Target:
     is_in_class: bool
 
     @classmethod
-    def of(cls, written: Any) -> "Target":
+    def of(cls, written: Any) -> "UserFunction":
         """Inspect the function or method below the decorator."""
         is_class = isinstance(written, classmethod)
         is_static = isinstance(written, staticmethod)
@@ -73,7 +73,7 @@ class Function:
     call: Callable[[list[Any]], Any]
     # The name in messages, logs and the name of the thread.
     name: str
-    # See `Target`.
+    # See `UserFunction`.
     is_async: bool
     # Takes the function's result and the number of items, and returns a list of outputs. Raises
     # OutputMismatchError if there is not one output per item.
