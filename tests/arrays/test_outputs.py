@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_models import OUTPUTS
+from models.returning import OUTPUTS
 
 from fast_batcher import OutputMismatchError
 from fast_batcher._arrays.outputs import list_outputs

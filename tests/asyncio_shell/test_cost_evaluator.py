@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_models import BatchSize, Echo, Gated
+from models.base import Echo
+from models.ordinary import BatchSize, Gated
 from waits import ONE_LOOP, Gate, call, outcome, turns, until
 
 from fast_batcher import (

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from sample_models import BrokenOnArrival
+from models.returning import BrokenOnArrival
 
 from fast_batcher._asyncio.answers import read_outcomes
 from fast_batcher._core.messages import Failure

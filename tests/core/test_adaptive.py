@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import poll_batches, submit
+from schedulers import poll_batches, submit
 from virtual_time import Seconds, World, with_knee
 
 from fast_batcher._core.adaptive import MOST_LATENESS, PATIENCE, REST, AdaptivePolicy

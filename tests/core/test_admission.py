@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import make, poll_batches, reject, settle
+from schedulers import make, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
 from fast_batcher._core.batch_packer import BatchPacker

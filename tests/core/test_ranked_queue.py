@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import make, poll_batches, settle
+from schedulers import make, poll_batches, settle
 
 from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
 from fast_batcher._core.batch_times import BatchTimes, SizeCap

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
-from schedules import NOTHING, Lost, make, poll_batches, run, settle, submit, told
+from schedulers import NOTHING, Lost, make, poll_batches, run, settle, submit, told
 
 from fast_batcher._core.messages import Batch, BatchProgress, ExpiryReason, Release, Request
 from fast_batcher._core.retries import ISOLATION_SECONDS

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 import pytest
-from schedules import NOTHING, make, poll_batches, reject, run, settle, submit, told
+from schedulers import NOTHING, make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits

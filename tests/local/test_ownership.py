@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from held import Held
+from gated_functions import Held
 from waits import until
 
 from fast_batcher import dynamically, inference

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from sample_models import RefusesPickling
+from models.returning import RefusesPickling
 
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._parent.batch_sender import BatchSender

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import PREAMBLE, TESTS, Start, program
-from sample_models import HandlesSigterm, Holds, LeavesDescriptors, Terminates
+from models.children import HandlesSigterm, LeavesDescriptors, Terminates
+from models.ordinary import Holds
+from paths import PYTHONPATH
+from programs import PREAMBLE, Start, program
 from waits import LIMIT, Gate, Watch, call, measured, one_loop, outcome
 
 from fast_batcher import DynBatcher
@@ -37,7 +39,7 @@ def run_script(path: Path, code: str, *arguments: str) -> "subprocess.CompletedP
         text=True,
         timeout=LIMIT,
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
         start_new_session=True,
     )
 
@@ -54,7 +56,7 @@ def test_a_daemonic_process_can_have_a_batcher(program: Start, method: str) -> N
 
         def serve():
             async def main():
-                async with DynBatcher(sample_models.Reports) as batcher:
+                async with DynBatcher(models.children.Reports) as batcher:
                     report = await batcher.process_batched("")
                     tell([multiprocessing.current_process().daemon, report["daemon"]])
 
@@ -81,7 +83,7 @@ def test_a_worker_dies_with_a_daemonic_process_that_is_terminated(program: Start
 
         def serve():
             async def main():
-                async with DynBatcher(sample_models.Whereabouts) as batcher:
+                async with DynBatcher(models.ordinary.Whereabouts) as batcher:
                     tell([os.getpid(), await batcher.process_batched("")])
                     await asyncio.Event().wait()
 
@@ -108,7 +110,7 @@ def test_a_program_from_standard_input_may_use_a_class_that_it_imports(tmp_path:
         tmp_path / "unused",
         """
         async def main():
-            for model in (sample_models.Echo, "sample_models:Echo"):
+            for model in (models.base.Echo, "models.base:Echo"):
                 async with DynBatcher(model) as batcher:
                     tell(await batcher.process_batched("echo"))
 
@@ -133,7 +135,7 @@ def test_a_start_changes_nothing_in_the_environment_of_the_program(program: Star
                 changes.append([event, *map(str, arguments)])
 
         async def main():
-            async with DynBatcher(sample_models.Reports, num_workers=2) as batcher:
+            async with DynBatcher(models.children.Reports, num_workers=2) as batcher:
                 report = await batcher.process_batched("")
             tell(int(report["environment"]["OPENBLAS_NUM_THREADS"]))
             tell(changes)
@@ -164,8 +166,8 @@ def test_without_standard_streams_nothing_that_native_code_prints_lands_in_a_req
                 os.closerange(0, 3)
             inputs = [numpy.full(25_000, number, numpy.int32) for number in range(40)]
             async with (
-                DynBatcher(sample_models.PrintsNatively, 4) as batcher,
-                DynBatcher(sample_models.Reports) as reports,
+                DynBatcher(models.children.PrintsNatively, 4) as batcher,
+                DynBatcher(models.children.Reports) as reports,
             ):
                 answers = await batcher.process_many(inputs)
                 report = await reports.process_batched("")
@@ -264,7 +266,7 @@ def test_a_program_that_forgets_to_stop_ends_and_leaves_no_process(program: Star
     running = program(
         """
         async def main():
-            batcher = DynBatcher(sample_models.StartsProcesses)
+            batcher = DynBatcher(models.children.StartsProcesses)
             child = await batcher.process_batched("trap '' TERM; echo $$; exec sleep 1000")
             tell([child, *(one.pid for one in session_of(batcher).pool.live.remaining())])
 
@@ -301,10 +303,10 @@ def test_sigterm_does_not_end_a_worker_that_imports_the_main_module(
     running = program(
         f"""
         if __name__ != "__main__":
-            sample_models.pass_gate({gate.path!r})
+            models.base.pass_gate({gate.path!r})
 
         async def main():
-            async with DynBatcher(sample_models.Whereabouts) as batcher:
+            async with DynBatcher(models.ordinary.Whereabouts) as batcher:
                 tell(await batcher.process_batched(""))
 
         if __name__ == "__main__":

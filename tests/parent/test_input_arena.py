@@ -15,12 +15,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from desk import LARGE, MEBI, SIZE, SMALL, Desk, desk, filled, free, opened, slabs_of, sums
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from memory import memory_of, refuse_memory
-from sample_models import Digests, Stacks, WritesAndDies, WritesAndRaises, digest
+from memory_files import memory_of, refuse_memory
+from models.large import Digests, Stacks, WritesAndDies, WritesAndRaises, digest
+from sender_harness import (
+    LARGE,
+    MEBI,
+    SIZE,
+    SMALL,
+    Desk,
+    desk,
+    filled,
+    free,
+    opened,
+    slabs_of,
+    sums,
+)
 from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
@@ -316,7 +328,7 @@ def test_an_array_that_another_thread_has_resized_is_not_staged(desk: Desk) -> N
 RESIZES = """
 import sys
 import torch
-from desk import Desk
+from sender_harness import Desk
 
 how, where = sys.argv[1:]
 desk = Desk()

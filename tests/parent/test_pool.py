@@ -13,16 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from sample_models import (
-    Echo,
-    ExitsOnLoad,
-    GatedOnLoad,
-    NeverLoads,
-    RaisesOnLoad,
-    Stuck,
-    Warm,
-    WritesAtExit,
-)
+from models.base import Echo
+from models.crashing import Stuck
+from models.loading import ExitsOnLoad, NeverLoads, RaisesOnLoad
+from models.ordinary import GatedOnLoad, Warm, WritesAtExit
 from waits import LIMIT, SOON, Gate, Watch, turns
 
 from fast_batcher._observers import Observers

@@ -14,7 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from desk import (
+from memory_files import memory_of, refuse_memory
+from models.large import Digests, ForksAndKeeps, KeepsInputs, WritesInputs, digest
+from models.raising import KeepsErrors
+from models.returning import RefusesPickling
+from sender_harness import (
     LARGE,
     MAX_FRAME_BYTES,
     MEBI,
@@ -35,17 +39,7 @@ from desk import (
     until_copying,
     wait_until_copied,
 )
-from inside import pids_of, session_of
-from memory import memory_of, refuse_memory
-from sample_models import (
-    Digests,
-    ForksAndKeeps,
-    KeepsErrors,
-    KeepsInputs,
-    RefusesPickling,
-    WritesInputs,
-    digest,
-)
+from sessions import pids_of, session_of
 from waits import LIMIT, SOON, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher

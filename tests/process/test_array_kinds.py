@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import SUPPORT
 from waits import LIMIT
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).parents[1] / "array_kinds.py"
+PROGRAM = SUPPORT / "array_kinds.py"
 
 
 @pytest.mark.parametrize("way", ["pipe", "shared"])

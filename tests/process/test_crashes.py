@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import pids_of, session_of
-from packing import pack
-from sample_models import (
-    CRASHES,
-    AlarmedLate,
-    Crashes,
-    CrashesAbove,
-    Grows,
-    Holds,
-    NeedsFile,
-    TalksNonsense,
-)
+from models.children import TalksNonsense
+from models.crashing import CRASHES, Crashes, CrashesAbove
+from models.loading import NeedsFile
+from models.ordinary import Grows, Holds
+from models.raising import AlarmedLate
+from packed_frames import pack
+from sessions import pids_of, session_of
 from waits import (
     LIMIT,
     ONE_LOOP,

@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 import pytest
-from inside import pids_of
-from sample_models import HOWS, Bomb, Minefield
+from models.crashing import HOWS, Bomb, Minefield
+from sessions import pids_of
 from waits import LIMIT, ONE_LOOP, SOON_IN_WORKER, assert_balance, call, measured, outcome, until
 
 from fast_batcher import (

@@ -10,20 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import session_of
-from sample_models import (
-    BrokenAndRaises,
-    EchoWithArguments,
-    FailsTogether,
-    HangsIfTold,
-    Holds,
-    Leaks,
-    NeedsFile,
-    OutOfMemory,
-    Reuses,
-    Says,
-    Whereabouts,
-)
+from models.crashing import HangsIfTold
+from models.loading import NeedsFile
+from models.ordinary import EchoWithArguments, Holds, Leaks, Reuses, Whereabouts
+from models.raising import BrokenAndRaises, FailsTogether, OutOfMemory, Says
+from sessions import session_of
 from waits import (
     LIMIT,
     ONE_LOOP,

@@ -10,22 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from desk import MEBI, SMALL, copier_held, free, no_threads, opened, wait_until_copied
-from inside import pids_of, session_of
-from packing import pack
-from sample_models import (
+from models.base import Echo
+from models.children import TalksNonsense
+from models.large import (
     LARGE,
     AnswersStacked,
-    BreaksInParent,
-    BrokenOnArrival,
-    Echo,
     GivesViews,
     MakesLarge,
     Miscounts,
-    TalksNonsense,
     fingerprint,
     make_large,
 )
+from models.returning import BreaksInParent, BrokenOnArrival
+from packed_frames import pack
+from sender_harness import MEBI, SMALL, copier_held, free, no_threads, opened, wait_until_copied
+from sessions import pids_of, session_of
 from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import PYTHONPATH, ROOT
 from programs import run_program
 from waits import LIMIT
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parent.parent
 
 # Two batches at once have 192 MB, three times what there is, and come back.
 PROGRAM = """
@@ -35,7 +35,8 @@ if sys.argv[1] == "no memfd at all":
 
 import numpy as np
 from fast_batcher import DynBatcher
-from sample_models import Digests, Echo, digest
+from models.base import Echo
+from models.large import Digests, digest
 
 if sys.argv[1] == "full":
     free = os.statvfs("/dev/shm")
@@ -89,7 +90,7 @@ def test_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
     program.write_text(PROGRAM)
     done = subprocess.run(
         in_small_shm(sys.executable, "-W", "error", str(program), what),
-        env={"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
+        env={"PYTHONPATH": PYTHONPATH, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -106,7 +107,7 @@ LIMITED = """
 import asyncio, logging, resource
 import numpy as np
 from fast_batcher import DynBatcher
-from sample_models import Echo
+from models.base import Echo
 
 async def main():
     async with DynBatcher(Echo) as batcher:
@@ -163,7 +164,7 @@ def test_a_worker_that_may_not_have_so_much_address_space_says_what_to_lower(
     interpreter.chmod(0o755)
     done = subprocess.run(
         [sys.executable, "-W", "error", str(program), str(interpreter)],
-        env={"PYTHONPATH": str(TESTS.parent), "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=LIMIT,

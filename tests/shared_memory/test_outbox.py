@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory import memory_of, refuse_memory
+from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
 from fast_batcher._shared_memory import outbox_reader

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from packing import pack
+from packed_frames import pack
 from waits import LIMIT
 
 from fast_batcher._transport.blocking_channel import BlockingChannel

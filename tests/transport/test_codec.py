@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_models import EXCEPTIONS, CodedError, TwoArgumentsError
+from models.raising import EXCEPTIONS, CodedError, TwoArgumentsError
 
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import SerializedError

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packing import pack
+from packed_frames import pack
 
 from fast_batcher._transport.frames import (
     HEADER_SIZE,

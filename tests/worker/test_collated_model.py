@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from collated_models import (
+from hypothesis import given
+from hypothesis import strategies as st
+from models.collated import (
     Compiled,
     Doubles,
     Fills,
@@ -27,8 +29,6 @@ from collated_models import (
     WarmsUpUnequal,
     Words,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from waits import ONE_LOOP, assert_balance, call, outcome, turns
 
 from fast_batcher import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory import refuse_memory
-from sample_models import RefusesPickling
+from memory_files import refuse_memory
+from models.returning import RefusesPickling
 
 from fast_batcher._asyncio.answers import SharedOutcomes
 from fast_batcher._core.messages import Failure

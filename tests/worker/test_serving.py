@@ -12,20 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_models import (
-    UNPICKLABLE,
-    Alarmed,
-    BrokenAndRaises,
-    BrokenOnArrival,
-    ChangesInputs,
-    Echo,
-    Grows,
-    Numbers,
-    Says,
-    Slow,
-    StreamsInput,
-    UnpicklableOutputs,
-)
+from models.base import Echo
+from models.ordinary import ChangesInputs, Grows, Slow
+from models.raising import Alarmed, BrokenAndRaises, Numbers, Says, StreamsInput
+from models.returning import UNPICKLABLE, BrokenOnArrival, UnpicklableOutputs
 from waits import LIMIT, Gate
 
 from fast_batcher import stack
