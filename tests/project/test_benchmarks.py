@@ -6,26 +6,21 @@ import operator
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from paths import ROOT
-from waits import LIMIT, Watch, one_loop, until
+from waits import LIMIT
 
-from benchmarks import decorators, harness, hold, http, idle_latency, overhead, peers, saturation
 from benchmarks.cpu import TreeCpu, descendants, process_cpu, stolen_percent
-from benchmarks.harness import MOST_STOLEN, Host, measure
+from benchmarks.harness import MOST_STOLEN, Host
 from benchmarks.loops import closed_loop, mean_batch_size, open_loop
-from benchmarks.measured_process import SCENARIOS
-from benchmarks.models import MODELS
-from benchmarks.report import Compared, Measurement, Spread, Table, Verdict, failures, table
+from benchmarks.report import Compared, Measurement, Spread, Table, Verdict, failures
 from benchmarks.scenarios import Load, steady_rate
-from benchmarks.systems import PEERS, SYSTEMS
 
 TABLE = Table("A table", "full_speed", Load("NoOp", 8, 64, 1.0), ("ours", "floor"), {"us": "cost"})
-ALL_PARTS = ("overhead", "idle", "saturation", "open-loop", "arrays")
 
 
 def measured(
@@ -91,19 +86,6 @@ def test_a_verdict_compares_the_median_with_its_bar() -> None:
     assert "not measured" in str(Verdict("", None, at_most=1.9))
 
 
-def test_a_table_aligns_its_columns_and_shows_what_is_missing() -> None:
-    text = table(["system", "us"], [["a long name", Spread(1.0, 1.0, 1.0)], ["b", None]])
-    assert text.splitlines() == [
-        "system       us",
-        "-" * len("system       us"),
-        "a long name   1",
-        "b             -",
-    ]
-    assert TABLE.text([measured("ours", 0, 2.0)], "asyncio").splitlines() == [
-        *("A table, asyncio", "system  us", "----------", "ours     2", "floor    -")
-    ]
-
-
 @pytest.mark.slow
 def test_published_tables_say_what_the_stored_results_say() -> None:
     command = [sys.executable, "-m", "benchmarks.publish", "--check"]
@@ -138,43 +120,6 @@ def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> 
     assert host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)  # no patience is left
     assert host.describe() == {"stolen_percent": MOST_STOLEN + 0.05, "measured_again": 2}
     assert stolen_percent((5000, 70), (6000, 85)) == 1.5
-
-
-@pytest.mark.slow
-def test_patience_is_given_on_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Nothing is calm then.
-    monkeypatch.setattr(harness, "MOST_STOLEN", -1.0)
-    monkeypatch.setattr(sys, "argv", ["overhead", "--patience", "0.001", "--repetitions", "1"])
-    arguments = harness.parse_arguments(
-        "overhead", "What?", systems=(), seconds=1.0, quick_seconds=1.0, loops=("asyncio",)
-    )
-    (found,) = harness.measure_all([overhead.plan(["floor"], 1, 0.01)], arguments)
-    assert found.error is None
-    assert arguments.host.describe()["measured_again"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-@one_loop
-async def test_no_cpu_sleeps_long_during_a_benchmark_with_that_option() -> None:
-    cpus = os.sched_getaffinity(0)
-    with child(
-        "from benchmarks import harness; import sys; sys.argv = ['overhead', '--awake'];"
-        "arguments = harness.parse_arguments("
-        "'overhead', 'What?', systems=('floor',), seconds=1.0, quick_seconds=1.0);"
-        f"assert arguments.host.describe()['cpus_kept_awake'] == {len(cpus)}"
-    ) as benchmark:
-        pids = descendants(benchmark.pid)
-        assert len(pids) == len(cpus)
-        await until(lambda: all(os.sched_getscheduler(pid) == os.SCHED_IDLE for pid in pids))
-        assert [os.sched_getaffinity(pid) for pid in sorted(pids)] == [{c} for c in sorted(cpus)]
-        for pid in pids:  # it wakes again and again
-            used = process_cpu(pid)
-            await until(lambda pid=pid, used=used: process_cpu(pid) > used)  # type: ignore[misc]
-        watch = Watch(pids)
-    with watch:
-        assert benchmark.returncode == 0
-        assert not watch.survivors(LIMIT)  # they see by themselves that it has ended
 
 
 # Loads.
@@ -235,87 +180,6 @@ def test_means_of_batches_and_rates_of_callers() -> None:
 
 
 @pytest.mark.slow
-def test_a_system_that_fails_is_reported_and_not_dropped() -> None:
-    load = Load("NoSuchModel", max_batch_size=1, callers=1, seconds=0.01)
-    failed = measure(load, "thread", "lone_requests", "asyncio")
-    assert failed["error"] == "ended with 1 KeyError: 'NoSuchModel'"
-    assert failed["figures"] == {}
-
-
-def test_the_plan_of_all_peers_measures_each_system_where_it_can_be() -> None:
-    parts = peers.plan(SYSTEMS, ALL_PARTS, 1.0)
-    for one in (one for tables in parts.values() for one in tables):
-        assert one.scenario in SCENARIOS
-        assert one.load.model in MODELS
-        assert {"ours", *PEERS} - {peers.ON_THE_LOOP} <= set(one.systems)
-        assert "bare loop" not in one.systems or one.name == "saturation"
-    assert [one.share for one in parts["open-loop"]] == [0.2, 0.5, 0.8, 0.95]
-
-
-def runs_of(tables: Sequence[Table]) -> list[Measurement]:
-    """Two repetitions in which every figure is 1."""
-    figures = (
-        *("api_cpu_us", "all_cpu_us", "requests_per_second", "p50_ms", "p99_ms"),
-        *("idle_share_of_core", "lost", "within_50_ms"),
-    )
-    return [
-        Measurement(
-            system=system,
-            scenario=one.name,
-            loop="asyncio",
-            callers=one.load.callers,
-            repetition=repetition,
-            figures=dict.fromkeys(figures, 1.0),
-            versions={},
-        )
-        for one in tables
-        for system in one.systems
-        for repetition in range(2)
-    ]
-
-
-def test_every_bar_is_about_what_is_measured() -> None:
-    systems = tuple(SYSTEMS)
-    parts = peers.plan(systems, ALL_PARTS, 1.0)
-    all_peers = [one for tables in parts.values() for one in tables]
-    busy, full = overhead.plan(systems, 64, 1.0), saturation.plan(systems, 128, 1.0)
-    lone, idle = idle_latency.plan_lone(systems, 1.0), idle_latency.plan_idle(systems)
-    three = decorators.plan(decorators.SYSTEMS, 1.0)
-    pair = hold.plan([hold.ADAPTIVE, hold.GREEDY], 32, 1.0)
-    found = [
-        *overhead.verdicts(runs_of([busy]), busy, "asyncio"),
-        *idle_latency.verdicts(runs_of([lone, idle]), lone, idle, "asyncio"),
-        saturation.verdict(runs_of([full]), full, "asyncio"),
-        *decorators.verdicts(runs_of(three), three, "asyncio"),
-        *hold.verdicts(runs_of([pair]), pair, "asyncio"),
-        *peers.verdicts(runs_of(all_peers), parts, "asyncio"),
-    ]
-    assert len(found) > 50
-    assert [verdict.claim for verdict in found if verdict.measured is None] == []
-
-
-def judge_hold(*rates: float) -> list[bool | None]:
-    one = hold.plan([hold.ADAPTIVE, hold.GREEDY], 32, 1.0)
-    runs = [
-        measured(system, repetition, rate, one, "requests_per_second")
-        for repetition, adaptive in enumerate(rates)
-        for system, rate in ((hold.ADAPTIVE, adaptive), (hold.GREEDY, 100.0))
-    ]
-    text = hold.text_of(runs, [one], "asyncio")
-    assert ("+30.0 (" in text) == (rates == (130, 131, 129))
-    return [verdict.holds for verdict in hold.verdicts(runs, one, "asyncio")]
-
-
-def test_a_loss_is_judged_by_its_bound_and_a_gain_by_its_own() -> None:
-    assert judge_hold(130, 131, 129) == [True, True]
-    # On average nothing is lost; the bound is at 14 %.
-    assert judge_hold(110, 90, 100, 100) == [False, False]
-    assert judge_hold(98, 98.1, 97.9) == [True, False]
-    assert judge_hold(130) == [None, None]  # no bounds
-    assert judge_hold() == [None, None]
-
-
-@pytest.mark.slow
 def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_path: Path) -> None:
     path = tmp_path / "overhead.json"
     command = [sys.executable, "-m", "benchmarks.overhead", "--quick", "--systems", "floor"]
@@ -343,42 +207,3 @@ def test_overhead_runs_from_the_command_line_and_stores_what_it_measured(tmp_pat
     assert {verdict["holds"] for verdict in result["verdicts"]} == {None}
     assert done.stdout.strip() == path.with_suffix(".txt").read_text().strip()
     assert "[2/2]" in done.stderr
-
-
-@pytest.mark.slow
-def test_http_measures_servers_under_load(tmp_path: Path) -> None:
-    path = tmp_path / "http.json"
-    command = [sys.executable, "-m", "benchmarks.http", "--quick", "--seconds", "0.2"]
-    command += ["--scenarios", "echo", "--systems", "bare ASGI", "ours", "--json", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(path.read_text())
-    assert result["failures"] == []
-    found = {(m["scenario"], m["system"]): m["figures"] for m in result["measurements"]}
-    assert len(found) == 8
-    for (scenario, _), figures in found.items():
-        if scenario == "start":
-            assert figures["start_s"] > 0
-            assert figures["memory_mb"] > 0
-        else:
-            assert figures["cpu_us"] > 0
-            assert figures["requests_per_second"] > 0
-            assert figures["unanswered"] == figures["errors"] == 0
-    assert path.with_suffix(".png").exists()
-    assert "[8/8] echo, 256 connections: ours" in done.stderr
-
-
-def test_every_bar_over_http_is_about_what_is_measured() -> None:
-    tables = http.plan(http.SYSTEMS, http.JOBS, 1.0)
-    figures = dict.fromkeys(
-        (http.CPU, http.RATE, http.P99, http.OVER_P50, http.OF_CAPACITY, http.BEYOND, http.LOST),
-        1.0,
-    )
-    runs = [
-        Measurement(name, one.name, http.HTTP, one.load.callers, 0, figures, {})
-        for one in tables
-        for name in one.systems
-    ]
-    found = http.verdicts(runs, tables)
-    assert len(found) == len(http.BARS)
-    assert [verdict.claim for verdict in found if verdict.measured is None] == []

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ import httpx2
 import numpy as np
 import pytest
 from paths import ROOT
-from rich.console import Console
 from servers import Server
 from waits import LIMIT
 
 from examples.embeddings import demo
 from examples.embeddings.app import MAX_CHARACTERS
-from examples.embeddings.model import DIMENSIONS
 
 JSON = {"Content-Type": "application/json"}
 EXAMPLES = ROOT / "examples"
@@ -129,20 +126,6 @@ def test_the_quickstart_answers_each_of_many_requests_at_once(app: str, director
 # --- the sentences --------------------------------------------------------------------------------
 
 
-def test_there_are_512_plain_sentences_of_6_to_24_words_that_repeat_nothing() -> None:
-    assert len(SENTENCES) == 512
-    assert {len(sentence.split()) for sentence in SENTENCES} == set(range(6, 25))
-    shape = re.compile(r"[A-Z][A-Za-z0-9,' -]+[.?!]")
-    assert [sentence for sentence in SENTENCES if not shape.fullmatch(sentence)] == []
-    beginnings = [tuple(sentence.casefold().split()[:3]) for sentence in SENTENCES]
-    assert len(set(beginnings)) == len(beginnings)
-    runs = []
-    for sentence in SENTENCES:
-        words = re.findall(r"[a-z0-9'-]+", sentence.casefold())
-        runs += [tuple(words[i : i + 5]) for i in range(len(words) - 4)]
-    assert [run for run, after in pairwise(sorted(runs)) if run == after] == []
-
-
 # --- the embeddings app ---------------------------------------------------------------------------
 
 
@@ -190,13 +173,6 @@ def test_whatever_is_sent_the_app_never_fails(embeddings_server: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_of_the_greatest_length_is_answered(embeddings: httpx2.Client) -> None:
-    text = " ".join(SENTENCES)[:MAX_CHARACTERS].strip()
-    answer = embeddings.post("/embed", json={"text": text})
-    assert len(answer.json()["embedding"]) == DIMENSIONS
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/embed", "/embed-unbatched"])
 def test_answers_to_many_at_once_are_the_models_own(
     embeddings: httpx2.Client, own_answers: np.ndarray[Any, Any], path: str
@@ -223,16 +199,6 @@ def test_requests_in_flight_share_batches_at_one_endpoint_and_not_at_the_other(
     assert sizes["batched"] > 1
 
 
-@pytest.mark.slow
-def test_the_app_reports_its_health_and_documents_its_errors(embeddings: httpx2.Client) -> None:
-    assert embeddings.get("/livez").status_code == 200
-    ready = embeddings.get("/readyz")
-    assert ready.status_code == 200
-    assert [batcher["name"] for batcher in ready.json()["batchers"]] == ["batched", "unbatched"]
-    paths = embeddings.get("/openapi.json").json()["paths"]
-    assert set(paths["/embed"]["post"]["responses"]) == {"200", "422", "503", "504"}
-
-
 # --- the demonstration ----------------------------------------------------------------------------
 
 
@@ -254,64 +220,3 @@ def test_the_demonstration_finds_all_answers_right() -> None:
     assert "Right: 64 answers" in done.stdout
     assert "The server ended cleanly" in done.stdout
     assert re.search(r"Batched is \d+\.\d+ times as fast", done.stdout)
-
-
-@pytest.mark.slow
-def test_without_its_packages_the_demonstration_says_how_to_get_them() -> None:
-    # -S leaves out site-packages: what a fresh Python without them looks like.
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "examples.embeddings.demo"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert 'pip install -e ".[demo]"' in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def make_round(name: str, answers: list[list[float]], errors: tuple[str, ...] = ()) -> demo.Round:
-    return demo.Round(
-        number=1,
-        name=name,
-        mean_batch_size=1.0,
-        seconds=2.0,
-        latencies=[0.1 for _ in answers],
-        answers=[(i, json.dumps({"embedding": a}).encode()) for i, a in enumerate(answers)],
-        errors=list(errors),
-    )
-
-
-def test_the_demonstration_sees_an_answer_that_went_to_the_wrong_client() -> None:
-    own = [[1.0, 0.0], [0.6, 0.8], [0.0, 1.0]]
-    right = make_round("batched", own)
-    swapped = make_round("unbatched", [own[0], own[2], own[1]])
-    assert demo.find_lowest_cosine([right], own) == pytest.approx(1.0)
-    assert demo.find_lowest_cosine([right, swapped], own) == pytest.approx(0.8)
-
-
-@pytest.mark.parametrize(
-    ("errors", "status", "log", "cosine", "good"),
-    [
-        ((), 0, ["INFO: Application shutdown complete."], 1.0, True),
-        ((), -15, ["INFO: Application shutdown complete."], 1.0, True),
-        (("503 queue full",), 0, ["INFO: Application shutdown complete."], 1.0, False),
-        ((), 0, ["INFO: Application shutdown complete."], 0.998, False),
-        ((), -9, ["INFO: Application shutdown complete."], 1.0, False),
-        ((), -15, ["INFO: Shutting down"], 1.0, False),
-    ],
-    ids=["right", "right, by signal", "an error", "a wrong answer", "killed", "not shut down"],
-)
-def test_the_demonstration_fails_if_anything_was_wrong(
-    errors: tuple[str, ...], status: int, log: list[str], cosine: float, good: bool
-) -> None:
-    rounds = [make_round(name, [[1.0, 0.0]], errors) for name in demo.ENDPOINTS]
-    assert demo.report(Console(quiet=True), rounds, demo.Ending(status, log), cosine) is good
-
-
-def test_the_speed_up_compares_the_endpoints_within_a_round() -> None:
-    fast = make_round("batched", [[1.0]] * 8)
-    slow = make_round("unbatched", [[1.0]] * 2)
-    assert demo.measure_speed_ups([fast, slow]) == [4.0]

@@ -2,8 +2,6 @@
 
 import hashlib
 import io
-import math
-import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,18 +20,12 @@ from waits import LIMIT
 from benchmarks.load.server import serve
 from examples.image_classification.app import MAX_BYTES
 from examples.image_classification.model import (
-    MAX_PIXELS,
-    MEAN,
-    STANDARD_DEVIATION,
     ImageClassifier,
     decode,
-    read_labels,
     to_input,
-    to_tensor,
 )
 from examples.image_classification.prediction import ARRAY_SHAPE, NotAnImageError, Prediction
-from examples.image_classification.resnet import ARCHITECTURES, classify, load_network
-from fast_batcher._arrays import stacking
+from examples.image_classification.resnet import ARCHITECTURES, load_network
 
 # Of torchvision 0.29.2's models: SHA-256 of a line for each entry of the state dict, its name and
 # its shape as a tuple, in order and joined by newlines.
@@ -93,91 +85,7 @@ def test_weights_come_from_the_file_and_so_does_the_number_of_classes(
     assert capfd.readouterr().err == ""
 
 
-def test_random_weights_are_announced_and_always_the_same(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    one, other = load_network("resnet18", None), load_network("resnet18", None)
-    assert torch.equal(one.fc.weight, other.fc.weight)
-    assert capfd.readouterr().err.count("no weights given") == 2
-
-
-def test_the_class_with_the_highest_score_wins() -> None:
-    network = load_network("resnet18", None)
-    batch = torch.randn(3, 3, 64, 64)
-    scores, classes = classify(network, batch)
-    with torch.inference_mode():
-        softmax = network(batch).softmax(1)
-    assert torch.equal(classes, softmax.argmax(1))
-    assert torch.allclose(scores, softmax.max(1).values)
-
-
 # --- from bytes to the network's input ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scale", [1, 4])
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-def test_the_middle_seven_eighths_of_the_shorter_side_are_what_is_seen(
-    scale: int, kind: str
-) -> None:
-    # White where the crop is, black around it: 224 of 256 pixels, in a wide image.
-    image = Image.new("RGB", (512 * scale, 256 * scale))
-    image.paste("white", (144 * scale, 16 * scale, 368 * scale, 240 * scale))
-    pixels = decode(encode(image, kind))
-    assert isinstance(pixels, np.ndarray)
-    assert pixels.shape == (224, 224, 3)
-    # A JPEG's blocks of 8 x 8 (16 x 16 for colour) end with the crop, so nothing bleeds into it.
-    # Making an image smaller mixes neighbours, and so does a pixel or two at the edge.
-    assert pixels[2:-2, 2:-2].min() == 255
-    assert pixels.min() > 127
-    image.putpixel((256 * scale, 128 * scale), (0, 0, 0))
-    darker = decode(encode(image))
-    assert isinstance(darker, np.ndarray)
-    assert darker.min() < 255
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "1", "I;16"])
-@pytest.mark.parametrize("size", [(1, 1), (3, 1000), (640, 480)])
-def test_images_of_every_kind_and_size_become_alike(mode: str, size: tuple[int, int]) -> None:
-    pixels = decode(encode(Image.new(mode, size)))
-    assert isinstance(pixels, np.ndarray)
-    assert pixels.shape == (224, 224, 3)
-
-
-def test_channels_are_normalised_and_come_last_in_memory() -> None:
-    pixels = torch.arange(2 * 4 * 4 * 3, dtype=torch.uint8).reshape(2, 4, 4, 3)
-    batch = to_input(pixels, torch.float32)
-    assert batch.shape == (2, 3, 4, 4)
-    assert batch.is_contiguous(memory_format=torch.channels_last)
-    for n, channel, y, x in [(0, 0, 0, 0), (0, 1, 2, 3), (1, 2, 3, 0)]:
-        value = pixels[n, y, x, channel].item() / 255
-        expected = (value - MEAN[channel]) / STANDARD_DEVIATION[channel]
-        assert batch[n, channel, y, x].item() == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"hello",
-        make_image(0)[:-100],
-        encode(Image.new("RGB", (64, 64)), "JPEG")[:-100],
-        encode(Image.new("RGB", (64, 64)), "GIF"),
-        encode(Image.new("1", (8000, MAX_PIXELS // 8000 + 1))),
-    ],
-    ids=["nothing", "text", "half a PNG", "half a JPEG", "a GIF", "too many pixels"],
-)
-def test_what_is_no_image_is_returned_as_an_error(data: bytes) -> None:
-    assert isinstance(decode(data), NotAnImageError)
-
-
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
-@pytest.mark.parametrize("seed", range(40))
-def test_broken_bytes_never_raise(kind: str, seed: int) -> None:
-    source = random.Random(seed)
-    data = bytearray(encode(Image.linear_gradient("L").resize((48, 48)), kind))
-    for _ in range(source.randint(1, 8)):
-        data[source.randrange(len(data))] = source.randrange(256)
-    assert isinstance(decode(bytes(data)), np.ndarray | NotAnImageError)
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -226,51 +134,12 @@ def test_an_array_is_the_networks_input_and_has_the_answer_of_its_image(
         assert answer.score == pytest.approx(wanted.score, rel=TOLERANCE)
 
 
-def test_arrays_that_lie_side_by_side_become_a_tensor_without_a_copy() -> None:
-    whole: Any = np.arange(2 * math.prod(ARRAY_SHAPE), dtype=np.float32)
-    whole = whole.reshape(2, *ARRAY_SHAPE)
-    stacking.lend(whole.ctypes.data, memoryview(whole).cast("B"))
-    try:
-        tensor = to_tensor(list(whole))
-    finally:
-        stacking.lent.clear()
-    assert tensor.data_ptr() == whole.ctypes.data
-    assert np.array_equal(tensor.numpy(), whole)
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
 def test_numbers_that_give_no_class_fail_alone(classifier: ImageClassifier, value: float) -> None:
     fine = array_of(make_image(0))
     one, other = classifier.infer([np.full(ARRAY_SHAPE, value, np.float32), fine])
     assert isinstance(one, NotAnImageError)
     assert isinstance(other, Prediction)
-
-
-def test_the_warm_up_is_an_image(classifier: ImageClassifier) -> None:
-    (answer,) = classifier.infer(list(classifier.warmup_inputs()))
-    assert isinstance(answer, Prediction)
-
-
-def test_bfloat16_sees_the_same_class_or_one_as_likely(classifier: ImageClassifier) -> None:
-    coarse = ImageClassifier("resnet18", dtype="bfloat16", device="cpu")
-    image = make_image(0)
-    (one,), (other,) = classifier.infer([image]), coarse.infer([image])
-    coarse.close()
-    assert isinstance(one, Prediction)
-    assert isinstance(other, Prediction)
-    # 8 bits of precision, through 18 layers.
-    assert other.score == pytest.approx(one.score, rel=0.1)
-
-
-def test_labels_are_the_lines_of_a_file_and_there_must_be_as_many_as_classes(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "labels.txt"
-    path.write_text("cat\ndog\n")
-    assert read_labels(str(path), 2) == ["cat", "dog"]
-    assert read_labels(None, 2) == ["class 0", "class 1"]
-    with pytest.raises(ValueError, match="has 2 lines for a model of 3 classes"):
-        read_labels(str(path), 3)
 
 
 # --- the app --------------------------------------------------------------------------------------
@@ -332,22 +201,6 @@ def test_an_array_of_another_length_or_without_a_class_is_refused(client: httpx2
     assert "602112 bytes, the body 602111" in answer.json()["detail"]
     answer = client.post("/classify-array", content=np.full(ARRAY_SHAPE, np.nan, "<f4").tobytes())
     assert (answer.status_code, answer.json()["code"]) == (422, "not_an_image")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("path", "kinds"),
-    [
-        ("/classify", {"image/jpeg", "image/png"}),
-        ("/classify-array", {"application/octet-stream"}),
-    ],
-)
-def test_the_schema_shows_raw_images_and_the_refusals(
-    client: httpx2.Client, path: str, kinds: set[str]
-) -> None:
-    operation = client.get("/openapi.json").json()["paths"][path]["post"]
-    assert set(operation["requestBody"]["content"]) == kinds
-    assert set(operation["responses"]) == {"200", "413", "422", "503", "504"}
 
 
 @pytest.mark.slow

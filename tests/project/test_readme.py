@@ -37,39 +37,12 @@ PROGRAMS = [one for page in (README, *PAGES.values()) for one in blocks(page, "p
 OURS = "fast_batcher"
 
 
-def test_blocks_are_found() -> None:
-    text = "a\n```python\nx = 1\n```\nb\n  ```python\n  y = 2\n  ```\n```sh\nls\n```\n"
-    assert blocks(text, "python") == ["x = 1\n", "y = 2\n"]
-    assert blocks(text, "sh") == ["ls\n"]
-
-
-def test_the_readme_and_the_pages_show_programs() -> None:
-    assert len(blocks(README, "python")) > 3
-    assert len(PROGRAMS) > 10
-
-
 @pytest.mark.parametrize("page", ["README.md", *PAGES])
 def test_no_fence_is_left_open(page: str) -> None:
     text = PAGES.get(page, README)
     assert sum(line.lstrip().startswith("```") for line in text.splitlines()) == 2 * len(
         BLOCK.findall(text)
     )
-
-
-@pytest.mark.parametrize("number", range(len(PROGRAMS)))
-def test_every_program_compiles(number: int) -> None:
-    # A line of a handler may stand alone: `await` at the top level is allowed.
-    compile(
-        PROGRAMS[number],
-        f"program {number + 1}",
-        "exec",
-        flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
-    )
-
-
-def test_the_first_program_is_the_quickstart() -> None:
-    quickstart = (ROOT / "examples" / "quickstart.py").read_text()
-    assert PROGRAMS[0] == quickstart
 
 
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))

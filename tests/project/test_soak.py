@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
-from soak.report import Findings, Histogram, make_table, slope
+from soak.report import Findings, make_table
 from soak.scenarios import SCENARIOS
 from waits import LIMIT
 
@@ -37,22 +37,3 @@ def test_a_missed_bar_is_seen() -> None:
     table = make_table([findings])
     assert "MISSED" in table
     assert "1.23" in table
-
-
-def test_the_slope_of_a_line_is_certain_and_that_of_noise_is_not() -> None:
-    rise, doubt = slope([0.0, 1.0, 2.0, 3.0], [1.0, 3.0, 5.0, 7.0])
-    assert (round(rise, 9), round(doubt, 9)) == (2.0, 0.0)
-    rise, doubt = slope(range(100), [(-1.0) ** one for one in range(100)])
-    assert abs(rise) < doubt
-
-
-@pytest.mark.parametrize(("share", "value"), [(0.01, 1), (0.5, 2), (0.75, 3), (1.0, 4)])
-def test_quantiles_of_a_histogram(share: float, value: int) -> None:
-    histogram = Histogram()
-    for milliseconds in (4, 1, 3, 2):
-        histogram.add(milliseconds / 1000)
-    assert histogram.quantile(share) == pytest.approx(value / 1000, abs=0.0002)
-    assert histogram.longest == 0.004
-    histogram.add(100.0)  # beyond the last bin
-    assert (histogram.count, histogram.longest) == (5, 100.0)
-    assert histogram.quantile(1.0) == pytest.approx(2.0)
