@@ -10,7 +10,6 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ import psutil
 import pytest
 from models.base import Echo
 from models.crashing import Stuck
-from models.loading import NeedsFile, NeverLoads, RaisesOnLoad
-from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Lengths, Slow, Whereabouts
-from models.raising import FailsPositions, Raises
+from models.loading import NeverLoads, RaisesOnLoad
+from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Slow, Whereabouts
+from models.raising import FailsPositions
 from models.returning import TellsArrival
 from waits import (
     LIMIT,
@@ -109,21 +108,6 @@ async def test_one_wrong_setting_changes_none() -> None:
                 batcher.reconfigure(**changes)
             calls = [call(batcher, number) for number in range(8)]
             assert await asyncio.gather(*calls) == [4] * 8
-
-
-async def test_settings_are_kept_for_the_next_opening() -> None:
-    batcher = DynBatcher(BatchSize, 4, policy="fixed", max_delay=50.0)
-    batcher.reconfigure(max_batch_size=2)
-    async with batcher:
-        assert await asyncio.gather(*[call(batcher, number) for number in range(2)]) == [2, 2]
-        with pytest.raises(ConfigurationError, match=r"^max_delay=None: policy='fixed'"):
-            batcher.reconfigure(max_delay=None)
-        held = call(batcher, "held")
-        await turns()
-        batcher.reconfigure(max_delay=0.0)
-        assert await held == 1
-    async with batcher:
-        assert await batcher.process_batched("again") == 1
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -279,19 +263,6 @@ async def test_a_waiting_request_that_is_cancelled_is_never_computed(
         assert batcher.stats.batches == 1 + bool(others)
 
 
-async def test_a_call_is_cancelled_in_the_turn_in_which_it_was_made() -> None:
-    async with DynBatcher(Echo) as batcher:
-        calls = [call(batcher, number) for number in range(3)]
-        await turns(1)
-        # They have run up to their wait; what takes them to the queue has not.
-        assert batcher.stats.submitted == 0
-        calls[1].cancel()
-        assert isinstance(await outcome(calls[1]), asyncio.CancelledError)
-        assert [await outcome(calls[0]), await outcome(calls[2])] == [0, 2]
-        stats = assert_balance(batcher)
-        assert (stats.submitted, stats.cancelled, stats.completed) == (3, 1, 2)
-
-
 async def test_a_timeout_of_asyncio_or_anyio_gives_up_on_a_running_batch(gate: Gate) -> None:
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
         patient = call(batcher, "patient")
@@ -382,24 +353,6 @@ async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call
         assert (stats.expired, stats.completed) == (1, 2)
 
 
-@pytest.mark.parametrize("settings", [{}, {"timeout": 0.0001}], ids=["its own", "the batcher's"])
-@pytest.mark.parametrize("way", ["process_batched", "process_many", "submit"])
-async def test_a_timeout_error_names_the_timeout_and_no_difference_of_clocks(
-    settings: Any, way: str
-) -> None:
-    """The call waits for the pump first, and a duration from there is shorter than the timeout."""
-    own: Any = {} if settings else {"timeout": 0.0001}
-    async with DynBatcher(Slow, model_args=(1.0,), stop_timeout=0.0, **settings) as batcher:
-        calls: dict[str, Callable[[], Any]] = {
-            "process_batched": lambda: batcher.process_batched(1, **own),
-            "process_many": lambda: batcher.process_many([1], **own),
-            "submit": lambda: asyncio.wrap_future(batcher.submit(1, **own)),
-        }
-        with pytest.raises(DeadlineExceededError, match=r"its timeout of 0\.0001 seconds"):
-            await calls[way]()
-        assert_balance(batcher)
-
-
 async def test_a_worker_that_computes_longer_than_the_timeout_is_not_ready_until_it_answers(
     gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -424,21 +377,6 @@ async def test_a_worker_that_computes_longer_than_the_timeout_is_not_ready_until
         assert_balance(batcher)
 
 
-async def test_a_worker_whose_last_caller_leaves_beyond_the_timeout_is_not_ready(
-    gate: Gate,
-) -> None:
-    """No other event makes the scheduler look at the worker then."""
-    async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
-        patient = call(batcher, "patient", timeout=LIMIT)
-        await gate.visit()
-        hasty = call(batcher, "hasty")
-        assert isinstance(await outcome(hasty), DeadlineExceededError)
-        assert batcher.is_ready
-        patient.cancel()
-        await until(lambda: not batcher.is_ready)
-        gate.close()
-
-
 async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
     with pytest.raises(NotReadyError, match=rf"within its timeout of {SOON} seconds"):
@@ -448,51 +386,6 @@ async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
     stats = assert_balance(batcher)
     assert (stats.expired, stats.completed) == (1, 1)
     await batcher.aclose()
-
-
-@pytest.mark.parametrize("timeout", [SOON, None])
-async def test_the_batchers_timeout_holds_where_a_call_names_none(
-    gate: Gate, timeout: float | None
-) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,), timeout=timeout) as batcher:
-        default = call(batcher, "default")
-        own = call(batcher, "own", timeout=LIMIT)
-        short = call(batcher, "short", timeout=SOON)
-        many = asyncio.create_task(batcher.process_many(["one", "two"]))
-        visit = await gate.visit()
-        assert isinstance(await outcome(short), DeadlineExceededError)
-        if timeout is not None:
-            assert isinstance(await outcome(default), DeadlineExceededError)
-            assert isinstance(await outcome(many), DeadlineExceededError)
-        assert (default.done(), many.done()) == (timeout is not None,) * 2
-        visit.let_on()
-        assert await outcome(own) == "own"
-        if timeout is None:
-            assert [await outcome(default), await outcome(many)] == ["default", ["one", "two"]]
-
-
-@both_loops
-async def test_waiting_requests_expire_in_whatever_order_their_deadlines_come(gate: Gate) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        (first,), visit = await begin(batcher, gate, "first")
-        seconds = [LIMIT] * 8 + [0.01 * number for number in range(1, 9)]
-        random.shuffle(seconds)
-        calls = [(timeout, call(batcher, timeout, timeout=timeout)) for timeout in seconds]
-        for timeout, task in calls:
-            if timeout < LIMIT:
-                error = await outcome(task)
-                assert isinstance(error, DeadlineExceededError)
-                assert isinstance(error, TimeoutError)
-                text = f"the request was still waiting after its timeout of {timeout} seconds"
-                assert (str(error), error.retry_after) == (text, None)
-        stats = assert_balance(batcher)
-        assert (stats.expired, stats.waiting, stats.running) == (8, 8, 1)
-        visit.let_on()
-        visit = await gate.visit()
-        assert visit.note == [LIMIT] * 8
-        visit.let_on()
-        assert await outcome(first) == "first"
-        assert [await outcome(task) for timeout, task in calls if timeout == LIMIT] == [LIMIT] * 8
 
 
 @both_loops
@@ -592,13 +485,6 @@ async def test_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None
             assert isinstance(await outcome(task), str)
 
 
-async def test_many_wait_for_room_in_bytes_as_well() -> None:
-    settings: dict[str, Any] = {"max_queue_bytes": 10_000}
-    async with DynBatcher(Lengths, 8, **settings) as batcher:
-        assert await batcher.process_many([b"x" * 3000] * 50) == [3000] * 50
-        assert batcher.stats.rejected == 0
-
-
 # --- many -----------------------------------------------------------------------------------------
 
 
@@ -644,19 +530,6 @@ async def test_other_callers_get_their_turns_between_many(gate: Gate) -> None:
         gate.close()
         assert await outcome(lone) == "lone"
         assert await outcome(many) == list(range(200))
-
-
-async def test_with_a_target_many_go_one_batch_at_a_time(gate: Gate) -> None:
-    """The next one would wait for its own call, and might be refused for it."""
-    async with DynBatcher(Gated, 8, model_args=(gate.path,), max_latency=LIMIT) as batcher:
-        many = asyncio.create_task(batcher.process_many(range(24)))
-        for first in (0, 8, 16):
-            visit = await gate.visit()
-            assert visit.note == list(range(first, first + 8))
-            stats = batcher.stats
-            assert (stats.running, stats.waiting, stats.completed) == (8, 0, first)
-            visit.let_on()
-        assert await outcome(many) == list(range(24))
 
 
 async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -> None:
@@ -723,19 +596,6 @@ async def test_a_call_that_fails_keeps_its_input_no_longer_than_its_error() -> N
             gc.enable()
 
 
-async def test_the_deadline_of_many_is_that_of_all_together(gate: Gate) -> None:
-    async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
-        many = asyncio.create_task(batcher.process_many(range(20), timeout=SOON))
-        visit = await gate.visit()
-        visit.let_on()
-        visit = await gate.visit()
-        assert isinstance(await outcome(many), DeadlineExceededError)
-        gate.close()
-        assert await batcher.process_batched("next") == "next"
-        stats = assert_balance(batcher)
-        assert (stats.waiting, stats.running) == (0, 0)
-
-
 # --- submit ---------------------------------------------------------------------------------------
 
 
@@ -764,19 +624,6 @@ async def test_submit_serves_many_threads_at_once(threads: Threads) -> None:
         )
         assert results == [list(range(start, start + 100)) for start in starts]
         assert assert_balance(batcher).completed == 800
-
-
-async def test_submit_raises_the_errors_of_a_call(threads: Threads, gate: Gate) -> None:
-    async with DynBatcher(Raises, max_queue_size=2) as batcher:
-        future = batcher.submit("value")
-        error = await asyncio.wrap_future(_errors_of(future))
-        assert isinstance(error, ValueError)
-        late = batcher.submit("fine", timeout=1e-9)
-        assert isinstance(await asyncio.wrap_future(_errors_of(late)), DeadlineExceededError)
-        many = [batcher.submit("fine") for _ in range(3)]
-        results = [await asyncio.wrap_future(_errors_of(one)) for one in many]
-        assert [type(one) for one in results] == [type(None), type(None), QueueFullError]
-        assert_balance(batcher)
 
 
 def _errors_of(
@@ -871,18 +718,6 @@ async def test_constructing_without_a_loop_starts_nothing_and_the_end_is_the_end
     assert process.children() == children
 
 
-@both_loops
-async def test_constructing_on_a_running_loop_begins_to_open() -> None:
-    batcher = DynBatcher(Echo)
-    assert batcher.state == "new"
-    await asyncio.sleep(0)
-    assert batcher.state == "opening"
-    await batcher.open()
-    assert batcher.state == "open"
-    assert batcher.is_ready
-    await batcher.aclose()
-
-
 async def test_without_auto_open_a_call_says_what_to_do() -> None:
     batcher = DynBatcher(Echo, auto_open=False)
     await asyncio.sleep(0)
@@ -916,20 +751,6 @@ async def test_the_first_call_opens_a_batcher_and_opening_it_twice_is_opening_on
     assert batcher.state == "closed"
 
 
-async def test_open_waits_for_every_worker(gate: Gate) -> None:
-    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), num_workers=2)
-    opening = asyncio.create_task(batcher.open())
-    first, second = await gate.visit(), await gate.visit()
-    first.let_on()
-    # One worker serves already.
-    assert await batcher.process_batched(1) == 1
-    assert (batcher.state, opening.done()) == ("opening", False)
-    second.let_on()
-    await opening
-    assert batcher.state == "open"
-    await batcher.aclose()
-
-
 @both_loops
 async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
     batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
@@ -941,20 +762,6 @@ async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
     await batcher.open()
     assert await batcher.process_batched(1) == 1
     await batcher.aclose()
-
-
-@both_loops
-async def test_cancelling_the_start_of_async_with_leaves_nothing(gate: Gate) -> None:
-    async def run() -> None:
-        async with DynBatcher(NeverLoads, model_args=(gate.path,)):
-            raise AssertionError("it never loads")
-
-    opening = asyncio.create_task(run())
-    visit = await gate.visit()
-    with Watch([visit.pid]) as worker:
-        opening.cancel()
-        assert isinstance(await outcome(opening), asyncio.CancelledError)
-        assert worker.survivors(0.0) == []
 
 
 @both_loops
@@ -1005,18 +812,6 @@ async def test_calls_around_a_stop_and_an_opening_in_one_turn_all_end() -> None:
     await batcher.aclose()
 
 
-async def test_a_batcher_whose_start_failed_can_be_tried_again(tmp_path: Path) -> None:
-    path = tmp_path / "weights"
-    batcher = DynBatcher(NeedsFile, model_args=(str(path),))
-    with pytest.raises(WorkerStartupError, match="FileNotFoundError"):
-        await batcher.open()
-    await batcher.aclose()
-    path.touch()
-    async with batcher:
-        assert await batcher.process_batched(1) == 1
-        assert batcher.start_error is None
-
-
 @both_loops
 @pytest.mark.parametrize("end", ["stop", "aclose"])
 async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, end: str) -> None:
@@ -1030,29 +825,6 @@ async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, e
             await batcher.aclose()
         assert worker.survivors(0.0) == []
     assert isinstance(await outcome(opening), BatcherClosedError)
-
-
-async def test_open_fails_when_draining_begins_while_it_opens(gate: Gate) -> None:
-    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
-    opening = asyncio.create_task(batcher.open())
-    (early,), visit = await begin(batcher, gate, "early")
-    batcher.begin_drain()
-    visit.let_on()
-    assert await outcome(early) == "early"
-    assert isinstance(await outcome(opening), BatcherClosedError)
-    await batcher.aclose()
-
-
-@both_loops
-async def test_stop_before_the_first_worker_has_been_started() -> None:
-    batcher = DynBatcher(Echo)
-    opening = asyncio.create_task(batcher.open())
-    early = call(batcher, "early")
-    await turns(1)
-    batcher.stop()
-    assert isinstance(await outcome(early), BatcherClosedError)
-    assert isinstance(await outcome(opening), BatcherClosedError)
-    assert batcher.state == "closed"
 
 
 # --- closing --------------------------------------------------------------------------------------
@@ -1119,24 +891,6 @@ async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> No
     assert assert_balance(batcher).failed == 5
 
 
-async def test_aclose_waits_no_longer_than_the_callers(gate: Gate) -> None:
-    batcher = DynBatcher(
-        Stuck, model_args=(gate.path, "plainly"), drain_timeout=2 * LIMIT, stop_timeout=SOON
-    )
-    await batcher.open()
-    running = [call(batcher, "leaves"), call(batcher, "late", timeout=SOON)]
-    await gate.visit()
-    waiting = call(batcher, "waiting")
-    closing = asyncio.create_task(batcher.aclose())
-    await turns()
-    for task in (waiting, running[0]):
-        task.cancel()
-    async with asyncio.timeout(LIMIT):
-        await closing
-    assert isinstance(await outcome(running[1]), DeadlineExceededError)
-    assert assert_balance(batcher).cancelled == 2
-
-
 async def test_a_call_after_the_end_is_refused_at_once() -> None:
     """Fault F50; it may end by an exception in the body."""
     with pytest.raises(ZeroDivisionError):
@@ -1152,25 +906,6 @@ async def test_a_call_after_the_end_is_refused_at_once() -> None:
         await batcher.process_many([1])
     stats = assert_balance(batcher)
     assert (stats.rejected, stats.submitted) == (2, 0)
-
-
-@both_loops
-async def test_a_cancelled_body_closes_and_nothing_is_left(gate: Gate) -> None:
-    batcher = DynBatcher(Gated, model_args=(gate.path,))
-
-    async def run() -> None:
-        async with batcher:
-            await batcher.process_batched("stuck")
-
-    task = asyncio.create_task(run())
-    visit = await gate.visit()
-    with Watch([visit.pid]) as worker:
-        task.cancel()
-        await turns()
-        visit.let_on()
-        assert isinstance(await outcome(task), asyncio.CancelledError)
-        assert worker.survivors(0.0) == []
-    assert batcher.state == "closed"
 
 
 @both_loops
@@ -1374,36 +1109,6 @@ async def test_stats_balance_at_every_step(gate: Gate) -> None:
     ]
 
 
-async def test_stats_tell_what_was_done() -> None:
-    async with DynBatcher(Slow, 4, model_args=(0.001,), num_workers=2) as batcher:
-        empty = batcher.stats
-        assert (empty.infer_p50, empty.queue_wait_p95, empty.mean_batch_size) == (None, None, 0.0)
-        assert await batcher.process_many(range(10)) == list(range(10))
-        stats = batcher.stats
-        assert (stats.state, stats.workers_ready, stats.num_workers) == ("open", 2, 2)
-        assert sum(size * count for size, count in stats.batch_sizes.items()) == 10
-        assert stats.batches == sum(stats.batch_sizes.values()) == sum(stats.releases.values())
-        assert stats.mean_batch_size == 10 / stats.batches
-        assert stats.restarts == 0
-        # A batch of n sleeps n milliseconds, and no sleep is shorter than it should be.
-        assert stats.infer_p50 is not None
-        assert stats.infer_p95 is not None
-        assert 0.001 <= stats.infer_p50 <= stats.infer_p95
-        assert stats.queue_wait_p50 is not None
-        assert stats.queue_wait_p95 is not None
-        assert 0 <= stats.queue_wait_p50 <= stats.queue_wait_p95
-        with pytest.raises(FrozenInstanceError):
-            stats.completed = 0  # type: ignore[misc]
-
-
-async def test_a_request_that_was_sent_ahead_waits_until_its_worker_begins_with_it() -> None:
-    async with DynBatcher(Slow, 1, model_args=(0.02,)) as batcher:
-        await batcher.process_many(["the worker has", "both at once"])
-        wait = batcher.stats.queue_wait_p95
-        assert wait is not None
-        assert wait >= 0.02
-
-
 async def test_repr_is_a_status_line(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), name="embedder") as batcher:
         (held,), visit = await begin(batcher, gate, "hold")
@@ -1433,22 +1138,3 @@ async def test_every_move_of_its_life_is_one_line_in_the_log(
 
 
 # --- several workers ------------------------------------------------------------------------------
-
-
-async def test_a_stuck_worker_does_not_keep_the_other_from_working(gate: Gate) -> None:
-    async with DynBatcher(Holds, model_args=(gate.path,), num_workers=2) as batcher:
-        (held,), visit = await begin(batcher, gate, "hold")
-        for number in range(20):
-            assert await batcher.process_batched(number) == number
-        visit.let_on()
-        assert await outcome(held) == "hold"
-
-
-async def test_two_batchers_do_not_know_of_each_other() -> None:
-    async with DynBatcher(Whereabouts) as one, DynBatcher(Echo) as two:
-        assert await two.process_batched("two") == "two"
-        assert await one.process_batched(None) in {
-            child.pid for child in psutil.Process().children()
-        }
-        one.stop()
-        assert await two.process_batched("still here") == "still here"

@@ -189,27 +189,6 @@ def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], mess
     assert refusal(**settings) == message
 
 
-class Priced(Echo):
-    @staticmethod
-    def cost(value: Any) -> float:
-        return float(value)
-
-
-class PricedByInstance(Echo):
-    def cost(self, value: Any) -> float:
-        return float(value)
-
-
-def test_a_models_own_cost_gives_limits_a_meaning() -> None:
-    construct(Priced, max_batch_cost=8)
-    # The class that a string names is not looked up here.
-    assert refusal("test_batcher_settings:Priced", max_batch_cost=8).startswith("max_batch_cost=8")
-    construct("test_batcher_settings:Priced", max_batch_cost=8, cost=len)
-    message = refusal(PricedByInstance)
-    assert message.startswith(f"model={PricedByInstance!r}: its cost is called without an instance")
-    construct(PricedByInstance, cost=len)
-
-
 def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,10 +210,6 @@ def explicit() -> dict[str, inspect.Parameter]:
     for name in ("model", "model_args", "model_kwargs", "options"):
         del parameters[name]
     return parameters
-
-
-def test_the_constructor_and_the_options_have_every_setting_once() -> None:
-    assert [*explicit(), *BatcherOptions.__annotations__] == list(defaults())
 
 
 def test_the_constructor_and_the_options_have_types_and_defaults_of_the_settings() -> None:
@@ -270,23 +245,6 @@ def test_the_documents_name_every_setting() -> None:
     text = "\n".join(page.read_text() for page in pages)
     rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
     assert [name for name in defaults() if f"`{name}`" not in rows] == []
-
-
-def test_settings_arrive_as_they_were_given() -> None:
-    given: dict[str, Any] = {
-        name: row.taken[0] for name, row in TABLE.items() if name != "num_workers"
-    }
-    settings = construct(num_workers=1, **given)._settings
-    assert vars(settings) == {**given, "num_workers": 1}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        settings.timeout = 7.0  # type: ignore[misc]
-
-
-def test_the_second_argument_is_max_batch_size_and_the_third_max_delay() -> None:
-    with pytest.raises(ConfigurationError, match=r"^max_batch_size=0: "):
-        DynBatcher(Echo, 0)
-    with pytest.raises(ConfigurationError, match=r"^max_delay=-1: "):
-        DynBatcher(Echo, 1, -1)
 
 
 @pytest.mark.parametrize(
@@ -330,27 +288,6 @@ def test_an_unknown_option_is_a_type_error_with_the_nearest_meaning(name: str, h
 )
 def test_a_batcher_is_called_after_its_model(model: Any, name: str | None, expected: str) -> None:
     assert construct(model, name=name).name == expected
-
-
-@pytest.mark.parametrize(
-    ("max_batch_size", "num_workers", "room"),
-    [(1, 1, 1024), (32, 1, 1024), (128, 1, 1024), (129, 1, 1032), (200, 4, 6400), (16, 9, 1152)],
-)
-def test_there_is_room_for_eight_batches_per_worker(
-    max_batch_size: int, num_workers: int, room: int
-) -> None:
-    settings = Settings(max_batch_size=max_batch_size, num_workers=num_workers)
-    assert settings.queue_limit == room
-    # A queue may be shorter than a batch.
-    assert dataclasses.replace(settings, max_queue_size=1).queue_limit == 1
-
-
-def test_a_change_keeps_the_room_in_the_queue_unless_it_names_it() -> None:
-    settings = Settings().changed({"max_batch_size": 256, "max_latency": 0.5})
-    assert (settings.max_batch_size, settings.max_latency) == (256, 0.5)
-    assert settings.queue_limit == 1024
-    assert settings.changed({"max_queue_size": None}).queue_limit == 2048
-    assert settings.changed({"max_queue_size": 7}).queue_limit == 7
 
 
 def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them() -> None:

@@ -135,20 +135,6 @@ async def test_a_worker_that_was_ready_in_time_is_kept_though_the_loop_was_block
     await batcher.aclose()
 
 
-async def test_an_idle_worker_whose_answer_to_a_ping_is_unread_is_kept() -> None:
-    async with DynBatcher(Echo) as batcher:
-        handle = worker_of(batcher)
-        for _ in range(2):
-            # As its timer does, before the loop has read anything.
-            pool = session_of(batcher).pool
-            assert pool._heartbeat_timer is not None
-            pool._heartbeat_timer.cancel()
-            pool._beat()
-            block_the_loop(handle, 0.0)
-        assert await batcher.process_batched("served") == "served"
-        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
-
-
 @pytest.mark.parametrize("max_shared_bytes", [0, 100 * MEBI])
 async def test_a_large_input_that_a_blocked_loop_has_not_sent_replaces_no_worker(
     max_shared_bytes: int,

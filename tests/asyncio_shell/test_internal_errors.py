@@ -90,18 +90,6 @@ async def test_calls_that_the_pump_had_taken_end_with_an_error(
         assert (stats.waiting, stats.running, stats.restarts) == (0, 0, 0)
 
 
-async def test_what_cannot_be_learned_from_an_answer_takes_it_from_nobody(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with DynBatcher(Echo, 2, timeout=None) as batcher:
-        set_policy(batcher, "batch_done")
-        assert await batcher.process_batched("answered") == "answered"
-        assert len(faults(caplog)) == 1
-        assert await batcher.process_batched("next") == "next"
-        stats = assert_balance(batcher)
-        assert (stats.completed, stats.failed, stats.restarts) == (2, 0, 0)
-
-
 async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
     """Neither the way of a lone request nor that of what had waited."""
     async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:

@@ -9,12 +9,11 @@ import httpx2
 import pytest
 from fastapi import FastAPI
 from models.base import Echo
-from models.loading import RaisesOnLoad
 from models.ordinary import Gated
 from sessions import session_of
-from waits import Gate, Watch, call, outcome, turns, until
+from waits import Gate, Watch, call, outcome, until
 
-from fast_batcher import BatcherClosedError, DynBatcher, WorkerStartupError
+from fast_batcher import BatcherClosedError, DynBatcher
 from fast_batcher.fastapi import combine_lifespans
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -77,15 +76,6 @@ async def test_a_batcher_that_is_in_a_combined_lifespan_twice_is_open_between_th
     assert batcher.state == "closed"
 
 
-async def test_an_app_in_whose_lifespan_another_block_ends_is_served_on() -> None:
-    batcher = DynBatcher(Echo)
-    async with running(make_app(batcher)) as client:
-        async with batcher:
-            pass
-        assert await answer(client, "served") == "served"
-    assert batcher.state == "closed"
-
-
 @pytest.mark.parametrize("end", ["aclose", "stop"])
 async def test_an_explicit_end_is_the_end_for_all_and_counts_nobody_the_next_time(
     end: str,
@@ -114,32 +104,6 @@ async def test_an_explicit_end_is_the_end_for_all_and_counts_nobody_the_next_tim
         await batcher.open()
     assert batcher.state == "open"
     await batcher.aclose()
-
-
-async def test_a_cancelled_start_leaves_the_workers_to_those_who_wait_for_them(
-    gate: Gate,
-) -> None:
-    batcher = DynBatcher(Gated, model_args=(gate.path,))
-    entering = [asyncio.create_task(batcher.__aenter__()) for _ in range(2)]
-    await turns()
-    entering[0].cancel()
-    assert isinstance(await outcome(entering[0]), asyncio.CancelledError)
-    assert await outcome(entering[1]) is batcher
-    one = call(batcher, "served")
-    (await gate.visit()).let_on()
-    assert await outcome(one) == "served"
-    await batcher.__aexit__(None, None, None)
-    assert batcher.state == "closed"
-
-
-async def test_a_start_that_fails_for_two_leaves_nothing() -> None:
-    batcher = DynBatcher(RaisesOnLoad)
-    results = await asyncio.gather(
-        batcher.__aenter__(), batcher.__aenter__(), return_exceptions=True
-    )
-    assert [type(one) for one in results] == [WorkerStartupError, WorkerStartupError]
-    await until(lambda: batcher.state == "closed")
-    assert session_of(batcher).pool.live.remaining() == []
 
 
 async def test_one_that_comes_while_the_last_is_closing_is_refused_and_harms_no_call(

@@ -1,6 +1,5 @@
 """Counts, the snapshot made of them, and its quantiles."""
 
-import dataclasses
 import random
 from collections import Counter, deque
 
@@ -34,14 +33,6 @@ def test_nothing_has_no_quantile_and_one_value_is_every_quantile(q: float) -> No
     assert quantile(samples((7.5, 3)), q) == 7.5
 
 
-def test_a_value_counts_as_often_as_it_weighs() -> None:
-    """One slow batch of thirty was seen by thirty callers, not by one in three."""
-    waits = samples((0.1, 1), (0.2, 1), (9.0, 30))
-    assert quantile(waits, 0.5) == 9.0
-    assert quantile(samples((0.1, 98), (9.0, 2)), 0.95) == 0.1
-    assert quantile(samples((0.1, 94), (9.0, 6)), 0.95) == 9.0
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_it_is_that_of_the_written_out_list(seed: int) -> None:
     chance = random.Random(seed)
@@ -56,14 +47,6 @@ def test_it_is_that_of_the_written_out_list(seed: int) -> None:
 
 
 # The snapshot.
-
-
-def test_before_anything_has_happened() -> None:
-    empty: dict[str, dict[str, int]] = {"batch_sizes": {}, "releases": {}}
-    known = {"state": "open", "workers_ready": 1, "num_workers": 2, "waiting": 3, "running": 4}
-    for name, value in dataclasses.asdict(snapshot(Counters())).items():
-        nothing = None if name.endswith(("_p50", "_p95")) else empty.get(name, 0)
-        assert value == known.get(name, nothing), name
 
 
 def test_every_count_arrives_under_its_own_name() -> None:
@@ -102,25 +85,6 @@ def test_every_count_arrives_under_its_own_name() -> None:
     assert {type(reason) for reason in stats.releases} == {str}
     assert list(stats.batch_sizes) == [2, 8]
     assert (type(stats.batch_sizes), type(stats.releases)) == (dict, dict)
-
-
-def test_a_snapshot_does_not_change() -> None:
-    one = Counter({"full": 1})
-    counters = Counters(outcomes=Counter(completed=1), batch_sizes=Counter({1: 1}), releases=one)
-    stats = snapshot(counters)
-    counters.outcomes["completed"] += 1
-    counters.batch_sizes[1] += 1
-    counters.releases["full"] += 1
-    assert (stats.completed, stats.batch_sizes, stats.releases) == (1, {1: 1}, {"full": 1})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        stats.completed = 7  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "mean"), [({}, 0.0), ({4: 1}, 4.0), ({1: 3, 5: 1}, 2.0), ({1: 1, 2: 1}, 1.5)]
-)
-def test_the_mean_batch_size(sizes: dict[int, int], mean: float) -> None:
-    assert snapshot(Counters(batch_sizes=Counter(sizes))).mean_batch_size == mean
 
 
 # What is kept.

@@ -4,7 +4,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,6 +19,7 @@ from fastapi import Depends, FastAPI, HTTPException, Request, WebSocket
 from fastapi.responses import JSONResponse
 from fastapi.testclient import TestClient
 from fastapi_versions import needs_included_routers
+from programs import run_command
 from servers import (
     Gate,
     Server,
@@ -151,29 +151,6 @@ def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None
         install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
 
 
-def test_what_the_model_calls_retry_after_is_not_in_the_answer() -> None:
-    class RateLimitedError(Exception):
-        def __init__(self, message: str) -> None:
-            super().__init__(message)
-            self.retry_after = "canary"
-
-    error = errors.from_model(RateLimitedError("canary"), "text", "traceback")
-    assert getattr(error, "retry_after", None) == "canary"
-    response = answer_to(error)
-    assert response.status_code == 500
-    assert "canary" not in response.text
-    assert "retry_after" not in response.json()
-    assert "Retry-After" not in response.headers
-
-
-def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> None:
-    app = make_raising_app(ZeroDivisionError())
-    with pytest.raises(ZeroDivisionError):  # which is not ours
-        TestClient(app).get("/")
-    with pytest.raises(errors.ConfigurationError, match="before the app starts"):
-        install_exception_handlers(app)
-
-
 # --- a client's own deadline ----------------------------------------------------------------------
 
 
@@ -203,14 +180,6 @@ def test_a_header_shortens_a_deadline_and_never_lengthens_it(
     # Without the header the default holds; where there is none, the header sets one.
     assert make_timeout_app().get("/").json() is None
     assert make_timeout_app(timeout=None).get("/", headers=headers).json() == float(value)
-
-
-def test_the_header_may_have_another_name() -> None:
-    client = make_timeout_app(header="Patience")
-    assert client.get("/", headers={"patience": "0.5"}).json() == 0.5
-    assert "Patience" in client.get("/openapi.json").text
-    with pytest.raises(errors.ConfigurationError, match="header='a b': letters"):
-        make_timeout_app(header="a b")
 
 
 @pytest.mark.parametrize(
@@ -252,14 +221,6 @@ def test_a_500_is_logged_once_with_its_id_and_traceback_and_its_body_shows_neith
     assert "ValueError: canary" in detail
     assert "in infer: canary" in detail
     assert answer_to(errors.QueueFullError("full"), debug=True).json()["detail"] == "full"
-
-
-def test_a_refusal_is_not_logged_above_debug(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, logger="fast_batcher.fastapi")
-    error_id = answer_to(errors.QueueFullError("full")).json()["error_id"]
-    (record,) = [one for one in caplog.records if one.name == "fast_batcher.fastapi"]
-    assert record.levelno == logging.DEBUG
-    assert error_id in record.getMessage()
 
 
 # --- what the model itself raised -----------------------------------------------------------------
@@ -315,15 +276,6 @@ def test_what_the_model_raises_is_a_500_but_for_an_http_exception(
     original = HTTPException(429, "over your quota", {"retry-after": "60"})
     response = answer_to(errors.from_model(original, "", ""))
     assert response.headers.get_list("Retry-After") == ["60"]
-
-
-def test_the_apps_own_handlers_are_used(raising_client: TestClient) -> None:
-    response = raising_client.get("/infer/dark")
-    assert (response.status_code, response.json()["lux"]) == (418, "lux below 3")
-    assert response.json()["thread"] != raising_client.get("/thread").json()
-    # For an error of ours too.
-    response = raising_client.get("/closed")
-    assert (response.status_code, response.json()) == (410, "bye")
 
 
 @pytest.mark.parametrize(
@@ -394,14 +346,6 @@ def test_a_websocket_that_is_not_accepted_yet_gets_the_http_answer() -> None:
     assert closed.value.code == 1013
 
 
-def test_an_error_after_the_websocket_was_closed_changes_nothing() -> None:
-    client = TestClient(make_raising_app(errors.InferenceError("x")))
-    with client.websocket_connect("/closed") as session:
-        with pytest.raises(WebSocketDisconnect) as closed:
-            session.receive_text()
-        assert (closed.value.code, closed.value.reason) == (3000, "done")
-
-
 # --- lifespans ------------------------------------------------------------------------------------
 
 
@@ -428,19 +372,6 @@ class Diary:
         return lifespan
 
 
-def test_a_lifespan_that_fails_has_the_others_left_again() -> None:
-    diary = Diary()
-    combined = combine_lifespans(
-        diary.lifespan("a"),
-        diary.lifespan("b"),
-        diary.lifespan("c", failure=OSError("no such disk")),
-        diary.lifespan("never"),
-    )
-    with pytest.raises(OSError, match="no such disk"), TestClient(FastAPI(lifespan=combined)):
-        pass
-    assert diary.entries == ["enter a", "enter b", "enter c", "leave b", "leave a"]
-
-
 def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
     diary = Diary()
     combined = combine_lifespans(
@@ -458,18 +389,6 @@ def test_lifespans_are_left_in_reverse_and_their_states_merged() -> None:
         assert diary.entries == ["enter a", "enter b", "enter c"]
         assert client.get("/").json() == {"db": 1, "who": "c"}
     assert diary.entries[3:] == ["leave c", "leave b", "leave a"]
-
-
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_batchers_and_a_lifespan_of_the_app_combine() -> None:
-    batchers: list[DynBatcher[Any, Any]] = [DynBatcher(Echo), DynBatcher(Gated)]
-    lifespans = [*[batcher.lifespan for batcher in batchers], Diary().lifespan("mine")]
-    async with combine_lifespans(*lifespans)(FastAPI()) as state:
-        assert [batcher.is_ready for batcher in batchers] == [True, True]
-    assert [batcher.state for batcher in batchers] == ["closed", "closed"]
-    # No state stays no state: Starlette raises for any dict where the server keeps none.
-    assert state is None
 
 
 @pytest.mark.slow
@@ -583,19 +502,6 @@ def documented(responses: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = app.openapi()
     return found
-
-
-def test_openapi_shows_503_and_504_by_default() -> None:
-    schema = documented(error_responses())
-    responses = schema["paths"]["/"]["get"]["responses"]
-    assert set(responses) == {"200", "503", "504"}
-    assert responses["503"]["headers"]["Retry-After"]["schema"]["type"] == "integer"
-    assert "headers" not in responses["504"]
-    for status in ("503", "504"):
-        content = responses[status]["content"]["application/json"]
-        assert content == {"schema": {"$ref": "#/components/schemas/ErrorBody"}}
-    body = schema["components"]["schemas"]["ErrorBody"]
-    assert set(body["required"]) == {"detail", "code", "error_id"}
 
 
 def test_openapi_shows_exactly_the_statuses_that_were_named() -> None:
@@ -751,9 +657,7 @@ def test_a_health_router_is_in_openapi_on_demand_and_refused_if_it_can_never_fai
     ],
 )
 def test_uvicorn_stops_with_a_readable_message(app: str, error: str, cause: str) -> None:
-    ended = subprocess.run(
-        uvicorn_command(app), capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    ended = run_command(uvicorn_command(app))
     assert ended.returncode != 0
     assert "Application startup complete" not in ended.stderr
     lines = ended.stderr.splitlines()
@@ -835,9 +739,7 @@ def test_clients_that_go_away_are_forgotten_queued_or_running(
 def test_without_fastapi_the_import_names_the_extra(missing: str) -> None:
     """None in `sys.modules` is for the import system what is not installed."""
     code = f"import sys; sys.modules[{missing!r}] = None; import fast_batcher.fastapi"
-    ended = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    ended = run_command([sys.executable, "-c", code])
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("ModuleNotFoundError: ")
     # Where another module is missing, FastAPI's own words say so.

@@ -315,21 +315,3 @@ def test_gunicorn_that_recycles_its_processes_loses_nothing(
         server.wait_for(BEGINS)
     end(server, clients)
     assert_nothing_was_lost(server, clients)
-
-
-def test_uvicorn_that_reloads_loses_nothing(
-    serve: Callable[..., Server], load: Callable[[str], Load], tmp_path: Path
-) -> None:
-    app = tmp_path / "reloaded.py"
-    shutil.copy(SUPPORT / "apps" / "counted.py", app)
-    command = [one if one != APP else "reloaded:app" for one in UVICORN]
-    folder = str(tmp_path)
-    server = serve("", command=[*command, "--reload", "--reload-dir", folder, "--app-dir", folder])
-    clients = load(server.wait_for(URL)[1])
-    server.wait_for(BEGINS)
-    clients.wait_for(UNDER_WAY)
-    with app.open("a") as file:
-        file.write("# changed\n")
-    server.wait_for(BEGINS)
-    end(server, clients)
-    assert_nothing_was_lost(server, clients)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 from gated_functions import HeldTask, InThread, spin_until
 from starlette.background import BackgroundTask
-from waits import LIMIT, outcome, turns, until
+from waits import LIMIT, turns, until
 
 from fast_batcher import aio, dynamically, inference
 from fast_batcher._local.cache import CachedNone
@@ -138,18 +138,6 @@ async def test_priorities(strategy: PriorityStrategy, expected: list[str]) -> No
     assert held.batches[1] == expected
 
 
-async def test_any_number_of_lengths_goes_the_shortest_first() -> None:
-    held = HeldTask()
-    held.let_on(9)
-    # So large that no batch goes by age: the eighth would.
-    decorate = aio.dynamically(batch_size=100, priority_strategy=PriorityStrategy.LENGTH)
-    items = ["x" * (1 + 7 * number % 600) for number in range(600)]
-    async with decorate(held) as function:
-        assert await function(items) == double(items)
-    lengths = [len(item) for batch in held.batches for item in batch]
-    assert lengths == list(range(1, 601))
-
-
 # Tasks that are cancelled, and errors that end the loop.
 
 
@@ -215,40 +203,6 @@ async def test_a_batch_whose_task_is_cancelled_fails_and_the_function_goes_on(
     assert held.batches == ([[1], [3]] if callers_too else [[1], [2], [3]])
 
 
-async def test_a_batch_whose_task_is_cancelled_before_its_first_step_is_computed() -> None:
-    seen: list[list[int]] = []
-
-    async def note(items: list[int]) -> list[int]:
-        seen.append(items)
-        return double(items)
-
-    async with asyncio.timeout(LIMIT), aio.dynamically(note) as function:
-        first = asyncio.create_task(function(1))
-        await until(lambda: bool(batch_tasks()))
-        assert seen == []
-        batch_tasks()[0].cancel()
-        assert await first == 2
-        assert await function(2) == 4
-    assert seen == [[1], [2]]
-
-
-async def test_a_task_that_is_cancelled_between_batches_leaves_no_caller_waiting() -> None:
-    seen: list[list[int]] = []
-
-    async def cancel_own_task(items: list[int]) -> list[int]:
-        seen.append(items)
-        if items == [1]:
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()  # takes effect when it waits next, and this function never does
-        return double(items)
-
-    async with asyncio.timeout(LIMIT), aio.dynamically(batch_size=1)(cancel_own_task) as function:
-        assert await function([1, 2, 3]) == [2, 4, 6]
-        assert await function(4) == 8
-    assert seen == [[1], [2], [3], [4]]
-
-
 async def test_the_loop_gets_a_turn_between_batches_of_a_function_that_never_waits() -> None:
     turns_had = 0
     seen: list[int] = []
@@ -312,44 +266,6 @@ async def test_a_function_that_calls_itself_is_computed_at_once(func: Any) -> No
 
     async with aio.dynamically(factorial_in_thread if func is double else factorial) as function:
         assert await function([5, 3]) == [120, 6]
-
-
-async def test_two_functions_that_call_each_other_do_not_wait_for_each_other() -> None:
-    @aio.dynamically
-    async def is_even(items: list[int]) -> list[bool]:
-        return [item == 0 or await is_odd(item - 1) for item in items]
-
-    @aio.dynamically
-    async def is_odd(items: list[int]) -> list[bool]:
-        return [item != 0 and await is_even(item - 1) for item in items]
-
-    outcomes = await asyncio.gather(*(one(8) for one in (is_even, is_odd) * 4))
-    assert outcomes == [True, False] * 4
-
-
-async def test_a_task_that_outlives_its_batch_is_a_caller_like_any_other() -> None:
-    is_over = asyncio.Event()
-    batches: list[list[int]] = []
-    tasks: list[asyncio.Task[int]] = []
-
-    async def call_later(item: int) -> int:
-        await is_over.wait()
-        output: int = await decorated(item)
-        return output
-
-    async def begin(items: list[int]) -> list[int]:
-        batches.append(items)
-        if 0 in items:
-            tasks.extend(asyncio.create_task(call_later(item)) for item in (1, 2))
-        return items
-
-    decorated: Any = aio.dynamically(begin)
-    assert await decorated(0) == 0
-    is_over.set()
-    assert await asyncio.gather(*tasks) == [1, 2]
-    assert batches == [[0], [1, 2]]
-    assert decorated.stats.total_processed == 3
-    await decorated.shutdown()
 
 
 # Caches.
@@ -435,49 +351,7 @@ async def test_a_cache_that_raises_is_done_without_and_named_once(
     assert record.exc_info is not None
 
 
-async def test_a_cache_that_cancels_itself_is_done_without() -> None:
-    class Cancels(Memory):
-        async def get(self, key: Any) -> Any:
-            raise asyncio.CancelledError
-
-    async with aio.dynamically(cache=Cancels())(double) as function:
-        assert await function([1, 2, 3]) == [2, 4, 6]
-
-
-async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    looking = asyncio.Event()
-
-    class Waits(Memory):
-        async def get(self, key: Any) -> Any:
-            looking.set()
-            await asyncio.Event().wait()
-
-    async with aio.dynamically(cache=Waits())(double) as function:
-        call = asyncio.create_task(function(1))
-        await looking.wait()
-        call.cancel()
-        assert isinstance(await outcome(call), asyncio.CancelledError)
-        assert function.stats.total_processed == 0
-    assert not caplog.records
-
-
 # The end.
-
-
-async def test_a_cancelled_shutdown_goes_on() -> None:
-    held = HeldTask()
-    function = aio.dynamically(held)
-    call = asyncio.create_task(function(1))
-    await turns()
-    ending = asyncio.create_task(function.shutdown())
-    await turns()
-    ending.cancel()
-    held.let_on()
-    assert await call == 2
-    with pytest.raises(BatcherClosedError):
-        await function(2)
 
 
 async def test_a_function_may_shut_itself_down_or_one_that_waits_for_it() -> None:

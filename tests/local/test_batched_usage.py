@@ -42,17 +42,6 @@ stats = embedder.embed_sentences.stats
 end = [embedder.embed_sentences]
 """
 
-SETTINGS = """\
-import fast_batcher as batched
-
-@batched.dynamically(batch_size=64, timeout_ms=5.0, small_batch_threshold=2)
-def custom_batch_function(data):
-    # Custom processing logic here
-    return data
-
-result = custom_batch_function(2)
-end = [custom_batch_function]
-"""
 
 THREAD = """\
 import fast_batcher as batched
@@ -179,10 +168,6 @@ def test_texts_with_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert numpy.allclose(found["batch_embeddings"], found["awaited_batch_embeddings"], atol=1e-5)
     assert found["stats"].total_processed == 202
     assert found["stats"].avg_batch_size <= 32
-
-
-def test_settings() -> None:
-    assert run(SETTINGS)["result"] == 2
 
 
 def test_threads() -> None:

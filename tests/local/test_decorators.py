@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,10 +28,6 @@ def double(items: list[Any]) -> list[Any]:
     return [2 * item for item in items]
 
 
-def echo(items: list[Any]) -> list[Any]:
-    return items
-
-
 class Thing:
     """An input that can be seen to be released."""
 
@@ -49,25 +45,6 @@ async def test_items_and_lists_give_outputs_in_their_order(variant: Variant) -> 
         assert function.stats.total_batches == 3
 
 
-async def test_ordered_calls_are_served_in_order(variant: Variant) -> None:
-    served: list[int] = []
-
-    def note(items: list[int]) -> list[int]:
-        served.extend(items)
-        return items
-
-    async with variant.batched(note, batch_size=32) as function:
-        assert await asyncio.gather(*map(function, range(320))) == list(range(320))
-    assert served == list(range(320))
-
-
-async def test_it_is_called_with_one_argument(variant: Variant) -> None:
-    async with variant.batched(double) as function:
-        for arguments in ((), (1, 2), ([1], [2])):
-            with pytest.raises(TypeError, match="called with one argument"):
-                await function(*arguments)
-
-
 # Which batches are made.
 
 
@@ -81,12 +58,6 @@ async def test_calls_that_come_while_the_function_computes_are_one_batch(variant
         held.let_on(2)
         assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8, 10]
     assert held.batches == [[0], [1, 2, 3, 4, 5]]
-
-
-async def test_a_batch_leaves_at_once_whatever_the_timeout(variant: Variant) -> None:
-    async with variant.batched(double, timeout_ms=1000 * 3600) as function:
-        assert await function(1) == 2
-        assert await function([1, 2]) == [2, 4]
 
 
 @pytest.mark.slow
@@ -207,19 +178,6 @@ async def test_one_bad_item_fails_alone(variant: Variant) -> None:
     assert outcomes == [0, 2, 4, 8, 10]
 
 
-async def test_without_isolation_a_batch_fails_as_a_whole(variant: Variant) -> None:
-    calls: list[list[int]] = []
-
-    def fail(items: list[int]) -> list[int]:
-        calls.append(items)
-        raise ValueError("bad")
-
-    async with variant.batched(fail, isolate_errors=False) as function:
-        with pytest.raises(ValueError, match="bad"):
-            await function([1, 2, 3])
-    assert calls == [[1, 2, 3]]
-
-
 async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Variant) -> None:
     wrong: list[Any] = [[1], [1, 2, 3, 4], [], None, "abc", b"abc", bytearray(3), {1, 2, 3}, 7]
     wrong += [{1: 1, 2: 2, 3: 3}, (number for number in range(3)), numpy.zeros((2, 3))]
@@ -230,12 +188,6 @@ async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Va
                 await function([1, 2, 3])
             del wrong[0]
             assert await function(1) == 1
-
-
-async def test_a_tuple_or_an_array_of_outputs_is_taken(variant: Variant) -> None:
-    async with variant.batched(lambda items: (numpy.array if 0 in items else tuple)(items)) as f:
-        assert await f([1, 2]) == [1, 2]
-        assert [int(row) for row in await f([0, 1])] == [0, 1]
 
 
 async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Variant) -> None:
@@ -250,19 +202,6 @@ async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Vari
     assert isinstance(two, KeyError)
     assert isinstance(two, InferenceError)
     assert type(four) is InferenceError
-
-
-async def test_a_sequence_that_raises_settles_all_callers(variant: Variant) -> None:
-    class Bad(Sequence[int]):
-        def __len__(self) -> int:
-            raise RuntimeError("no length")
-
-        def __getitem__(self, index: Any) -> Any:
-            raise RuntimeError("no items")
-
-    async with variant.batched(lambda _: Bad()) as function:
-        with pytest.raises(RuntimeError, match="no length"):
-            await function([1, 2])
 
 
 @pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("CUDA error: out of memory")])
@@ -371,20 +310,6 @@ async def test_a_cancelled_caller_harms_no_other(variant: Variant) -> None:
     assert held.batches == [[1, 2], [4]]
 
 
-async def test_all_callers_of_a_batch_may_go(variant: Variant) -> None:
-    held = variant.held()
-    async with variant.batched(held) as function:
-        calls = [asyncio.create_task(function(number)) for number in (1, 2)]
-        await until(lambda: bool(held.batches))
-        for call in calls:
-            call.cancel()
-        await asyncio.wait(calls)
-        later = asyncio.create_task(function(3))
-        await until(lambda: function.stats.queue_size == 1)
-        held.let_on(2)
-        assert await later == 6
-
-
 @pytest.mark.parametrize("item", [1, [1, 2]], ids=["item", "list"])
 async def test_a_call_that_ends_in_the_turn_it_began_is_never_computed(
     variant: Variant, item: Any
@@ -413,22 +338,6 @@ def test_several_loops_call_at_once(variant: Variant) -> None:
     asyncio.run(function.shutdown())
 
 
-@pytest.mark.slow
-def test_one_loop_may_follow_another(variant: Variant) -> None:
-    function = variant.decorate(double)
-    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
-
-    async def call(item: int) -> Any:
-        loops.append(weakref.ref(asyncio.get_running_loop()))
-        return await function(item)
-
-    assert [asyncio.run(call(number)) for number in range(5)] == [0, 2, 4, 6, 8]
-    gc.collect()
-    assert sum(loop() is not None for loop in loops) == 1, "the last one, until another comes"
-    assert asyncio.run(function(7)) == 14, "the coroutine was made before its loop"
-    asyncio.run(function.shutdown())
-
-
 # Functions that call functions.
 
 
@@ -444,19 +353,6 @@ async def test_context_variables_of_a_caller_are_not_seen_by_others(variant: Var
 
 
 # Statistics, start and end.
-
-
-async def test_the_stats_have_the_fields_of_batched(variant: Variant) -> None:
-    async with variant.batched(double, batch_size=2) as function:
-        await function([1, 2, 3])
-        stats = function.stats
-        assert (stats.queue_size, stats.total_processed, stats.total_batches) == (0, 3, 2)
-        assert stats.avg_batch_size == 1.5
-        assert stats.avg_processing_time > 0
-        assert stats.cache_stats is None
-        function.clear_stats()
-        assert function.stats.total_processed == function.stats.total_batches == 0
-        assert function.stats.avg_batch_size == function.stats.avg_processing_time == 0.0
 
 
 async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant: Variant) -> None:

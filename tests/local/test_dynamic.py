@@ -4,12 +4,10 @@ What it promises to awaited calls is in `test_decorators`.
 """
 
 import asyncio
-import copy
 import functools
 import gc
 import inspect
 import os
-import pickle
 import signal
 import threading
 import weakref
@@ -96,29 +94,12 @@ def end(*functions: Any) -> None:
         function.shutdown()
 
 
-def outcome_of(call: Any) -> Any:
-    """What it raises or gives."""
-    try:
-        return call()
-    except BaseException as error:  # noqa: BLE001  whatever it is
-        return error
-
-
 async def acall(function: BatchedFunction[Any, Any], item: Any) -> Any:
     """A coroutine of ours around its own."""
     return await function.acall(item)
 
 
 # Calls that block.
-
-
-def test_items_and_lists_give_outputs_in_their_order() -> None:
-    with dynamically(None, 16, 1.0, 4)(double) as function:  # by position, as in batched
-        assert function(21) == 42
-        assert function([3, 1, 2]) == [6, 2, 4]
-        assert function([]) == []
-        assert function((1, 2)) == (1, 2, 1, 2)
-        assert function.stats.total_batches == 3
 
 
 def test_errors_reach_a_caller_that_blocks() -> None:
@@ -222,18 +203,6 @@ async def _call(function: BatchedFunction[Any, Any], item: Any, held: Held) -> A
     return await function.acall(item)
 
 
-def test_a_loop_and_several_threads_call_at_once() -> None:
-    async def call_many(function: BatchedFunction[int, int]) -> list[int]:
-        return await asyncio.gather(*map(function.acall, range(300)))
-
-    with dynamically(batch_size=8)(double) as function:
-        calls = [InThread(lambda: asyncio.run(call_many(function)))]
-        calls += [InThread(lambda: [function(number) for number in range(300)]) for _ in range(3)]
-        for call in calls:
-            assert call.result() == [2 * number for number in range(300)]
-        assert function.stats.total_processed == 1200
-
-
 # Functions that call functions.
 
 
@@ -269,45 +238,6 @@ def test_functions_that_call_each_other_in_a_circle_do_not_wait_for_each_other(l
     end(*functions)
 
 
-def test_a_wait_that_is_noted_twice_ends_twice() -> None:
-    held = Held()
-
-    @dynamically(batch_size=1)
-    def inner(items: list[int]) -> list[int]:
-        held(items)
-        return [outer(-1) if items == [2] else 0]
-
-    @dynamically
-    async def outer(items: list[int]) -> list[int]:
-        if items == [-1]:
-            return items
-        return list(await asyncio.gather(inner.acall(1), inner.acall(2)))
-
-    with inner:
-        call = InThread(outer, [0, 0])
-        held.let_on(2)
-        assert call.result() == [0, -1]
-        outer.shutdown()
-
-
-def test_the_error_of_a_call_of_itself_is_that_of_any_call() -> None:
-    error = KeyError("zero")
-
-    @dynamically
-    def fail_at_zero(items: list[int]) -> list[Any]:
-        if items == [0]:
-            raise error
-        if items == [1]:
-            return [error]
-        return [outcome_of(lambda item=item: fail_at_zero(item - 2)) for item in items]
-
-    with fail_at_zero:
-        for item in (2, 3):
-            with pytest.raises(KeyError) as caught:
-                fail_at_zero(item)
-            assert isinstance(caught.value, InferenceError)
-
-
 def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
     loops: set[Any] = set()
     threads: set[str] = set()
@@ -327,48 +257,7 @@ def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
     assert "double_async" in threads.pop()
 
 
-def test_an_async_function_may_call_itself_on_its_loop_and_in_threads() -> None:
-    @dynamically
-    async def count_down(items: list[int]) -> list[int]:
-        async def call(item: int) -> int:
-            if item % 2:
-                return await count_down.acall(item - 1)
-            return await asyncio.to_thread(count_down, item - 1)
-
-        return [0 if item == 0 else await call(item) for item in items]
-
-    with count_down:
-        assert count_down([3, 2, 1]) == [0, 0, 0]
-
-
-def test_a_function_that_returns_an_awaitable_is_awaited_but_not_in_a_call_of_itself() -> None:
-    async def answer(items: list[int]) -> list[int]:
-        await asyncio.sleep(0)
-        return [decorated(item - 1) if item == 1 else 2 * item for item in items]
-
-    decorated: Any = dynamically(lambda items: answer(items))
-    with decorated:
-        assert decorated(2) == 4
-        with pytest.raises(RuntimeError, match="write it with `async def`"):
-            decorated(1)
-
-
 # Methods.
-
-
-def test_a_method_can_be_called_on_its_class() -> None:
-    model = Model(3)
-    assert Model.scale(model, 2) == 6  # type: ignore[call-overload]  # as types do not know
-    assert asyncio.run(Model.scale.acall(model, 3)) == 9  # type: ignore[call-overload]  # the same
-    assert model.scale.stats.total_processed == 2
-    end(model.scale)
-
-
-def test_two_arguments_are_an_item_too_many_where_there_is_no_class() -> None:
-    for function in (dynamically(double), dynamically(lambda items: items)):
-        for first in (1, Model(1)):
-            with pytest.raises(TypeError, match="called with one argument"):
-                function(first, 2)  # type: ignore[call-overload]  # as types know
 
 
 def test_class_and_static_methods_in_either_order() -> None:
@@ -396,19 +285,6 @@ def test_an_instance_is_released_and_its_thread_with_it() -> None:
         assert not thread.is_alive()
     finally:
         gc.enable()
-
-
-def test_what_a_batch_held_is_released_when_it_has_been_answered() -> None:
-    class Thing:
-        pass
-
-    with dynamically(lambda items: items) as function:
-        thing = Thing()
-        reference = weakref.ref(thing)
-        assert function(thing) is thing
-        del thing
-        # The thread lets go of it before it waits for the next batch, soon after the answer.
-        spin_until(lambda: reference() is None)
 
 
 @pytest.mark.slow
@@ -452,47 +328,6 @@ def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> N
     one, two = Equal("one"), Equal("two")
     assert (one.names(1), two.names(1)) == ("one", "two")
     end(one.names, two.names)
-
-
-def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
-    class Slotted:
-        __slots__ = ()
-
-        @dynamically
-        def compute(self, items: list[int]) -> list[int]:
-            return items
-
-    with pytest.raises(ConfigurationError, match=r"add '__weakref__' to its __slots__"):
-        Slotted().compute(1)
-
-    class WithRoom:
-        __slots__ = ("__weakref__",)
-
-        @dynamically
-        def compute(self, items: list[int]) -> list[int]:
-            return items
-
-    instance = WithRoom()
-    assert instance.compute(1) == 1
-    end(instance.compute)
-
-
-def test_an_instance_in_use_can_be_copied_and_pickled() -> None:
-    model = Model(3)
-    assert model.scale(1) == 3
-    for twin in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert vars(twin) == {"factor": 3}
-        twin.factor = 5
-        assert twin.scale(1) == 5
-        end(twin.scale)
-    assert pickle.loads(pickle.dumps(model.scale)).__self__.factor == 3
-    end(model.scale)
-
-
-def test_the_function_itself_is_pickled_by_its_name() -> None:
-    assert pickle.loads(pickle.dumps(doubled_by_all)) is doubled_by_all
-    assert pickle.loads(pickle.dumps(Model.scale)) is Model.scale
-    assert copy.deepcopy(doubled_by_all) is doubled_by_all
 
 
 def test_it_looks_like_the_function() -> None:
@@ -560,22 +395,6 @@ def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
     spin_until(lambda: not any("last" in t.name for t in threading.enumerate()))
 
 
-def test_a_function_that_another_one_waits_for_may_shut_that_down() -> None:
-    @dynamically
-    def inner(items: list[int]) -> list[int]:
-        outer.shutdown()
-        return double(items)
-
-    @dynamically
-    def outer(items: list[int]) -> list[int]:
-        return [inner(item) for item in items]
-
-    with inner:
-        assert InThread(outer, 1).result() == 2
-        with pytest.raises(BatcherClosedError):
-            outer(2)
-
-
 def test_a_function_that_is_being_shut_down_may_call_the_one_that_does_it() -> None:
     held = Held()
 
@@ -595,19 +414,6 @@ def test_a_function_that_is_being_shut_down_may_call_the_one_that_does_it() -> N
         spin_until(lambda: bool(nesting._waits.targets))  # for the end of the other
         held.let_on()
         assert [call.result() for call in calls] == [4, 10]
-
-
-def test_shutdown_on_a_loop_computes_the_calls_of_that_turn() -> None:
-    function = dynamically(double)
-
-    async def main() -> list[int]:
-        calls = [asyncio.create_task(function.acall(number)) for number in range(2)]
-        await turns(1)  # they have called, and the loop has not turned since
-        function.shutdown()
-        outputs: list[int] = await asyncio.gather(*calls)
-        return outputs
-
-    assert asyncio.run(main()) == [0, 2]
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from gated_functions import Held, InThread, spin_until
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fast_batcher import inference
-from fast_batcher.errors import CollationError, OutputMismatchError
+from fast_batcher.errors import OutputMismatchError
 
 Features = dict[str, Any]
 
@@ -21,10 +20,6 @@ Features = dict[str, Any]
 def sums(features: Features) -> Any:
     """One number per row."""
     return features["ids"].sum(1)
-
-
-def rows_of(*lengths: int, dtype: Any = numpy.int64) -> list[Any]:
-    return [numpy.arange(1, length + 1, dtype=dtype) for length in lengths]
 
 
 def call_together(function: Any, *calls: Features) -> list[Any]:
@@ -99,15 +94,6 @@ def test_padding_keeps_the_dtype(dtype: str) -> None:
     assert seen == [numpy.dtype(dtype)]
 
 
-def test_rows_of_several_axes_and_of_none() -> None:
-    def answer(features: Features) -> Any:
-        return features["image"].sum((1, 2)) + features["label"]
-
-    with inference.dynamically(answer) as function:
-        features = {"image": numpy.ones((3, 4, 4)), "label": numpy.array([1, 2, 3])}
-        assert function(features).tolist() == [17.0, 18.0, 19.0]
-
-
 def test_features_may_be_spread() -> None:
     def add(a: Any, b: Any) -> Any:
         return a + b
@@ -166,28 +152,6 @@ def test_other_outputs_are_an_error(outputs: Any, function: Any, error: str) -> 
 # Calls.
 
 
-def test_methods_on_the_instance_and_on_the_class() -> None:
-    class Model:
-        factor = 3
-
-        @inference.dynamically
-        async def scale(self, features: Features) -> Any:
-            await asyncio.sleep(0)
-            return self.factor * features["x"]
-
-    model = Model()
-    on_the_class: Any = Model.scale
-    features = {"x": numpy.array([1, 2])}
-    for result in (
-        model.scale(features),
-        model.scale(**features),
-        on_the_class(model, features),
-        on_the_class(model, **features),
-    ):
-        assert result.tolist() == [3, 6]
-    model.scale.shutdown()
-
-
 def test_a_large_call_is_split_and_joined_again() -> None:
     sizes: list[int] = []
 
@@ -201,58 +165,6 @@ def test_a_large_call_is_split_and_joined_again() -> None:
         assert (answer({"ids": ids}) == ids * 2).all()
     assert max(sizes) == 8
     assert sum(sizes) == 100
-
-
-def test_what_comes_while_the_function_computes_is_one_batch() -> None:
-    held = Held()
-
-    @inference.dynamically
-    def answer(features: Features) -> Any:
-        return numpy.array(held(features["x"].tolist()))
-
-    with answer:
-        calls = [InThread(answer, {"x": numpy.array([0])})]
-        held.next_batch()
-        calls += [InThread(answer, {"x": numpy.array([n, n])}) for n in (1, 2)]
-        spin_until(lambda: answer.stats.queue_size == 4)
-        held.let_on(2)
-        assert [call.result().tolist() for call in calls] == [[0], [2, 2], [4, 4]]
-        assert sorted(held.next_batch()) == [1, 1, 2, 2]
-
-
-def test_rows_that_cannot_share_a_batch_are_computed_apart() -> None:
-    """A batch that cannot be made is divided as one that fails, so each gets its own answer."""
-    with inference.dynamically(lambda features: features["ids"].sum(1)) as function:
-        ints, floats = call_together(
-            function, {"ids": numpy.array([[1, 2]])}, {"ids": numpy.array([[0.5, 1.0]])}
-        )
-        assert (ints.tolist(), floats.tolist()) == ([3], [1.5])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "features", "given"),
-    [
-        ((), {}, ""),
-        ((torch.zeros(3),), {}, "Tensor"),
-        (({"a": [1]}, {"b": [2]}), {}, "dict, dict"),
-        (({"a": [1]},), {"b": [2]}, "dict, b="),
-    ],
-)
-def test_it_is_called_with_features(arguments: Any, features: Any, given: str) -> None:
-    class Uncalled:
-        def __call__(self, features: Features) -> Any:
-            raise AssertionError
-
-    with pytest.raises(TypeError, match=rf"one dict of features.*this call has \({given}\)"):
-        inference.dynamically(Uncalled())(*arguments, **features)
-
-
-def test_features_that_are_no_batch_are_refused() -> None:
-    function = inference.dynamically(sums)
-    with pytest.raises(CollationError, match="numbers of rows"):
-        function({"a": numpy.zeros((2, 1)), "b": numpy.zeros((3, 1))})
-    with pytest.raises(CollationError, match="no rows"):
-        function({"a": numpy.zeros((0, 1))})
 
 
 @pytest.mark.slow

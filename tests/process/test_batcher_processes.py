@@ -16,11 +16,10 @@ import pytest
 import uvloop
 from models.base import Echo
 from models.children import Forks, Reports, TalksNonsense
-from models.crashing import Crashes, Stuck
+from models.crashing import Stuck
 from models.loading import (
     ExitsOnLoad,
     LoadsAgain,
-    LoadsOnce,
     NeedsArguments,
     NeverLoads,
     RaisesOnLoad,
@@ -31,7 +30,7 @@ from models.loading import (
 )
 from models.ordinary import Gated, GatedOnLoad, Holds, Noisy, Whereabouts
 from models.raising import EXCEPTIONS, Raises
-from models.returning import OUTPUTS, UNPICKLABLE, BrokenOnArrival, RefusesPickling, Returns
+from models.returning import OUTPUTS, UNPICKLABLE, RefusesPickling, Returns
 from packed_frames import pack
 from programs import Start, program
 from sessions import pids_of
@@ -55,7 +54,6 @@ from fast_batcher import (
     DeadlineExceededError,
     DynBatcher,
     InferenceError,
-    NotReadyError,
     OutputMismatchError,
     RequestTooLargeError,
     UnsendableValueError,
@@ -354,35 +352,7 @@ async def test_inputs_that_cannot_be_pickled_fail_alone() -> None:
         assert (stats.completed, stats.failed, stats.restarts) == (count + 1, 2 * count, 0)
 
 
-async def test_a_bad_input_is_cancelled_while_its_batch_is_sent_again(gate: Gate) -> None:
-    """The worker reports the batch unreadable while one of its callers has already gone."""
-    async with DynBatcher(Holds, 4, model_args=(gate.path,)) as batcher:
-        held = call(batcher, "hold")
-        visit = await gate.visit()
-        bad = BrokenOnArrival("worker", ValueError("broken on arrival"))
-        # A full batch is sent to the busy worker, which will read it after the one it has.
-        calls = [call(batcher, value) for value in ("one", bad, "two", "three")]
-        await turns()
-        assert batcher.stats.running == 5
-        calls[0].cancel()
-        await turns()
-        visit.let_on()
-        results = [await outcome(task) for task in (held, *calls[1:])]
-        assert (results[0], results[2], results[3]) == ("hold", "two", "three")
-        assert isinstance(results[1], InferenceError)
-        stats = assert_balance(batcher)
-        assert (stats.completed, stats.failed, stats.cancelled) == (3, 1, 1)
-
-
 # --- large messages -------------------------------------------------------------------------------
-
-
-@both_loops
-async def test_a_batch_larger_than_a_frame_is_sent_in_parts_both_ways() -> None:
-    async with DynBatcher(Echo, max_frame_bytes=MEBI) as batcher:
-        values = [bytes([number]) * (200_000 + number) for number in range(30)]
-        assert await batcher.process_many(values) == values
-        assert batcher.stats.batch_sizes == {30: 1}
 
 
 async def test_a_value_just_below_the_limit_passes_and_just_above_fails() -> None:
@@ -506,12 +476,6 @@ async def test_a_replacement_that_fails_to_load_is_tried_again(
     assert caplog.text.count("trying again") == 2
 
 
-async def test_one_of_two_workers_fails_to_load_and_the_other_is_ended_too(tmp_path: Path) -> None:
-    batcher = DynBatcher(LoadsOnce, num_workers=2, model_args=(str(tmp_path / "first"),))
-    error = await start_error_of(batcher)
-    assert "FileExistsError" in str(error)
-
-
 # --- what a worker is -----------------------------------------------------------------------------
 
 
@@ -585,30 +549,6 @@ def test_a_batcher_goes_on_with_another_loop_when_its_loop_is_closed(run: Run) -
     assert len({run(batcher.process_batched(None)) for _ in range(3)}) == 1
     batcher.stop()
     assert assert_balance(batcher).completed == 3
-
-
-def test_a_call_among_calls_of_a_loop_that_was_closed_in_that_turn(
-    new_loop: NewLoop, run: Run
-) -> None:
-    batcher = DynBatcher(Echo)
-    first = new_loop()
-    first.run_until_complete(batcher.open())
-    tasks = [first.create_task(batcher.process_batched(number)) for number in range(2)]
-    first.call_soon(first.stop)
-    first.run_forever()
-    first.close()
-    # uvloop stops a turn later, and by the end of that these may have been answered.
-    answered = batcher.stats.completed
-
-    async def go_on() -> list[Any]:
-        calls = [call(batcher, number) for number in range(10, 13)]
-        return [await outcome(one) for one in calls]
-
-    assert run(go_on()) == [10, 11, 12]
-    batcher.stop()
-    stats = assert_balance(batcher)
-    assert (stats.completed, stats.waiting, stats.running) == (answered + 3, 0, 0)
-    abandon(tasks)
 
 
 def test_requests_of_a_closed_loop_are_forgotten_and_their_answers_dropped(
@@ -771,62 +711,6 @@ def test_the_loop_is_closed_while_a_stuck_worker_is_being_replaced(run: Run, gat
         assert isinstance(await outcome(following), WorkerLostError | DeadlineExceededError)
 
     run(go_on())
-    batcher.stop()
-
-
-def test_a_broken_batcher_comes_back_on_another_loop_too(run: Run) -> None:
-    settings: dict[str, Any] = {"max_restarts": 0, "restart_window": 0.2, "idempotent": False}
-    batcher = DynBatcher(Crashes, **settings)
-
-    async def break_it() -> None:
-        await batcher.open()
-        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
-        await until(lambda: batcher.state == "broken")
-
-    run(break_it())
-
-    async def go_on() -> Any:
-        assert isinstance(await outcome(call(batcher, "too early")), NotReadyError)
-        await until(lambda: batcher.is_ready)
-        return await batcher.process_batched("fine")
-
-    assert run(go_on()) == "fine"
-    batcher.stop()
-
-
-def test_deadlines_hold_on_the_second_loop_too(run: Run, gate: Gate) -> None:
-    batcher = DynBatcher(Holds, model_args=(gate.path,))
-    # A timer of the first loop is set for a moment that is far away.
-    assert run(batcher.process_batched(1)) == 1
-
-    async def expire() -> None:
-        held = call(batcher, "hold", timeout=SOON)
-        visit = await gate.visit()
-        assert isinstance(await outcome(held), DeadlineExceededError)
-        visit.let_on()
-        await batcher.aclose()
-
-    run(expire())
-
-
-def test_threads_that_submitted_get_their_answers_from_the_second_loop(
-    run: Run, gate: Gate
-) -> None:
-    batcher = DynBatcher(Holds, model_args=(gate.path,))
-
-    async def begin() -> Any:
-        await batcher.open()
-        futures = [batcher.submit("hold"), batcher.submit("waiting")]
-        return futures, await gate.visit()
-
-    futures, visit = run(begin())
-
-    async def go_on() -> list[Any]:
-        await batcher.open()
-        visit.let_on()
-        return [await asyncio.wrap_future(future) for future in futures]
-
-    assert run(go_on()) == ["hold", "waiting"]
     batcher.stop()
 
 
@@ -999,28 +883,6 @@ def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start
     status, stderr = running.finish()
     assert status != 0
     assert "if __name__ == '__main__':" in stderr
-
-
-def test_a_worker_that_is_killed_while_it_loads_is_not_blamed_on_the_guard(program: Start) -> None:
-    running = program(
-        """
-        async def main():
-            await DynBatcher(models.loading.ExitsOnLoad, model_args=("killed",)).open()
-
-        asyncio.run(main())
-        """
-    )
-    status, stderr = running.finish()
-    assert status != 0
-    assert "signal 9" in stderr
-    assert "__main__" not in stderr
-
-
-def test_a_batcher_that_a_script_has_not_opened_says_how_to_open_it(program: Start) -> None:
-    status, stderr = program("DynBatcher(models.base.Echo).submit(1)").finish()
-    assert status != 0
-    assert "`async with batcher` or `await batcher.open()` opens it" in stderr
-    assert "FastAPI" not in stderr
 
 
 def test_a_model_class_of_the_program_itself_works(program: Start) -> None:

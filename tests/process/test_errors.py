@@ -1,6 +1,5 @@
 """The tree of errors, their pickling, and what becomes of an exception that a model raises."""
 
-import copy
 import dataclasses
 import inspect
 import io
@@ -42,8 +41,6 @@ from fast_batcher.errors import (
     forget_frames,
     from_model,
     is_out_of_memory,
-    rebuild,
-    take_apart,
 )
 
 # What each error is besides, and its place in the tree.
@@ -65,7 +62,6 @@ TREE: dict[type[BatcherError], tuple[type[Exception], ...]] = {
     TransportError: (WorkerError,),
 }
 ALL = [BatcherError, *TREE]
-RETRYABLE = [NotReadyError, QueueFullError, DeadlineExceededError]
 
 REMOTE = "Traceback (most recent call last):\n  model.py, line 3, in infer\nValueError: bad\n"
 
@@ -82,14 +78,6 @@ def test_the_tree_is_whole() -> None:
     classes = {one for one in public if inspect.isclass(one) and issubclass(one, BatcherError)}
     assert classes == set(ALL)
     assert fast_batcher.DynamicBatchIndexError is OutputMismatchError
-
-
-@pytest.mark.parametrize("kind", TREE)
-def test_every_error_is_what_the_tree_says_and_nothing_else(kind: type[BatcherError]) -> None:
-    """An `except` for one branch, or for a built-in error, must not catch another branch."""
-    kinds = {kind, object, *(one for base in TREE[kind] for one in base.__mro__)}
-    hidden = {one for one in kind.__mro__ if one.__name__.startswith("_")}  # of ours alone
-    assert set(kind.__mro__) - hidden == kinds - hidden
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -113,20 +101,6 @@ def test_every_error_survives_pickling(kind: type[BatcherError]) -> None:
     assert copied.args == ("what went wrong",)
     assert str(copied) == "what went wrong"
     assert str(again(kind())) == ""
-
-
-@pytest.mark.parametrize("retry_after", [None, 0.0, 1.5])
-@pytest.mark.parametrize("duplicate", [again, copy.copy, copy.deepcopy])
-def test_the_time_of_another_try_and_notes_survive(
-    retry_after: float | None, duplicate: Callable[[Any], Any]
-) -> None:
-    for kind in RETRYABLE:
-        assert kind("later").retry_after is None
-        error = kind("later", retry_after=retry_after)
-        error.add_note("tenant 7")
-        copied = duplicate(error)
-        assert (type(copied), str(copied)) == (kind, "later")
-        assert (copied.retry_after, copied.__notes__) == (retry_after, ["tenant 7"])
 
 
 # A model's exception.
@@ -278,13 +252,6 @@ def test_it_is_an_inference_error_and_what_the_model_raised(make: Callable[[], E
     assert original.__cause__ is None
 
 
-def test_a_constructor_of_the_users_is_not_called() -> None:
-    original = CountsCallsError("once")
-    before = CountsCallsError.calls
-    assert isinstance(from_model(original, "unused", REMOTE), CountsCallsError)
-    assert CountsCallsError.calls == before
-
-
 def test_the_remote_traceback_is_the_cause_and_notes_come_along() -> None:
     original = ValueError("bad")
     original.add_note("input 7")
@@ -311,19 +278,6 @@ def test_every_caller_has_an_error_of_its_own_and_classes_of_one_name_are_kept_a
     other = type("SameError", (KeyError,), {})
     assert isinstance(from_model(one("a"), "unused", REMOTE), one)
     assert isinstance(from_model(other("a"), "unused", REMOTE), other)
-
-
-def test_an_error_that_came_from_a_model_can_come_from_a_model_again() -> None:
-    """A model may use this library too, or raise our error on purpose."""
-    for kind in (InferenceError, OutputMismatchError):
-        error = from_model(kind("from the model"), "unused", REMOTE)
-        assert (type(error), str(error)) == (kind, "from the model")
-    inner = from_model(OddError(7, reason="odd"), "unused", "inner traceback")
-    outer = from_model(again(inner), "unused", REMOTE)
-    assert isinstance(outer, OddError)
-    assert (outer.code, outer.reason) == (7, "odd")
-    assert isinstance(outer.__cause__, RemoteTraceback)
-    assert outer.__cause__.args == (REMOTE,)
 
 
 # Where no such class can be built, a plain error says what there was to say.
@@ -366,26 +320,7 @@ def comparable(state: dict[str, Any]) -> dict[str, Any]:
     return {key: repr(value) for key, value in state.items()}
 
 
-def test_a_program_that_has_seen_no_such_error_can_read_it() -> None:
-    """The combined class is made anew wherever it is read."""
-    pickled = pickle.dumps(from_model(CodedError("coded", 42), "unused", REMOTE))
-    errors._combined_classes.pop(CodedError)
-    error = pickle.loads(pickled)
-    assert isinstance(error, InferenceError)
-    assert isinstance(error, CodedError)
-    assert error.code == 42
-
-
 # The parts, in which exceptions cross.
-
-
-@originals
-def test_an_exception_can_be_made_again_from_its_parts(make: Callable[[], Exception]) -> None:
-    original = make()
-    rebuilt = rebuild(*take_apart(original))
-    assert type(rebuilt) is type(original)
-    assert rebuilt is not original
-    assert state_of(rebuilt) == state_of(original)
 
 
 # What the frames of a traceback hold.

@@ -20,7 +20,6 @@ from waits import LIMIT, Watch
 
 from fast_batcher.dyn_batcher import DynBatcher
 from fast_batcher.errors import DynamicBatchIndexError
-from fast_batcher.inference_template import InferenceModel
 
 README_PROGRAM = """\
 from typing import Any
@@ -101,14 +100,6 @@ def test_the_program_of_the_readme_serves_batches(module: Any) -> None:
         assert worker.survivors(0.0) == []
 
 
-@pytest.mark.slow
-def test_the_program_of_the_readme_is_started_and_ended_again(module: Any) -> None:
-    """As a test suite does that has an app fixture."""
-    for _ in range(2):
-        with TestClient(module.app) as client:
-            assert client.post("/predict/", json={"text": "x"}).json()[0] == "x"
-
-
 # --- the batcher of a synchronous fixture ---------------------------------------------------------
 
 
@@ -163,10 +154,3 @@ async def test_the_error_for_a_wrong_number_of_outputs_has_its_old_name_too() ->
     # The others of the gathered calls have their errors as well, and the batcher serves on.
     assert await batcher.process_batched("list") == "list"
     batcher.stop()
-
-
-def test_the_old_paths_lead_to_the_same_classes() -> None:
-    package = importlib.import_module("fast_batcher")
-    assert package.DynBatcher is DynBatcher
-    assert package.InferenceModel is InferenceModel
-    assert package.OutputMismatchError is DynamicBatchIndexError

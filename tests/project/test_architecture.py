@@ -5,7 +5,6 @@ Reads the source; where that cannot tell, starts a fresh interpreter and looks w
 
 import ast
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from waits import LIMIT
+from programs import run_command
 
 PACKAGE = "fast_batcher"
 
@@ -55,8 +54,6 @@ FLOORS: dict[str, int] = {
 LEAVES = 0
 EDGE = 5
 
-# The shells of functions in this process.
-DECORATORS = {"_local", "dynamic", "inference", "aio"}
 # All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
 CORE_MAY_IMPORT = {
     *("abc", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math"),
@@ -175,13 +172,7 @@ def ours(target: Import) -> str | None:
 
 def run_python(program: str, *options: str) -> Any:
     """What a fresh interpreter prints, as JSON."""
-    done = subprocess.run(
-        [sys.executable, *options, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    done = run_command([sys.executable, *options, "-c", program])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -279,12 +270,6 @@ def test_the_core_has_no_coroutines(name: str) -> None:
     assert not [node for node in ast.walk(SOURCES[name].tree) if isinstance(node, kinds)]
 
 
-@pytest.mark.slow
-def test_the_core_loads_in_an_interpreter_that_has_nothing_else() -> None:
-    loaded = modules_after("import fast_batcher._core.scheduler, fast_batcher._core.lifecycle")
-    assert not top_levels(loaded) & {"asyncio", "socket", "select", "multiprocessing"}
-
-
 # The worker.
 
 
@@ -335,18 +320,6 @@ def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) ->
     assert top_levels(loaded) <= PYTHON_AND_OURS
     assert not loaded & {f"{PACKAGE}.batcher", f"{PACKAGE}._parent", f"{PACKAGE}._worker"}
     assert not top_levels(loaded) & {*HEAVY, "multiprocessing"}
-
-
-def test_no_decorator_imports_what_makes_processes() -> None:
-    local = [name for name in SOURCES if FLOORS[SOURCES[name].part] == FLOORS["_local"]]
-    decorators = [name for name in local if name.split(".")[0] in DECORATORS]
-    importers = {
-        name
-        for name in decorators
-        for target in SOURCES[name].imports()
-        if (ours(target) or "").split(".")[0] in ("batcher", "_parent", "_worker")
-    }
-    assert importers == set()
 
 
 @pytest.mark.slow
@@ -468,13 +441,3 @@ def test_every_package_has_its_tests() -> None:
     for place in TESTS.values():
         path = ROOT / "tests" / place
         assert path.is_file() or [*path.glob("test_*.py")], place
-
-
-@pytest.mark.slow
-def test_every_test_file_says_what_it_is_about() -> None:
-    silent = [
-        path.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if ast.get_docstring(ast.parse(path.read_text())) is None
-    ]
-    assert silent == []

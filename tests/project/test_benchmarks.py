@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from programs import run_command
 from waits import LIMIT
 
 from benchmarks.cpu import TreeCpu, descendants, process_cpu, stolen_percent
@@ -89,7 +90,7 @@ def test_a_verdict_compares_the_median_with_its_bar() -> None:
 @pytest.mark.slow
 def test_published_tables_say_what_the_stored_results_say() -> None:
     command = [sys.executable, "-m", "benchmarks.publish", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    done = run_command(command, cwd=ROOT)
     assert (done.returncode, done.stdout.strip()) == (0, "up to date"), done.stderr
 
 

@@ -1,13 +1,12 @@
 """The programs in the documents print what stands below them; links and faults exist."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from paths import ROOT
-from waits import LIMIT
+from programs import run_command
 
 # A program, and what it prints.
 PROGRAM = re.compile(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -19,22 +18,13 @@ PROGRAMS = [
 ]
 
 
-def test_there_are_programs() -> None:
-    assert len(PROGRAMS) >= 4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("code", "printed"), PROGRAMS)
 def test_a_program_prints_what_the_page_says(code: str, printed: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(code)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(program)],
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+    done = run_command(
+        [sys.executable, "-W", "error", str(program)], env={"PYTHONPATH": str(ROOT), "PATH": ""}
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
 

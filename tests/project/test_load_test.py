@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -16,7 +15,7 @@ import pytest
 import torch
 from apps.doubling import SLOWNESS
 from paths import PYTHONPATH, ROOT
-from waits import LIMIT
+from programs import run_command
 
 from benchmarks import resnet_systems
 from benchmarks.load.client import Record, draw_arrivals
@@ -127,14 +126,8 @@ def test_records_of_several_processes_are_put_together() -> None:
 
 def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
     """The results that a command stores, and what it prints."""
-    done = subprocess.run(
-        [*command, "--json", str(folder / "results.json")],
-        cwd=ROOT,
-        env=os.environ | PATHS,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+    done = run_command(
+        [*command, "--json", str(folder / "results.json")], cwd=ROOT, env=os.environ | PATHS
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == (folder / "results.txt").read_text().strip()

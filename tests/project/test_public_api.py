@@ -4,9 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import json
 import shutil
-import subprocess
 import sys
 import tomllib
 from abc import ABC
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 from paths import ROOT
-from waits import LIMIT
+from programs import run_command
 
 import fast_batcher
 from fast_batcher import (
@@ -40,8 +38,6 @@ NAMES = [
     *("WorkerLostError", "WorkerStartupError", "aio", "dynamically", "inference"),
     *("stack",),
 ]
-# The decorators and the modules that have more of them, and a function; the others are classes.
-DECORATORS = {"aio", "dynamically", "inference", "stack"}
 
 
 # Names and import paths.
@@ -51,32 +47,10 @@ def test_the_names_are_these() -> None:
     assert fast_batcher.__all__ == NAMES
 
 
-def test_a_star_import_brings_exactly_these() -> None:
-    namespace: dict[str, Any] = {}
-    exec("from fast_batcher import *", namespace)
-    assert sorted(namespace.keys() - {"__builtins__"}) == NAMES
-    for name in NAMES:
-        assert inspect.isclass(namespace[name]) == (name not in DECORATORS)
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'fast_batcher' has no attribute 'Batcher'"):
-        fast_batcher.Batcher  # noqa: B018
-
-
 def test_every_error_can_be_imported_from_both_places() -> None:
     for name, value in vars(errors).items():
         if inspect.isclass(value) and issubclass(value, BatcherError) and name[0] != "_":
             assert getattr(fast_batcher, name) is value
-
-
-@pytest.mark.slow
-def test_a_listing_of_the_package_shows_what_is_loaded_when_it_is_asked_for() -> None:
-    program = "import fast_batcher, json; print(json.dumps(dir(fast_batcher)))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=LIMIT
-    )
-    assert set(json.loads(done.stdout)) >= set(NAMES)
 
 
 @pytest.mark.parametrize(
@@ -235,20 +209,6 @@ def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
     ]
 
 
-def test_what_waits_is_awaited_and_nothing_else() -> None:
-    methods = [name for name, value in vars(DynBatcher).items() if inspect.isfunction(value)]
-    awaited = {name for name in methods if inspect.iscoroutinefunction(getattr(DynBatcher, name))}
-    assert {name for name in awaited if name[0] != "_"} == {
-        *("process_batched", "process_many", "process_rows", "open", "aclose")
-    }
-
-
-@pytest.mark.parametrize("name", ["state", "is_ready", "start_error", "stats"])
-def test_what_can_be_seen_cannot_be_set(name: str) -> None:
-    with pytest.raises(AttributeError):
-        setattr(DynBatcher("module:Model"), name, "anything")
-
-
 def test_a_new_batcher_can_be_looked_at() -> None:
     batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder", num_workers=1)
     assert (batcher.name, batcher.state, batcher.is_ready) == ("Embedder", "new", False)
@@ -336,13 +296,8 @@ def test_an_explanation_names_every_parameter(function: Any) -> None:
 
 
 def check_types(*command: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *command, str(ROOT / "tests" / "typing" / "api.py")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+    done = run_command(
+        [sys.executable, "-m", *command, str(ROOT / "tests" / "typing" / "api.py")], cwd=ROOT
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -13,6 +13,7 @@ import httpx2
 import numpy as np
 import pytest
 from paths import ROOT
+from programs import run_command
 from test_examples import serve
 from waits import LIMIT
 
@@ -61,14 +62,10 @@ def test_what_a_program_imports_of_ours_is_there(number: int) -> None:
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_every_program_is_formatted_as_ours_are(number: int) -> None:
     pytest.importorskip("ruff")
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "ruff", "format", "--diff", "--stdin-filename", "readme.py", "-"],
         input=PROGRAMS[number],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -119,15 +116,7 @@ def saved(tmp_path: Path) -> Path:
 
 def run(python: str, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     (folder / "program.py").write_text(code)
-    return subprocess.run(
-        [python, "program.py"],
-        cwd=folder,
-        env={},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
+    return run_command([python, "program.py"], cwd=folder, env={})
 
 
 @pytest.mark.slow
@@ -214,13 +203,8 @@ def test_an_installed_package_runs_a_decorated_function(installed: str, tmp_path
 
 @pytest.mark.slow
 def test_an_installed_package_passes_the_test_of_an_app(installed: str, saved: Path) -> None:
-    done = subprocess.run(
-        [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"],
-        cwd=saved,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+    done = run_command(
+        [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"], cwd=saved
     )
     assert "1 passed" in done.stdout, done.stdout + done.stderr
 

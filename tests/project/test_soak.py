@@ -1,15 +1,14 @@
 """The short form of every soak, and the arithmetic of its bars."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from paths import ROOT
+from programs import run_command
 from soak.report import Findings, make_table
 from soak.scenarios import SCENARIOS
-from waits import LIMIT
 
 
 @pytest.mark.slow
@@ -17,9 +16,7 @@ from waits import LIMIT
 def test_the_short_form(scenario: str, tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     command = [sys.executable, "-m", "tests.soak", scenario, "--short", "--json", str(path)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    done = run_command(command, cwd=ROOT)
     assert path.exists(), done.stdout + done.stderr
     ((rows,),) = [[one["rows"] for one in json.loads(path.read_text())["scenarios"]]]
     # How late the loop is depends on what else the machine does; `make soak` judges that.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,17 @@ late = Late()
 """
 
 
-def run_program(program: str) -> subprocess.CompletedProcess[str]:
-    """Run it to its end, with the modules that this process finds."""
+def run_command(command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Run it to its end, and keep what it prints."""
     return subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        command, capture_output=True, text=True, timeout=LIMIT, check=False, **options
     )
+
+
+def run_program(program: str) -> "subprocess.CompletedProcess[str]":
+    """Run it to its end, with the modules that this process finds."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return run_command([sys.executable, "-c", program], env=environment)
 
 
 class Program:

@@ -35,11 +35,6 @@ class Sequences(InferenceModel[Any, Any]):
         return (inputs["input_ids"] * inputs["attention_mask"]).sum(1)
 
 
-class SetsItself(Keeps):
-    def __init__(self, pad_value: int) -> None:
-        self.collation = Collation.pad(value=pad_value)
-
-
 class Trains(InferenceModel[Any, Any]):
     """Returns what still knows how it was computed."""
 
@@ -78,11 +73,6 @@ class OutOfMemory(InferenceModel[Any, Any]):
         return inputs
 
 
-class WarmsUpUnequal(Keeps):
-    def warmup_inputs(self) -> list[Any]:
-        return [np.zeros(2), np.zeros(2), np.zeros(3)]
-
-
 class Words(Keeps):
     collation = "stack"  # type: ignore[assignment]  # what it is about
 
@@ -93,13 +83,6 @@ class Summed(InferenceModel[Any, Any]):
     def infer(self, inputs: Any) -> Any:
         outputs = inputs["x"] + inputs["y"]
         return {"sum": outputs, "word": ["row"] * len(outputs)}
-
-
-class Fills(InferenceModel[Any, Any]):
-    """Answers with as many ones as the input says."""
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        return [np.ones(int(length)) for length in inputs]
 
 
 class Compiled(InferenceModel[Any, Any]):

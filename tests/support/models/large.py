@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 from fast_batcher import InferenceModel, stack
@@ -57,30 +56,6 @@ class Stacks(InferenceModel[Any, tuple[bool, Any]]):
         if is_view is None:
             is_view = bool(load_numpy().shares_memory(whole, inputs[0]))
         return [(is_view, digest(load_numpy().asarray(row))) for row in whole]
-
-
-class WritesAndRaises(WritesInputs):
-    """Adds one to every array, in place, and raises unless there is one only."""
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        outputs = super().infer(inputs)
-        if len(inputs) > 1:
-            raise ValueError("too many")
-        return outputs
-
-
-class WritesAndDies(WritesInputs):
-    """Adds one to every array, in place, and dies unless the file is there, which it makes."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        outputs = super().infer(inputs)
-        with suppress(FileExistsError):
-            os.close(os.open(self._path, os.O_CREAT | os.O_EXCL))
-            os.kill(os.getpid(), signal.SIGKILL)
-        return outputs
 
 
 class KeepsInputs(InferenceModel[Any, Any]):

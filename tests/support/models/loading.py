@@ -36,14 +36,6 @@ class NeverLoads(Echo):
             time.sleep(FOR_EVER)
 
 
-class LoadsOnce(Echo):
-    """The first of several to load never comes to an end; the others raise."""
-
-    def __init__(self, path: str) -> None:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        time.sleep(FOR_EVER)
-
-
 class LoadsAgain(Whereabouts):
     """Loads, then fails to load twice, then loads again. Counts in a file."""
 
@@ -108,10 +100,3 @@ class Namespace:
 
     class Inner(Echo):
         pass
-
-
-class DuckModel:
-    """Has `infer`, and does not derive from `InferenceModel`."""
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        return [("quack", one) for one in inputs]

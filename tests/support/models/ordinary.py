@@ -12,16 +12,6 @@ from fast_batcher import InferenceModel
 from models.base import AtGate, Echo, pass_gate
 
 
-class EchoWithArguments(InferenceModel[Any, Any]):
-    """Answers with what its constructor was given."""
-
-    def __init__(self, first: Any, *, second: Any) -> None:
-        self._arguments = (first, second)
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        return [self._arguments for _ in inputs]
-
-
 class Whereabouts(InferenceModel[Any, int]):
     """Answers with its process id."""
 
@@ -84,15 +74,6 @@ class Warm(InferenceModel[Any, list[Any]]):
 
     def warmup_inputs(self) -> Sequence[Any]:
         return self._warmup
-
-
-class ChangesInputs(InferenceModel[Any, Any]):
-    """Empties the list that it is given, and returns another."""
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        outputs = list(inputs)
-        inputs.clear()
-        return outputs
 
 
 class Closes(Echo):

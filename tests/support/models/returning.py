@@ -43,13 +43,6 @@ OUTPUTS: dict[str, Callable[[list[str]], Any]] = {
 }
 
 
-class UnpicklableOutputs(InferenceModel[str, Any]):
-    """Returns something that cannot be pickled for some inputs, and echoes the others."""
-
-    def infer(self, inputs: list[str]) -> list[Any]:
-        return [UNPICKLABLE[text]() if text in UNPICKLABLE else text for text in inputs]
-
-
 class RefusesPickling:
     """Raises when it is pickled."""
 
@@ -100,11 +93,3 @@ def _arrive(side: str, error: BaseException) -> BrokenOnArrival:
     if is_worker == (side == "worker"):
         raise error
     return BrokenOnArrival(side, error)
-
-
-class BreaksInParent(InferenceModel[str, Any]):
-    """Returns something that raises in the parent where the input is "bad" or "exits"."""
-
-    def infer(self, inputs: list[str]) -> list[Any]:
-        errors = {"bad": ValueError("broken on arrival"), "exits": SystemExit(3)}
-        return [BrokenOnArrival("parent", errors[one]) if one in errors else one for one in inputs]
