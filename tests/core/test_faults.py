@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 import pytest
-from schedules import make, poll_batches, reject, run, settle, submit, told
+from schedulers import make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.messages import Dispatch, Expire, Fail, Release, Request

@@ -8,7 +8,7 @@ from types import FrameType
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import make, poll_batches, settle
+from schedulers import make, poll_batches, settle
 
 from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
 from fast_batcher._core.batch_times import BatchTimes, SizeCap
@@ -149,31 +149,7 @@ def test_no_request_waits_longer_than_the_bound(
 # Groups.
 
 
-def test_only_like_requests_share_a_batch_and_the_oldest_goes_first() -> None:
-    arrivals = Arrivals()
-    a1, b1, a2, b2, a3 = (arrivals.add(group=group) for group in (0, 1, 0, 1, 0))
-    assert arrivals.send(2) == [a1, a2]
-    assert arrivals.send(2) == [b1, b2]
-    assert arrivals.send(2) == [a3]
-
-
-def test_a_group_without_a_full_batch_is_not_full() -> None:
-    arrivals = Arrivals()
-    for group in (0, 1, 1, 1):
-        arrivals.add(group=group)
-    assert not arrivals.queue.is_full(2), "the next batch is that of the first group"
-    arrivals.add(group=0)
-    assert arrivals.queue.is_full(2)
-
-
 # Costs.
-
-
-def test_a_batch_takes_those_of_near_cost_around_the_oldest() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    arrivals.add_costs(10, 100, 11, 90, 9, 1)
-    assert costs_of(arrivals.send(3)) == [10, 9, 11]
-    assert costs_of(arrivals.send(3)) == [100, 90, 1]
 
 
 def test_an_input_above_the_batch_budget_goes_alone() -> None:
@@ -224,22 +200,6 @@ def test_nobody_is_overtaken_by_a_window_of_requests(
                 assert overtaken[number] < WINDOW_BATCHES * most
                 assert batches[number] > 0
     assert not overtaken
-
-
-def test_a_batch_that_costs_all_that_it_may_is_full() -> None:
-    arrivals = Arrivals(BatchPacker(30, is_padded=True))
-    arrivals.add_costs(10, 10, 10)
-    assert not arrivals.queue.is_full(8)
-    arrivals.add_costs(1)
-    assert arrivals.queue.is_full(8)
-
-
-def test_a_higher_priority_is_company_before_a_nearer_cost() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    arrivals.add(priority=0, cost=10)
-    arrivals.add(priority=1, cost=10)
-    arrivals.add(priority=1, cost=50)
-    assert costs_of(arrivals.send(2)) == [10, 50]
 
 
 # What it keeps.

@@ -1,9 +1,8 @@
 """What is tried again, how, and how often, by example; every moment an argument."""
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
-from schedules import NOTHING, Lost, make, poll_batches, run, settle, submit, told
+from schedulers import NOTHING, Lost, make, poll_batches, run, settle, submit, told
 
 from fast_batcher._core.messages import Batch, BatchProgress, ExpiryReason, Release, Request
 from fast_batcher._core.retries import ISOLATION_SECONDS
@@ -48,14 +47,6 @@ def test_a_request_is_poisonous_at_its_second_death() -> None:
     assert scheduler.waiting == 0
 
 
-def test_a_request_that_is_never_begun_is_poisonous_at_the_third_loss() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0)
-    assert lose(scheduler, batch, BatchProgress.TAKEN) == NOTHING
-    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == NOTHING
-    assert lose_again(scheduler, 2.0, BatchProgress.TAKEN) == ([], batch.requests)
-
-
 def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
     scheduler = make(idempotent=False)
     batch = run(scheduler, 0.0)
@@ -98,13 +89,6 @@ def test_only_the_guilty_fail(size: int, data: st.DataObject) -> None:
     failed, batches = find_culprits(scheduler, run(scheduler, 0.0, size), guilty)
     assert failed == guilty
     assert batches <= max(1, 2 * size - 1)
-
-
-@pytest.mark.parametrize("culprit", range(32))
-def test_one_culprit_of_thirty_two_costs_ten_more_batches(culprit: int) -> None:
-    scheduler = make(max_batch_size=32)
-    batch = run(scheduler, 0.0, 32)
-    assert find_culprits(scheduler, batch, {culprit}) == ({culprit}, 11)
 
 
 def test_the_search_for_culprits_has_an_end() -> None:

@@ -11,15 +11,6 @@ def go_well(cap: SizeCap, times: int) -> None:
         cap.went_well(cap.size)
 
 
-def test_it_halves() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    assert (cap.size, cap.is_watching) == (16, True)
-    cap.ran_out(16)
-    cap.ran_out(8)
-    assert cap.size == 4
-
-
 def test_a_request_that_is_too_large_alone_says_nothing_about_others() -> None:
     cap = SizeCap(32)
     cap.ran_out(1)
@@ -35,30 +26,6 @@ def test_a_request_that_is_too_large_alone_says_nothing_about_others() -> None:
     assert cap.size == size
 
 
-def test_a_failure_of_a_small_batch_counts_when_a_larger_one_comes_after() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(8)
-    cap.ran_out(32)  # sent before
-    assert cap.size == 4
-
-
-def test_it_grows_after_full_batches_that_went_well() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    go_well(cap, FIRST_WAIT - 1)
-    assert cap.size == 16
-    go_well(cap, 1)
-    assert cap.size == 18
-
-
-def test_smaller_batches_say_nothing_about_larger_ones() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    for _ in range(10 * FIRST_WAIT):
-        cap.went_well(15)
-    assert cap.size == 16
-
-
 def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)
@@ -69,14 +36,6 @@ def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() 
     assert cap.size == 16
     go_well(cap, 1)
     assert cap.size == 18
-
-
-def test_what_went_well_once_is_forgotten_when_it_fails() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    go_well(cap, 1)
-    cap.ran_out(16)
-    assert cap.size == 8
 
 
 def test_it_comes_to_an_end_and_starts_again_as_if_nothing_had_been() -> None:

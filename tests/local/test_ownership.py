@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from held import Held
+from gated_functions import Held
 from waits import until
 
 from fast_batcher import dynamically, inference
@@ -48,45 +48,6 @@ def strided(row: Any, count: int) -> Any:
     return np.lib.stride_tricks.as_strided(row, (count, *row.shape), (0, *row.strides))
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_callers_may_write_into_rows_of_an_array_that_the_function_keeps(
-    make: Callable[[Any], Any],
-) -> None:
-    table = make([[1.0, 2.0], [3.0, 4.0]])
-
-    @dynamically
-    def look_up(items: list[int]) -> Any:
-        return table[: len(items)]
-
-    with look_up:
-        row = look_up(1)
-        row += 10
-        assert look_up(1).tolist() == [1, 2]
-
-
-def test_callers_may_write_into_structured_rows_that_the_function_keeps() -> None:
-    table = np.array([(1, 2.0), (3, 4.0)], dtype=[("a", "i4"), ("b", "f8")])
-
-    @dynamically
-    def look_up(items: list[int]) -> Any:
-        return table[: len(items)]
-
-    with look_up:
-        look_up(1)["a"] = 10
-        assert look_up(1)["a"] == 1
-
-
-def test_a_row_does_not_keep_the_whole_batch_in_memory() -> None:
-    @dynamically
-    def double(items: list[int]) -> Any:
-        return np.outer(items, np.ones(3))
-
-    with double:
-        first, _ = in_one_batch(double, [1, 2])
-    assert first.base is None
-    assert first.tolist() == [1, 1, 1]
-
-
 class Metres(np.ndarray):
     """A subclass that would be lost in a plain copy."""
 
@@ -110,18 +71,6 @@ def test_a_row_is_what_indexing_gives(batch: Any) -> None:
         row = constant(1)
     assert type(row) is type(batch[0])
     assert repr(row) == repr(batch[0])
-
-
-def test_rows_of_a_tensor_keep_their_gradient() -> None:
-    weights = torch.ones(2, requires_grad=True)
-
-    @dynamically
-    def weighted(items: list[float]) -> Any:
-        return torch.tensor(items)[:, None] * weights
-
-    with weighted:
-        weighted(3.0).sum().backward()
-    assert weights.grad.tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("make", MAKERS)

@@ -39,11 +39,6 @@ def test_a_wrong_value_is_named_with_its_parameter(name: str, value: Any) -> Non
     assert f"{name}={value!r}" in str(caught.value)
 
 
-def test_pad_tokens_and_its_other_name_exclude_each_other() -> None:
-    with pytest.raises(ConfigurationError, match="pad_token="):
-        aio.inference.dynamically(pad_tokens={"a": 1}, pad_token={"a": 2})
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
@@ -62,8 +57,3 @@ def test_an_unknown_option_gets_the_decorators_nearest_meaning(name: str, hint: 
         aio.inference.dynamically(**options)
     message = f"dynamically() got an unexpected keyword argument '{name}'{hint}"
     assert str(caught.value) == message
-
-
-def test_an_option_of_another_decorator_is_an_unexpected_argument() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'pad_tokens'"):
-        aio.dynamically(pad_tokens={})  # type: ignore[call-overload]  # wrong on purpose

@@ -7,24 +7,34 @@ what was sent, as long as it looks?
 import asyncio
 import gc
 import os
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from desk import LARGE, MEBI, SIZE, SMALL, Desk, desk, filled, free, opened, slabs_of, sums
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from memory import memory_of, refuse_memory
-from sample_models import Digests, Stacks, WritesAndDies, WritesAndRaises, digest
+from memory_files import refuse_memory
+from models.large import Digests, Stacks, digest
+from programs import run_command
+from sender_harness import (
+    LARGE,
+    MEBI,
+    SIZE,
+    SMALL,
+    Desk,
+    desk,
+    filled,
+    free,
+    opened,
+    slabs_of,
+    sums,
+)
 from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
-from fast_batcher._asyncio.ledger import set_exception
 from fast_batcher._parent.input_arena import FRESH_COST, LEAST_STAGED, MOST_OPEN, MOST_PER_TURN
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
@@ -77,44 +87,6 @@ def test_a_slab_takes_no_more_inputs_once_a_batch_has_been_taken_from_it(desk: D
     assert sums(desk.read()) == [3, 4, 5]
 
 
-def test_a_full_slab_is_followed_by_another(desk: Desk) -> None:
-    requests = desk.arrive(*numbered(20))
-    # 8 is the size of a batch.
-    for begin in range(0, 20, 8):
-        desk.dispatch(requests[begin : begin + 8])
-        assert len(runs(desk)) == 1
-        assert sums(desk.read()) == [*range(20)][begin : begin + 8]
-
-
-def test_requests_may_be_sent_in_any_order(desk: Desk) -> None:
-    requests = desk.arrive(*numbered(6))
-    order = [5, 0, 1, 4, 2, 3]
-    desk.dispatch([requests[number] for number in order])
-    assert [count for _, count in runs(desk)] == [1, 2, 1, 2]
-    assert sums(desk.read()) == order
-
-
-KINDS = [((20_000,), "f4"), ((1000, 20), "f4"), ((20_000,), "i4")]
-
-
-def test_layouts_may_share_a_batch(desk: Desk) -> None:
-    values = [np.full(shape, n, dtype) for n, (shape, dtype) in enumerate(KINDS * 2)]
-    desk.dispatch(desk.arrive(*values))
-    assert desk.kinds == [Kind.ROWS]
-    for got, value in zip(desk.read(), values, strict=True):
-        assert (got.dtype, got.shape) == (value.dtype, value.shape)
-        assert np.array_equal(got, value)
-
-
-def test_neighbours_of_different_layouts_are_separate_runs(desk: Desk) -> None:
-    # A full slab of pages, with the next one right behind it.
-    requests = desk.arrive(*numbered(8, 16 * 4096), np.full(4 * 4096, 8, np.float32))
-    assert requests[8].staged.start == requests[7].staged.end
-    desk.dispatch(requests)
-    assert [count for _, count in runs(desk)] == [8, 1]
-    assert sums(desk.read()) == [*range(9)]
-
-
 def test_few_slabs_are_open_at_a_time(desk: Desk) -> None:
     size = 60_000
     (first,) = desk.arrive(filled(0, size))
@@ -142,15 +114,6 @@ def test_tensors_are_staged(desk: Desk) -> None:
 # --- which inputs are staged ----------------------------------------------------------------------
 
 
-def test_before_a_large_input_has_come_no_input_is_probed() -> None:
-    desk = Desk()
-    desk.batch(np.zeros(1000, np.uint8))
-    assert desk.arena.probes == {}
-    desk.batch(np.zeros(SMALL, np.uint8))
-    assert np.ndarray in desk.arena.probes
-    desk.close()
-
-
 @pytest.mark.parametrize("size", [10, LEAST_STAGED - 1, TOO_LONG])
 def test_an_input_that_is_small_or_does_not_fit_into_the_pipe_is_not_staged(
     desk: Desk, size: int
@@ -174,14 +137,6 @@ def test_half_of_the_memory_is_left_to_other_inputs(desk: Desk) -> None:
     # Two in a slab: a quarter of the memory.
     assert [request.staged is not None for request in requests] == [True] * 4 + [False] * 6
     assert desk.slabs.taken_bytes == SIZE / 2
-
-
-def test_idle_slabs_make_room_for_another_layout(desk: Desk) -> None:
-    # A quarter of the memory is reserved for each of the layouts.
-    requests = desk.arrive(*(filled(n, MEBI // 2 - n * 4096) for n in range(4)))
-    desk.dispatch(requests)
-    assert desk.kinds == [Kind.ROWS]
-    assert sums(desk.read()) == [0, 1, 2, 3]
 
 
 # --- when memory is free --------------------------------------------------------------------------
@@ -215,21 +170,6 @@ def test_the_garbage_collector_may_free_memory(desk: Desk) -> None:
     assert desk.slabs.count == 0
 
 
-def test_memory_is_free_when_the_caller_is_told_an_error(desk: Desk) -> None:
-    loop = asyncio.new_event_loop()
-    (request,) = desk.arrive(filled(1))
-    request.caller = loop.create_future()
-    assert set_exception(request, ValueError("no"))
-    assert request.staged.slab is None
-    assert isinstance(request.caller.exception(), ValueError)
-    loop.close()
-
-
-def test_a_slab_from_which_a_batch_was_taken_has_no_more_than_that(desk: Desk) -> None:
-    desk.dispatch(desk.arrive(filled(1, 4096 * 20)))
-    assert desk.slabs.taken_bytes == 4096 * 20
-
-
 # --- copying in the thread ------------------------------------------------------------------------
 
 
@@ -253,23 +193,6 @@ def test_memory_stays_until_the_thread_has_copied(desk: Desk) -> None:
     assert desk.slabs.count == 1
     desk.run_jobs()
     assert desk.slabs.count == 0
-
-
-def test_an_input_whose_caller_left_before_is_not_copied(desk: Desk) -> None:
-    (request,) = desk.arrive(filled(1, LARGE))
-    request.staged.release()
-    desk.run_jobs()
-    assert memory_of(desk.slabs._fd) == 0
-    # It is known that it has no memory.
-    assert desk.slabs._committed_end == 0
-
-
-def test_an_input_that_was_sent_is_copied_whoever_leaves(desk: Desk) -> None:
-    requests = desk.arrive(filled(1, LARGE))
-    desk.dispatch(requests)
-    requests[0].staged.release()
-    desk.run_jobs()
-    assert sums(desk.read()) == [1]
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
@@ -316,7 +239,7 @@ def test_an_array_that_another_thread_has_resized_is_not_staged(desk: Desk) -> N
 RESIZES = """
 import sys
 import torch
-from desk import Desk
+from sender_harness import Desk
 
 how, where = sys.argv[1:]
 desk = Desk()
@@ -348,12 +271,9 @@ def test_a_tensor_may_lose_its_memory_while_it_is_copied(how: str, where: str) -
     """Its caller may have left; and memory that is freed here goes back to the system at once."""
     pytest.importorskip("torch")
     paths = os.pathsep.join(sys.path)
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", RESIZES, how, where],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     # One line at most: that it could not be shared.
@@ -412,29 +332,6 @@ def test_an_allocated_array_is_sent_again_and_occupies_its_slab(desk: Desk) -> N
     del kept
     assert desk.slabs.count == 0
     assert desk.arena._allocated == {}
-
-
-def test_an_allocated_array_may_be_sent_with_another_shape_and_dtype(desk: Desk) -> None:
-    array = allocated(desk, 0)
-    array[:4] = [1, 0, 0, 0]
-    desk.dispatch(desk.arrive(array.view(np.int32).reshape(3, -1)))
-    (got,) = desk.read()
-    assert (got.shape, got.dtype, int(got[0, 0])) == ((3, SMALL // 12), np.int32, 1)
-
-
-def test_a_part_of_an_allocated_array_is_copied(desk: Desk) -> None:
-    array = allocated(desk, 1)
-    requests = desk.arrive(array[:-1])
-    array[:] = 2
-    desk.dispatch(requests)
-    assert desk.kinds == [Kind.ROWS]
-    (got,) = desk.read()
-    assert sums([got]) == [1]
-    got[:] = 3
-
-
-def test_an_array_without_axes_is_not_allocated(desk: Desk) -> None:
-    assert desk.arena.allocate(np.dtype(("V", SMALL)), ()) is None
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -678,29 +575,6 @@ async def test_every_way_of_calling_stages() -> None:
 
 
 @anyio
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_a_batch_that_is_divided_is_sent_as_it_came(size: int) -> None:
-    arrays = [filled(number, size) for number in range(5)]
-    async with opened(WritesAndRaises, max_batch_size=5, stages=True) as batcher:
-        got = await asyncio.gather(*map(batcher.process_batched, arrays))
-        assert sums(got) == [1, 2, 3, 4, 5]
-        assert sums(arrays) == [0, 1, 2, 3, 4]
-        await free(batcher)
-
-
-@anyio
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_another_worker_is_sent_what_came(size: int, tmp_path: Path) -> None:
-    arrays = [filled(number, size) for number in range(4)]
-    settings = {"max_batch_size": 4, "restart_backoff": 0.01}
-    async with opened(WritesAndDies, str(tmp_path / "died"), stages=True, **settings) as batcher:
-        got = await asyncio.gather(*map(batcher.process_batched, arrays))
-        assert batcher.stats.restarts == 1
-        assert sums(got) == [1, 2, 3, 4]
-        await free(batcher)
-
-
-@anyio
 async def test_callers_may_leave_before_and_after_their_batch() -> None:
     arrays = images(30)
     async with opened(Digests, max_batch_size=4, stages=True) as batcher:
@@ -714,27 +588,6 @@ async def test_callers_may_leave_before_and_after_their_batch() -> None:
                 if number % 3:
                     assert got == digest(array)
         await free(batcher)
-
-
-@anyio
-async def test_the_memory_of_rejected_requests_is_free() -> None:
-    arrays = images(30)
-    async with opened(Digests, max_batch_size=4, max_queue_size=4, stages=True) as batcher:
-        tasks = [call(batcher, array) for array in arrays]
-        outcomes = [await outcome(task) for task in tasks]
-        assert any(isinstance(one, Exception) for one in outcomes)
-        tasks.clear()
-        outcomes.clear()
-        await free(batcher)
-
-
-@anyio
-async def test_another_batch_size_is_that_of_the_next_slab() -> None:
-    arrays = images(8)
-    async with opened(Stacks, max_batch_size=2, stages=True) as batcher:
-        batcher.reconfigure(max_batch_size=8)
-        got = await asyncio.gather(*map(batcher.process_batched, arrays))
-        assert got == [(True, digest(array)) for array in arrays]
 
 
 @anyio
@@ -754,14 +607,3 @@ async def test_allocated_arrays_are_stacked_without_a_copy() -> None:
         await free(batcher)
     array = batcher.allocate_input((3, SMALL), "u1")  # it is closed
     assert array.flags.owndata
-
-
-@anyio
-async def test_an_allocated_array_that_the_model_writes_is_tried_again_as_a_copy() -> None:
-    async with opened(WritesAndRaises, max_batch_size=2) as batcher:
-        arrays = [batcher.allocate_input(SMALL) for _ in range(2)]
-        for array in arrays:
-            array[:] = 1
-        got = await asyncio.gather(*map(batcher.process_batched, arrays))
-        assert sums(got) == [2, 2]
-        assert sums(arrays) == [1, 1]

@@ -14,9 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from desk import (
+from memory_files import memory_of, refuse_memory
+from models.large import Digests, ForksAndKeeps, KeepsInputs, WritesInputs, digest
+from models.raising import KeepsErrors
+from sender_harness import (
     LARGE,
-    MAX_FRAME_BYTES,
     MEBI,
     SIZE,
     SMALL,
@@ -26,7 +28,6 @@ from desk import (
     free,
     give_back_unused,
     has_slabs,
-    is_free,
     no_threads,
     opened,
     slabs_of,
@@ -35,28 +36,15 @@ from desk import (
     until_copying,
     wait_until_copied,
 )
-from inside import pids_of, session_of
-from memory import memory_of, refuse_memory
-from sample_models import (
-    Digests,
-    ForksAndKeeps,
-    KeepsErrors,
-    KeepsInputs,
-    RefusesPickling,
-    WritesInputs,
-    digest,
-)
-from waits import LIMIT, SOON, Gate, call, outcome, turns, until
+from sessions import pids_of, session_of
+from waits import LIMIT, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._transport.codec import ATOMS, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher.errors import (
-    BatcherClosedError,
-    DeadlineExceededError,
     PoisonRequestError,
-    RequestTooLargeError,
     UnsendableValueError,
 )
 
@@ -120,16 +108,6 @@ def test_a_large_input_is_shared(desk: Desk, value: Any) -> None:
     assert desk.slabs.count == 1
 
 
-def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
-    torch = pytest.importorskip("torch")
-    tensor = torch.arange(LARGE // 4)
-    desk.batch(tensor)
-    desk.run_jobs()
-    _, _, body = desk.queue[0]
-    assert loads(body)[2][1:] == [tensor.nbytes]
-    assert torch.equal(desk.read()[0], tensor)
-
-
 def test_a_large_batch_is_copied_by_the_thread_and_keeps_its_place(desk: Desk) -> None:
     for value in ("before", filled(1, LARGE), "between", filled(2, LARGE), "after"):
         desk.batch(value)
@@ -150,16 +128,6 @@ def test_an_input_is_locked_until_it_is_copied(desk: Desk) -> None:
         by_thread.append(1)
     desk.run_jobs()
     by_thread.append(1)
-
-
-def test_a_slab_that_is_free_is_taken_again(desk: Desk) -> None:
-    for _ in range(20):
-        desk.batch(np.zeros(LARGE, np.uint8))
-        desk.run_jobs()
-        desk.read()
-        desk.free()
-    assert desk.slabs.count == 0
-    assert desk.slabs._used_end < 2 * LARGE
 
 
 def test_the_slabs_of_a_lost_worker_are_free(desk: Desk) -> None:
@@ -200,12 +168,6 @@ def test_a_batch_whose_worker_dies_while_it_is_copied_is_free_when_it_has_been(d
     assert desk.queue == []
 
 
-def test_a_worker_cannot_free_a_batch_that_it_does_not_have(desk: Desk) -> None:
-    desk.batch(np.zeros(SMALL, np.uint8))
-    with pytest.raises(KeyError):
-        desk.free(17)
-
-
 def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,20 +182,6 @@ def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
     assert "name: large inputs go through a pipe" in record.message
     assert f"max_shared_bytes={SIZE}" in record.message
     assert "keeps views of the inputs of at least 1 batches" in record.message
-
-
-def test_without_memory_there_is_the_pipe(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    refuse_memory(desk.slabs._fd)
-    desk.batch(filled(1))
-    desk.batch(filled(2, LARGE))
-    desk.batch("after")
-    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUT_ATOMS]
-    desk.run_jobs()
-    assert sums([*desk.read(), *desk.read()]) == [1, 2]
-    assert desk.read() == ["after"]
-    assert desk.slabs.count == 0
-    (record,) = caplog.records
-    assert "Bad file descriptor" in record.message
 
 
 def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Desk) -> None:
@@ -260,32 +208,6 @@ def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Des
     assert len(got) == LARGE
 
 
-def test_a_batch_larger_than_a_frame_is_divided_and_an_input_larger_than_one_is_refused(
-    desk: Desk,
-) -> None:
-    small, large = np.zeros(3 * MEBI, np.uint8), np.zeros(MAX_FRAME_BYTES + 1, np.uint8)
-    desk.batch(small, large, small.copy(), small.copy())
-    ((request, error),) = desk.refused
-    assert request.value is large
-    assert isinstance(error, RequestTooLargeError)
-    assert desk.kinds == [Kind.INPUTS_FRAGMENT, Kind.INPUTS]
-    assert [len(one) for one in desk.read()] == [3 * MEBI] * 3
-    assert desk.slabs.count == 0
-    # It is not locked any more.
-    del request, error
-    desk.refused.clear()
-    large.resize(1, refcheck=False)
-
-
-def test_an_input_that_cannot_be_pickled_harms_no_other(desk: Desk) -> None:
-    raw = bytearray(LARGE)
-    batch = desk.batch(raw, RefusesPickling(ValueError("no")))
-    ((request, _),) = desk.refused
-    assert request is batch.requests[1]
-    assert desk.read() == [raw]
-    raw.append(1)
-
-
 # --- real workers ---------------------------------------------------------------------------------
 
 anyio = pytest.mark.anyio
@@ -309,15 +231,6 @@ def arrays_of_few_layouts(count: int) -> list[Any]:
     random = np.random.default_rng(1)
     sizes = random.choice([20_000, SMALL, SMALL + 1, LARGE, 3 * MEBI], count)
     return [random.integers(0, 255, size, np.uint8) for size in sizes]
-
-
-@anyio
-async def test_every_payload_arrives_whole() -> None:
-    values = payloads(200)
-    async with opened(Digests, max_batch_size=8, num_workers=2) as batcher:
-        digests = await asyncio.gather(*map(batcher.process_batched, values))
-        assert digests == [digest(value) for value in values]
-        await free(batcher)
 
 
 @anyio
@@ -414,21 +327,6 @@ async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stag
 
 @anyio
 @both_ways
-async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended(
-    gate: Gate, stages: bool
-) -> None:
-    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, stages=stages) as batcher:
-        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
-        (await gate.visit()).let_on()
-        (await gate.visit()).let_on()
-        async with asyncio.timeout(LIMIT):
-            while not is_free(batcher):
-                # The worker tells it with an answer.
-                assert await batcher.process_batched(np.ones(1)) == 1
-
-
-@anyio
-@both_ways
 async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
     gate: Gate, stages: bool
 ) -> None:
@@ -489,52 +387,6 @@ async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
             assert slabs._fd != -1
         await closing
     assert slabs._fd == -1
-
-
-@anyio
-@both_ways
-async def test_a_batcher_may_be_stopped_while_it_copies(stages: bool) -> None:
-    async with opened(Digests, max_batch_size=2, stages=stages) as batcher:
-        with copier_held(batcher):
-            tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
-            await until_copying(batcher)
-        # The loop does not turn before the end, and so hears of no copy.
-        batcher.stop()
-        for task in tasks:
-            assert isinstance(await outcome(task), BatcherClosedError)
-        assert slabs_of(batcher)._fd == -1
-
-
-@anyio
-async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
-    values = payloads(60)
-    async with opened(Digests, max_batch_size=2, max_batches_per_worker=3) as batcher:
-        digests = await asyncio.gather(*map(batcher.process_batched, values))
-        assert digests == [digest(value) for value in values]
-
-
-@anyio
-async def test_a_deadline_holds_while_a_batch_is_being_copied() -> None:
-    async with opened(Digests, max_batch_size=1) as batcher:
-        with copier_held(batcher):
-            task = call(batcher, bytes(LARGE), timeout=SOON)
-            assert isinstance(await outcome(task), DeadlineExceededError)
-        assert await batcher.process_batched(b"next") == digest(b"next")
-        await free(batcher)
-
-
-@anyio
-async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
-    mine, other = np.zeros(LARGE, np.uint8), np.ones(LARGE, np.uint8)
-    async with opened(Digests, max_batch_size=2) as batcher:
-        with copier_held(batcher):
-            leaving, staying = call(batcher, mine), call(batcher, other)
-            await until_copying(batcher)
-            leaving.cancel()
-            assert isinstance(await outcome(leaving), asyncio.CancelledError)
-            mine[:] = 7
-        assert await outcome(staying) == digest(other)
-        await free(batcher)
 
 
 @anyio

@@ -4,7 +4,6 @@ The loop's side must never wait, whatever the other does or does not do.
 """
 
 import asyncio
-import fcntl
 import multiprocessing
 import os
 import random
@@ -14,13 +13,13 @@ from typing import Any
 
 import pytest
 import uvloop
-from packing import pack
+from packed_frames import pack
 from waits import LIMIT
 
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import LoopChannel
-from fast_batcher._transport.pipes import PIPE_SIZE, open_pipes
+from fast_batcher._transport.pipes import open_pipes
 from fast_batcher.errors import TransportError
 
 pytestmark = pytest.mark.anyio
@@ -178,26 +177,6 @@ async def test_sending_does_not_wait_for_anybody_to_read(ends: Ends) -> None:
     assert received == list(enumerate(bodies))
 
 
-async def test_a_pipe_that_takes_a_little_at_a_time_keeps_the_order(ends: Ends) -> None:
-    for end in ends.theirs:
-        fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, 4096)
-    ends.worker(echo)
-    bodies = [random.randbytes(random.randrange(100_000)) for _ in range(40)]
-    for number, body in enumerate(bodies):
-        ends.channel.send(Kind.INPUTS, number, body)
-    await ends.until(lambda: len(ends.frames) == len(bodies))
-    assert ends.frames == [(Kind.OUTPUTS, number, body) for number, body in enumerate(bodies)]
-    # A writer that stays registered would keep the loop spinning.
-    assert not asyncio.get_running_loop().remove_writer(ends.channel._sink)
-
-
-async def test_many_frames_in_one_read_come_one_by_one(ends: Ends) -> None:
-    with ends.raw() as raw:
-        raw.send(b"".join(pack(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)))
-        await ends.until(lambda: len(ends.frames) == 200)
-    assert ends.frames == [(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)]
-
-
 async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
     ends.worker(lambda channel: channel.send(Kind.READY))
     await ends.until(lambda: len(ends.ends) == 1)
@@ -230,12 +209,6 @@ async def test_what_was_sent_before_death_is_read_after_it(size: int) -> None:
     ends.close()
 
 
-async def test_draining_without_an_end_returns(ends: Ends) -> None:
-    """A child of the worker may hold the other end open for ever."""
-    ends.channel.drain()
-    assert ends.ends == []
-
-
 @pytest.mark.parametrize(
     "garbage",
     [b"nonsense" * 10, b"fbt1" + b"\x12\0\0\0" + b"\xff" * 24],
@@ -252,17 +225,6 @@ async def test_garbage_ends_the_channel_with_an_error(ends: Ends, garbage: bytes
     assert [type(error) for error in ends.ends] == [TransportError]
 
 
-async def test_a_frame_that_makes_no_sense_to_its_reader_ends_the_channel(ends: Ends) -> None:
-    def refuse(frame: Frame) -> None:
-        raise TransportError(f"batch {frame.batch_id}?")
-
-    ends.then = refuse
-    with ends.raw() as raw:
-        raw.send(pack(Kind.OUTPUTS, 5, b"") * 2)
-        await ends.until(lambda: len(ends.ends) == 1)
-    assert [str(error) for error in ends.ends] == ["batch 5?"]
-
-
 async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends) -> None:
     ends.then = lambda frame: ends.channel.close()
     with ends.raw() as raw:
@@ -271,14 +233,6 @@ async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends)
         await asyncio.sleep(0)
     assert len(ends.frames) == 1
     assert ends.ends == []
-
-
-async def test_sending_to_a_dead_worker_is_no_error(ends: Ends) -> None:
-    ends.raw().close()
-    ends.channel.send(Kind.INPUTS, 1, b"small")
-    ends.channel.send(Kind.INPUTS, 2, bytes(5 * MEBI))
-    ends.channel.send(Kind.INPUTS, 3, b"small")
-    await ends.until(lambda: len(ends.ends) == 1)
 
 
 async def test_the_worker_dies_with_half_a_frame_unread(ends: Ends) -> None:
@@ -373,15 +327,6 @@ async def test_frames_keep_the_order_of_their_reservations_whatever_order_they_a
     assert ends.frames == expected
 
 
-async def test_frames_for_a_channel_that_has_ended_are_dropped(ends: Ends) -> None:
-    early = ends.channel.reserve()
-    ends.channel.close()
-    late = ends.channel.reserve()
-    for place in (early, late):
-        ends.channel.fill(place, [(Kind.INPUTS, 1, b"dropped")])
-    assert not ends.channel._backlog
-
-
 async def test_frames_for_a_dead_worker_are_dropped(ends: Ends) -> None:
     ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
     place = ends.channel.reserve()
@@ -443,16 +388,6 @@ def test_the_workers_end_reads_the_end_when_the_parent_has_died_with_bytes_unrea
     assert two.receive() is None
     with pytest.raises(OSError, match="Broken pipe"):
         two.send(Kind.OUTPUTS, 2, b"")
-    two.close()
-
-
-def test_the_workers_end_refuses_garbage_and_pipes_have_room_for_large_batches() -> None:
-    one, two = blocking_pair()
-    # It would wait for ever without the room: nothing reads meanwhile.
-    one.send_packed(b"nonsense" * (PIPE_SIZE // 8))
-    with pytest.raises(TransportError):
-        two.receive()
-    one.close()
     two.close()
 
 

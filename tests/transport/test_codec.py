@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_models import EXCEPTIONS, CodedError, TwoArgumentsError
+from models.raising import EXCEPTIONS, CodedError
 
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import SerializedError
@@ -59,29 +59,6 @@ def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Ex
         assert getattr(result, name, None) == getattr(error, name, None)
 
 
-def test_the_text_names_the_type_and_the_traceback_the_place() -> None:
-    failure = codec.describe(raised(TwoArgumentsError(5, "broken")))
-    assert failure.text == "TwoArgumentsError: 5: broken"
-    assert "raise error" in failure.traceback
-    assert failure.traceback.endswith("TwoArgumentsError: 5: broken\n")
-    without_text = ValueError()
-    without_text.__cause__ = raised(KeyError("inner"))
-    failure = codec.describe(raised(without_text))
-    assert failure.text == "ValueError"
-    assert "KeyError: 'inner'" in failure.traceback
-    assert "direct cause" in failure.traceback
-
-
-def test_long_texts_are_cut_and_the_end_of_a_traceback_is_kept() -> None:
-    failure = codec.describe(raised(ValueError("a" * 10**7 + "end")))
-    assert failure.pickled is None
-    assert len(failure.text) < MAX_ERROR_TEXT + 100
-    assert failure.text.startswith("ValueError: aaa")
-    assert failure.text.endswith("characters cut]")
-    assert len(failure.traceback) < MAX_ERROR_TEXT + 100
-    assert failure.traceback.endswith("end\n")
-
-
 def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
     """Each character takes four bytes, and there is room for a pickled exception as well."""
     failure = codec.describe(raised(ValueError("\U0001f525" * 10**6)))
@@ -128,14 +105,6 @@ def test_parts_hold_all_items_in_order_and_none_is_too_long(
     assert all(len(part) <= max_frame_bytes for part in parts)
 
 
-@given(size=st.integers(0, 400), max_frame_bytes=st.integers(20, 400))
-def test_an_item_that_fits_makes_a_part_that_fits(size: int, max_frame_bytes: int) -> None:
-    item = bytes(size)
-    if codec.fits(len(item), max_frame_bytes):
-        (part,) = codec.fragment([item], max_frame_bytes)
-        assert len(part) <= max_frame_bytes
-
-
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 65_535, 65_536, 2**20, 2**24])
 def test_the_size_of_an_item_is_never_underestimated(size: int) -> None:
     items: list[bytes | SerializedError] = [bytes([number]) * size for number in range(3)]
@@ -162,18 +131,3 @@ def test_the_size_of_a_buffer_is_known_and_that_of_any_other_value_is_measured(
     value: Any, size: int
 ) -> None:
     assert codec.measure_size(value) == size
-
-
-@pytest.mark.parametrize(
-    "values",
-    [["x" * 60, "y" * 40], [b"x" * 100], [1, None, "x" * 99, b"y"], [{}], [(1, 2)], ["a", 1j]],
-)
-def test_large_and_other_values_are_not_pickled_together(values: list[Any]) -> None:
-    assert codec.dump_atoms(values, 100) is None
-
-
-def test_values_that_cannot_be_changed_are_one_pickle() -> None:
-    values = ["x" * 50, b"y" * 49, 1, 2.5, None, True, 10**30]
-    body = codec.dump_atoms(values, 100)
-    assert body is not None
-    assert codec.loads(body) == values

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packing import pack
+from packed_frames import pack
 
 from fast_batcher._transport.frames import (
     HEADER_SIZE,
@@ -97,14 +97,6 @@ def test_any_pieces_of_any_frames_give_the_same_frames(
     frames: list[Frame], pieces: list[int]
 ) -> None:
     assert feed(stream(frames), pieces) == frames
-
-
-@pytest.mark.parametrize("limit", [100, READ_SIZE - HEADER_SIZE, 2 * READ_SIZE])
-def test_a_body_as_long_as_it_may_be_is_accepted_and_one_byte_more_is_not(limit: int) -> None:
-    frame = Frame(Kind.INPUTS, 1, 0.0, body_of(limit))
-    assert feed(stream([frame]), max_frame_bytes=limit) == [frame]
-    with pytest.raises(TransportError, match=f"{limit + 1} bytes.*max_frame_bytes={limit}"):
-        feed(stream([frame._replace(body=body_of(limit + 1))]), max_frame_bytes=limit)
 
 
 def header(magic: bytes = b"fbt1", kind: int = int(Kind.OUTPUTS), length: int = 0) -> bytes:

@@ -21,14 +21,6 @@ class OldLibrary(ctypes.CDLL):
         return super().__getattr__(name)
 
 
-def test_it_is_as_long_as_asked_for_and_is_not_inherited() -> None:
-    fd = make_memory_file(SIZE)
-    assert os.fstat(fd).st_size == SIZE
-    assert not os.get_inheritable(fd)
-    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:fast_batcher")
-    os.close(fd)
-
-
 @pytest.mark.parametrize(
     ("has_old_library", "kind"), [(False, "/memfd:fast_batcher"), (True, "/dev/shm/")]
 )
@@ -55,15 +47,3 @@ def test_elsewhere_it_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(fd)
     with pytest.raises(OSError, match="Linux only"):
         make_shared_file(SIZE)
-
-
-@pytest.mark.parametrize("has_memfd", [True, False])
-def test_what_the_system_refuses_is_an_error_and_leaves_nothing(
-    has_memfd: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_memfd:
-        monkeypatch.delattr(os, "memfd_create")
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(OSError, match="Invalid argument"):
-        make_memory_file(-1)
-    assert os.listdir("/proc/self/fd") == before

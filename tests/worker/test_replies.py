@@ -1,6 +1,5 @@
 """Which way outputs take, the pipe or the outbox; and how often they are pickled."""
 
-import copyreg
 import os
 import pickle
 from collections.abc import Iterator
@@ -8,18 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory import refuse_memory
-from sample_models import RefusesPickling
+from memory_files import refuse_memory
+from models.returning import RefusesPickling
 
 from fast_batcher._asyncio.answers import SharedOutcomes
-from fast_batcher._core.messages import Failure
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._transport.codec import ATOMS, SerializedError, describe, loads
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED
 from fast_batcher._worker.replies import ReplyEncoder
-from fast_batcher.errors import TransportError
 
 MEBI = 2**20
 SIZE = 8 * MEBI
@@ -150,17 +147,6 @@ def test_outputs_are_pickled_once_but_for_the_first_time_that_they_are_large(pos
         assert (post.pack([counted])[0], counted.count) == (kind, count)
 
 
-def test_tensors_are_copied_from_where_they_are(post: Post) -> None:
-    torch = pytest.importorskip("torch")
-    tensors = [torch.arange(LARGE), torch.ones(LARGE).bfloat16()]
-    where = post.where(tensors)
-    assert where[1][1:] == [8 * LARGE, 2 * LARGE]
-    got = post.load(where)
-    assert [one.dtype for one in got] == [torch.int64, torch.bfloat16]
-    assert all(map(torch.equal, got, tensors))
-    got[0] += 1  # it can be written
-
-
 ROW = np.arange(LARGE // 6)
 
 
@@ -197,23 +183,6 @@ def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
     assert not np.shares_memory(got[0], got[1])
 
 
-def test_a_way_of_the_models_own_to_pickle_arrays_is_taken(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    post.pack([ROW])
-    monkeypatch.setitem(copyreg.dispatch_table, np.ndarray, lambda array: (int, (len(array),)))
-    assert post.pack([ROW, ROW + 1])[1] == [len(ROW)] * 2
-
-
-def test_arrays_that_nobody_may_write_come_so(post: Post) -> None:
-    locked = ROW.copy()
-    locked.flags.writeable = False
-    for outputs in ([ROW, locked], [locked[:10], locked[10:20]]):
-        post.pack([ROW])
-        _, got = post.pack(outputs)
-        assert [one.flags.writeable for one in got] == [one.flags.writeable for one in outputs]
-
-
 @pytest.mark.parametrize(
     "shared", [ROW, bytearray(LARGE), {"row": ROW}, [0]], ids=["array", "raw", "dict", "list"]
 )
@@ -225,40 +194,6 @@ def test_one_output_for_several_requests_is_an_object_for_each(post: Post, share
     arrays = [one["row"] if isinstance(one, dict) else one for one in objects]
     arrays[0][0] = 7
     assert [one[0] for one in arrays] == [7, 0, 0]
-
-
-def test_large_bytes_are_in_the_pickle_and_arrays_beside_it(post: Post) -> None:
-    outputs = [b"a" * LARGE, np.full(LARGE, 1, np.uint8), bytearray(b"d" * LARGE), b"short"]
-    where = post.where(outputs)
-    assert where[1][1:] == [LARGE]
-    got = post.load(where)
-    assert [type(one) for one in got] == [type(one) for one in outputs]
-    assert [bytes(one) for one in got] == [bytes(one) for one in outputs]
-
-
-def test_errors_are_told_beside_large_outputs(post: Post) -> None:
-    failures = {1: describe(ValueError("this one")), 2: describe(KeyError("and that"))}
-    kind, got = post.pack([np.arange(LARGE), None, None, "small"], failures)
-    assert kind is Kind.SHARED_OUTPUTS
-    assert (got[0].sum(), got[3]) == (np.arange(LARGE).sum(), "small")
-    errors = [one.error for one in got[1:3] if isinstance(one, Failure)]
-    assert isinstance(errors[0], ValueError)
-    assert isinstance(errors[1], KeyError)
-
-
-def test_errors_are_told_beside_small_outputs(post: Post) -> None:
-    kind, (one, two) = post.pack(["small", None], {1: describe(ValueError("this one"))})
-    assert (kind, one) == (Kind.OUTPUTS, "small")
-    assert isinstance(two, ValueError)
-
-
-def test_errors_that_fill_a_frame_go_through_the_pipe(post: Post) -> None:
-    failures = {number: SerializedError("text", "t" * 500_000, None) for number in range(1, 6)}
-    kind, got = post.pack([np.arange(LARGE), *[None] * 5], failures)
-    assert kind is Kind.OUTPUTS
-    assert got[0].sum() == np.arange(LARGE).sum()
-    assert [str(one) for one in got[1:]] == ["text"] * 5
-    assert post.writer._ranges.count == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -274,15 +209,6 @@ def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> N
     outputs.clear()
     raw.append(1)  # nothing is locked
     assert post.pack(["after"]) == (Kind.OUTPUT_ATOMS, ["after"])
-
-
-@pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
-def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
-    _, (large, small) = post.pack([make(MAX_FRAME_BYTES), "small"])
-    assert small == "small"
-    assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(large)
-    assert post.writer._ranges.count == 0
-    assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
 
 
 def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None:
@@ -342,21 +268,3 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2
-
-
-def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) -> None:
-    encoder = ReplyEncoder(None, MAX_FRAME_BYTES)
-    encoder.give_back_unused()
-    one, error = outcomes_in(
-        encoder.pack([np.zeros(LARGE), None], {1: describe(ValueError("one"))})
-    )
-    assert one.shape == (LARGE,)
-    assert isinstance(error, ValueError)
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
-def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
-    where = post.where([np.zeros(LARGE)])
-    with pytest.raises(TransportError):
-        SharedOutcomes(post.outbox.find(*where), failures).read(1)
