@@ -33,6 +33,7 @@ from fast_batcher._asyncio.signals import call_on_sigterm
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._collector import frozen
+from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
 from fast_batcher._shared_memory.layouts import to_shape
@@ -56,7 +57,7 @@ from fast_batcher.settings import (
     reject_unknown_options,
     warn_about_workers,
 )
-from fast_batcher.stats import BatcherStats
+from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
 
@@ -568,6 +569,22 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._settings = settings
 
     # State and statistics.
+
+    def explain(self) -> Explanation:
+        """Explain what limits the size of the recent batches, and what would change it.
+
+        Returns:
+            Figures and a cause; `str` gives them in sentences. The load and the gains are
+            predictions from the times of the batches so far.
+        """
+        settings = self._settings
+        setup = Setup(
+            settings.max_batch_size,
+            settings.num_workers,
+            settings.max_batch_cost is not None,
+            settings.group_by is not None,
+        )
+        return explain(self._ledger.counters.samples, setup)
 
     def add_observer(self, observer: Observer) -> None:
         """Call an observer from now on, as if it had been given at construction.

@@ -94,12 +94,13 @@ class Answers:
             return
         has_raised = frame.kind in RAISED_KINDS
         scheduler = self._scheduler
-        batch = scheduler.batch_done(monotonic(), worker, frame.batch_id, has_raised)
+        now = monotonic()
+        batch = scheduler.batch_done(now, worker, frame.batch_id, has_raised)
         if batch is None:
             self._reject_answer(frame)
             return
         batch.infer_seconds = frame.seconds
-        self._ledger.complete_batch(batch)
+        self._ledger.complete_batch(now, batch)
         if self._pool.recycles:
             self._pool.batch_answered(worker)
         requests = self._after_failure(frame, batch) if has_raised else batch.requests

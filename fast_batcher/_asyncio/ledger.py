@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fast_batcher._clock import monotonic
+from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.messages import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher.observing import Observer, Outcome, RequestEnded
@@ -58,13 +59,8 @@ class Counters:
     restarts: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
-    # (seconds waited, weight) of answered batches: one request of each, weighted by its size.
-    queue_waits: deque[tuple[float, int]] = field(
-        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
-    )
-    infer_times: deque[tuple[float, int]] = field(
-        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
-    )
+    # The last answered batches.
+    samples: deque[BatchSample] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
 
     def count_batch(self, size: int, release: str) -> None:
         """Count a batch that is sent."""
@@ -75,8 +71,11 @@ class Counters:
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
     ) -> BatcherStats:
         """Copy the present counts, completed by the batcher's state and load."""
-        queue_wait_p50, queue_wait_p95 = weighted_quantiles(self.queue_waits, (0.50, 0.95))
-        infer_p50, infer_p95 = weighted_quantiles(self.infer_times, (0.50, 0.95))
+        # A wait counts for all requests of its batch.
+        waits = [(one.waited, one.size) for one in self.samples]
+        infer_times = [(one.infer_seconds, 1) for one in self.samples]
+        queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
+        infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))
         return BatcherStats(
             state=state,
             workers_ready=workers_ready,
@@ -147,10 +146,20 @@ class Ledger:
             told = list(zip(waiting, ended, strict=True))
             self.observers.tell(describe_answer(self._name, batch, told, worker))
 
-    def complete_batch(self, batch: Batch) -> None:
-        """Record the queue wait and the model's seconds of an answered batch."""
-        self.counters.queue_waits.append(batch.wait_until(batch.began_at))
-        self.counters.infer_times.append((batch.infer_seconds, 1))
+    def complete_batch(self, now: float, batch: Batch) -> None:
+        """Record an answered batch, whose requests need not have ended."""
+        waited, size = batch.wait_until(batch.began_at)
+        self.counters.samples.append(
+            BatchSample(
+                batch.began_at,
+                now,
+                size,
+                batch.release,
+                batch.left_waiting,
+                waited,
+                batch.infer_seconds,
+            )
+        )
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""

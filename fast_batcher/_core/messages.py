@@ -206,6 +206,8 @@ class Batch:
     began_at: float = 0.0
     # Seconds in the model, as the worker has measured them.
     infer_seconds: float = 0.0
+    # Requests in the queue that it left behind.
+    left_waiting: int = 0
     # Until this moment a batch that is tried again is divided if `infer` raises for it.
     isolate_until: float = inf
 

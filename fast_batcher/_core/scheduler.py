@@ -442,10 +442,10 @@ class Scheduler:
         size, deadline = len(requests), min(map(_deadline, requests))
         batch_id = self._next_batch_id
         batch = Batch(batch_id, slot.id, requests, release, deadline, size, now)
-        batch.isolate_until = isolate_until
         self._next_batch_id += 1
         if release is not Release.RETRY:
             self.queue.batch_left(requests)
+        batch.isolate_until, batch.left_waiting = isolate_until, self.queue.size
         sent = Phase.SENT  # read once: on Python 3.11 that takes 0.15 us, and this loop a third
         for request in requests:
             request.phase = sent

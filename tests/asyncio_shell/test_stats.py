@@ -7,6 +7,7 @@ import pytest
 
 from fast_batcher import BatcherStats
 from fast_batcher._asyncio.ledger import Counters
+from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.messages import Release
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
@@ -22,6 +23,10 @@ def quantile(pairs: deque[tuple[float, int]], share: float) -> float | None:
 
 def snapshot(counters: Counters) -> BatcherStats:
     return counters.snapshot(state="open", workers_ready=1, num_workers=2, waiting=3, running=4)
+
+
+def sample(number: int) -> BatchSample:
+    return BatchSample(0.0, 1.0, 1, Release.IDLE, 0, float(number), number / 1000)
 
 
 # Quantiles.
@@ -56,8 +61,7 @@ def test_every_count_arrives_under_its_own_name() -> None:
         restarts=11,
         batch_sizes=Counter({8: 4, 2: 1}),
         releases=Counter({Release.FULL: 4, Release.IDLE: 1}),
-        queue_waits=samples(*[(float(number), 1) for number in range(1, 101)]),
-        infer_times=samples((0.02, 50), (0.04, 44), (0.06, 1), (0.08, 5)),
+        samples=deque(sample(number) for number in range(1, 101)),
     )
     assert snapshot(counters) == BatcherStats(
         state="open",
@@ -77,8 +81,8 @@ def test_every_count_arrives_under_its_own_name() -> None:
         restarts=11,
         queue_wait_p50=50.0,
         queue_wait_p95=95.0,
-        infer_p50=0.02,
-        infer_p95=0.06,
+        infer_p50=0.05,
+        infer_p95=0.095,
     )
     # Plain text and plain dicts, for JSON, with the sizes in order.
     stats = snapshot(counters)
@@ -90,10 +94,8 @@ def test_every_count_arrives_under_its_own_name() -> None:
 # What is kept.
 
 
-@pytest.mark.parametrize("name", ["queue_waits", "infer_times"])
-def test_only_the_last_batches_are_kept(name: str) -> None:
-    kept: deque[tuple[float, int]] = getattr(Counters(), name)
+def test_only_the_last_batches_are_kept() -> None:
+    kept = Counters().samples
     for number in range(3 * SAMPLED_BATCHES):
-        kept.append((float(number), 1))
-    assert len(kept) == SAMPLED_BATCHES == 1024
-    assert quantile(kept, 0.0) == float(2 * SAMPLED_BATCHES)
+        kept.append(sample(number))
+    assert (len(kept), kept[0].waited) == (SAMPLED_BATCHES, 2 * SAMPLED_BATCHES)

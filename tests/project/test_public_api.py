@@ -200,6 +200,7 @@ def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
             "add_observer",
             "allocate_input",
             "begin_drain",
+            "explain",
             "is_ready",
             "lifespan",
             "name",
