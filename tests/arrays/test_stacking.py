@@ -151,6 +151,14 @@ def test_neighbours_that_are_not_alike_are_not_rows(memory: bytearray, kind: str
     assert stacking.find_whole([rows[0][:0], rows[0][:0]]) is None
 
 
+def test_what_begins_before_lent_memory_or_ends_behind_it_is_copied(memory: bytearray) -> None:
+    rows = rows_in(memory, "array")
+    (piece,) = stacking.lent
+    for start, end in ((piece.start + 1, piece.end), (piece.start, piece.end - 1)):
+        stacking.lent[:] = [piece._replace(start=start, end=end)]
+        assert stacking.find_whole(rows) is None
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_joined_without_a_copy(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)

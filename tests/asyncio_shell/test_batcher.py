@@ -19,7 +19,7 @@ import pytest
 from models.base import Echo
 from models.crashing import Stuck
 from models.loading import NeverLoads, RaisesOnLoad
-from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Slow, Whereabouts
+from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Lengths, Slow, Whereabouts
 from models.raising import FailsPositions
 from models.returning import TellsArrival
 from waits import (
@@ -483,6 +483,13 @@ async def test_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None
         gate.close()
         for task in (*running, waiting, fitting):
             assert isinstance(await outcome(task), str)
+
+
+async def test_many_wait_for_room_in_bytes_as_well() -> None:
+    settings: dict[str, Any] = {"max_queue_bytes": 10_000}
+    async with DynBatcher(Lengths, 8, **settings) as batcher:
+        assert await batcher.process_many([b"x" * 3000] * 50) == [3000] * 50
+        assert batcher.stats.rejected == 0
 
 
 # --- many -----------------------------------------------------------------------------------------

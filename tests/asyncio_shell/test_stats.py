@@ -87,6 +87,13 @@ def test_every_count_arrives_under_its_own_name() -> None:
     assert (type(stats.batch_sizes), type(stats.releases)) == (dict, dict)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "mean"), [({}, 0.0), ({4: 1}, 4.0), ({1: 3, 5: 1}, 2.0), ({1: 1, 2: 1}, 1.5)]
+)
+def test_the_mean_batch_size(sizes: dict[int, int], mean: float) -> None:
+    assert snapshot(Counters(batch_sizes=Counter(sizes))).mean_batch_size == mean
+
+
 # What is kept.
 
 

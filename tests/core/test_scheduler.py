@@ -47,6 +47,11 @@ def test_a_busy_worker_gets_a_second_batch_that_is_full() -> None:
     assert (second.worker, second.release) == (0, Release.FULL)
 
 
+def test_a_worker_cannot_be_ready_twice() -> None:
+    with pytest.raises(AssertionError, match="before it can be ready again"):
+        make().worker_ready(1.0, 0)
+
+
 # The fixed window.
 
 

@@ -10,7 +10,7 @@ import numpy
 import pytest
 from gated_functions import HeldTask, InThread, spin_until
 from starlette.background import BackgroundTask
-from waits import LIMIT, turns, until
+from waits import LIMIT, outcome, turns, until
 
 from fast_batcher import aio, dynamically, inference
 from fast_batcher._local.cache import CachedNone
@@ -349,6 +349,39 @@ async def test_a_cache_that_raises_is_done_without_and_named_once(
     (record,) = caplog.records
     assert f"the cache's {what}() raised" in record.getMessage()
     assert record.exc_info is not None
+
+
+async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looking = asyncio.Event()
+
+    class Waits(Memory):
+        async def get(self, key: Any) -> Any:
+            looking.set()
+            await asyncio.Event().wait()
+
+    async with aio.dynamically(cache=Waits())(double) as function:
+        call = asyncio.create_task(function(1))
+        await looking.wait()
+        call.cancel()
+        assert isinstance(await outcome(call), asyncio.CancelledError)
+        assert function.stats.total_processed == 0
+    assert not caplog.records
+
+
+async def test_a_cancelled_shutdown_goes_on() -> None:
+    held = HeldTask()
+    function = aio.dynamically(held)
+    call = asyncio.create_task(function(1))
+    await turns()
+    ending = asyncio.create_task(function.shutdown())
+    await turns()
+    ending.cancel()
+    held.let_on()
+    assert await call == 2
+    with pytest.raises(BatcherClosedError):
+        await function(2)
 
 
 # The end.

@@ -4,10 +4,12 @@ What it promises to awaited calls is in `test_decorators`.
 """
 
 import asyncio
+import copy
 import functools
 import gc
 import inspect
 import os
+import pickle
 import signal
 import threading
 import weakref
@@ -92,6 +94,14 @@ def end(*functions: Any) -> None:
     """Shut them down, and with them their threads."""
     for function in functions:
         function.shutdown()
+
+
+def outcome_of(call: Any) -> Any:
+    """What it raises or gives."""
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001  whatever it is
+        return error
 
 
 async def acall(function: BatchedFunction[Any, Any], item: Any) -> Any:
@@ -238,6 +248,24 @@ def test_functions_that_call_each_other_in_a_circle_do_not_wait_for_each_other(l
     end(*functions)
 
 
+def test_the_error_of_a_call_of_itself_is_that_of_any_call() -> None:
+    error = KeyError("zero")
+
+    @dynamically
+    def fail_at_zero(items: list[int]) -> list[Any]:
+        if items == [0]:
+            raise error
+        if items == [1]:
+            return [error]
+        return [outcome_of(lambda item=item: fail_at_zero(item - 2)) for item in items]
+
+    with fail_at_zero:
+        for item in (2, 3):
+            with pytest.raises(KeyError) as caught:
+                fail_at_zero(item)
+            assert isinstance(caught.value, InferenceError)
+
+
 def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
     loops: set[Any] = set()
     threads: set[str] = set()
@@ -255,6 +283,26 @@ def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
         assert asyncio.run(acall(double_async, 4)) == 8
     assert len(loops) == 1
     assert "double_async" in threads.pop()
+
+
+def test_a_function_that_returns_an_awaitable_is_awaited_but_not_in_a_call_of_itself() -> None:
+    async def answer(items: list[int]) -> list[int]:
+        await asyncio.sleep(0)
+        return [decorated(item - 1) if item == 1 else 2 * item for item in items]
+
+    decorated: Any = dynamically(lambda items: answer(items))
+    with decorated:
+        assert decorated(2) == 4
+        with pytest.raises(RuntimeError, match="write it with `async def`"):
+            decorated(1)
+
+
+def test_a_method_can_be_called_on_its_class() -> None:
+    model = Model(3)
+    assert Model.scale(model, 2) == 6  # type: ignore[call-overload]  # as types do not know
+    assert asyncio.run(Model.scale.acall(model, 3)) == 9  # type: ignore[call-overload]  # the same
+    assert model.scale.stats.total_processed == 2
+    end(model.scale)
 
 
 # Methods.
@@ -328,6 +376,47 @@ def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> N
     one, two = Equal("one"), Equal("two")
     assert (one.names(1), two.names(1)) == ("one", "two")
     end(one.names, two.names)
+
+
+def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        @dynamically
+        def compute(self, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(ConfigurationError, match=r"add '__weakref__' to its __slots__"):
+        Slotted().compute(1)
+
+    class WithRoom:
+        __slots__ = ("__weakref__",)
+
+        @dynamically
+        def compute(self, items: list[int]) -> list[int]:
+            return items
+
+    instance = WithRoom()
+    assert instance.compute(1) == 1
+    end(instance.compute)
+
+
+def test_an_instance_in_use_can_be_copied_and_pickled() -> None:
+    model = Model(3)
+    assert model.scale(1) == 3
+    for twin in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert vars(twin) == {"factor": 3}
+        twin.factor = 5
+        assert twin.scale(1) == 5
+        end(twin.scale)
+    assert pickle.loads(pickle.dumps(model.scale)).__self__.factor == 3
+    end(model.scale)
+
+
+def test_the_function_itself_is_pickled_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(doubled_by_all)) is doubled_by_all
+    assert pickle.loads(pickle.dumps(Model.scale)) is Model.scale
+    assert copy.deepcopy(doubled_by_all) is doubled_by_all
 
 
 def test_it_looks_like_the_function() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fast_batcher import inference
-from fast_batcher.errors import OutputMismatchError
+from fast_batcher.errors import CollationError, OutputMismatchError
 
 Features = dict[str, Any]
 
@@ -165,6 +165,32 @@ def test_a_large_call_is_split_and_joined_again() -> None:
         assert (answer({"ids": ids}) == ids * 2).all()
     assert max(sizes) == 8
     assert sum(sizes) == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "features", "given"),
+    [
+        ((), {}, ""),
+        ((torch.zeros(3),), {}, "Tensor"),
+        (({"a": [1]}, {"b": [2]}), {}, "dict, dict"),
+        (({"a": [1]},), {"b": [2]}, "dict, b="),
+    ],
+)
+def test_it_is_called_with_features(arguments: Any, features: Any, given: str) -> None:
+    class Uncalled:
+        def __call__(self, features: Features) -> Any:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=rf"one dict of features.*this call has \({given}\)"):
+        inference.dynamically(Uncalled())(*arguments, **features)
+
+
+def test_features_that_are_no_batch_are_refused() -> None:
+    function = inference.dynamically(sums)
+    with pytest.raises(CollationError, match="numbers of rows"):
+        function({"a": numpy.zeros((2, 1)), "b": numpy.zeros((3, 1))})
+    with pytest.raises(CollationError, match="no rows"):
+        function({"a": numpy.zeros((0, 1))})
 
 
 @pytest.mark.slow

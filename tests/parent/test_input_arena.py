@@ -35,6 +35,7 @@ from sender_harness import (
 from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
+from fast_batcher._asyncio.ledger import set_exception
 from fast_batcher._parent.input_arena import FRESH_COST, LEAST_STAGED, MOST_OPEN, MOST_PER_TURN
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
@@ -168,6 +169,16 @@ def test_the_garbage_collector_may_free_memory(desk: Desk) -> None:
     assert desk.slabs.count == 1  # it is open
     close_all(desk)
     assert desk.slabs.count == 0
+
+
+def test_memory_is_free_when_the_caller_is_told_an_error(desk: Desk) -> None:
+    loop = asyncio.new_event_loop()
+    (request,) = desk.arrive(filled(1))
+    request.caller = loop.create_future()
+    assert set_exception(request, ValueError("no"))
+    assert request.staged.slab is None
+    assert isinstance(request.caller.exception(), ValueError)
+    loop.close()
 
 
 # --- copying in the thread ------------------------------------------------------------------------

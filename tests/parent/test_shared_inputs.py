@@ -168,6 +168,12 @@ def test_a_batch_whose_worker_dies_while_it_is_copied_is_free_when_it_has_been(d
     assert desk.queue == []
 
 
+def test_a_worker_cannot_free_a_batch_that_it_does_not_have(desk: Desk) -> None:
+    desk.batch(np.zeros(SMALL, np.uint8))
+    with pytest.raises(KeyError):
+        desk.free(17)
+
+
 def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
     desk: Desk, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -387,6 +393,14 @@ async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
             assert slabs._fd != -1
         await closing
     assert slabs._fd == -1
+
+
+@anyio
+async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
+    values = payloads(60)
+    async with opened(Digests, max_batch_size=2, max_batches_per_worker=3) as batcher:
+        digests = await asyncio.gather(*map(batcher.process_batched, values))
+        assert digests == [digest(value) for value in values]
 
 
 @anyio

@@ -20,6 +20,7 @@ from fast_batcher._shared_memory.outbox_writer import (
     OutboxWriter,
 )
 from fast_batcher._shared_memory.ranges import ALIGNMENT
+from fast_batcher._transport.memory_file import open_passed
 from fast_batcher._transport.pickler import OutOfBandPickle, OutOfBandPickler
 from fast_batcher.errors import TransportError
 
@@ -267,6 +268,19 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     array, text = load(outbox.find(*where))
     assert (array.sum(), text) == (3 * LARGE, "text")
     outbox.close()
+
+
+def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
+    class Duplicate:
+        """A descriptor in the other process, as `multiprocessing` passes it."""
+
+        def detach(self) -> int:
+            # One that may only be read cannot be mapped to be written.
+            return os.open(f"/proc/self/fd/{outbox._fd}", os.O_RDONLY)
+
+    error = open_passed(OutboxWriter, Duplicate(), SIZE, LEAST)
+    assert isinstance(error, PermissionError)
+    assert error.__traceback__ is None
 
 
 @pytest.mark.slow

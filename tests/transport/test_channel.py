@@ -19,7 +19,7 @@ from waits import LIMIT
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import LoopChannel
-from fast_batcher._transport.pipes import open_pipes
+from fast_batcher._transport.pipes import PIPE_SIZE, open_pipes
 from fast_batcher.errors import TransportError
 
 pytestmark = pytest.mark.anyio
@@ -235,6 +235,14 @@ async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends)
     assert ends.ends == []
 
 
+async def test_sending_to_a_dead_worker_is_no_error(ends: Ends) -> None:
+    ends.raw().close()
+    ends.channel.send(Kind.INPUTS, 1, b"small")
+    ends.channel.send(Kind.INPUTS, 2, bytes(5 * MEBI))
+    ends.channel.send(Kind.INPUTS, 3, b"small")
+    await ends.until(lambda: len(ends.ends) == 1)
+
+
 async def test_the_worker_dies_with_half_a_frame_unread(ends: Ends) -> None:
     with ends.raw() as raw:
         ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
@@ -388,6 +396,16 @@ def test_the_workers_end_reads_the_end_when_the_parent_has_died_with_bytes_unrea
     assert two.receive() is None
     with pytest.raises(OSError, match="Broken pipe"):
         two.send(Kind.OUTPUTS, 2, b"")
+    two.close()
+
+
+def test_the_workers_end_refuses_garbage_and_pipes_have_room_for_large_batches() -> None:
+    one, two = blocking_pair()
+    # It would wait for ever without the room: nothing reads meanwhile.
+    one.send_packed(b"nonsense" * (PIPE_SIZE // 8))
+    with pytest.raises(TransportError):
+        two.receive()
+    one.close()
     two.close()
 
 

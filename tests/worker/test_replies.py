@@ -17,6 +17,7 @@ from fast_batcher._transport.codec import ATOMS, SerializedError, describe, load
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED
 from fast_batcher._worker.replies import ReplyEncoder
+from fast_batcher.errors import TransportError
 
 MEBI = 2**20
 SIZE = 8 * MEBI
@@ -211,6 +212,15 @@ def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> N
     assert post.pack(["after"]) == (Kind.OUTPUT_ATOMS, ["after"])
 
 
+@pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
+def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
+    _, (large, small) = post.pack([make(MAX_FRAME_BYTES), "small"])
+    assert small == "small"
+    assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(large)
+    assert post.writer._ranges.count == 0
+    assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
+
+
 def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None:
     for raw in (bytearray(LARGE), bytearray(LARGE)):
         assert post.pack([np.frombuffer(raw, np.uint8), raw])[0] is Kind.SHARED_OUTPUTS
@@ -268,3 +278,10 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2
+
+
+@pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
+def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
+    where = post.where([np.zeros(LARGE)])
+    with pytest.raises(TransportError):
+        SharedOutcomes(post.outbox.find(*where), failures).read(1)

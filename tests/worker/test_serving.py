@@ -240,6 +240,12 @@ def test_a_run_of_rows_is_lent_as_one_array() -> None:
 
 
 @serves(Echo)
+def test_a_ping_is_answered(served: Served) -> None:
+    served.channel.send(Kind.PING)
+    assert served.answer().kind is Kind.PONG
+
+
+@serves(Echo)
 def test_an_exception_is_found_whatever_outputs_came_before(served: Served) -> None:
     batches: list[list[Any]] = [[1, 2], ["one", 2.0], [None, (), {}], [b"", 1]]
     for outputs in batches * 2:
