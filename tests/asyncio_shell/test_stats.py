@@ -7,7 +7,6 @@ import pytest
 
 from fast_batcher import BatcherStats
 from fast_batcher._asyncio.ledger import Counters
-from fast_batcher._core.messages import Release
 from fast_batcher.stats import SAMPLED_BATCHES, weighted_quantiles
 
 
@@ -47,44 +46,6 @@ def test_it_is_that_of_the_written_out_list(seed: int) -> None:
 
 
 # The snapshot.
-
-
-def test_every_count_arrives_under_its_own_name() -> None:
-    counters = Counters(
-        submitted=100,
-        outcomes=Counter(completed=41, failed=2, expired=3, cancelled=5, rejected=7),
-        restarts=11,
-        batch_sizes=Counter({8: 4, 2: 1}),
-        releases=Counter({Release.FULL: 4, Release.IDLE: 1}),
-        queue_waits=samples(*[(float(number), 1) for number in range(1, 101)]),
-        infer_times=samples((0.02, 50), (0.04, 44), (0.06, 1), (0.08, 5)),
-    )
-    assert snapshot(counters) == BatcherStats(
-        state="open",
-        workers_ready=1,
-        num_workers=2,
-        waiting=3,
-        running=4,
-        submitted=100,
-        completed=41,
-        failed=2,
-        expired=3,
-        cancelled=5,
-        rejected=7,
-        batches=5,
-        batch_sizes={2: 1, 8: 4},
-        releases={"full": 4, "idle": 1},
-        restarts=11,
-        queue_wait_p50=50.0,
-        queue_wait_p95=95.0,
-        infer_p50=0.02,
-        infer_p95=0.06,
-    )
-    # Plain text and plain dicts, for JSON, with the sizes in order.
-    stats = snapshot(counters)
-    assert {type(reason) for reason in stats.releases} == {str}
-    assert list(stats.batch_sizes) == [2, 8]
-    assert (type(stats.batch_sizes), type(stats.releases)) == (dict, dict)
 
 
 @pytest.mark.parametrize(

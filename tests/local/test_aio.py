@@ -410,24 +410,6 @@ async def test_a_function_may_shut_itself_down_or_one_that_waits_for_it() -> Non
     await inner.shutdown()
 
 
-def test_shutdown_from_another_loop_settles_the_calls_of_a_loop_that_stands_still() -> None:
-    async def forever(items: list[int]) -> list[int]:
-        await asyncio.sleep(3600)
-        return items
-
-    function = aio.dynamically(forever)
-    still = asyncio.new_event_loop()
-    call = still.create_task(function(1))
-    still.run_until_complete(turns())
-    asyncio.run(function.shutdown())
-    with pytest.raises(BatcherClosedError, match="event loop that computed it has ended"):
-        still.run_until_complete(call)
-    for task in asyncio.all_tasks(still):
-        task.cancel()
-        still.run_until_complete(asyncio.wait([task]))
-    still.close()
-
-
 def test_shutdown_from_another_loop_waits_for_one_that_runs() -> None:
     begun, go_on = threading.Event(), threading.Event()
 

@@ -22,7 +22,6 @@ from programs import CALL_WHILE_ENDING, run_program
 from waits import LIMIT, turns
 
 from fast_batcher import dynamically
-from fast_batcher._local import nesting
 from fast_batcher.dynamic import BatchedFunction
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -166,51 +165,6 @@ def test_the_thread_survives_what_is_no_exception(kind: type[BaseException]) -> 
         with pytest.raises(InferenceError, match=f"{kind.__name__}: out"):
             function([-1, 2])
         assert function(5) == 5
-
-
-def test_an_error_is_released_with_its_holders() -> None:
-    def fail(items: list[int]) -> list[int]:
-        raise ValueError(items[0])
-
-    def call(function: BatchedFunction[int, int]) -> "weakref.ref[BaseException]":
-        try:
-            function(1)
-        except ValueError as error:
-            return weakref.ref(error)
-        raise AssertionError
-
-    with dynamically(fail) as function:
-        gc.disable()
-        try:
-            reference = call(function)
-            spin_until(lambda: reference() is None)
-        finally:
-            gc.enable()
-
-
-def test_a_loop_that_is_closed_while_calls_wait_harms_no_other() -> None:
-    held = Held()
-    with dynamically(held) as function:
-        loop = asyncio.new_event_loop()
-        left = [loop.create_task(function.acall(number)) for number in (1, 2)]
-        loop.run_until_complete(turns())
-        assert held.next_batch() == [1, 2]
-        left.append(loop.create_task(function.acall(3)))
-        loop.run_until_complete(turns())
-        other = InThread(function, 4)
-        spin_until(lambda: function.stats.queue_size == 2)
-        loop.close()
-        held.let_on(2)
-        assert other.result() == 8
-        assert asyncio.run(_call(function, 5, held)) == 10
-        for task in left:  # as asyncio would complain
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            task.get_coro().close()
-
-
-async def _call(function: BatchedFunction[Any, Any], item: Any, held: Held) -> Any:
-    held.let_on()
-    return await function.acall(item)
 
 
 # Functions that call functions.
@@ -484,41 +438,6 @@ def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
     spin_until(lambda: not any("last" in t.name for t in threading.enumerate()))
 
 
-def test_a_function_that_is_being_shut_down_may_call_the_one_that_does_it() -> None:
-    held = Held()
-
-    @dynamically
-    def ending(items: list[int]) -> list[int]:
-        last.shutdown()
-        return double(items)
-
-    @dynamically
-    def last(items: list[int]) -> list[int]:
-        return [ending(item) for item in held(items)]
-
-    with ending:
-        calls = [InThread(last, 1)]
-        held.next_batch()
-        calls.append(InThread(ending, 5))
-        spin_until(lambda: bool(nesting._waits.targets))  # for the end of the other
-        held.let_on()
-        assert [call.result() for call in calls] == [4, 10]
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_thread_that_was_shut_down() -> None:
-    function = dynamically(double)
-    with function:
-        assert function(1) == 2
-        (thread,) = (
-            weakref.ref(one) for one in threading.enumerate() if one.name.endswith(" double")
-        )
-    gc.collect()
-    assert thread() is None
-    with function:
-        assert function(2) == 4
-
-
 @pytest.mark.slow
 def test_a_forked_child_begins_anew() -> None:
     held = Held()
@@ -549,22 +468,3 @@ def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
     )
     assert done.stdout == "double: the interpreter is ending\n"
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_threads_that_wait_at_the_end_of_the_program_get_their_answers() -> None:
-    done = run_program(
-        "import os, threading\n"
-        "from fast_batcher import dynamically\n"
-        "go = threading.Event()\n"
-        "@dynamically\n"
-        "def double(items):\n"
-        "    go.wait()\n"
-        "    return [2 * item for item in items]\n"
-        "def call(item):\n"
-        "    os.write(1, b'%d\\n' % double(item))\n"
-        "for item in (21, 21):\n"
-        "    threading.Thread(target=call, args=(item,)).start()\n"
-        "threading.Timer(0.05, go.set).start()\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n42\n", "")

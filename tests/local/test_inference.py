@@ -76,24 +76,6 @@ def test_rows_of_different_calls_share_a_padded_batch(pad_tokens: str) -> None:
     assert batch["mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 1]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8", "bool"])
-def test_padding_keeps_the_dtype(dtype: str) -> None:
-    """Where `batched` makes integers of everything."""
-    seen: list[Any] = []
-
-    @inference.dynamically
-    def note(features: Features) -> Any:
-        seen.append(features["x"].dtype)
-        return features["x"]
-
-    with note:
-        rows = [numpy.array([1, 1], dtype), numpy.array([1, 0, 1], dtype)]
-        result = note({"x": rows})
-        assert result.dtype == dtype
-        assert result.tolist() == [[1, 1, 0], [1, 0, 1]]
-    assert seen == [numpy.dtype(dtype)]
-
-
 def test_features_may_be_spread() -> None:
     def add(a: Any, b: Any) -> Any:
         return a + b
@@ -150,21 +132,6 @@ def test_other_outputs_are_an_error(outputs: Any, function: Any, error: str) -> 
 
 
 # Calls.
-
-
-def test_a_large_call_is_split_and_joined_again() -> None:
-    sizes: list[int] = []
-
-    @inference.dynamically(batch_size=8)
-    def answer(features: Features) -> Any:
-        sizes.append(len(features["ids"]))
-        return features["ids"] * 2
-
-    with answer:
-        ids = numpy.arange(300).reshape(100, 3)
-        assert (answer({"ids": ids}) == ids * 2).all()
-    assert max(sizes) == 8
-    assert sum(sizes) == 100
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from memory_files import memory_of, refuse_memory
-from models.large import Digests, ForksAndKeeps, KeepsInputs, WritesInputs, digest
+from models.large import Digests, ForksAndKeeps, KeepsInputs, digest
 from models.raising import KeepsErrors
 from sender_harness import (
     LARGE,
@@ -42,7 +42,6 @@ from waits import LIMIT, Gate, call, outcome, turns, until
 from fast_batcher import DynBatcher
 from fast_batcher._transport.codec import ATOMS, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher.errors import (
     PoisonRequestError,
     UnsendableValueError,
@@ -150,22 +149,6 @@ def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(desk: Desk)
     desk.sender.remove_worker(desk.worker.id, 1)
     assert desk.slabs.count == 1
     assert [*desk.slabs._ranges._taken] == [start]
-
-
-def test_a_batch_whose_worker_dies_while_it_is_copied_is_free_when_it_has_been(desk: Desk) -> None:
-    desk.batch(np.zeros(LARGE, np.uint8))
-    queue = desk.queue
-    desk.replace_worker()
-    assert desk.slabs.count == 1
-    desk.run_jobs()
-    assert desk.slabs.count == 0
-    # It is known that the system has provided memory, which can be given back.
-    assert desk.slabs.take_unused() is None  # it was used just now
-    unused = desk.slabs.take_unused()
-    assert unused is not None
-    assert unused.length >= LARGE
-    assert [type(one) for one in queue] == [Reservation]
-    assert desk.queue == []
 
 
 def test_a_worker_cannot_free_a_batch_that_it_does_not_have(desk: Desk) -> None:
@@ -282,21 +265,6 @@ async def test_every_payload_arrives_whole_whatever_dies_and_whoever_leaves(
 
 # Whether large inputs are staged at once, or only after the first large batch.
 both_ways = pytest.mark.parametrize("stages", [False, True])
-
-
-@anyio
-@both_ways
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(
-    size: int, stages: bool
-) -> None:
-    arrays = [filled(number, size) for number in range(4)]
-    async with opened(WritesInputs, max_batch_size=4, stages=stages) as batcher:
-        for _ in range(3):
-            got = await asyncio.gather(*map(batcher.process_batched, arrays))
-            assert sums(got) == [1, 2, 3, 4]
-        assert sums(arrays) == [0, 1, 2, 3]
-        await free(batcher)
 
 
 @anyio
@@ -485,20 +453,3 @@ async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
         assert not has_slabs(batcher)
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
             assert await batcher.process_batched(value) == digest(bytes(size))
-
-
-@anyio
-async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> None:
-    async with opened(Digests) as batcher:
-        slabs = slabs_of(batcher)
-        value = bytes(LARGE)
-        assert await batcher.process_batched(value) == digest(value)
-        await free(batcher)
-        assert memory_of(slabs._fd)
-        give_back_unused(batcher)  # it has been used since the one before
-        assert slabs.count == 0
-        give_back_unused(batcher)
-        assert slabs.count == 1
-        await free(batcher)
-        assert memory_of(slabs._fd) == 0
-        assert await batcher.process_batched(value) == digest(value)

@@ -143,31 +143,6 @@ def test_other_threads_run_while_large_buffers_are_copied(
     assert releasing == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
 
 
-def test_an_answer_that_is_over_makes_room(outbox: OutboxReader, writer: OutboxWriter) -> None:
-    value = np.zeros(3 * MEBI, np.uint8)
-    first, second = left_answer(outbox, writer, value), left_answer(outbox, writer, value)
-    parts = parts_of(value)
-    assert writer.put(parts) is None
-    assert f"of max_shared_bytes={SIZE} are taken" in writer.describe_room()
-    load(first)
-    assert writer.put(parts) == 0
-    assert writer.put(parts) is None
-    second.release()
-    answer = left_answer(outbox, writer, [_Unreadable(), np.zeros(LARGE)])
-    assert isinstance(load(answer), ValueError)
-    writer._free_copied()
-    assert writer._ranges.count == 1
-
-
-class _Unreadable:
-    def __reduce__(self) -> Any:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise ValueError("not here")
-
-
 @pytest.mark.parametrize(
     ("start", "sizes"),
     [

@@ -347,26 +347,6 @@ async def test_frames_for_a_dead_worker_are_dropped(ends: Ends) -> None:
     assert ends.ends == []
 
 
-def test_a_reservation_is_kept_for_the_next_loop() -> None:
-    first = asyncio.new_event_loop()
-    ends = Ends(first)
-    place = ends.channel.reserve()
-    ends.channel.send(Kind.INPUTS, 2, b"behind")
-    first.run_until_complete(asyncio.sleep(0))
-    first.close()
-
-    async def go_on() -> None:
-        ends.channel.attach(asyncio.get_running_loop())
-        ends.worker(echo)
-        await asyncio.sleep(0)
-        ends.channel.fill(place, [(Kind.INPUTS, 1, b"first")])
-        await ends.until(lambda: len(ends.frames) == 2)
-        ends.close()
-
-    asyncio.run(go_on())
-    assert [body for _, _, body in ends.frames] == [b"first", b"behind"]
-
-
 # --- the worker's side ----------------------------------------------------------------------------
 
 
@@ -407,17 +387,3 @@ def test_the_workers_end_refuses_garbage_and_pipes_have_room_for_large_batches()
         two.receive()
     one.close()
     two.close()
-
-
-def test_closing_the_workers_end_closes_both_pipes_and_may_be_repeated() -> None:
-    one, two = open_pipes(multiprocessing.get_context())
-    channel = BlockingChannel(one, MAX_FRAME_BYTES)
-    channel.close()
-    channel.close()
-    assert [end.closed for end in one] == [True, True]
-    with pytest.raises(EOFError):
-        two[0].recv()
-    with pytest.raises(BrokenPipeError):
-        two[1].send(1)
-    for end in two:
-        end.close()

@@ -22,7 +22,6 @@ from models.collated import (
     OnGrad,
     OutOfMemory,
     Sequences,
-    Summed,
     Trains,
     Words,
 )
@@ -303,21 +302,6 @@ async def test_rows_of_several_callers_share_batches() -> None:
         assert (await many).flatten().tolist() == [0, 1, 2, 3]
         assert [(await outcome(one)).tolist(), (await outcome(other)).tolist()] == [[0], [1]]
         assert batcher.stats.batch_sizes == {6: 1}
-
-
-@pytest.mark.slow
-async def test_features_and_outputs_have_axes_of_their_own() -> None:
-    async with DynBatcher(Summed) as batcher:
-        features = {"x": np.arange(6.0).reshape(2, 3), "y": np.ones((2, 3))}
-        found = await batcher.process_rows(features, collation=Collation.stack(batch_dim=1))
-        assert found["sum"].shape == (2, 3)
-        assert found["sum"].tolist() == (features["x"] + features["y"]).tolist()
-        assert found["word"] == ["row"] * 3
-        across = Collation.stack(batch_dim=(1, 0))
-        found = await batcher.process_rows(features, collation=across)
-        assert found["sum"].tolist() == (features["x"] + features["y"]).T.tolist()
-        ragged = {"x": [row(), row()], "y": [row(), row()]}
-        assert (await batcher.process_rows(ragged))["sum"].shape == (2, 3)
 
 
 @pytest.mark.slow

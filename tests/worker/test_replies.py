@@ -152,39 +152,6 @@ ROW = np.arange(LARGE // 6)
 
 
 @pytest.mark.parametrize(
-    "outputs",
-    [
-        [ROW, ROW + 1],
-        list(np.arange(LARGE, dtype=">f4").reshape(2, 3, -1)),
-        [np.full((), number) for number in range(3)],
-        [np.empty((0, 3)), np.empty((0, 3))],
-        [np.zeros(3, "V0"), np.zeros(3, "V0")],
-        list(np.array([[b"a", b"bc"], [b"d", b""]])),
-        list(np.zeros((2, 9000), [("a", "f8"), ("b", "i4")])),
-        [np.arange(number, number + 10) for number in range(3)],
-        [np.broadcast_to(ROW[:1000], (9, 1000)), np.ones((9, 1000), ROW.dtype)],
-        [ROW.astype("M8[s]"), ROW.astype("M8[s]")],
-        [np.array([None] * 9), np.array([1] * 9, object)],
-        [np.zeros((300, 400), order="F"), np.ones((300, 400), order="F")],
-        [ROW.astype("f4"), ROW.astype("f8")],
-        [ROW, ROW[1:]],
-        [np.zeros(9000, [("a", "f8"), ("b", "i4")]) for _ in range(2)],
-    ],
-    ids=range(15),
-)
-def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
-    post.pack([ROW])
-    _, got = post.pack(outputs)
-    for one, sent in zip(got, outputs, strict=True):
-        assert one.dtype == sent.dtype
-        assert one.shape == sent.shape
-        assert (one == sent).all()
-        assert one.flags.writeable
-        assert one.flags.f_contiguous is sent.flags.f_contiguous
-    assert not np.shares_memory(got[0], got[1])
-
-
-@pytest.mark.parametrize(
     "shared", [ROW, bytearray(LARGE), {"row": ROW}, [0]], ids=["array", "raw", "dict", "list"]
 )
 def test_one_output_for_several_requests_is_an_object_for_each(post: Post, shared: Any) -> None:
