@@ -525,9 +525,9 @@ class DynBatcher(Generic[InputT, OutputT]):
                 afterwards. If the lifespan does not run in the main thread, as with `TestClient`,
                 SIGTERM has no such effect, and a warning says so.
             freeze_gc: Whether Python's garbage collector excludes the objects that are alive when
-                the batcher is ready, and collects young objects less often, until the last such
-                lifespan of the process ends. An app that has called `gc.freeze` or
-                `gc.set_threshold` itself keeps its settings. See docs/garbage_collection.md.
+                the batcher is ready, until the last such lifespan of the process ends. An app that
+                has called `gc.freeze` itself keeps its frozen objects. See
+                docs/garbage_collection.md.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.

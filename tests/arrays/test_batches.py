@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from fast_batcher import Collation, CollationError
-from fast_batcher._arrays.batches import is_much, join, split, split_rows
+from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.trees import flatten
 
 Make = Callable[[np.random.Generator], Any]
@@ -297,26 +297,3 @@ def test_an_input_that_is_a_batch_has_rows(features: Any) -> None:
 
 endless: list[Any] = []
 endless.append(endless)
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        (np.zeros((4, 2**16), "f4"), False),
-        (np.zeros((4, 2**16 + 1), "f4"), True),
-        ({"x": torch.zeros(4, 2**16), "y": torch.zeros(1)}, True),
-        ({"x": torch.zeros(4, 2**15), "y": [torch.zeros(2**15)] * 4}, False),
-        ({"x": torch.zeros(4, 2**15), "y": [torch.zeros(2**15)] * 5}, True),
-        (np.zeros((2, 1000)), False),
-        (np.zeros((1001, 2)), True),
-        ([np.zeros(2)] * 900, False),
-        ([np.zeros(2)] * 1001, True),
-        ([{"x": 1, "y": 2}] * 300, False),
-        ([{"x": 1, "y": 2}] * 400, True),
-        (endless, True),
-        (torch.zeros(2, 2**20).to_sparse(), False),
-        ("text", False),
-    ],
-)
-def test_much_is_many_bytes_or_many_parts(batch: Any, expected: bool) -> None:
-    assert is_much(batch, dim=0) is expected

@@ -19,7 +19,7 @@ import pytest
 from models.base import Echo
 from models.crashing import Stuck
 from models.loading import NeverLoads, RaisesOnLoad
-from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Slow, Whereabouts
+from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Lengths, Slow, Whereabouts
 from models.raising import FailsPositions
 from models.returning import TellsArrival
 from waits import (
@@ -263,30 +263,6 @@ async def test_a_waiting_request_that_is_cancelled_is_never_computed(
         assert batcher.stats.batches == 1 + bool(others)
 
 
-async def test_a_timeout_of_asyncio_or_anyio_gives_up_on_a_running_batch(gate: Gate) -> None:
-    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
-        patient = call(batcher, "patient")
-        visiting = asyncio.create_task(gate.visit())
-        with anyio.move_on_after(LIMIT) as scope:
-
-            def end_now(_: object) -> None:
-                scope.deadline = anyio.current_time()
-
-            visiting.add_done_callback(end_now)
-            await batcher.process_batched("impatient")
-        assert scope.cancelled_caught
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(SOON):
-                await batcher.process_batched("waiting")
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(batcher.process_batched("waiting"), SOON)
-        visit = visiting.result()
-        assert sorted(visit.note) == ["impatient", "patient"]
-        visit.let_on()
-        assert await outcome(patient) == "patient"
-        assert assert_balance(batcher).cancelled == 3
-
-
 async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate) -> None:
     """The caller is cancelled after its future was settled, before it could look."""
     async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
@@ -485,6 +461,13 @@ async def test_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None
             assert isinstance(await outcome(task), str)
 
 
+async def test_many_wait_for_room_in_bytes_as_well() -> None:
+    settings: dict[str, Any] = {"max_queue_bytes": 10_000}
+    async with DynBatcher(Lengths, 8, **settings) as batcher:
+        assert await batcher.process_many([b"x" * 3000] * 50) == [3000] * 50
+        assert batcher.stats.rejected == 0
+
+
 # --- many -----------------------------------------------------------------------------------------
 
 
@@ -510,42 +493,6 @@ async def test_one_text_is_not_many_inputs(text: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"values is of type .*: give a list of inputs"):
         await batcher.process_many(text)
     await batcher.aclose()
-
-
-async def test_other_callers_get_their_turns_between_many(gate: Gate) -> None:
-    size = 4
-    async with DynBatcher(Gated, size, model_args=(gate.path,)) as batcher:
-        many = asyncio.create_task(batcher.process_many(range(200)))
-        visit = await gate.visit()
-        lone = call(batcher, "lone")
-        await turns()
-        # Two batches of the many are with the worker or queued; the lone one comes right behind.
-        batches = [visit.note]
-        while "lone" not in batches[-1]:
-            visit.let_on()
-            visit = await gate.visit()
-            batches.append(visit.note)
-        assert len(batches) <= 3
-        assert not lone.done()
-        gate.close()
-        assert await outcome(lone) == "lone"
-        assert await outcome(many) == list(range(200))
-
-
-async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -> None:
-    async with DynBatcher(Slow, 1, model_args=(0.02,), timeout=SOON) as batcher:
-        await batcher.process_many(range(4), timeout=LIMIT)
-        calls = [call(batcher, number, timeout=LIMIT) for number in range(100)]
-        await turns()
-        with pytest.raises(DeadlineExceededError, match="the answer would take") as caught:
-            await batcher.process_batched("in a hurry", timeout=SOON)
-        assert caught.value.retry_after is not None
-        with pytest.raises(DeadlineExceededError) as caught:
-            await batcher.process_many(["patient"])
-        assert caught.value.retry_after is None
-        assert (batcher.stats.rejected, batcher.stats.expired) == (1, 1)
-        for one in calls:
-            one.cancel()
 
 
 async def test_many_are_cancelled_together(gate: Gate) -> None:
@@ -797,22 +744,6 @@ async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_befo
 
 
 @both_loops
-async def test_calls_around_a_stop_and_an_opening_in_one_turn_all_end() -> None:
-    batcher = DynBatcher(Echo)
-    await batcher.open()
-    before = call(batcher, "before")
-    asyncio.get_running_loop().call_soon(batcher.stop)
-    between = call(batcher, "between")
-    opening = asyncio.create_task(batcher.open())
-    after = call(batcher, "after")
-    assert isinstance(await outcome(before), BatcherClosedError)
-    assert isinstance(await outcome(between), BatcherClosedError)
-    assert await outcome(opening) is None
-    assert await outcome(after) == "after"
-    await batcher.aclose()
-
-
-@both_loops
 @pytest.mark.parametrize("end", ["stop", "aclose"])
 async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, end: str) -> None:
     batcher = DynBatcher(NeverLoads, model_args=(gate.path,), stop_timeout=SOON)
@@ -906,22 +837,6 @@ async def test_a_call_after_the_end_is_refused_at_once() -> None:
         await batcher.process_many([1])
     stats = assert_balance(batcher)
     assert (stats.rejected, stats.submitted) == (2, 0)
-
-
-@both_loops
-async def test_in_a_cancelled_scope_closing_kills_and_leaves_nothing(gate: Gate) -> None:
-    """A cancel scope cancels again at every wait, so `aclose` cannot wait for anything."""
-    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), drain_timeout=2 * LIMIT)
-    await batcher.open()
-    (running,), visit = await begin(batcher, gate, "running")
-    with Watch([visit.pid]) as worker:
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            async with batcher:
-                pass
-        assert worker.survivors(0.0) == []
-    assert isinstance(await outcome(running), BatcherClosedError)
-    assert_balance(batcher)
 
 
 @both_loops
@@ -1069,44 +984,6 @@ async def test_the_workers_of_a_failed_start_are_gone_and_every_call_tells_why()
 
 
 # --- what can be seen of it -----------------------------------------------------------------------
-
-
-async def test_stats_balance_at_every_step(gate: Gate) -> None:
-    batcher = DynBatcher(Holds, 2, model_args=(gate.path,), max_queue_size=4)
-    seen = []
-
-    def see() -> None:
-        one = assert_balance(batcher)
-        counts = (one.submitted, one.waiting, one.running, one.completed, one.expired)
-        seen.append((*counts, one.cancelled))
-
-    see()
-    await batcher.open()
-    running = [call(batcher, "hold"), call(batcher, "x")]
-    visit = await gate.visit()
-    see()
-    queued = [call(batcher, number) for number in range(3)]
-    see()
-    await turns()
-    see()
-    await outcome(call(batcher, "hasty", timeout=SOON))
-    see()
-    queued[2].cancel()
-    await turns()
-    see()
-    visit.let_on()
-    await asyncio.gather(*running, *queued, return_exceptions=True)
-    await batcher.aclose()
-    see()
-    assert seen == [
-        (0, 0, 0, 0, 0, 0),
-        (2, 0, 2, 0, 0, 0),
-        (2, 0, 2, 0, 0, 0),  # the calls have not run yet
-        (5, 1, 4, 0, 0, 0),  # the two that make a full batch are with the worker as well
-        (6, 1, 4, 0, 1, 0),
-        (6, 0, 4, 0, 1, 1),
-        (6, 0, 0, 4, 1, 1),
-    ]
 
 
 async def test_repr_is_a_status_line(gate: Gate) -> None:

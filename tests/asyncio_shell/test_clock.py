@@ -4,7 +4,6 @@ import time
 
 import freezegun
 import pytest
-from models.base import Echo
 from models.ordinary import Gated
 from waits import SOON, Gate, assert_balance, call, outcome
 
@@ -22,20 +21,6 @@ def test_it_is_the_clock_of_python_and_no_tool_freezes_it() -> None:
         assert time.monotonic() > 1e9
         assert now <= monotonic() < 1e9
     assert now <= monotonic() < 1e9
-
-
-async def test_calls_are_answered_while_a_test_freezes_time_and_after_it() -> None:
-    """Also in the first batches, while the policy learns when calls come."""
-    async with DynBatcher(Echo, timeout=None) as batcher:
-        for year in ("2030", "1999"):
-            for number in range(4):
-                assert await outcome(call(batcher, number)) == number
-            with freezegun.freeze_time(f"{year}-01-01", real_asyncio=True):
-                for number in range(4):
-                    assert await outcome(call(batcher, number)) == number
-        assert await outcome(call(batcher, "after it")) == "after it"
-        stats = assert_balance(batcher)
-        assert (stats.completed, stats.restarts) == (17, 0)
 
 
 async def test_a_deadline_passes_while_a_test_freezes_time(gate: Gate) -> None:

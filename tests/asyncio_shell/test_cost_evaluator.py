@@ -111,6 +111,15 @@ def test_an_error_does_not_show_the_input(settings: dict[str, Any]) -> None:
     assert "canary" not in str(fault)
 
 
+@pytest.mark.parametrize(
+    "key", [[1], {}, math.nan, np.array([1, 2]), Nasty()], ids=lambda k: type(k)
+)
+def test_a_key_that_is_none_is_an_error_of_this_request(key: Any) -> None:
+    fault = fault_of("input", group_by=lambda _: key)
+    assert isinstance(fault, ConfigurationError)
+    assert "group_by" in str(fault)
+
+
 def test_a_key_that_raises_when_compared_with_another_fails_the_second_alone() -> None:
     one = cost_evaluator(group_by=lambda value: value)
     first, second = Request(Colliding(), None), Request(Colliding(), None)

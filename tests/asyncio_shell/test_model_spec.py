@@ -281,3 +281,11 @@ def test_arguments_that_cannot_be_pickled_are_named(thing: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         construct(model_args=(thing,))
     assert caught.value.__cause__ is not None
+
+
+def test_arguments_that_are_larger_than_a_frame_are_refused() -> None:
+    weights = bytes(2**20)
+    message = refusal(model_args=(weights,), max_frame_bytes=2**20)
+    assert message.startswith("model_args and model_kwargs take ")
+    assert f"more than max_frame_bytes={2**20}" in message
+    construct(model_args=(weights,), max_frame_bytes=2**20 + 4096)

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from models.returning import BrokenOnArrival
 
 from fast_batcher._asyncio.answers import read_outcomes
 from fast_batcher._core.messages import Failure
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher.errors import TransportError
+from fast_batcher.errors import InferenceError, TransportError
 
 
 def read(kind: Kind, content: Any, count: int, earlier: list[Any] | None = None) -> list[Any]:
@@ -39,3 +40,13 @@ def test_another_number_of_outcomes_breaks_the_protocol(kind: Kind, count: int) 
 def test_a_frame_that_is_no_answer_breaks_the_protocol(kind: Kind) -> None:
     with pytest.raises(TransportError, match=kind.name):
         read(kind, ["a"], 1)
+
+
+@pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)], ids=repr)
+def test_an_output_that_cannot_be_unpickled_is_an_error(error: BaseException) -> None:
+    items = [codec.dumps("a"), codec.dumps(BrokenOnArrival("parent", error))]
+    one, two = read(Kind.OUTPUTS, items, 2)
+    assert one == "a"
+    assert isinstance(error_of(two), InferenceError)
+    assert "cannot be unpickled" in str(error_of(two))
+    assert type(error).__name__ in str(error_of(two))

@@ -14,7 +14,6 @@ from sessions import session_of
 from waits import Gate, Watch, call, outcome, until
 
 from fast_batcher import BatcherClosedError, DynBatcher
-from fast_batcher.fastapi import combine_lifespans
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -57,22 +56,6 @@ async def test_two_apps_share_a_batcher_until_the_last_of_them_ends(first: int) 
     with Watch([worker.pid]) as watch:
         await apps[1 - first].__aexit__(None, None, None)
         assert watch.survivors(0.0) == []
-    assert batcher.state == "closed"
-
-
-async def test_a_batcher_that_is_in_a_combined_lifespan_twice_is_open_between_the_ends() -> None:
-    batcher = DynBatcher(Echo)
-    seen: list[Any] = []
-
-    @contextlib.asynccontextmanager
-    async def between(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        seen.append(await batcher.process_batched("at the end"))
-
-    lifespan = combine_lifespans(batcher.lifespan, between, batcher.lifespan)
-    async with running(make_app(batcher, lifespan)) as client:
-        assert await answer(client, "served") == "served"
-    assert seen == ["at the end"]
     assert batcher.state == "closed"
 
 

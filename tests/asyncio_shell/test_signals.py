@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from models.base import Echo
-from waits import until
+from waits import LIMIT, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._asyncio.signals import call_on_sigterm
@@ -48,6 +48,15 @@ async def test_a_handler_that_somebody_else_has_set_meanwhile_stays() -> None:
     with call_on_sigterm(asyncio.get_running_loop(), lambda: None, "name"):
         signal.signal(signal.SIGTERM, other)
     assert signal.getsignal(signal.SIGTERM) is other
+
+
+async def test_an_ignored_signal_stays_without_effect_on_the_program() -> None:
+    called = asyncio.Event()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with call_on_sigterm(asyncio.get_running_loop(), called.set, "name"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        async with asyncio.timeout(LIMIT):
+            await called.wait()
 
 
 @pytest.mark.slow

@@ -25,10 +25,6 @@ def snapshot(counters: Counters) -> BatcherStats:
     return counters.snapshot(state="open", workers_ready=1, num_workers=2, waiting=3, running=4)
 
 
-def sample(number: int) -> BatchSample:
-    return BatchSample(0.0, 1.0, 1, Release.IDLE, 0, float(number), number / 1000)
-
-
 # Quantiles.
 
 
@@ -54,41 +50,11 @@ def test_it_is_that_of_the_written_out_list(seed: int) -> None:
 # The snapshot.
 
 
-def test_every_count_arrives_under_its_own_name() -> None:
-    counters = Counters(
-        submitted=100,
-        outcomes=Counter(completed=41, failed=2, expired=3, cancelled=5, rejected=7),
-        restarts=11,
-        batch_sizes=Counter({8: 4, 2: 1}),
-        releases=Counter({Release.FULL: 4, Release.IDLE: 1}),
-        samples=deque(sample(number) for number in range(1, 101)),
-    )
-    assert snapshot(counters) == BatcherStats(
-        state="open",
-        workers_ready=1,
-        num_workers=2,
-        waiting=3,
-        running=4,
-        submitted=100,
-        completed=41,
-        failed=2,
-        expired=3,
-        cancelled=5,
-        rejected=7,
-        batches=5,
-        batch_sizes={2: 1, 8: 4},
-        releases={"full": 4, "idle": 1},
-        restarts=11,
-        queue_wait_p50=50.0,
-        queue_wait_p95=95.0,
-        infer_p50=0.05,
-        infer_p95=0.095,
-    )
-    # Plain text and plain dicts, for JSON, with the sizes in order.
-    stats = snapshot(counters)
-    assert {type(reason) for reason in stats.releases} == {str}
-    assert list(stats.batch_sizes) == [2, 8]
-    assert (type(stats.batch_sizes), type(stats.releases)) == (dict, dict)
+@pytest.mark.parametrize(
+    ("sizes", "mean"), [({}, 0.0), ({4: 1}, 4.0), ({1: 3, 5: 1}, 2.0), ({1: 1, 2: 1}, 1.5)]
+)
+def test_the_mean_batch_size(sizes: dict[int, int], mean: float) -> None:
+    assert snapshot(Counters(batch_sizes=Counter(sizes))).mean_batch_size == mean
 
 
 # What is kept.
@@ -97,5 +63,5 @@ def test_every_count_arrives_under_its_own_name() -> None:
 def test_only_the_last_batches_are_kept() -> None:
     kept = Counters().samples
     for number in range(3 * SAMPLED_BATCHES):
-        kept.append(sample(number))
+        kept.append(BatchSample(0.0, 1.0, 1, Release.IDLE, 0, float(number), 0.0))
     assert (len(kept), kept[0].waited) == (SAMPLED_BATCHES, 2 * SAMPLED_BATCHES)

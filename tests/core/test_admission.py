@@ -13,7 +13,6 @@ from virtual_time import Seconds, World, poisson, with_knee
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.batch_times import SAFETY_FACTOR, Backlog, BatchTimes, SizeCap
-from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
     Batch,
     Dispatch,
@@ -213,26 +212,6 @@ def test_max_latency_is_a_target_for_every_request() -> None:
     assert refused_at(scheduler, now) != []
 
 
-def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
-    scheduler = make(max_batch_size=2, max_latency=3.3)
-    now = taught_from(scheduler, 0.0)
-    assert arrive(scheduler, now, 2) is not None
-    first = refused_at(scheduler, now, 5)
-    assert len(first) == 3, "two wait for the batch that runs"
-    assert poll_batches(scheduler, now) != []
-    ((_, second),) = refused_at(scheduler, now)
-    ((_, third),) = refused_at(scheduler, now + 0.5)
-    assert second.retry_after == pytest.approx(SAFETY_FACTOR * 3 * linear(2) - 3.3)
-    assert third.retry_after == pytest.approx(SAFETY_FACTOR * (3 * linear(2) - 0.5) - 3.3)
-    assert third.text == (
-        "the answer would take 4.2 seconds, and 3.3 are left; 0 requests wait already"
-    )
-    # The door opens when enough time has passed for the answer to come in time.
-    opens = now + 3 * linear(2) - 3.3 / SAFETY_FACTOR
-    assert len(refused_at(scheduler, opens - 0.01, 2)) == 2
-    assert refused_at(scheduler, opens + 0.01) == []
-
-
 def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
     """Else a wrong estimate would never be put right."""
     scheduler = make(max_batch_size=2, max_latency=0.1)
@@ -371,21 +350,6 @@ def test_a_busy_worker_is_given_no_batch_that_targets_have_made_smaller() -> Non
     assert poll_batches(scheduler, now)[0].requests == [second]
 
 
-def test_no_batch_stands_behind_one_of_which_nobody_knows_how_long_it_takes() -> None:
-    scheduler = make(max_batch_size=2, max_latency=100.0)
-    requests = [Request("input", None) for _ in range(8)]
-    assert scheduler.submit(0.0, requests) == []
-    # The first batch of a worker tells nothing.
-    for now in (0.0, 20.0):
-        (batch,) = poll_batches(scheduler, now)
-        assert poll_batches(scheduler, now + 1.0) == []
-        settle(scheduler, now + 20.0, batch)
-    assert [batch.requests for batch in poll_batches(scheduler, 40.0)] == [
-        requests[4:6],
-        requests[6:],
-    ]
-
-
 def test_a_hold_makes_nobody_late() -> None:
     scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
     # Nothing is known of how long batches take: it may wait until the target itself.
@@ -401,31 +365,6 @@ def test_a_hold_makes_nobody_late() -> None:
     settle(scheduler, 16.0, batch)
     assert scheduler.submit(20.0, [Request("input", None)]) == []
     assert scheduler.poll(20.0) == ([], 24.0)
-
-
-def without_max_latency(scheduler: Scheduler, max_batch_size: int) -> None:
-    scheduler.reconfigure(Limits(max_batch_size, 100), None)
-
-
-def test_what_waits_keeps_its_target_when_there_are_none_any_more() -> None:
-    scheduler = make(max_batch_size=1, max_latency=10.0)
-    now = taught_that_one_takes(scheduler, 1.0)
-    slow = arrive(scheduler, now)
-    assert slow is not None
-    requests = [Request(number, None) for number in range(3)]
-    assert scheduler.submit(now, requests) == []
-    (second,) = poll_batches(scheduler, now)
-    without_max_latency(scheduler, 1)
-    assert scheduler.submit(now, [new := Request("without a target", None)]) == []
-    now += 20.0
-    settle(scheduler, now, slow)
-    settle(scheduler, now, second)
-    actions, _ = scheduler.poll(now)
-    late = [action for action in actions if isinstance(action, Expire)]
-    assert [one.request for one in late] == requests[1:]
-    assert {one.reason for one in late} == {ExpiryReason.UNREACHABLE}
-    (batch,) = [action.batch for action in actions if isinstance(action, Dispatch)]
-    assert batch.requests == [new]
 
 
 # Whole services.

@@ -53,3 +53,13 @@ def test_what_it_decides(
     policy: Policy, waited: float, deadlines: list[float], decision: Release | float
 ) -> None:
     assert policy.decide(ARRIVAL + waited, queue_of(*deadlines), LOAD) == decision
+
+
+@pytest.mark.parametrize("policy", [GreedyPolicy(), FixedPolicy(5.0)])
+def test_they_learn_nothing(policy: Policy) -> None:
+    before = policy.decide(ARRIVAL, queue_of(inf), LOAD)
+    policy.arrived(50.0, 1, True)
+    policy.batch_done(50.0, 1, LOAD)
+    policy.end_hold()
+    policy.batch_skipped()
+    assert policy.decide(ARRIVAL, queue_of(inf), LOAD) == before

@@ -1,7 +1,6 @@
 """Priorities, groups and costs: who shares a batch, who goes first, and who never starves."""
 
 import sys
-import weakref
 from itertools import count
 from types import FrameType
 
@@ -171,37 +170,6 @@ def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
     assert arrivals.send(2) == requests[-1:]
 
 
-@given(
-    steps=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 10.0, 50.0]), max_size=150),
-    most=st.integers(1, 4),
-    budget=st.sampled_from([None, 5.0, 20.0, 100.0]),
-    is_padded=st.booleans(),
-)
-def test_nobody_is_overtaken_by_a_window_of_requests(
-    steps: list[float], most: int, budget: float | None, is_padded: bool
-) -> None:
-    """Requests of these costs come, at 0 a batch leaves, and then all that are left."""
-    arrivals = Arrivals(BatchPacker(budget, is_padded=is_padded))
-    overtaken: dict[int, int] = {}
-    batches: dict[int, int] = {}
-    for cost in [*steps, *[0.0] * len(steps)]:
-        if cost:
-            number = arrivals.add(cost=cost).id
-            # As many batches as requests before it, and its own.
-            batches[number] = len(overtaken) + 1
-            overtaken[number] = 0
-        elif overtaken:
-            left = [request.id for request in arrivals.send(most)]
-            for number in left:
-                del overtaken[number], batches[number]
-            for number in overtaken:
-                overtaken[number] += sum(other > number for other in left)
-                batches[number] -= 1
-                assert overtaken[number] < WINDOW_BATCHES * most
-                assert batches[number] > 0
-    assert not overtaken
-
-
 # What it keeps.
 
 
@@ -271,25 +239,6 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         return calls
 
     assert calls_to_drop(400) < 2.5 * calls_to_drop(200)
-
-
-@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "cancelled"])
-def test_an_empty_one_keeps_no_values(is_sent: bool) -> None:
-    arrivals = Arrivals()
-    values: weakref.WeakSet[Group] = weakref.WeakSet()
-
-    def add(priority: int, group: int | None) -> None:
-        request = arrivals.add(priority, group)
-        request.value = Group("a value that can be seen to go")
-        values.add(request.value)
-        if not is_sent:
-            arrivals.cancel(request)
-
-    for priority, group in ((1, 0), (0, 0), (0, 1), (5, None)):
-        add(priority, group)
-    while arrivals.queue.size:
-        arrivals.send(2)
-    assert not values
 
 
 def test_rounding_leaves_no_cost_below_nothing() -> None:

@@ -20,7 +20,7 @@ from fast_batcher._core.messages import (
 )
 from fast_batcher._core.policy import FixedPolicy, Policy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
+from fast_batcher.errors import BatcherClosedError, QueueFullError
 
 # Batches.
 
@@ -45,6 +45,11 @@ def test_a_busy_worker_gets_a_second_batch_that_is_full() -> None:
     (second,) = poll_batches(scheduler, 0.2)
     assert second.requests == waiting
     assert (second.worker, second.release) == (0, Release.FULL)
+
+
+def test_a_worker_cannot_be_ready_twice() -> None:
+    with pytest.raises(AssertionError, match="before it can be ready again"):
+        make().worker_ready(1.0, 0)
 
 
 # The fixed window.
@@ -119,39 +124,7 @@ def test_a_waiting_request_expires_at_its_deadline() -> None:
     assert poll_batches(scheduler, 12.0) == []
 
 
-@pytest.mark.parametrize(
-    ("deadlines", "wake_at"),
-    [
-        pytest.param([None], 10.0, id="the default"),
-        pytest.param([None, 3.0], 3.0, id="before the default"),
-        pytest.param([60.0], 60.0, id="in place of the default"),
-        pytest.param([inf], None, id="never"),
-        pytest.param([80.0, None], 10.0, id="later than the default"),
-        pytest.param([8.0, 3.0, 5.0], 3.0, id="the first"),
-        pytest.param([2.5, None, 9.0], 2.5, id="the first of different ones"),
-    ],
-)
-def test_it_wants_to_be_woken_at_the_first_deadline(
-    deadlines: list[float | None], wake_at: float | None
-) -> None:
-    scheduler = make(timeout=10.0, workers=0)
-    scheduler.submit(0.0, [Request("input", None, deadline) for deadline in deadlines])
-    assert scheduler.poll(0.0) == ([], wake_at)
-
-
 # Deadlines of running requests.
-
-
-def test_a_running_request_expires_and_its_batch_runs_on() -> None:
-    scheduler = make()
-    (hurried,) = submit(scheduler, 0.0, deadline=5.0)
-    (patient,) = submit(scheduler, 0.0, deadline=9.0)
-    (batch,) = poll_batches(scheduler, 0.0)
-    actions, wake_at = scheduler.poll(5.0)
-    assert told(actions) == [(ExpiryReason.RUNNING, hurried)]
-    assert wake_at == 9.0
-    assert (scheduler.workers.running, scheduler.workers.ready_count) == (1, 1)
-    assert settle(scheduler, 6.0, batch) == [patient]
 
 
 def arriving(scheduler: Scheduler, now: float) -> Batch:
@@ -336,38 +309,6 @@ def test_the_queue_is_bounded_in_bytes() -> None:
     assert scheduler.submit(1.0, sized(60)) == []
 
 
-def test_a_size_is_measured_only_if_nothing_else_rejects_its_request() -> None:
-    measured: list[object] = []
-
-    def measure_size(value: object) -> int:
-        measured.append(value)
-        return 40
-
-    scheduler = make(
-        max_batch_size=1,
-        max_queue_size=5,
-        max_queue_bytes=100,
-        max_latency=4.5,
-        measure_size=measure_size,
-    )
-    # The first batch of a worker teaches nothing.
-    for now in (0.0, 1.0):
-        settle(scheduler, now + 1.0, run(scheduler, now))
-    run(scheduler, 2.0)
-    measured.clear()
-    requests = [Request(number, None) for number in range(7)]
-    # There is room for five, three would be answered in time, and two fit in by their bytes.
-    kinds = {one.value: why.kind for one, why in scheduler.submit(2.0, requests)}
-    late = DeadlineExceededError
-    full = QueueFullError
-    assert kinds == {2: full, 3: late, 4: late, 5: full, 6: full}
-    assert measured == [0, 1, 2]
-    scheduler.begin_drain()
-    late_comer = Request(None, None)
-    assert reject(scheduler, 2.0, [late_comer]) == [late_comer]
-    assert measured == [0, 1, 2]
-
-
 class Counted(Request):
     """Counts how often a request's size is asked for, of all of them together."""
 
@@ -476,21 +417,6 @@ def reconfigure(
 ) -> None:
     limits = Limits(max_batch_size, max_queue_size, max_latency=max_latency)
     scheduler.reconfigure(limits, policy)
-
-
-def test_a_shorter_queue_loses_nothing_and_takes_nothing_until_there_is_room() -> None:
-    scheduler = make(workers=0, max_queue_size=5)
-    waiting = submit(scheduler, 0.0, 5)
-    reconfigure(scheduler, max_queue_size=2)
-    assert not scheduler.has_room(1)
-    refused = [Request("input", None) for _ in range(3)]
-    rejected = scheduler.submit(1.0, refused)
-    assert [request for request, _ in rejected] == refused
-    assert str(rejected[0][1].to_error()) == "5 requests wait already (max_queue_size=2)"
-    assert scheduler.waiting == 5
-    for request in waiting[:4]:
-        scheduler.cancel(request)
-    assert reject(scheduler, 1.0, refused[:2]) == refused[1:2]
 
 
 def test_another_target_counts_for_those_that_come() -> None:

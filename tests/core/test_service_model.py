@@ -154,30 +154,6 @@ def test_a_new_time_is_found_soon(factor: float) -> None:
     assert factor * 0.95 < model.high(8) < 2 * factor
 
 
-@pytest.mark.parametrize(
-    ("wrong", "seen"),
-    [
-        pytest.param([64], [16], id="a larger one"),
-        pytest.param([8], [1, 64], id="one in between"),
-        pytest.param([1], [32, 64], id="a smaller one"),
-    ],
-)
-def test_a_wrong_time_that_is_never_seen_again_is_forgotten(
-    wrong: list[int], seen: list[int]
-) -> None:
-    """Few of them were all that was seen of these sizes, and they took 50 times too long."""
-    model = ServiceModel()
-    for size in wrong * 3:
-        model.observe(size, 50 * with_knee(size))
-    for _ in range(2000):
-        for size in seen:
-            model.observe(size, with_knee(size))
-    unbiased = model_of(*[(size, with_knee(size)) for size in seen], times=2000)
-    for size in range(1, 65):
-        assert model.median(size) <= 1.1 * max(unbiased.median(size), with_knee(size)), size
-        assert model.high(size) <= 1.2 * max(unbiased.high(size), with_knee(size)), size
-
-
 def test_costs_may_be_anything_above_nothing() -> None:
     model = ServiceModel()
     for exponent in range(-300, 300):

@@ -76,21 +76,6 @@ def test_another_maximum_counts_at_once_where_nothing_has_been_learned() -> None
         assert (cap.size, cap.is_watching) == (most, False)
 
 
-def test_another_maximum_leaves_what_memory_has_taught() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    cap.limit(64)
-    assert (cap.size, cap.is_watching) == (16, True)
-    while cap.is_watching:
-        cap.went_well(cap.size)
-    assert cap.size == 64, "it grows up to the new one"
-    cap.ran_out(64)
-    cap.limit(5)
-    assert (cap.size, cap.is_watching) == (5, True)
-    go_well(cap, FIRST_WAIT * 4)
-    assert (cap.size, cap.is_watching) == (5, False)
-
-
 def test_one_too_large_alone_never_brings_back_a_larger_maximum() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)

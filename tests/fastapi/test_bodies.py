@@ -150,6 +150,12 @@ def test_the_limit_of_bytes_is_fastapis_and_that_of_time_leaves_bodies_as_they_a
         assert client.post("/length", content=too_large).status_code == 413
 
 
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_a_limit_of_no_time_is_refused(timeout: float) -> None:
+    with pytest.raises(ConfigurationError, match=f"timeout={timeout}"):
+        LimitBody(FastAPI(), timeout=timeout)
+
+
 # --- endpoints that read their bodies themselves --------------------------------------------------
 
 
@@ -370,6 +376,26 @@ def test_a_size_that_cannot_be_found_is_refused_unread(
 def test_what_is_no_array_of_numbers_is_refused(shape: Any, dtype: Any) -> None:
     with pytest.raises(ConfigurationError, match="read_array"):
         read_as_array(Sent(b""), shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("shape", "length", "status"),
+    [
+        ((31,), None, 413),
+        ((2**62, 2**62), None, 413),
+        ((10**4000, 10**4000), None, 413),
+        ((24,), "23", 422),
+        ((24,), "30", 422),
+        ((24,), "31", 413),
+    ],
+)
+def test_sizes_are_compared_before_there_is_an_array(
+    shape: tuple[int, ...], length: str | None, status: int
+) -> None:
+    sent = Sent(bytes(24), length=length)
+    with pytest.raises(BodyError) as caught:
+        read_as_array(sent, shape, "u1", max_bytes=30)
+    assert (caught.value.status_code, sent.asked) == (status, 0)
 
 
 # --- the answers ----------------------------------------------------------------------------------

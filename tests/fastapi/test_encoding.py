@@ -29,8 +29,22 @@ def test_numbers_come_back_as_they_were(dtype: str, shape: tuple[int, ...]) -> N
     assert np.shape(found) == shape
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_tensors_are_written_as_arrays(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0.5, -2.0, 3.0]).to(dtype).requires_grad_(dtype.is_floating_point)
+    assert json.loads(to_json([tensor, tensor.detach()[1]])) == [tensor.tolist(), tensor[1].item()]
+
+
 def test_what_json_has_no_number_for_is_null() -> None:
     assert to_json(np.array([np.nan, np.inf, 1.0], "f4")) == b"[null,null,1.0]"
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {"a": 1j}, np.array([1j]), np.ones(2, ">f4"), [{1, 2}]]
+)
+def test_what_is_no_json_is_an_error(value: Any) -> None:
+    with pytest.raises(TypeError):
+        to_json(value)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,14 @@ def test_a_full_queue_is_429_where_the_app_says_so_and_nothing_else_is() -> None
         install_exception_handlers(FastAPI(), queue_full_status=418)  # type: ignore[arg-type]
 
 
+def test_installing_after_the_start_is_refused_as_it_would_have_no_effect() -> None:
+    app = make_raising_app(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):  # which is not ours
+        TestClient(app).get("/")
+    with pytest.raises(errors.ConfigurationError, match="before the app starts"):
+        install_exception_handlers(app)
+
+
 # --- a client's own deadline ----------------------------------------------------------------------
 
 
@@ -180,6 +188,14 @@ def test_a_header_shortens_a_deadline_and_never_lengthens_it(
     # Without the header the default holds; where there is none, the header sets one.
     assert make_timeout_app().get("/").json() is None
     assert make_timeout_app(timeout=None).get("/", headers=headers).json() == float(value)
+
+
+def test_the_header_may_have_another_name() -> None:
+    client = make_timeout_app(header="Patience")
+    assert client.get("/", headers={"patience": "0.5"}).json() == 0.5
+    assert "Patience" in client.get("/openapi.json").text
+    with pytest.raises(errors.ConfigurationError, match="header='a b': letters"):
+        make_timeout_app(header="a b")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +294,15 @@ def test_what_the_model_raises_is_a_500_but_for_an_http_exception(
     assert response.headers.get_list("Retry-After") == ["60"]
 
 
+def test_the_apps_own_handlers_are_used(raising_client: TestClient) -> None:
+    response = raising_client.get("/infer/dark")
+    assert (response.status_code, response.json()["lux"]) == (418, "lux below 3")
+    assert response.json()["thread"] != raising_client.get("/thread").json()
+    # For an error of ours too.
+    response = raising_client.get("/closed")
+    assert (response.status_code, response.json()) == (410, "bye")
+
+
 @pytest.mark.parametrize(
     ("handled", "error", "status"),
     [
@@ -344,6 +369,14 @@ def test_a_websocket_that_is_not_accepted_yet_gets_the_http_answer() -> None:
     with pytest.raises(WebSocketDisconnect) as closed, client.websocket_connect("/unaccepted"):
         pass
     assert closed.value.code == 1013
+
+
+def test_an_error_after_the_websocket_was_closed_changes_nothing() -> None:
+    client = TestClient(make_raising_app(errors.InferenceError("x")))
+    with client.websocket_connect("/closed") as session:
+        with pytest.raises(WebSocketDisconnect) as closed:
+            session.receive_text()
+        assert (closed.value.code, closed.value.reason) == (3000, "done")
 
 
 # --- lifespans ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy
 import pytest
 from gated_functions import HeldTask, InThread, spin_until
 from starlette.background import BackgroundTask
-from waits import LIMIT, turns, until
+from waits import LIMIT, outcome, turns, until
 
 from fast_batcher import aio, dynamically, inference
 from fast_batcher._local.cache import CachedNone
@@ -351,6 +351,39 @@ async def test_a_cache_that_raises_is_done_without_and_named_once(
     assert record.exc_info is not None
 
 
+async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looking = asyncio.Event()
+
+    class Waits(Memory):
+        async def get(self, key: Any) -> Any:
+            looking.set()
+            await asyncio.Event().wait()
+
+    async with aio.dynamically(cache=Waits())(double) as function:
+        call = asyncio.create_task(function(1))
+        await looking.wait()
+        call.cancel()
+        assert isinstance(await outcome(call), asyncio.CancelledError)
+        assert function.stats.total_processed == 0
+    assert not caplog.records
+
+
+async def test_a_cancelled_shutdown_goes_on() -> None:
+    held = HeldTask()
+    function = aio.dynamically(held)
+    call = asyncio.create_task(function(1))
+    await turns()
+    ending = asyncio.create_task(function.shutdown())
+    await turns()
+    ending.cancel()
+    held.let_on()
+    assert await call == 2
+    with pytest.raises(BatcherClosedError):
+        await function(2)
+
+
 # The end.
 
 
@@ -375,24 +408,6 @@ async def test_a_function_may_shut_itself_down_or_one_that_waits_for_it() -> Non
     with pytest.raises(BatcherClosedError):
         await outer(2)
     await inner.shutdown()
-
-
-def test_shutdown_from_another_loop_settles_the_calls_of_a_loop_that_stands_still() -> None:
-    async def forever(items: list[int]) -> list[int]:
-        await asyncio.sleep(3600)
-        return items
-
-    function = aio.dynamically(forever)
-    still = asyncio.new_event_loop()
-    call = still.create_task(function(1))
-    still.run_until_complete(turns())
-    asyncio.run(function.shutdown())
-    with pytest.raises(BatcherClosedError, match="event loop that computed it has ended"):
-        still.run_until_complete(call)
-    for task in asyncio.all_tasks(still):
-        task.cancel()
-        still.run_until_complete(asyncio.wait([task]))
-    still.close()
 
 
 def test_shutdown_from_another_loop_waits_for_one_that_runs() -> None:

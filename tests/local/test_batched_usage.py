@@ -110,27 +110,6 @@ stats = my_function.stats
 aend = [my_function]
 """
 
-AIO_INFERENCE = """\
-from fast_batcher import aio
-import torch
-
-@aio.inference.dynamically(pad_token={"input_ids": 0})
-async def my_inference_function(features: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-  # input_ids = features["input_ids"]
-  # attention_mask = features["attention_mask"]
-  # token_type_ids = features["token_type_ids"]
-
-  logits1 = await model1(**features)
-  logits2 = await model2(**features)
-  return [logits1, logits2]
-
-
-result = await my_inference_function(data)
-
-stats = my_inference_function.stats
-aend = [my_inference_function]
-"""
-
 
 def run(program: str, **names: Any) -> dict[str, Any]:
     """The names of a program that may await at its top level, after its end."""
@@ -195,21 +174,3 @@ def test_asyncio() -> None:
     found = run(AIO)
     assert (found["one"], found["several"]) == (4, [4, 6, 8])
     assert found["stats"].total_processed == 4
-
-
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_inference_on_asyncio(library: str) -> None:
-    made = pytest.importorskip(library)
-    make = made.asarray if library == "numpy" else made.as_tensor
-
-    async def model1(input_ids: Any) -> Any:
-        return input_ids + 1
-
-    async def model2(input_ids: Any) -> Any:
-        return input_ids.sum(1)
-
-    data = {"input_ids": make([[1, 2], [3, 4], [5, 6]])}
-    found = run(AIO_INFERENCE, model1=model1, model2=model2, data=data)
-    one, two = found["result"]
-    assert one.tolist() == [[2, 3], [4, 5], [6, 7]]
-    assert two.tolist() == [3, 7, 11]

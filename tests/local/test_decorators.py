@@ -4,7 +4,7 @@ import asyncio
 import contextvars
 import gc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,6 +43,13 @@ async def test_items_and_lists_give_outputs_in_their_order(variant: Variant) -> 
         assert function.stats.total_batches == 3
         assert await function([]) == []
         assert function.stats.total_batches == 3
+
+
+async def test_it_is_called_with_one_argument(variant: Variant) -> None:
+    async with variant.batched(double) as function:
+        for arguments in ((), (1, 2), ([1], [2])):
+            with pytest.raises(TypeError, match="called with one argument"):
+                await function(*arguments)
 
 
 # Which batches are made.
@@ -204,6 +211,19 @@ async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Vari
     assert type(four) is InferenceError
 
 
+async def test_a_sequence_that_raises_settles_all_callers(variant: Variant) -> None:
+    class Bad(Sequence[int]):
+        def __len__(self) -> int:
+            raise RuntimeError("no length")
+
+        def __getitem__(self, index: Any) -> Any:
+            raise RuntimeError("no items")
+
+    async with variant.batched(lambda _: Bad()) as function:
+        with pytest.raises(RuntimeError, match="no length"):
+            await function([1, 2])
+
+
 @pytest.mark.parametrize("raised", [MemoryError(), RuntimeError("CUDA error: out of memory")])
 async def test_out_of_memory_makes_batches_smaller(variant: Variant, raised: Exception) -> None:
     sizes: list[int] = []
@@ -350,6 +370,19 @@ async def test_context_variables_of_a_caller_are_not_seen_by_others(variant: Var
     async with variant.batched(who) as function:
         user.set("known")
         assert await function([1, 2]) == ["unknown", "unknown"]
+
+
+async def test_the_stats_have_the_fields_of_batched(variant: Variant) -> None:
+    async with variant.batched(double, batch_size=2) as function:
+        await function([1, 2, 3])
+        stats = function.stats
+        assert (stats.queue_size, stats.total_processed, stats.total_batches) == (0, 3, 2)
+        assert stats.avg_batch_size == 1.5
+        assert stats.avg_processing_time > 0
+        assert stats.cache_stats is None
+        function.clear_stats()
+        assert function.stats.total_processed == function.stats.total_batches == 0
+        assert function.stats.avg_batch_size == function.stats.avg_processing_time == 0.0
 
 
 # Statistics, start and end.

@@ -4,10 +4,12 @@ What it promises to awaited calls is in `test_decorators`.
 """
 
 import asyncio
+import copy
 import functools
 import gc
 import inspect
 import os
+import pickle
 import signal
 import threading
 import weakref
@@ -20,7 +22,6 @@ from programs import CALL_WHILE_ENDING, run_program
 from waits import LIMIT, turns
 
 from fast_batcher import dynamically
-from fast_batcher._local import nesting
 from fast_batcher.dynamic import BatchedFunction
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -94,6 +95,14 @@ def end(*functions: Any) -> None:
         function.shutdown()
 
 
+def outcome_of(call: Any) -> Any:
+    """What it raises or gives."""
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001  whatever it is
+        return error
+
+
 async def acall(function: BatchedFunction[Any, Any], item: Any) -> Any:
     """A coroutine of ours around its own."""
     return await function.acall(item)
@@ -158,51 +167,6 @@ def test_the_thread_survives_what_is_no_exception(kind: type[BaseException]) -> 
         assert function(5) == 5
 
 
-def test_an_error_is_released_with_its_holders() -> None:
-    def fail(items: list[int]) -> list[int]:
-        raise ValueError(items[0])
-
-    def call(function: BatchedFunction[int, int]) -> "weakref.ref[BaseException]":
-        try:
-            function(1)
-        except ValueError as error:
-            return weakref.ref(error)
-        raise AssertionError
-
-    with dynamically(fail) as function:
-        gc.disable()
-        try:
-            reference = call(function)
-            spin_until(lambda: reference() is None)
-        finally:
-            gc.enable()
-
-
-def test_a_loop_that_is_closed_while_calls_wait_harms_no_other() -> None:
-    held = Held()
-    with dynamically(held) as function:
-        loop = asyncio.new_event_loop()
-        left = [loop.create_task(function.acall(number)) for number in (1, 2)]
-        loop.run_until_complete(turns())
-        assert held.next_batch() == [1, 2]
-        left.append(loop.create_task(function.acall(3)))
-        loop.run_until_complete(turns())
-        other = InThread(function, 4)
-        spin_until(lambda: function.stats.queue_size == 2)
-        loop.close()
-        held.let_on(2)
-        assert other.result() == 8
-        assert asyncio.run(_call(function, 5, held)) == 10
-        for task in left:  # as asyncio would complain
-            task._log_destroy_pending = False  # type: ignore[attr-defined]
-            task.get_coro().close()
-
-
-async def _call(function: BatchedFunction[Any, Any], item: Any, held: Held) -> Any:
-    held.let_on()
-    return await function.acall(item)
-
-
 # Functions that call functions.
 
 
@@ -238,6 +202,24 @@ def test_functions_that_call_each_other_in_a_circle_do_not_wait_for_each_other(l
     end(*functions)
 
 
+def test_the_error_of_a_call_of_itself_is_that_of_any_call() -> None:
+    error = KeyError("zero")
+
+    @dynamically
+    def fail_at_zero(items: list[int]) -> list[Any]:
+        if items == [0]:
+            raise error
+        if items == [1]:
+            return [error]
+        return [outcome_of(lambda item=item: fail_at_zero(item - 2)) for item in items]
+
+    with fail_at_zero:
+        for item in (2, 3):
+            with pytest.raises(KeyError) as caught:
+                fail_at_zero(item)
+            assert isinstance(caught.value, InferenceError)
+
+
 def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
     loops: set[Any] = set()
     threads: set[str] = set()
@@ -255,6 +237,26 @@ def test_an_async_function_runs_in_the_thread_on_one_loop() -> None:
         assert asyncio.run(acall(double_async, 4)) == 8
     assert len(loops) == 1
     assert "double_async" in threads.pop()
+
+
+def test_a_function_that_returns_an_awaitable_is_awaited_but_not_in_a_call_of_itself() -> None:
+    async def answer(items: list[int]) -> list[int]:
+        await asyncio.sleep(0)
+        return [decorated(item - 1) if item == 1 else 2 * item for item in items]
+
+    decorated: Any = dynamically(lambda items: answer(items))
+    with decorated:
+        assert decorated(2) == 4
+        with pytest.raises(RuntimeError, match="write it with `async def`"):
+            decorated(1)
+
+
+def test_a_method_can_be_called_on_its_class() -> None:
+    model = Model(3)
+    assert Model.scale(model, 2) == 6  # type: ignore[call-overload]  # as types do not know
+    assert asyncio.run(Model.scale.acall(model, 3)) == 9  # type: ignore[call-overload]  # the same
+    assert model.scale.stats.total_processed == 2
+    end(model.scale)
 
 
 # Methods.
@@ -330,6 +332,47 @@ def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> N
     end(one.names, two.names)
 
 
+def test_slots_without_room_for_weak_references_are_a_clear_error() -> None:
+    class Slotted:
+        __slots__ = ()
+
+        @dynamically
+        def compute(self, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(ConfigurationError, match=r"add '__weakref__' to its __slots__"):
+        Slotted().compute(1)
+
+    class WithRoom:
+        __slots__ = ("__weakref__",)
+
+        @dynamically
+        def compute(self, items: list[int]) -> list[int]:
+            return items
+
+    instance = WithRoom()
+    assert instance.compute(1) == 1
+    end(instance.compute)
+
+
+def test_an_instance_in_use_can_be_copied_and_pickled() -> None:
+    model = Model(3)
+    assert model.scale(1) == 3
+    for twin in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert vars(twin) == {"factor": 3}
+        twin.factor = 5
+        assert twin.scale(1) == 5
+        end(twin.scale)
+    assert pickle.loads(pickle.dumps(model.scale)).__self__.factor == 3
+    end(model.scale)
+
+
+def test_the_function_itself_is_pickled_by_its_name() -> None:
+    assert pickle.loads(pickle.dumps(doubled_by_all)) is doubled_by_all
+    assert pickle.loads(pickle.dumps(Model.scale)) is Model.scale
+    assert copy.deepcopy(doubled_by_all) is doubled_by_all
+
+
 def test_it_looks_like_the_function() -> None:
     assert doubled_by_all.__name__ == "doubled_by_all"
     assert doubled_by_all.__doc__ == "Double each item."
@@ -395,41 +438,6 @@ def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
     spin_until(lambda: not any("last" in t.name for t in threading.enumerate()))
 
 
-def test_a_function_that_is_being_shut_down_may_call_the_one_that_does_it() -> None:
-    held = Held()
-
-    @dynamically
-    def ending(items: list[int]) -> list[int]:
-        last.shutdown()
-        return double(items)
-
-    @dynamically
-    def last(items: list[int]) -> list[int]:
-        return [ending(item) for item in held(items)]
-
-    with ending:
-        calls = [InThread(last, 1)]
-        held.next_batch()
-        calls.append(InThread(ending, 5))
-        spin_until(lambda: bool(nesting._waits.targets))  # for the end of the other
-        held.let_on()
-        assert [call.result() for call in calls] == [4, 10]
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_thread_that_was_shut_down() -> None:
-    function = dynamically(double)
-    with function:
-        assert function(1) == 2
-        (thread,) = (
-            weakref.ref(one) for one in threading.enumerate() if one.name.endswith(" double")
-        )
-    gc.collect()
-    assert thread() is None
-    with function:
-        assert function(2) == 4
-
-
 @pytest.mark.slow
 def test_a_forked_child_begins_anew() -> None:
     held = Held()
@@ -460,22 +468,3 @@ def test_a_call_from_what_goes_with_the_program_is_refused() -> None:
     )
     assert done.stdout == "double: the interpreter is ending\n"
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.slow
-def test_threads_that_wait_at_the_end_of_the_program_get_their_answers() -> None:
-    done = run_program(
-        "import os, threading\n"
-        "from fast_batcher import dynamically\n"
-        "go = threading.Event()\n"
-        "@dynamically\n"
-        "def double(items):\n"
-        "    go.wait()\n"
-        "    return [2 * item for item in items]\n"
-        "def call(item):\n"
-        "    os.write(1, b'%d\\n' % double(item))\n"
-        "for item in (21, 21):\n"
-        "    threading.Thread(target=call, args=(item,)).start()\n"
-        "threading.Timer(0.05, go.set).start()\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n42\n", "")

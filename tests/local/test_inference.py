@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fast_batcher import inference
-from fast_batcher.errors import OutputMismatchError
+from fast_batcher.errors import CollationError, OutputMismatchError
 
 Features = dict[str, Any]
 
@@ -76,24 +76,6 @@ def test_rows_of_different_calls_share_a_padded_batch(pad_tokens: str) -> None:
     assert batch["mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 1]]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "uint8", "bool"])
-def test_padding_keeps_the_dtype(dtype: str) -> None:
-    """Where `batched` makes integers of everything."""
-    seen: list[Any] = []
-
-    @inference.dynamically
-    def note(features: Features) -> Any:
-        seen.append(features["x"].dtype)
-        return features["x"]
-
-    with note:
-        rows = [numpy.array([1, 1], dtype), numpy.array([1, 0, 1], dtype)]
-        result = note({"x": rows})
-        assert result.dtype == dtype
-        assert result.tolist() == [[1, 1, 0], [1, 0, 1]]
-    assert seen == [numpy.dtype(dtype)]
-
-
 def test_features_may_be_spread() -> None:
     def add(a: Any, b: Any) -> Any:
         return a + b
@@ -152,19 +134,30 @@ def test_other_outputs_are_an_error(outputs: Any, function: Any, error: str) -> 
 # Calls.
 
 
-def test_a_large_call_is_split_and_joined_again() -> None:
-    sizes: list[int] = []
+@pytest.mark.parametrize(
+    ("arguments", "features", "given"),
+    [
+        ((), {}, ""),
+        ((torch.zeros(3),), {}, "Tensor"),
+        (({"a": [1]}, {"b": [2]}), {}, "dict, dict"),
+        (({"a": [1]},), {"b": [2]}, "dict, b="),
+    ],
+)
+def test_it_is_called_with_features(arguments: Any, features: Any, given: str) -> None:
+    class Uncalled:
+        def __call__(self, features: Features) -> Any:
+            raise AssertionError
 
-    @inference.dynamically(batch_size=8)
-    def answer(features: Features) -> Any:
-        sizes.append(len(features["ids"]))
-        return features["ids"] * 2
+    with pytest.raises(TypeError, match=rf"one dict of features.*this call has \({given}\)"):
+        inference.dynamically(Uncalled())(*arguments, **features)
 
-    with answer:
-        ids = numpy.arange(300).reshape(100, 3)
-        assert (answer({"ids": ids}) == ids * 2).all()
-    assert max(sizes) == 8
-    assert sum(sizes) == 100
+
+def test_features_that_are_no_batch_are_refused() -> None:
+    function = inference.dynamically(sums)
+    with pytest.raises(CollationError, match="numbers of rows"):
+        function({"a": numpy.zeros((2, 1)), "b": numpy.zeros((3, 1))})
+    with pytest.raises(CollationError, match="no rows"):
+        function({"a": numpy.zeros((0, 1))})
 
 
 @pytest.mark.slow

@@ -48,31 +48,6 @@ def strided(row: Any, count: int) -> Any:
     return np.lib.stride_tricks.as_strided(row, (count, *row.shape), (0, *row.strides))
 
 
-class Metres(np.ndarray):
-    """A subclass that would be lost in a plain copy."""
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        np.ones((2, 3)).view(Metres),
-        np.ma.masked_array([[1.0, 2.0], [3.0, 4.0]], mask=[[False, True], [False, False]]),
-        torch.tensor([[1 + 2j, 3j], [4, 5]]).conj(),
-        torch.tensor([[1 + 2j, 3j], [4, 5]]).conj().imag,
-    ],
-    ids=["subclass", "masked", "conjugate", "negative"],
-)
-def test_a_row_is_what_indexing_gives(batch: Any) -> None:
-    @dynamically
-    def constant(items: list[int]) -> Any:
-        return batch[: len(items)]
-
-    with constant:
-        row = constant(1)
-    assert type(row) is type(batch[0])
-    assert repr(row) == repr(batch[0])
-
-
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("has_features", [False, True])
 def test_a_function_may_fill_the_array_again_that_it_has_returned(

@@ -10,6 +10,7 @@ from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
+    RequestTooLargeError,
     UnsendableValueError,
 )
 from fast_batcher.settings import Settings
@@ -94,3 +95,27 @@ def test_an_input_that_cannot_be_pickled_is_refused_and_the_others_are_sent(
     assert "RefusesPickling" in str(refusal)
     assert wire.kinds == [Kind.INPUTS]
     assert wire.items() == ["a", "c"]
+
+
+def test_nothing_is_sent_when_nothing_can_be(wire: Wire) -> None:
+    refused = wire.sender.send(batch_of(lambda: None, lambda: None))
+    assert [type(refusal) for _, refusal in refused] == [UnsendableValueError] * 2
+    assert wire.sent == []
+
+
+def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
+    values = [bytes([number]) * 300_000 for number in range(8)]
+    assert wire.sender.send(batch_of(*values)) == []
+    assert len(wire.kinds) > 2
+    assert set(wire.kinds[:-1]) == {Kind.INPUTS_FRAGMENT}
+    assert wire.kinds[-1] is Kind.INPUTS
+    assert wire.items() == values
+
+
+def test_an_input_that_is_too_large_is_refused_and_the_others_are_sent(wire: Wire) -> None:
+    batch = batch_of(b"small", bytes(MAX_FRAME_BYTES), b"other")
+    ((request, refusal),) = wire.sender.send(batch)
+    assert request is batch.requests[1]
+    assert isinstance(refusal, RequestTooLargeError)
+    assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(refusal)
+    assert wire.items() == [b"small", b"other"]

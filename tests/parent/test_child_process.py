@@ -208,6 +208,14 @@ def test_the_exit_code_is_taken_and_no_zombie_is_left(
     child.close()
 
 
+@pytest.mark.usefixtures("_death_is_told_by")
+def test_an_exit_code_that_another_part_of_the_program_has_taken_is_unknown() -> None:
+    child = start_and_wait(os._exit, 3)
+    os.waitpid(child.pid, 0)
+    assert child.take_exit_code() is None
+    child.close()
+
+
 # --- signals --------------------------------------------------------------------------------------
 
 

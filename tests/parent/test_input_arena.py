@@ -35,7 +35,8 @@ from sender_harness import (
 from waits import call, outcome, turns
 
 from fast_batcher import Collation, InferenceModel
-from fast_batcher._parent.input_arena import FRESH_COST, LEAST_STAGED, MOST_OPEN, MOST_PER_TURN
+from fast_batcher._asyncio.ledger import set_exception
+from fast_batcher._parent.input_arena import FRESH_COST, LEAST_STAGED, MOST_PER_TURN
 from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
 
@@ -87,19 +88,6 @@ def test_a_slab_takes_no_more_inputs_once_a_batch_has_been_taken_from_it(desk: D
     assert sums(desk.read()) == [3, 4, 5]
 
 
-def test_few_slabs_are_open_at_a_time(desk: Desk) -> None:
-    size = 60_000
-    (first,) = desk.arrive(filled(0, size))
-    desk.arrive(*(filled(number, size + number) for number in range(1, MOST_OPEN)))
-    # The next layout closes the slab that was used least recently, which is not the first.
-    again, _ = desk.arrive(filled(MOST_OPEN, size), filled(9, size + 9))
-    assert len(desk.arena._open) == MOST_OPEN
-    (last,) = desk.arrive(filled(MOST_OPEN + 1, size))
-    desk.dispatch([first, again, last])
-    assert len(runs(desk)) == 1
-    assert sums(desk.read()) == [0, MOST_OPEN, MOST_OPEN + 1]
-
-
 def test_tensors_are_staged(desk: Desk) -> None:
     torch = pytest.importorskip("torch")
     desk.arena.enable()
@@ -142,24 +130,6 @@ def test_half_of_the_memory_is_left_to_other_inputs(desk: Desk) -> None:
 # --- when memory is free --------------------------------------------------------------------------
 
 
-def test_a_slab_is_free_when_the_worker_has_no_view_of_its_batches(desk: Desk) -> None:
-    requests = desk.arrive(*numbered(4))
-    desk.dispatch(requests[:2])
-    desk.dispatch(requests[2:])
-    del requests
-    first, second = desk.read(), desk.read()
-    del second
-    desk.free()
-    assert desk.slabs.count == 1
-    kept = first.pop()[1:]
-    first.clear()
-    desk.free()
-    assert desk.slabs.count == 1
-    del kept
-    desk.free()
-    assert desk.slabs.count == 0
-
-
 def test_the_garbage_collector_may_free_memory(desk: Desk) -> None:
     (request,) = desk.arrive(filled(1))
     request.caller = [request]
@@ -168,6 +138,16 @@ def test_the_garbage_collector_may_free_memory(desk: Desk) -> None:
     assert desk.slabs.count == 1  # it is open
     close_all(desk)
     assert desk.slabs.count == 0
+
+
+def test_memory_is_free_when_the_caller_is_told_an_error(desk: Desk) -> None:
+    loop = asyncio.new_event_loop()
+    (request,) = desk.arrive(filled(1))
+    request.caller = loop.create_future()
+    assert set_exception(request, ValueError("no"))
+    assert request.staged.slab is None
+    assert isinstance(request.caller.exception(), ValueError)
+    loop.close()
 
 
 # --- copying in the thread ------------------------------------------------------------------------
@@ -312,26 +292,6 @@ def test_an_allocated_array_is_sent_as_it_lies_and_what_the_model_writes_is_not_
     desk.dispatch(desk.arrive(*arrays))
     assert sums(desk.read()) == [0, 9, 2]
     assert sums(views) == [1, 10, 3]
-
-
-def test_an_allocated_array_is_sent_again_and_occupies_its_slab(desk: Desk) -> None:
-    array = allocated(desk, 1)
-    requests = desk.arrive(array)
-    for kind in (Kind.ROWS, Kind.SHARED_INPUTS):  # the second of the same request is another try
-        desk.dispatch(requests)
-        assert desk.kinds == [kind]
-        assert sums(desk.read()) == [1]
-    desk.dispatch(desk.arrive(array))
-    assert desk.kinds == [Kind.ROWS]
-    assert sums(desk.read()) == [1]
-    requests.clear()
-    desk.free()
-    kept = array[1:]
-    del array
-    assert desk.slabs.count == 1
-    del kept
-    assert desk.slabs.count == 0
-    assert desk.arena._allocated == {}
 
 
 @pytest.mark.parametrize("forks", [False, True])

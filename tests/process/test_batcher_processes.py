@@ -38,7 +38,6 @@ from waits import (
     LIMIT,
     ONE_LOOP,
     SOON,
-    SOON_IN_WORKER,
     Gate,
     Watch,
     assert_balance,
@@ -51,7 +50,6 @@ from waits import (
 )
 
 from fast_batcher import (
-    DeadlineExceededError,
     DynBatcher,
     InferenceError,
     OutputMismatchError,
@@ -174,30 +172,6 @@ async def test_a_large_batch_that_is_not_read_blocks_no_loop_and_is_not_lost(
         assert await outcome(large) == b"x" * 50 * MEBI
         assert await batcher.process_batched("next") == "next"
         assert batcher.stats.restarts == (then == signal.SIGKILL)
-
-
-@pytest.mark.parametrize("waiter", ["waitpid", "subprocess"])
-async def test_another_part_of_the_program_has_waited_for_the_worker(
-    gate: Gate, waiter: str
-) -> None:
-    """A program may wait for any child; how the worker ended is unknown then."""
-    async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
-        held = call(batcher, "hold")
-        visit = await gate.visit()
-        with Watch([visit.pid]) as worker:
-            os.kill(visit.pid, signal.SIGKILL)
-            assert worker.survivors(LIMIT) == []
-        if waiter == "waitpid":
-            os.waitpid(visit.pid, 0)
-        else:
-            # Starting a process makes `subprocess` look for dead ones; it leaves ours alone.
-            process = await asyncio.create_subprocess_exec("true")
-            await process.wait()
-        error = await outcome(held)
-        assert isinstance(error, WorkerLostError)
-        expected = "unknown exit status" if waiter == "waitpid" else "SIGKILL"
-        assert expected in str(error)
-        assert await batcher.process_batched("next") == "next"
 
 
 NONSENSE: dict[str, tuple[bytes, str]] = {
@@ -658,62 +632,6 @@ def test_the_loop_is_closed_before_the_worker_is_ready(run: Run, gate: Gate, loa
     batcher.stop()
 
 
-@pytest.mark.parametrize("noticed", [False, True])
-def test_the_worker_dies_before_or_after_its_loop_is_closed(
-    new_loop: NewLoop, run: Run, noticed: bool
-) -> None:
-    batcher = DynBatcher(Whereabouts)
-    first = new_loop()
-    pid = first.run_until_complete(batcher.process_batched(None))
-    with Watch([pid]) as worker:
-        if noticed:
-            os.kill(pid, signal.SIGKILL)
-            first.run_until_complete(until_not_ready(batcher))
-        first.close()
-        if not noticed:
-            os.kill(pid, signal.SIGKILL)
-        assert worker.survivors(LIMIT) == []
-
-    async def use() -> Any:
-        await batcher.open()
-        if not noticed:
-            await until_not_ready(batcher)
-        return await batcher.process_batched(None)
-
-    assert run(use()) != pid
-    batcher.stop()
-
-
-def test_the_loop_is_closed_while_a_stuck_worker_is_being_replaced(run: Run, gate: Gate) -> None:
-    batcher = DynBatcher(
-        Stuck,
-        model_args=(gate.path, "ignoring SIGTERM"),
-        infer_timeout=SOON_IN_WORKER,
-        stop_timeout=LIMIT,
-        idempotent=False,
-    )
-
-    async def get_stuck() -> Any:
-        stuck = call(batcher, "stuck")
-        visit = await gate.visit()
-        assert isinstance(await outcome(stuck), DeadlineExceededError)
-        return visit
-
-    visit = run(get_stuck())
-
-    async def go_on() -> Any:
-        following = call(batcher, "following")
-        with Watch([visit.pid]) as worker:
-            await worker.until_dead()
-        second = await gate.visit()
-        assert second.pid != visit.pid
-        os.kill(second.pid, signal.SIGKILL)
-        assert isinstance(await outcome(following), WorkerLostError | DeadlineExceededError)
-
-    run(go_on())
-    batcher.stop()
-
-
 # --- programs -------------------------------------------------------------------------------------
 
 
@@ -883,26 +801,6 @@ def test_a_program_without_a_main_guard_fails_and_names_the_guard(program: Start
     status, stderr = running.finish()
     assert status != 0
     assert "if __name__ == '__main__':" in stderr
-
-
-def test_a_model_class_of_the_program_itself_works(program: Start) -> None:
-    running = program(
-        """
-        class Doubles(InferenceModel):
-            def infer(self, inputs):
-                return [2 * one for one in inputs]
-
-        async def main():
-            async with DynBatcher(Doubles) as batcher:
-                tell(await batcher.process_many([1, 2]))
-
-        if __name__ == "__main__":
-            asyncio.run(main())
-        """,
-        guarded=False,
-    )
-    assert running.tells() == [2, 4]
-    assert running.finish() == (0, "")
 
 
 def test_ctrl_c_does_not_kill_the_batch(program: Start, gate: Gate) -> None:

@@ -309,19 +309,6 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
         assert await batcher.process_batched("fine") == "fine"
 
 
-async def test_a_batcher_that_breaks_while_it_drains_fails_its_calls_and_closes(gate: Gate) -> None:
-    batcher = DynBatcher(Holds, model_args=(gate.path,), max_restarts=0)
-    await batcher.open()
-    held = call(batcher, "hold")
-    visit = await gate.visit()
-    closing = asyncio.create_task(batcher.aclose())
-    await turns()
-    os.kill(visit.pid, signal.SIGKILL)
-    assert isinstance(await outcome(held), NotReadyError)
-    assert await outcome(closing) is None
-    assert batcher.state == "closed"
-
-
 async def test_a_timeout_that_a_model_raises_too_late_is_not_taken_for_the_end_of_the_parent(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

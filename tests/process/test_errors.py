@@ -8,7 +8,7 @@ import os
 import pickle
 import traceback
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -346,45 +346,6 @@ def test_frames_are_cleared_but_for_those_that_still_run() -> None:
     assert held[0]() is None
     assert isinstance(value, Held)
     clear_frames(MemoryError())  # was never raised, and has none
-
-
-class Pause:
-    """What to await to be suspended."""
-
-    def __await__(self) -> Generator[None, None, None]:
-        yield
-
-
-def test_what_is_suspended_goes_on() -> None:
-    caught: list[MemoryError] = []
-
-    async def catch() -> str:
-        try:
-            raise MemoryError
-        except MemoryError as error:
-            caught.append(error)
-        await Pause()
-        return "went on"
-
-    async def catch_and_yield() -> AsyncIterator[str]:
-        try:
-            raise MemoryError
-        except MemoryError as error:
-            caught.append(error)
-        yield "first"
-        yield "went on"
-
-    coroutine = catch()
-    coroutine.send(None)
-    generator = catch_and_yield()
-    with pytest.raises(StopIteration, match="first"):
-        anext(generator).__await__().__next__()
-    for error in caught:
-        clear_frames(error)
-    with pytest.raises(StopIteration, match="went on"):
-        coroutine.send(None)
-    with pytest.raises(StopIteration, match="went on"):
-        anext(generator).__await__().__next__()
 
 
 # Out of memory.

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 from time import monotonic
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from models.children import TalksNonsense
 from models.large import (
     LARGE,
-    AnswersStacked,
     GivesViews,
     MakesLarge,
     Miscounts,
@@ -21,7 +19,7 @@ from models.large import (
     make_large,
 )
 from packed_frames import pack
-from sender_harness import MEBI, SMALL, copier_held, free, opened, wait_until_copied
+from sender_harness import MEBI, SMALL, copier_held, free, opened
 from sessions import pids_of, session_of
 from waits import LIMIT, call, outcome, turns, until
 
@@ -128,40 +126,6 @@ async def test_outputs_may_be_views_of_inputs(size: int) -> None:
         await free(batcher)
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-async def test_rows_of_one_array_are_outputs(library: str) -> None:
-    if library == "torch":
-        pytest.importorskip("torch")
-    async with opened(AnswersStacked, max_batch_size=4) as batcher:
-        arrays = [np.full((3, 50_000), number, np.float32) for number in range(8)]
-        values: list[Any] = arrays
-        if library == "torch":
-            values = [sys.modules["torch"].from_numpy(one) for one in arrays]
-        got = await batcher.process_many(values)
-        assert is_used(batcher)
-        assert all(np.array_equal(one, array) for one, array in zip(got, arrays, strict=True))
-        # Each has memory of its own: to keep one is not to keep all.
-        first, second = (np.asarray(one) for one in got[:2])
-        assert not np.shares_memory(first, second)
-        if library == "torch":
-            assert got[0].untyped_storage().nbytes() == arrays[0].nbytes
-
-
-async def test_an_outbox_that_is_full_is_empty_again_after_a_while(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    asked = [("array", ASIDE, number) for number in range(12)]
-    async with opened(MakesLarge, max_batch_size=1, max_shared_bytes=6 * MEBI) as batcher:
-        with copier_held(batcher):
-            tasks = [call(batcher, one) for one in asked]
-            # The others find no room, and overtake those that wait.
-            await until(lambda: batcher.stats.completed > 0)
-            assert 1 <= len(session_of(batcher).scheduler.workers.copying_out) < 6
-        for one, task in zip(asked, tasks, strict=True):
-            assert fingerprint(await outcome(task)) == fingerprint(make_large(*one))
-        assert capfd.readouterr().err.count("large outputs go through a pipe") == 1
-
-
 async def test_an_answer_that_is_being_copied_outlives_its_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -244,36 +208,6 @@ async def test_the_batcher_ends_when_what_is_being_copied_has_been_delivered() -
         await asyncio.wait_for(closing, LIMIT)
         for one, task in zip(asked, tasks, strict=True):
             assert fingerprint(await outcome(task)) == fingerprint(make_large(*one))
-
-
-def test_another_loop_goes_on_with_answers_that_were_being_copied() -> None:
-    batcher: DynBatcher[Any, Any] = DynBatcher(MakesLarge, max_batch_size=1)
-    future: list[Any] = []
-
-    async def begin() -> None:
-        task = call(batcher, ("array", ASIDE, 1))
-        future.append(batcher.submit(("array", ASIDE, 2)))
-        await until_answered(batcher, 2)
-        task.cancel()
-        await asyncio.wait([task])
-
-    async def go_on() -> None:
-        # Nothing more is copied, which would tell of those.
-        assert await batcher.process_batched("small") == "small"
-        (submitted,) = future
-        got = await asyncio.wait_for(asyncio.wrap_future(submitted), LIMIT)
-        assert fingerprint(got) == fingerprint(make_large("array", ASIDE, 2))
-        assert not session_of(batcher).scheduler.workers.copying_out
-        await batcher.aclose()
-
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(batcher.open())
-    with copier_held(batcher):
-        loop.run_until_complete(begin())
-        loop.close()
-    # Nobody tells that loop, or the next one, that they have been copied.
-    wait_until_copied(batcher)
-    asyncio.run(go_on())
 
 
 GARBAGE: dict[str, Any] = {

@@ -15,10 +15,9 @@ from paths import ROOT
 from programs import run_command
 from waits import LIMIT
 
-from benchmarks.cpu import TreeCpu, descendants, process_cpu, stolen_percent
-from benchmarks.harness import MOST_STOLEN, Host
+from benchmarks.cpu import TreeCpu, descendants, process_cpu
 from benchmarks.loops import closed_loop, mean_batch_size, open_loop
-from benchmarks.report import Compared, Measurement, Spread, Table, Verdict, failures
+from benchmarks.report import Compared, Measurement, Spread, Table, Verdict
 from benchmarks.scenarios import Load, steady_rate
 
 TABLE = Table("A table", "full_speed", Load("NoOp", 8, 64, 1.0), ("ours", "floor"), {"us": "cost"})
@@ -70,14 +69,6 @@ def test_ratios_and_differences_are_taken_within_a_repetition() -> None:
     assert TABLE.spread(runs, "ours", "uvloop", ratio) is None
 
 
-def test_a_failed_repetition_is_left_out_of_both_sides_and_is_reported() -> None:
-    runs = [measured("ours", 0, 2.0), measured("ours", 1, None)]
-    runs += [measured("floor", 0, 1.0), measured("floor", 1, 1.0)]
-    for column in ("cost", Compared("cost", "floor")):
-        assert TABLE.spread(runs, "ours", "asyncio", column) == Spread(2.0, 2.0, 2.0)
-    assert failures(runs) == ["ours on asyncio: it broke"]
-
-
 def test_a_verdict_compares_the_median_with_its_bar() -> None:
     spread = Spread(2.0, 1.0, 9.0)
     assert [Verdict("", spread, at_most=bar).holds for bar in (1.9, 2.0)] == [False, True]
@@ -109,18 +100,6 @@ def test_a_busy_child_counts_as_workers_and_an_idle_one_hardly() -> None:
         assert living >= 0.2
     # Its CPU time does not vanish with the process.
     assert TreeCpu.read().since(start).workers >= living
-
-
-def test_what_the_host_disturbed_is_measured_again_while_there_is_patience() -> None:
-    host = Host(patience=3.0)
-    assert host.was_calm(MOST_STOLEN, seconds=2.0)
-    assert host.describe() == {"stolen_percent": MOST_STOLEN}
-    assert not host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)
-    assert not host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)
-    assert host.was_calm(None, seconds=2.0)  # it has failed, as it would again
-    assert host.was_calm(MOST_STOLEN + 0.1, seconds=2.0)  # no patience is left
-    assert host.describe() == {"stolen_percent": MOST_STOLEN + 0.05, "measured_again": 2}
-    assert stolen_percent((5000, 70), (6000, 85)) == 1.5
 
 
 # Loads.

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -25,7 +24,7 @@ from examples.image_classification.model import (
     to_input,
 )
 from examples.image_classification.prediction import ARRAY_SHAPE, NotAnImageError, Prediction
-from examples.image_classification.resnet import ARCHITECTURES, load_network
+from examples.image_classification.resnet import ARCHITECTURES
 
 # Of torchvision 0.29.2's models: SHA-256 of a line for each entry of the state dict, its name and
 # its shape as a tuple, in order and joined by newlines.
@@ -71,20 +70,6 @@ def test_a_network_has_torchvisions_parameters_and_gives_one_score_per_class(arc
             assert network(torch.zeros(2, 3, 64, 64)).shape == (2, 1000)
 
 
-@pytest.mark.slow
-def test_weights_come_from_the_file_and_so_does_the_number_of_classes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    torch.manual_seed(7)
-    saved = ARCHITECTURES["resnet18"](classes=5)
-    torch.save(saved.state_dict(), tmp_path / "weights.pt")
-    loaded = load_network("resnet18", str(tmp_path / "weights.pt"))
-    assert loaded.fc.out_features == 5
-    for name, value in saved.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], value), name
-    assert capfd.readouterr().err == ""
-
-
 # --- from bytes to the network's input ------------------------------------------------------------
 
 
@@ -118,28 +103,6 @@ def array_of(image: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
     pixels = decode(image)
     assert isinstance(pixels, np.ndarray)
     return to_input(torch.tensor(pixels)[None], torch.float32)[0].contiguous().numpy()
-
-
-def test_an_array_is_the_networks_input_and_has_the_answer_of_its_image(
-    classifier: ImageClassifier,
-) -> None:
-    images = [make_image(seed) for seed in range(3)]
-    expected = classifier.infer(list(images))
-    arrays = [array_of(image) for image in images]
-    assert {array.shape for array in arrays} == {ARRAY_SHAPE}
-    for answer, wanted in zip(classifier.infer(list(arrays)), expected, strict=True):
-        assert isinstance(answer, Prediction)
-        assert isinstance(wanted, Prediction)
-        assert answer.label == wanted.label
-        assert answer.score == pytest.approx(wanted.score, rel=TOLERANCE)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38])
-def test_numbers_that_give_no_class_fail_alone(classifier: ImageClassifier, value: float) -> None:
-    fine = array_of(make_image(0))
-    one, other = classifier.infer([np.full(ARRAY_SHAPE, value, np.float32), fine])
-    assert isinstance(one, NotAnImageError)
-    assert isinstance(other, Prediction)
 
 
 # --- the app --------------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """The load test: its client, its arithmetic and its end; and the reference experiment."""
 
-import asyncio
 import json
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from apps.doubling import SLOWNESS
 from paths import PYTHONPATH, ROOT
 from programs import run_command
 
-from benchmarks import resnet_systems
 from benchmarks.load.client import Record, draw_arrivals
 from benchmarks.load.measurement import (
     Case,
@@ -29,7 +26,6 @@ from benchmarks.load.measurement import (
     summarise,
 )
 from benchmarks.load.server import serve
-from benchmarks.resnet_model import NO_NETWORK, Job, Model
 
 # In a separate file: a server and worker that import this file would load torch.
 APP = "apps.doubling:app"
@@ -156,24 +152,3 @@ def test_the_load_test_runs_from_the_command_line_and_stores_what_it_measured(
     assert (result["hardware"]["gpu"] == "not yet measured on a GPU") != torch.cuda.is_available()
     assert "us of CPU per request" in stdout
     assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_reference_experiment_notices_answers_in_the_wrong_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job = Job("wrong", NO_NETWORK, 4, "array", "cpu", "float32", threads=torch.get_num_threads())
-    monkeypatch.setenv("RESNET_JOB", json.dumps(asdict(job)))
-
-    @asynccontextmanager
-    async def wrong() -> AsyncIterator[Callable[[Any], Awaitable[list[Any]]]]:
-        model = Model()
-
-        async def answer(inputs: Any) -> list[Any]:
-            return model.infer(list(inputs))[::-1]
-
-        yield answer
-
-    monkeypatch.setitem(resnet_systems.SYSTEMS, "wrong", wrong)
-    with pytest.raises(RuntimeError, match="mixed up"):
-        asyncio.run(resnet_systems.measure(job))

@@ -210,17 +210,6 @@ def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
     ]
 
 
-def test_a_new_batcher_can_be_looked_at() -> None:
-    batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder", num_workers=1)
-    assert (batcher.name, batcher.state, batcher.is_ready) == ("Embedder", "new", False)
-    assert batcher.start_error is None
-    assert isinstance(batcher.stats, BatcherStats)
-    assert (batcher.stats.state, batcher.stats.num_workers) == ("new", 1)
-    assert repr(batcher) == (
-        "<DynBatcher 'Embedder' new workers=0/1 waiting=0 running=0 completed=0 failed=0>"
-    )
-
-
 def test_the_statistics_are_these() -> None:
     assert list(inspect.signature(BatcherStats).parameters) == [
         *("state", "workers_ready", "num_workers", "waiting", "running"),

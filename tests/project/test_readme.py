@@ -38,14 +38,6 @@ PROGRAMS = [one for page in (README, *PAGES.values()) for one in blocks(page, "p
 OURS = "fast_batcher"
 
 
-@pytest.mark.parametrize("page", ["README.md", *PAGES])
-def test_no_fence_is_left_open(page: str) -> None:
-    text = PAGES.get(page, README)
-    assert sum(line.lstrip().startswith("```") for line in text.splitlines()) == 2 * len(
-        BLOCK.findall(text)
-    )
-
-
 @pytest.mark.parametrize("number", range(len(PROGRAMS)))
 def test_what_a_program_imports_of_ours_is_there(number: int) -> None:
     imports = [

@@ -20,6 +20,7 @@ from fast_batcher._shared_memory.outbox_writer import (
     OutboxWriter,
 )
 from fast_batcher._shared_memory.ranges import ALIGNMENT
+from fast_batcher._transport.memory_file import open_passed
 from fast_batcher._transport.pickler import OutOfBandPickle, OutOfBandPickler
 from fast_batcher.errors import TransportError
 
@@ -142,31 +143,6 @@ def test_other_threads_run_while_large_buffers_are_copied(
     assert releasing == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
 
 
-def test_an_answer_that_is_over_makes_room(outbox: OutboxReader, writer: OutboxWriter) -> None:
-    value = np.zeros(3 * MEBI, np.uint8)
-    first, second = left_answer(outbox, writer, value), left_answer(outbox, writer, value)
-    parts = parts_of(value)
-    assert writer.put(parts) is None
-    assert f"of max_shared_bytes={SIZE} are taken" in writer.describe_room()
-    load(first)
-    assert writer.put(parts) == 0
-    assert writer.put(parts) is None
-    second.release()
-    answer = left_answer(outbox, writer, [_Unreadable(), np.zeros(LARGE)])
-    assert isinstance(load(answer), ValueError)
-    writer._free_copied()
-    assert writer._ranges.count == 1
-
-
-class _Unreadable:
-    def __reduce__(self) -> Any:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise ValueError("not here")
-
-
 @pytest.mark.parametrize(
     ("start", "sizes"),
     [
@@ -267,6 +243,19 @@ def test_another_process_leaves_an_answer_and_dies() -> None:
     array, text = load(outbox.find(*where))
     assert (array.sum(), text) == (3 * LARGE, "text")
     outbox.close()
+
+
+def test_a_worker_without_room_for_it_is_told_why(outbox: OutboxReader) -> None:
+    class Duplicate:
+        """A descriptor in the other process, as `multiprocessing` passes it."""
+
+        def detach(self) -> int:
+            # One that may only be read cannot be mapped to be written.
+            return os.open(f"/proc/self/fd/{outbox._fd}", os.O_RDONLY)
+
+    error = open_passed(OutboxWriter, Duplicate(), SIZE, LEAST)
+    assert isinstance(error, PermissionError)
+    assert error.__traceback__ is None
 
 
 @pytest.mark.slow

@@ -297,23 +297,6 @@ def test_a_batch_is_free_when_neither_this_process_nor_a_child_may_view_it(
 
 
 @pytest.mark.slow
-def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(
-    views: SlabViews, progress: WorkerProgress
-) -> None:
-    kept, other = views.view(1), views.view(2)
-    first = Child()
-    del other
-    second = Child()  # it has only the first batch
-    del kept
-    second.end()
-    assert views.take_freed() == []
-    told = progress.inherited
-    first.end()
-    assert sorted(views.take_freed()) == [1, 2]
-    assert (told, progress.inherited) == (2, None)
-
-
-@pytest.mark.slow
 def test_without_a_descriptor_for_a_pipe_a_batch_that_a_child_may_view_is_never_free(
     views: SlabViews,
 ) -> None:

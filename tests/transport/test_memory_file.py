@@ -47,3 +47,15 @@ def test_elsewhere_it_is_on_a_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(fd)
     with pytest.raises(OSError, match="Linux only"):
         make_shared_file(SIZE)
+
+
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_what_the_system_refuses_is_an_error_and_leaves_nothing(
+    has_memfd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_memfd:
+        monkeypatch.delattr(os, "memfd_create")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Invalid argument"):
+        make_memory_file(-1)
+    assert os.listdir("/proc/self/fd") == before

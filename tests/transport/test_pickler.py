@@ -170,21 +170,6 @@ def test_buffers_are_in_the_stream_until_there_is_enough_to_share() -> None:
     assert [one[0] for one in got] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("is_large", [False, True])
-def test_values_share_nothing_but_what_one_of_them_has_twice(is_large: bool) -> None:
-    shared = np.zeros(LARGE if is_large else 10, np.uint8)
-    pickled = make_pickler().pickle([[shared, shared], {"also": shared}, shared], lambda: True)
-    if isinstance(pickled, OutOfBandPickle):
-        # Each has a buffer of its own.
-        assert pickled.sizes[1:] == [LARGE] * 3
-    assert isinstance(pickled, OutOfBandPickle) == is_large
-    (one, same), other, third = load(pickled)
-    assert one is same
-    one += 1
-    other["also"] += 2
-    assert [value[0] for value in (one, other["also"], third)] == [1, 2, 0]
-
-
 def test_a_value_that_cannot_be_unpickled_harms_no_other() -> None:
     arrays = [np.full(LARGE, number, np.uint8) for number in range(4)]
     first, error, last = load(parts_of(arrays[0], [arrays[1], Unreadable(), arrays[2]], arrays[3]))

@@ -22,8 +22,8 @@ from models.collated import (
     OnGrad,
     OutOfMemory,
     Sequences,
-    Summed,
     Trains,
+    Words,
 )
 from waits import ONE_LOOP, assert_balance, call, outcome, turns
 
@@ -81,6 +81,11 @@ def test_a_batch_is_a_copy_of_its_inputs() -> None:
     assert value.tolist() == [0, 1, 2]
 
 
+def test_a_model_without_a_collation_is_left_alone() -> None:
+    recorder = Recorder()
+    assert collate(recorder) is recorder
+
+
 def test_what_is_no_collation_is_named() -> None:
     recorder: Any = Recorder()
     recorder.collation = "stack"
@@ -110,6 +115,15 @@ def test_one_unlike_the_others_fails_alone(other: Any) -> None:
     assert "cannot be joined" in str(fault)
     assert first.dtype == second.dtype == np.float32
     assert len(recorder.batches) == 1
+
+
+def test_where_no_kind_is_most_of_them_the_batch_fails() -> None:
+    recorder = Recorder()
+    with pytest.raises(CollationError, match=r"see Collation\.pad; send .* use unequal='group'"):
+        compute(recorder, Collation.stack(), row(3), row(4))
+    with pytest.raises(CollationError):
+        compute(recorder, Collation.stack(), row(3), row(3), row(4), row(5))
+    assert recorder.batches == []
 
 
 def test_groups_are_computed_apart_and_come_back_in_order() -> None:
@@ -192,6 +206,13 @@ def test_what_rows_are_made_of(
     assert compute(Recorder(answer), collation, 0.0, 1.0) == expected
 
 
+def test_an_error_in_the_place_of_a_row_is_that_rows_own() -> None:
+    fault = ValueError("no")
+    found = compute(Recorder(lambda batch: [batch[0], fault]), Collation.stack(), row(), row())
+    assert found[0].tolist() == [0, 1, 2]
+    assert found[1] is fault
+
+
 # With real workers.
 
 pytestmark = pytest.mark.anyio
@@ -249,6 +270,11 @@ async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
         assert stats.batch_sizes[8] == 1
 
 
+async def test_a_class_with_something_else_is_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="its collation is 'stack'; make one with"):
+        DynBatcher(Words)
+
+
 # Inputs that are batches.
 
 
@@ -276,21 +302,6 @@ async def test_rows_of_several_callers_share_batches() -> None:
         assert (await many).flatten().tolist() == [0, 1, 2, 3]
         assert [(await outcome(one)).tolist(), (await outcome(other)).tolist()] == [[0], [1]]
         assert batcher.stats.batch_sizes == {6: 1}
-
-
-@pytest.mark.slow
-async def test_features_and_outputs_have_axes_of_their_own() -> None:
-    async with DynBatcher(Summed) as batcher:
-        features = {"x": np.arange(6.0).reshape(2, 3), "y": np.ones((2, 3))}
-        found = await batcher.process_rows(features, collation=Collation.stack(batch_dim=1))
-        assert found["sum"].shape == (2, 3)
-        assert found["sum"].tolist() == (features["x"] + features["y"]).tolist()
-        assert found["word"] == ["row"] * 3
-        across = Collation.stack(batch_dim=(1, 0))
-        found = await batcher.process_rows(features, collation=across)
-        assert found["sum"].tolist() == (features["x"] + features["y"]).T.tolist()
-        ragged = {"x": [row(), row()], "y": [row(), row()]}
-        assert (await batcher.process_rows(ragged))["sum"].shape == (2, 3)
 
 
 @pytest.mark.slow

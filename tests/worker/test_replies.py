@@ -17,6 +17,7 @@ from fast_batcher._transport.codec import ATOMS, SerializedError, describe, load
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED
 from fast_batcher._worker.replies import ReplyEncoder
+from fast_batcher.errors import TransportError
 
 MEBI = 2**20
 SIZE = 8 * MEBI
@@ -151,39 +152,6 @@ ROW = np.arange(LARGE // 6)
 
 
 @pytest.mark.parametrize(
-    "outputs",
-    [
-        [ROW, ROW + 1],
-        list(np.arange(LARGE, dtype=">f4").reshape(2, 3, -1)),
-        [np.full((), number) for number in range(3)],
-        [np.empty((0, 3)), np.empty((0, 3))],
-        [np.zeros(3, "V0"), np.zeros(3, "V0")],
-        list(np.array([[b"a", b"bc"], [b"d", b""]])),
-        list(np.zeros((2, 9000), [("a", "f8"), ("b", "i4")])),
-        [np.arange(number, number + 10) for number in range(3)],
-        [np.broadcast_to(ROW[:1000], (9, 1000)), np.ones((9, 1000), ROW.dtype)],
-        [ROW.astype("M8[s]"), ROW.astype("M8[s]")],
-        [np.array([None] * 9), np.array([1] * 9, object)],
-        [np.zeros((300, 400), order="F"), np.ones((300, 400), order="F")],
-        [ROW.astype("f4"), ROW.astype("f8")],
-        [ROW, ROW[1:]],
-        [np.zeros(9000, [("a", "f8"), ("b", "i4")]) for _ in range(2)],
-    ],
-    ids=range(15),
-)
-def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
-    post.pack([ROW])
-    _, got = post.pack(outputs)
-    for one, sent in zip(got, outputs, strict=True):
-        assert one.dtype == sent.dtype
-        assert one.shape == sent.shape
-        assert (one == sent).all()
-        assert one.flags.writeable
-        assert one.flags.f_contiguous is sent.flags.f_contiguous
-    assert not np.shares_memory(got[0], got[1])
-
-
-@pytest.mark.parametrize(
     "shared", [ROW, bytearray(LARGE), {"row": ROW}, [0]], ids=["array", "raw", "dict", "list"]
 )
 def test_one_output_for_several_requests_is_an_object_for_each(post: Post, shared: Any) -> None:
@@ -209,6 +177,15 @@ def test_one_that_cannot_be_pickled_fails_alone(post: Post, is_first: bool) -> N
     outputs.clear()
     raw.append(1)  # nothing is locked
     assert post.pack(["after"]) == (Kind.OUTPUT_ATOMS, ["after"])
+
+
+@pytest.mark.parametrize("make", [bytes, lambda size: np.zeros(size, np.uint8)])
+def test_what_is_larger_than_a_frame_fails_alone(post: Post, make: Any) -> None:
+    _, (large, small) = post.pack([make(MAX_FRAME_BYTES), "small"])
+    assert small == "small"
+    assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(large)
+    assert post.writer._ranges.count == 0
+    assert post.pack([make(MAX_FRAME_BYTES - 1000), "small"])[0] is Kind.SHARED_OUTPUTS
 
 
 def test_nothing_of_the_outputs_is_held_once_they_are_posted(post: Post) -> None:
@@ -268,3 +245,10 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2
+
+
+@pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])
+def test_an_answer_with_failures_that_are_none_is_none(post: Post, failures: Any) -> None:
+    where = post.where([np.zeros(LARGE)])
+    with pytest.raises(TransportError):
+        SharedOutcomes(post.outbox.find(*where), failures).read(1)

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from models.base import Echo
 from models.ordinary import Slow
@@ -18,11 +17,6 @@ from models.raising import Alarmed, BrokenAndRaises, Says, StreamsInput
 from models.returning import BrokenOnArrival
 from waits import LIMIT, Gate
 
-from fast_batcher import stack
-from fast_batcher._arrays import stacking
-from fast_batcher._shared_memory.layouts import Layout
-from fast_batcher._shared_memory.slabs import Slabs
-from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.codec import SerializedError
@@ -220,23 +214,10 @@ def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> No
     assert (served.progress.taken, served.progress.begun) == (6, 6)
 
 
-def test_a_run_of_rows_is_lent_as_one_array() -> None:
-    slabs = Slabs(MEBI)
-    views = SlabViews(os.dup(slabs._fd), MEBI)
-    layout = codec.dumps(Layout(False, np.dtype("u1"), (4096,)))
-    body = codec.dumps([(layout, 0, 2), (layout, 3 * 4096, 1)])
-    inputs, failures = InputReader(views).read(Frame(Kind.ROWS, 5, 0.0, body))
-    assert failures == {}
-    assert [(piece.whole.shape, len(piece.rows)) for piece in stacking.lent] == [
-        ((2, 4096), 2),
-        ((1, 4096), 1),
-    ]
-    # Of the array that the rows are of: not made anew.
-    assert stack(inputs[:2]).base is inputs[0].base
-    stacking.lent.clear()
-    del inputs
-    views.close()
-    slabs.close()
+@serves(Echo)
+def test_a_ping_is_answered(served: Served) -> None:
+    served.channel.send(Kind.PING)
+    assert served.answer().kind is Kind.PONG
 
 
 @serves(Echo)

@@ -44,6 +44,21 @@ def test_every_input_is_computed_and_no_batch_is_too_large() -> None:
     assert model.seen == [["a"], ["a"], ["a", "b"], ["c", "a"], ["a", "b"]]
 
 
+def test_without_batching_every_input_is_computed_too() -> None:
+    model = Sizes("a", "b")
+    assert [size for size, _ in warm_up(model, 1)] == [1]
+    assert model.seen == [["a"], ["a"], ["b"]]
+
+
+def test_without_inputs_there_is_nothing_to_tell() -> None:
+    class Plain:
+        def infer(self, inputs: list[Any]) -> list[Any]:
+            raise AssertionError("it has no inputs")
+
+    assert warm_up(Plain(), 4) == []
+    assert warm_up(Warm([]), 4) == []
+
+
 def test_a_full_batch_that_is_too_large_is_no_reason_not_to_start() -> None:
     """Requests may never fill one, and batches become smaller if they do."""
     assert [size for size, _ in warm_up(Sizes("a", most=2), 8)] == [1]
@@ -71,3 +86,9 @@ def test_a_model_may_use_its_inputs_up() -> None:
     assert [size for size, _ in warm_up(model, 3)] == [1, 3]
     a, b = ("a", b"file"), ("b", b"file")
     assert model.seen == [[a], [a], [a, b, a], [a, b, a]]
+
+
+def test_inputs_that_cannot_be_sent_are_computed_as_they_are() -> None:
+    model = Sizes(lambda: None)
+    warm_up(model, 2)
+    assert model.seen == [[*model.inputs]] * 2 + [[*model.inputs] * 2] * 2

@@ -76,10 +76,6 @@ class OutOfMemory(InferenceModel[Any, Any]):
 class Words(Keeps):
     collation = "stack"  # type: ignore[assignment]  # what it is about
 
-
-class Summed(InferenceModel[Any, Any]):
-    collation = Collation.stack()
-
     def infer(self, inputs: Any) -> Any:
         outputs = inputs["x"] + inputs["y"]
         return {"sum": outputs, "word": ["row"] * len(outputs)}

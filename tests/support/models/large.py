@@ -38,15 +38,6 @@ def _is(value: Any, expected: bytes) -> bool:
     return isinstance(value, bytes) and value == expected
 
 
-class WritesInputs(InferenceModel[Any, Any]):
-    """Adds one to every array, in place."""
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        for one in inputs:
-            one += 1
-        return inputs
-
-
 class Stacks(InferenceModel[Any, tuple[bool, Any]]):
     """Answers with whether its inputs could be stacked without a copy, and a digest of each."""
 
@@ -227,12 +218,3 @@ class GivesViews(InferenceModel[Any, Any]):
 
     def infer(self, inputs: list[Any]) -> list[Any]:
         return [(one, one[::2], one[5:]) for one in inputs]
-
-
-class AnswersStacked(InferenceModel[Any, Any]):
-    """Answers with one array, or tensor, of all that it is given."""
-
-    def infer(self, inputs: list[Any]) -> Any:
-        if hasattr(inputs[0], "detach"):
-            return importlib.import_module("torch").stack(inputs)
-        return load_numpy().stack(inputs)
