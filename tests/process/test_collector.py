@@ -49,7 +49,7 @@ with frozen():
 
 
 @pytest.mark.parametrize("first_to_end", [0, 1])
-def test_several_blocks_change_it_and_the_last_one_to_end_changes_it_back(
+def test_several_blocks_freeze_and_the_last_to_end_unfreezes(
     first_to_end: int,
 ) -> None:
     run(f"""
