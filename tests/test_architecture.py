@@ -47,6 +47,7 @@ FLOORS: dict[str, int] = {
     "inference": 4,
     "aio": 4,
     "fastapi": 5,
+    "prometheus": 5,
     # Other names for things inside, for users alone.
     "dyn_batcher": 5,
     "inference_template": 5,
@@ -456,6 +457,7 @@ TESTS = {
     "model": "test_public_api.py",
     "model_spec": "test_model_spec.py",
     "observing": "test_observing.py",
+    "prometheus": "edge",
     "settings": "test_batcher_settings.py",
     "stats": "test_stats.py",
     "types": "test_aio.py",
