@@ -180,12 +180,15 @@ def names_in(expression: str) -> set[str]:
     return set(words) - {"and", "or", "unless", "by"}
 
 
-def test_the_rules_and_the_dashboard_name_series_that_exist_and_nothing_else() -> None:
+def test_the_documents_name_metrics_that_exist_and_nothing_else() -> None:
     registry = CollectorRegistry()
     batcher = DynBatcher(Echo)
     instrument(batcher, registry)
     asyncio.run(answer_one(batcher))
-    series = {sample.name for metric in registry.collect() for sample in metric.samples}
+    families = [*registry.collect()]
+    page = set(re.findall(r"`(fast_batcher_\w+)` \|", (DOCS / "observability.md").read_text()))
+    assert {name.removesuffix("_total") for name in page} == {one.name for one in families}
+    series = {sample.name for one in families for sample in one.samples}
     named = set().union(*map(names_in, expressions()))
     assert len(named) > 8
     assert named - series == set()
