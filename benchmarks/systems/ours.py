@@ -34,6 +34,13 @@ class Model(InferenceModel[Any, Any]):
         return self._model.infer(inputs)
 
 
+def make_batcher(load: Load, **settings: Any) -> DynBatcher[Any, Any]:
+    """Make a batcher for a load, with these settings."""
+    return DynBatcher(
+        Model, max_batch_size=load.max_batch_size, model_args=(load.model,), **settings
+    )
+
+
 @asynccontextmanager
 async def opened(load: Load, **settings: Any) -> AsyncIterator[Process]:
     """Start the worker and wait until it is ready.
@@ -42,8 +49,5 @@ async def opened(load: Load, **settings: Any) -> AsyncIterator[Process]:
         load: Of the model.
         settings: Of the batcher.
     """
-    batcher = DynBatcher(
-        Model, max_batch_size=load.max_batch_size, model_args=(load.model,), **settings
-    )
-    async with batcher:
+    async with make_batcher(load, **settings) as batcher:
         yield batcher.process_batched

@@ -46,6 +46,7 @@ FLOORS: dict[str, int] = {
     "inference": 4,
     "aio": 4,
     "fastapi": 5,
+    "prometheus": 5,
     # Other names for things inside, for users alone.
     "dyn_batcher": 5,
     "inference_template": 5,
@@ -429,6 +430,7 @@ TESTS = {
     "model": "project/test_public_api.py",
     "model_spec": "asyncio_shell/test_model_spec.py",
     "observing": "asyncio_shell/test_observing.py",
+    "prometheus": "edge",
     "settings": "asyncio_shell/test_batcher_settings.py",
     "stats": "asyncio_shell/test_stats.py",
     "types": "local/test_aio.py",

@@ -1,0 +1,250 @@
+"""Prometheus metrics of batchers, as an observer that sets metrics of `prometheus_client`.
+
+    batcher --events--> PrometheusObserver --> metrics of a registry <-- /metrics
+            <--stats-- each second, for the gauges
+
+The observer runs where the batcher's observers run: in the API process, on the event loop's thread.
+The metrics are ordinary ones of `prometheus_client`, so that its multiprocess mode
+(`PROMETHEUS_MULTIPROC_DIR`) adds up the server processes of an app.
+"""
+
+import asyncio
+import os
+from collections import Counter as Counts
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, get_args
+from weakref import WeakKeyDictionary, WeakSet
+
+from fast_batcher._core.messages import Release
+from fast_batcher.batcher import DynBatcher
+from fast_batcher.observing import (
+    BatchAnswered,
+    CollectionPaused,
+    Observer,
+    Outcome,
+    RequestEnded,
+    WorkerChanged,
+)
+
+if TYPE_CHECKING:
+    from fastapi import APIRouter
+
+try:
+    from prometheus_client import (
+        CONTENT_TYPE_LATEST,
+        REGISTRY,
+        CollectorRegistry,
+        Counter,
+        Gauge,
+        Histogram,
+        generate_latest,
+    )
+    from prometheus_client.multiprocess import MultiProcessCollector
+except ModuleNotFoundError as error:
+    if error.name != "prometheus_client":
+        raise
+    raise ModuleNotFoundError(
+        "fast_batcher.prometheus needs prometheus-client: pip install 'fast_batcher[prometheus]'",
+        name="prometheus_client",
+    ) from error
+
+# Seconds between two settings of the gauges: shorter than any usual scrape interval.
+REFRESH_INTERVAL = 1.0
+# Upper bounds of buckets. All batchers of a registry share them, and `max_batch_size` may change
+# while a batcher runs, so that they cannot depend on it.
+BATCH_SIZES = tuple(2**exponent for exponent in range(11))
+SECONDS = (*(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05), *(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30))
+
+
+def instrument(batcher: DynBatcher[Any, Any], registry: CollectorRegistry | None = None) -> None:
+    """Keep Prometheus metrics of a batcher from now on.
+
+    Batchers share the metrics of a registry, and differ in the label `model`, the batcher's name.
+    Batchers of the same name are added up. A second call for the same batcher and registry has no
+    effect.
+
+    Args:
+        batcher: The batcher, open or not.
+        registry: The registry of the metrics, None for `prometheus_client.REGISTRY`.
+
+    Raises:
+        ValueError: The registry already has other metrics with one of these names.
+    """
+    registry = REGISTRY if registry is None else registry
+    metrics = _metrics.get(registry)
+    if metrics is None:
+        metrics = _metrics[registry] = _Metrics(registry)
+    if batcher not in metrics.batchers:
+        metrics.batchers.add(batcher)
+        observer = PrometheusObserver(batcher, metrics)
+        batcher.add_observer(observer)
+        if batcher.state not in ("new", "closed"):
+            observer.refresh_soon()
+
+
+def metrics_router(registry: CollectorRegistry | None = None) -> "APIRouter":
+    """Make the route `/metrics`, for an app that has none yet. Needs FastAPI.
+
+    In the multiprocess mode of `prometheus_client` it answers with the metrics of all server
+    processes, whatever the registry.
+
+    Args:
+        registry: The registry to show, None for `prometheus_client.REGISTRY`.
+    """
+    try:
+        from fastapi import APIRouter, Response
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "metrics_router needs FastAPI: pip install 'fast_batcher[fastapi]'", name="fastapi"
+        ) from error
+
+    router = APIRouter(include_in_schema=False)
+
+    # A plain function, which runs in a thread: the event loop does not wait for the text.
+    @router.get("/metrics")
+    def metrics() -> Response:
+        shown = REGISTRY if registry is None else registry
+        if "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+            shown = CollectorRegistry()
+            MultiProcessCollector(shown)  # type: ignore[no-untyped-call]  # it has no annotations
+        return Response(generate_latest(shown), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return router
+
+
+class _Metrics:
+    """The metrics of one registry, and the batchers whose observers set them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.batchers: WeakSet[DynBatcher[Any, Any]] = WeakSet()
+
+        def count(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"fast_batcher_{name}", text, ("model", *labels), registry=registry)
+
+        def distribute(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            name = f"fast_batcher_{name}"
+            return Histogram(name, text, ("model",), registry=registry, buckets=buckets)
+
+        def show(name: str, text: str) -> Gauge:
+            name = f"fast_batcher_{name}"
+            return Gauge(name, text, ("model",), registry=registry, multiprocess_mode="livesum")
+
+        self.requests = count("requests_total", "Requests that have ended.", "outcome")
+        self.batches = count("batches_total", "Batches that workers have answered.", "release")
+        self.restarts = count("worker_restarts_total", "Workers that took another's place.")
+        self.batch_size = distribute("batch_size", "Requests in answered batches.", BATCH_SIZES)
+        self.queue_wait = distribute(
+            "queue_wait_seconds", "From a request's arrival until its worker began with it."
+        )
+        self.infer = distribute("infer_seconds", "Time that the model took for a batch.")
+        self.request = distribute(
+            "request_seconds", "From a request's arrival to its end, but for rejected requests."
+        )
+        self.gc_pause = distribute(
+            "gc_pause_seconds", "Pauses of the API process by Python's garbage collector."
+        )
+        self.queue_size = show("queue_size", "Requests that wait for a worker.")
+        self.workers_ready = show("workers_ready", "Workers that have loaded the model.")
+        self.in_flight = show("in_flight", "Requests that workers have.")
+
+
+# The metrics that this module has made, by their registries.
+_metrics: WeakKeyDictionary[CollectorRegistry, _Metrics] = WeakKeyDictionary()
+
+
+class _Series:
+    """The time series of one batcher, looked up once: `labels` takes longer than `inc`."""
+
+    def __init__(self, metrics: _Metrics, model: str) -> None:
+        # Every series exists from the start, because a rate needs a zero to begin with.
+        self.requests = {one: metrics.requests.labels(model, one) for one in get_args(Outcome)}
+        self.batches = {str(one): metrics.batches.labels(model, str(one)) for one in Release}
+        self.restarts = metrics.restarts.labels(model)
+        self.batch_size = metrics.batch_size.labels(model)
+        self.queue_wait = metrics.queue_wait.labels(model)
+        self.infer = metrics.infer.labels(model)
+        self.request = metrics.request.labels(model)
+        self.gc_pause = metrics.gc_pause.labels(model)
+        self.gauges = (
+            metrics.queue_size.labels(model),
+            metrics.workers_ready.labels(model),
+            metrics.in_flight.labels(model),
+        )
+
+
+class PrometheusObserver(Observer):
+    """Sets the metrics of one batcher; `instrument` makes it.
+
+    Args:
+        batcher: The batcher, whose `stats` give the gauges and the restarts.
+        metrics: The metrics of a registry.
+    """
+
+    def __init__(self, batcher: DynBatcher[Any, Any], metrics: _Metrics) -> None:
+        self._batcher = batcher
+        self._metrics = metrics
+        self._timer: asyncio.Handle | None = None
+        # What this batcher has added to the gauges and to the count of restarts.
+        self._shown = (0, 0, 0)
+        self._restarts = 0
+
+    @cached_property
+    def _series(self) -> _Series:
+        """The batcher's series, made at its first event.
+
+        In multiprocess mode a series is written to a file at once. A worker that imports the app's
+        module instruments a batcher as well, but there it has no events.
+        """
+        return _Series(self._metrics, self._batcher.name)
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Count a batch and its requests."""
+        series = self._series
+        series.batches[event.release].inc()
+        series.batch_size.observe(event.size)
+        series.infer.observe(event.infer_seconds)
+        for request in event.requests:
+            series.queue_wait.observe(request.queue_wait)
+            series.request.observe(request.total)
+        for outcome, count in Counts([one.outcome for one in event.requests]).items():
+            series.requests[outcome].inc(count)
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Count a request."""
+        self._series.requests[event.outcome].inc()
+        if event.outcome != "rejected":
+            self._series.request.observe(event.wait)
+
+    def collection_paused(self, event: CollectionPaused) -> None:
+        """Note a pause."""
+        self._series.gc_pause.observe(event.seconds)
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Set the gauges as soon as the batcher has taken note of the change, too."""
+        self.refresh_soon()
+
+    def refresh_soon(self) -> None:
+        """Set the gauges in the loop's next turn, and then each second until the batcher closes."""
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            self._timer = asyncio.get_running_loop().call_soon(self._refresh_each_second)
+        except RuntimeError:  # `stop` has been called after the loop's end
+            self._refresh()
+
+    def _refresh_each_second(self) -> None:
+        # Not when Prometheus asks: in multiprocess mode it asks one of the processes for all.
+        self._refresh()
+        self._timer = None
+        if self._batcher.state != "closed":
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(REFRESH_INTERVAL, self._refresh_each_second)
+
+    def _refresh(self) -> None:
+        """Bring the gauges and the count of restarts up to date."""
+        stats, series = self._batcher.stats, self._series
+        shown = (stats.waiting, stats.workers_ready, stats.running)
+        for gauge, value, before in zip(series.gauges, shown, self._shown, strict=True):
+            gauge.inc(value - before)
+        series.restarts.inc(stats.restarts - self._restarts)
+        self._shown, self._restarts = shown, stats.restarts

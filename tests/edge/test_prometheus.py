@@ -1,0 +1,342 @@
+"""Prometheus metrics: in this process, and of two servers that a real Prometheus scrapes."""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import httpx2
+import pytest
+import yaml
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_fastapi_instrumentator import Instrumentator
+from sample_models import Crashes, Echo, Gated
+from servers import Server, find_free_port, serve
+from starlette.testclient import TestClient
+from waits import LIMIT, Gate, both_loops, call, outcome, until
+
+from fast_batcher import DynBatcher
+from fast_batcher.prometheus import instrument, metrics_router
+
+__all__ = ["serve"]
+
+pytestmark = pytest.mark.slow
+
+DOCS = Path(__file__).parents[2] / "docs"
+ALERTS = DOCS / "prometheus" / "alerts.yml"
+DASHBOARD = DOCS / "grafana" / "fast_batcher.json"
+
+has_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="a real Prometheus is needed: apt-get install prometheus",
+)
+
+
+class Readings:
+    """The samples of a registry, without the common beginning of their names."""
+
+    def __init__(self, registry: CollectorRegistry, model: str) -> None:
+        self._registry = registry
+        self._model = model
+
+    def __call__(self, name: str, **labels: str) -> float | None:
+        labels = {"model": self._model, **labels}
+        return self._registry.get_sample_value(f"fast_batcher_{name}", labels)
+
+
+# --- in this process ------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+@both_loops
+async def test_the_metrics_are_those_of_the_statistics_whatever_dies() -> None:
+    registry = CollectorRegistry()
+    options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
+    batcher = DynBatcher(Crashes, 4, name="crashes", **options)
+    other = DynBatcher(Echo, name="echo")
+    for one in (batcher, other, batcher):
+        instrument(one, registry)
+    read = Readings(registry, "crashes")
+    async with batcher, other:
+        words = ["exit 3" if number % 8 == 0 else "fine" for number in range(40)]
+        calls = [call(batcher, word) for word in words]
+        left = call(batcher, "fine")
+        await asyncio.sleep(0)
+        left.cancel()
+        for task in (*calls, left):
+            await outcome(task)
+        assert await other.process_batched(1) == 1
+        stats = batcher.stats
+        await until(lambda: read("workers_ready") == 2)
+        assert read("worker_restarts_total") == batcher.stats.restarts > 0
+    ended = {one: read("requests_total", outcome=one) for one in ("completed", "failed")}
+    assert ended == {"completed": stats.completed, "failed": stats.failed}
+    assert read("requests_total", outcome="cancelled") == stats.cancelled == 1
+    assert read("requests_total", outcome="expired") == 0
+    assert read("request_seconds_count") == 41
+    assert read("infer_seconds_count") == read("batch_size_count")
+    assert Readings(registry, "echo")("requests_total", outcome="completed") == 1
+    assert read("workers_ready") == 0
+
+
+@pytest.mark.anyio
+@both_loops
+@pytest.mark.parametrize("ending", ["aclose", "stop"])
+async def test_the_gauges_add_up_what_batchers_of_one_name_have(gate: Gate, ending: str) -> None:
+    registry = CollectorRegistry()
+    read = Readings(registry, "gated")
+
+    def gauges() -> tuple[float | None, ...]:
+        return read("queue_size"), read("in_flight"), read("workers_ready")
+
+    async with contextlib.AsyncExitStack() as stack:
+        batchers = [DynBatcher(Gated, 1, model_args=(gate.path,), name="gated") for _ in "12"]
+        for one in batchers:
+            await stack.enter_async_context(one)
+            instrument(one, registry)
+        calls = [call(batchers[0], number) for number in range(3)] + [call(batchers[1], 3)]
+        # The last change of a worker is long past when these wait: a timer sets the gauges.
+        await gate.visit()
+        await gate.visit()
+        # A worker has the next batch, too.
+        await until(lambda: gauges() == (1, 3, 2))
+        gate.close()
+        assert [await outcome(task) for task in calls] == [0, 1, 2, 3]
+        if ending == "stop":
+            for one in batchers:
+                one.stop()
+            await until(lambda: gauges() == (0, 0, 0))
+    assert gauges() == (0, 0, 0)
+
+
+def test_it_works_beside_the_metrics_of_the_app() -> None:
+    registry = CollectorRegistry()
+    batcher = DynBatcher(Echo, name="beside")
+    instrument(batcher, registry)
+    app = FastAPI(lifespan=batcher.lifespan)
+    Instrumentator(registry=registry).instrument(app).expose(app, endpoint="/theirs")
+    app.include_router(metrics_router(registry))
+
+    @app.get("/echo/{number}")
+    async def echo(number: int) -> int:
+        result: int = await batcher.process_batched(number)
+        return result
+
+    completed = 'fast_batcher_requests_total{model="beside",outcome="completed"} 1.0'
+    with TestClient(app) as client:
+        assert client.get("/echo/5").json() == 5
+        for path in ("/theirs", "/metrics"):
+            page = client.get(path)
+            assert page.headers["Content-Type"].startswith("text/plain; version=")
+            assert completed in page.text
+            assert 'http_requests_total{handler="/echo/{number}"' in page.text
+
+
+@pytest.mark.parametrize(
+    ("missing", "statement", "told"),
+    [
+        ("prometheus_client", "import fast_batcher.prometheus", r"fast_batcher\[prometheus\]"),
+        ("fastapi", "from fast_batcher import prometheus as p; p.metrics_router()", "FastAPI"),
+    ],
+)
+def test_what_is_not_installed_is_named(missing: str, statement: str, told: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; {statement}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert re.search(rf"ModuleNotFoundError: .*needs.*{told}", done.stderr)
+
+
+# --- the rules and the dashboard ------------------------------------------------------------------
+
+
+def expressions() -> list[str]:
+    """All PromQL of the alert rules and of the dashboard."""
+    groups = yaml.safe_load(ALERTS.read_text())["groups"]
+    rules = [rule["expr"] for group in groups for rule in group["rules"]]
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return rules + [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def names_in(expression: str) -> set[str]:
+    """The names of the series that an expression reads."""
+    for part in (r"\{[^}]*\}", r"\[[^]]*\]", r"\b(?:by|without|on|ignoring)\s*\([^)]*\)"):
+        expression = re.sub(part, " ", expression)
+    words = re.findall(r"(?<![\w$.])[A-Za-z_]\w*\b(?!\s*\()", expression)
+    return set(words) - {"and", "or", "unless", "by"}
+
+
+def test_the_documents_name_metrics_that_exist_and_nothing_else() -> None:
+    registry = CollectorRegistry()
+    batcher = DynBatcher(Echo)
+    instrument(batcher, registry)
+    asyncio.run(answer_one(batcher))
+    families = [*registry.collect()]
+    page = set(re.findall(r"`(fast_batcher_\w+)` \|", (DOCS / "observability.md").read_text()))
+    assert {name.removesuffix("_total") for name in page} == {one.name for one in families}
+    series = {sample.name for one in families for sample in one.samples}
+    named = set().union(*map(names_in, expressions()))
+    assert len(named) > 8
+    assert named - series == set()
+
+
+async def answer_one(batcher: DynBatcher[Any, Any]) -> None:
+    async with batcher:
+        await batcher.process_batched(1)
+
+
+# --- two servers and a real Prometheus ------------------------------------------------------------
+
+
+class Prometheus:
+    """A Prometheus that scrapes a server each second, and has our rules."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        self._url = f"http://127.0.0.1:{find_free_port()}"
+        config = {
+            "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+            "rule_files": [str(ALERTS)],
+            "scrape_configs": [{"job_name": "app", "static_configs": [{"targets": [target]}]}],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        self._log = (folder / "prometheus.log").open("w")
+        self._process = subprocess.Popen(
+            [
+                "prometheus",
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={self._url.removeprefix('http://')}",
+            ],
+            stderr=self._log,
+        )
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._log.close()
+
+    def get(self, path: str, **parameters: str) -> Any:
+        """What the API answers, None until it does."""
+        try:
+            page = httpx2.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=LIMIT)
+        except httpx2.TransportError:
+            return None
+        return page.json()["data"] if page.status_code == 200 else None
+
+    def query(self, expression: str) -> dict[str, float]:
+        """The values of an expression, by the label `outcome`."""
+        found = self.get("query", query=expression) or {"result": []}
+        return {one["metric"].get("outcome", ""): float(one["value"][1]) for one in found["result"]}
+
+    def wait_for(self, expression: str, value: float) -> None:
+        deadline = monotonic() + LIMIT
+        while (found := self.query(expression).get("")) != value:
+            assert monotonic() < deadline, (expression, found)
+
+
+@pytest.fixture
+def watch(tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
+    started: list[Prometheus] = []
+
+    def start(url: str) -> Prometheus:
+        started.append(Prometheus(tmp_path, url.removeprefix("http://")))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+# A hundred requests. One of them kills a worker, and when it is tried again another.
+PATHS = ["/double/-1", *["/double/1", "/leave/2", "/double/3?timeout=0.001"] * 33]
+
+
+def send(url: str, count: int) -> Counter[int]:
+    """Send so many requests of all kinds, side by side; the statuses of the answers."""
+
+    def ask(path: str) -> int:
+        return httpx2.get(url + path, timeout=LIMIT).status_code
+
+    with ThreadPoolExecutor(16) as threads:
+        return Counter(threads.map(ask, itertools.islice(itertools.cycle(PATHS), count)))
+
+
+def promtool(*command: str, text: str = "") -> None:
+    done = subprocess.run(
+        ["promtool", *command],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+
+@pytest.fixture
+def metrics_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of prometheus_client's multiprocess mode, for the servers of a test."""
+    folder = tmp_path / "metrics"
+    folder.mkdir()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def two_servers(serve: Callable[..., Server], metrics_folder: Path) -> Iterator[Server]:
+    options = ("--workers", "2", "--no-access-log")
+    server = serve("metrics_app:app", *options, folder=Path(__file__).parent)
+    yield server
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+
+
+@has_prometheus
+def test_a_real_prometheus_sees_each_request_of_two_servers_once(
+    two_servers: Server, metrics_folder: Path, watch: Callable[[str], Prometheus]
+) -> None:
+    url = two_servers.url()
+    pids = {two_servers.wait_for(r"Started server process \[(\d+)\]")[1] for _ in "12"}
+    prometheus = watch(url)
+    prometheus.wait_for("sum(fast_batcher_workers_ready)", 4)
+
+    statuses = send(url, 400)
+    prometheus.wait_for("sum(fast_batcher_requests_total)", 400)
+    found = prometheus.query("sum by (outcome) (fast_batcher_requests_total)")
+    assert found["completed"] == statuses[200] > 0
+    assert found["cancelled"] == statuses[204] == 132
+    assert found["failed"] == statuses[500] == 4
+    assert found["expired"] + found["rejected"] == statuses[503] + statuses[504]
+    prometheus.wait_for("sum(fast_batcher_request_seconds_count)", 400 - found["rejected"])
+    assert prometheus.query("sum(fast_batcher_worker_restarts_total)")[""] > 0
+
+    # A worker imports the app's module too, and leaves no file of its own.
+    assert {path.stem.rpartition("_")[2] for path in metrics_folder.iterdir()} == pids
+    for expression in expressions():
+        expression = expression.replace("$__rate_interval", "1m").replace("$model", ".*")
+        assert prometheus.get("query", query=expression) is not None, expression
+    rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert {rule["health"] for rule in rules} <= {"ok", "unknown"}
+    promtool("check", "rules", str(ALERTS))
+    promtool("check", "metrics", text=httpx2.get(f"{url}/metrics", timeout=LIMIT).text)
+
+    two_servers.process.terminate()
+    two_servers.wait_for_exit()
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, str(metrics_folder))  # type: ignore[no-untyped-call]
+    read = Readings(registry, "Fragile")
+    assert [read(name) for name in ("queue_size", "in_flight", "workers_ready")] == [0, 0, 0]
