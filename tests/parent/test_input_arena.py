@@ -217,48 +217,51 @@ def test_an_array_that_another_thread_has_resized_is_not_staged(desk: Desk) -> N
 
 
 RESIZES = """
-import sys
+import itertools
 import torch
 from sender_harness import Desk
 
-how, where = sys.argv[1:]
-desk = Desk()
-desk.arena.enable()
-tensor = torch.ones(2**22, dtype=torch.uint8)
-if where == "staged":
-    desk.dispatch(desk.arrive(tensor))
-else:
-    desk.batch({"tensor": tensor})
-if how == "resize":
-    tensor.untyped_storage().resize_(0)
-elif how == "set":
-    tensor.set_(torch.empty(1, dtype=torch.uint8))
-else:
-    tensor.data = torch.empty(1, dtype=torch.uint8)
-desk.run_jobs()
-(kind,) = desk.kinds
-if how == "resize":
-    print(kind.name)
-else:
+
+def lose(how, where):
+    desk = Desk()
+    desk.arena.enable()
+    tensor = torch.ones(2**22, dtype=torch.uint8)
+    if where == "staged":
+        desk.dispatch(desk.arrive(tensor))
+    else:
+        desk.batch({"tensor": tensor})
+    if how == "resize":
+        tensor.untyped_storage().resize_(0)
+    elif how == "set":
+        tensor.set_(torch.empty(1, dtype=torch.uint8))
+    else:
+        tensor.data = torch.empty(1, dtype=torch.uint8)
+    desk.run_jobs()
+    (kind,) = desk.kinds
+    if how == "resize":
+        return kind.name
     (value,) = desk.read()
-    print(int((value if where == "staged" else value["tensor"]).sum()))
+    return int((value if where == "staged" else value["tensor"]).sum())
+
+
+for how, where in itertools.product(["resize", "set", "data"], ["staged", "dict"]):
+    print(how, where, lose(how, where))
 """
 
 
-@pytest.mark.parametrize("how", ["resize", "set", "data"])
-@pytest.mark.parametrize("where", ["staged", "dict"])
-def test_a_tensor_may_lose_its_memory_while_it_is_copied(how: str, where: str) -> None:
+def test_a_tensor_may_lose_its_memory_while_it_is_copied() -> None:
     """Its caller may have left; and memory that is freed here goes back to the system at once."""
     pytest.importorskip("torch")
     paths = os.pathsep.join(sys.path)
     done = run_command(
-        [sys.executable, "-c", RESIZES, how, where],
+        [sys.executable, "-c", RESIZES],
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": paths},
     )
     assert done.returncode == 0, done.stderr
-    # One line at most: that it could not be shared.
-    assert done.stderr.count("\n") == ("was resized while" in done.stderr) == (how == "resize")
-    assert done.stdout.strip() == ("INPUTS" if how == "resize" else str(2**22))
+    # One line for each: that it could not be shared.
+    assert done.stderr.count("\n") == done.stderr.count("was resized while") == 2
+    whole = [f"{how} {where} {2**22}" for how in ("set", "data") for where in ("staged", "dict")]
+    assert done.stdout.splitlines() == ["resize staged INPUTS", "resize dict INPUTS", *whole]
 
 
 # --- arrays that the app fills --------------------------------------------------------------------
