@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
-from gated_functions import HeldTask, InThread, spin_until
+from gated_functions import GatedCoroutine, InThread, spin_until
 from starlette.background import BackgroundTask
 from waits import LIMIT, outcome, turns, until
 
@@ -124,18 +124,18 @@ async def test_methods_have_a_batcher_for_each_instance() -> None:
     ],
 )
 async def test_priorities(strategy: PriorityStrategy, expected: list[str]) -> None:
-    held = HeldTask()
+    gated = GatedCoroutine()
     decorate = aio.dynamically(batch_size=10, small_batch_threshold=2, priority_strategy=strategy)
-    async with decorate(held) as function:
+    async with decorate(gated) as function:
         calls = [asyncio.create_task(function("first"))]
-        await until(lambda: bool(held.batches))
+        await until(lambda: bool(gated.batches))
         calls.append(asyncio.create_task(function(["aaaa", "bb", "ccc", "d"])))
         await until(lambda: function.stats.queue_size == 4)
         calls.append(asyncio.create_task(function("eeeeee")))
         await until(lambda: function.stats.queue_size == 5)
-        held.let_on(2)
+        gated.let_on(2)
         assert (await asyncio.gather(*calls))[1] == ["aaaaaaaa", "bbbb", "cccccc", "dd"]
-    assert held.batches[1] == expected
+    assert gated.batches[1] == expected
 
 
 # Tasks that are cancelled, and errors that end the loop.
@@ -182,10 +182,10 @@ def batch_tasks() -> list[asyncio.Task[Any]]:
 async def test_a_batch_whose_task_is_cancelled_fails_and_the_function_goes_on(
     callers_too: bool,
 ) -> None:
-    held = HeldTask()
-    async with aio.dynamically(held) as function:
+    gated = GatedCoroutine()
+    async with aio.dynamically(gated) as function:
         first = asyncio.create_task(function(1))
-        await until(lambda: bool(held.batches))
+        await until(lambda: bool(gated.batches))
         second = asyncio.create_task(function(2))
         await until(lambda: function.stats.queue_size == 1)
         (task,) = batch_tasks()
@@ -196,11 +196,11 @@ async def test_a_batch_whose_task_is_cancelled_fails_and_the_function_goes_on(
         else:
             with pytest.raises(InferenceError, match="CancelledError"):
                 await first
-            held.let_on()
+            gated.let_on()
             assert await second == 4
-        held.let_on()
+        gated.let_on()
         assert await function(3) == 6
-    assert held.batches == ([[1], [3]] if callers_too else [[1], [2], [3]])
+    assert gated.batches == ([[1], [3]] if callers_too else [[1], [2], [3]])
 
 
 async def test_the_loop_gets_a_turn_between_batches_of_a_function_that_never_waits() -> None:
@@ -304,9 +304,9 @@ class Memory:
 
 async def test_hits_and_misses_in_one_list() -> None:
     memory = Memory()
-    held = HeldTask()
-    held.let_on(9)
-    async with aio.dynamically(cache=memory)(held) as function:
+    gated = GatedCoroutine()
+    gated.let_on(9)
+    async with aio.dynamically(cache=memory)(gated) as function:
         assert await function([1, 2]) == [2, 4]
         await until(lambda: memory.known == {1: 2, 2: 4})
         assert await function([3, 1, 4, 2]) == [6, 2, 8, 4]
@@ -314,7 +314,7 @@ async def test_hits_and_misses_in_one_list() -> None:
         stats = function.stats.cache_stats
         assert (stats.gets, stats.hits) == (7, 3)
         assert (stats.avg_get_time, stats.avg_hit_time, stats.avg_set_time) == (0.5, 0.5, 0.25)
-    assert held.batches == [[1, 2], [3, 4]]
+    assert gated.batches == [[1, 2], [3, 4]]
     assert memory.known == {1: 2, 2: 4, 3: 6, 4: 8}, "shutdown waits for what is being stored"
 
 
@@ -371,14 +371,14 @@ async def test_a_call_that_is_cancelled_while_the_cache_looks_is_cancelled(
 
 
 async def test_a_cancelled_shutdown_goes_on() -> None:
-    held = HeldTask()
-    function = aio.dynamically(held)
+    gated = GatedCoroutine()
+    function = aio.dynamically(gated)
     call = asyncio.create_task(function(1))
     await turns()
     ending = asyncio.create_task(function.shutdown())
     await turns()
     ending.cancel()
-    held.let_on()
+    gated.let_on()
     assert await call == 2
     with pytest.raises(BatcherClosedError):
         await function(2)

@@ -56,15 +56,15 @@ async def test_it_is_called_with_one_argument(variant: Variant) -> None:
 
 
 async def test_calls_that_come_while_the_function_computes_are_one_batch(variant: Variant) -> None:
-    held = variant.held()
-    async with variant.batched(held) as function:
+    gated = variant.gated()
+    async with variant.batched(gated) as function:
         calls = [asyncio.create_task(function(0))]
-        await until(lambda: held.batches == [[0]])
+        await until(lambda: gated.batches == [[0]])
         calls += [asyncio.create_task(function(number)) for number in range(1, 6)]
         await until(lambda: function.stats.queue_size == 5)
-        held.let_on(2)
+        gated.let_on(2)
         assert await asyncio.gather(*calls) == [0, 2, 4, 6, 8, 10]
-    assert held.batches == [[0], [1, 2, 3, 4, 5]]
+    assert gated.batches == [[0], [1, 2, 3, 4, 5]]
 
 
 @pytest.mark.slow
@@ -106,10 +106,10 @@ async def test_a_batch_stays_within_its_length(
 
 @pytest.mark.slow
 async def test_a_full_queue_rejects_the_call_as_a_whole(variant: Variant) -> None:
-    held = variant.held()
-    async with variant.batched(held, max_queue_size=2) as function:
+    gated = variant.gated()
+    async with variant.batched(gated, max_queue_size=2) as function:
         running = asyncio.create_task(function(0))
-        await until(lambda: held.batches == [[0]])
+        await until(lambda: gated.batches == [[0]])
         with pytest.raises(QueueFullError, match="no room for 3 more, 0 wait already") as caught:
             await function([1, 2, 3])
         assert "max_queue_size=2" in str(caught.value)
@@ -118,12 +118,12 @@ async def test_a_full_queue_rejects_the_call_as_a_whole(variant: Variant) -> Non
         await until(lambda: function.stats.queue_size == 2)
         with pytest.raises(QueueFullError, match="no room for 1 more, 2 wait already"):
             await function(5)
-        held.let_on(2)
+        gated.let_on(2)
         one, two, three = await calls
         assert (await running, one, three) == (0, 2, 8)
         assert isinstance(two, QueueFullError)
         assert "no room for 2 more, 1 wait already" in str(two)
-    assert held.batches == [[0], [1, 4]]
+    assert gated.batches == [[0], [1, 4]]
 
 
 # Errors.
@@ -272,12 +272,12 @@ async def test_out_of_memory_frees_the_batch_and_ends_no_generator(variant: Vari
 
 
 async def test_the_first_error_ends_the_wait_for_the_whole_list(variant: Variant) -> None:
-    held = variant.held()
+    gated = variant.gated()
 
     def fail_for_negative(items: list[int]) -> Any:
         if -1 in items:
             raise ValueError("bad")
-        return held(items)
+        return gated(items)
 
     async def fail_async(items: list[int]) -> Any:
         return await fail_for_negative(items)
@@ -287,7 +287,7 @@ async def test_the_first_error_ends_the_wait_for_the_whole_list(variant: Variant
         with pytest.raises(ValueError, match="bad"):
             await function([-1, 2, 3])
         # One of the others may have begun meanwhile.
-        held.let_on(3)
+        gated.let_on(3)
         assert await function(5) == 10
 
 
@@ -313,21 +313,21 @@ async def test_a_call_that_fails_keeps_nothing_alive(variant: Variant, make: Any
 
 
 async def test_a_cancelled_caller_harms_no_other(variant: Variant) -> None:
-    held = variant.held()
-    async with variant.batched(held) as function:
+    gated = variant.gated()
+    async with variant.batched(gated) as function:
         running = [asyncio.create_task(function(number)) for number in (1, 2)]
-        await until(lambda: held.batches == [[1, 2]])
+        await until(lambda: gated.batches == [[1, 2]])
         waiting = [asyncio.create_task(function(item)) for item in (3, 4, [5, 6])]
         await until(lambda: function.stats.queue_size == 4)
         for call in (running[0], waiting[0], waiting[2]):
             call.cancel()
         await turns()
         assert function.stats.queue_size == 1
-        held.let_on(2)
+        gated.let_on(2)
         outcomes = await asyncio.gather(*running, *waiting, return_exceptions=True)
         assert outcomes[1::2] == [4, 8]
         assert [type(one) for one in outcomes[::2]] == [asyncio.CancelledError] * 3
-    assert held.batches == [[1, 2], [4]]
+    assert gated.batches == [[1, 2], [4]]
 
 
 @pytest.mark.parametrize("item", [1, [1, 2]], ids=["item", "list"])
@@ -389,10 +389,10 @@ async def test_the_stats_have_the_fields_of_batched(variant: Variant) -> None:
 
 
 async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant: Variant) -> None:
-    held = variant.held()
-    async with variant.batched(held) as function:
+    gated = variant.gated()
+    async with variant.batched(gated) as function:
         calls = [asyncio.create_task(function(1))]
-        await until(lambda: bool(held.batches))
+        await until(lambda: bool(gated.batches))
         calls.append(asyncio.create_task(function([2, 3])))
         await until(lambda: function.stats.queue_size == 2)
         ending = asyncio.create_task(function.shutdown())
@@ -400,7 +400,7 @@ async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant
         if variant.is_aio:  # that of the thread decorator blocks, so it ends in another thread
             with pytest.raises(BatcherClosedError, match=r"start\(\) opens it again"):
                 await function(5)
-        held.let_on(2)
+        gated.let_on(2)
         assert await asyncio.gather(*calls) == [2, [4, 6]]
         await ending
         with pytest.raises(BatcherClosedError, match=r"start\(\) opens it again"):
@@ -408,21 +408,21 @@ async def test_shutdown_computes_what_waits_and_may_be_followed_by_start(variant
         await function.shutdown()
         for _ in range(3):
             function.start()
-            held.let_on()
+            gated.let_on()
             assert await function(1) == 2
             await function.shutdown()
 
 
 async def test_shutdown_with_cancel_settles_at_once_what_waits(variant: Variant) -> None:
-    held = variant.held()
-    function = variant.decorate(held)
+    gated = variant.gated()
+    function = variant.decorate(gated)
     running = asyncio.create_task(function(1))
-    await until(lambda: bool(held.batches))
+    await until(lambda: bool(gated.batches))
     waiting = asyncio.create_task(function([2, 3]))
     await until(lambda: function.stats.queue_size == 2)
     ending = asyncio.create_task(function.shutdown(cancel=True))
     with pytest.raises(BatcherClosedError, match="shut down before"):
         await waiting
-    held.let_on()
+    gated.let_on()
     assert await running == 2
     await ending

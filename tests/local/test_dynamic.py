@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from gated_functions import Held, InThread, spin_until
+from gated_functions import GatedFunction, InThread, spin_until
 from programs import CALL_WHILE_ENDING, run_program
 from waits import LIMIT, turns
 
@@ -112,12 +112,12 @@ async def acall(function: BatchedFunction[Any, Any], item: Any) -> Any:
 
 
 def test_errors_reach_a_caller_that_blocks() -> None:
-    held = Held()
+    gated = GatedFunction()
 
     def fail_for_negative(items: list[int]) -> list[int]:
         if min(items) < 0:
             raise KeyError(items[0])
-        return held(items) if items != [1, 1] else []
+        return gated(items) if items != [1, 1] else []
 
     with dynamically(max_queue_size=2)(fail_for_negative) as function:
         with pytest.raises(KeyError) as caught:
@@ -126,29 +126,29 @@ def test_errors_reach_a_caller_that_blocks() -> None:
         with pytest.raises(OutputMismatchError, match="0 outputs for 2 inputs"):
             function([1, 1])
         running = InThread(function, 0)
-        held.next_batch()
+        gated.next_batch()
         with pytest.raises(QueueFullError, match="no room for 3 more, 0 wait already"):
             function([1, 2, 3])
-        held.let_on()
+        gated.let_on()
         assert running.result() == 0
     with pytest.raises(BatcherClosedError, match=r"start\(\) opens it again"):
         function(1)
 
 
 def test_small_calls_go_before_large_ones_and_large_ones_are_not_starved() -> None:
-    held = Held()
-    with dynamically(batch_size=2, small_batch_threshold=1)(held) as function:
+    gated = GatedFunction()
+    with dynamically(batch_size=2, small_batch_threshold=1)(gated) as function:
         calls = [InThread(function, 100)]
-        held.next_batch()
+        gated.next_batch()
         calls.append(InThread(function, [1, 2, 3, 4]))
         spin_until(lambda: function.stats.queue_size == 4)
         for number in range(5, 21):
             calls.append(InThread(function, number))
             spin_until(lambda number=number: function.stats.queue_size == number)  # type: ignore[misc]
-        held.let_on(11)
+        gated.let_on(11)
         results = [call.result() for call in calls]
         assert results[:2] == [200, [2, 4, 6, 8]]
-        batches = [held.next_batch() for _ in range(10)]
+        batches = [gated.next_batch() for _ in range(10)]
         # Small ones first, in order of arrival; the eighth batch that leaves the queue goes by age.
         small = [[first, first + 1] for first in range(5, 19, 2)]
         assert batches == [*small, [1, 2], [19, 20], [3, 4]]
@@ -291,22 +291,22 @@ def test_an_instance_is_released_and_its_thread_with_it() -> None:
 
 @pytest.mark.slow
 def test_an_instance_lives_while_calls_wait_for_it() -> None:
-    held = Held()
+    gated = GatedFunction()
 
     class Holder:
         @dynamically
         def compute(self, items: list[int]) -> list[int]:
-            return held(items)
+            return gated(items)
 
     async def main() -> None:
         holder = Holder()
         function = holder.compute
         call = asyncio.create_task(holder.compute.acall(1))
         await turns()
-        held.next_batch()
+        gated.next_batch()
         del holder
         gc.collect()
-        held.let_on()
+        gated.let_on()
         assert await call == 2
         function.shutdown()
 
@@ -440,20 +440,20 @@ def test_a_function_that_shuts_itself_down_does_not_wait_for_itself() -> None:
 
 @pytest.mark.slow
 def test_a_forked_child_begins_anew() -> None:
-    held = Held()
-    with dynamically(held) as function:
+    gated = GatedFunction()
+    with dynamically(gated) as function:
         call = InThread(function, 1)
-        held.next_batch()
+        gated.next_batch()
         waiting = InThread(function, 2)
         spin_until(lambda: function.stats.queue_size == 1)
         child = os.fork()
         if child == 0:
             signal.alarm(round(LIMIT))  # or it would outlive a test that fails
-            held.let_on(1)
+            gated.let_on(1)
             os._exit(function(3))
         _, status = os.waitpid(child, 0)
         assert os.waitstatus_to_exitcode(status) == 6
-        held.let_on(2)
+        gated.let_on(2)
         assert (call.result(), waiting.result()) == (2, 4)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gated_functions import Held
+from gated_functions import GatedFunction
 from waits import until
 
 from fast_batcher import dynamically, inference
@@ -55,10 +55,10 @@ def test_a_function_may_fill_the_array_again_that_it_has_returned(
 ) -> None:
     """The loop of the callers comes to the answer of the first batch after the second."""
     buffer = make([[0.0, 0.0]])
-    held = Held()
+    gated = GatedFunction()
 
     def fill(value: Any) -> Any:
-        held([value])
+        gated([value])
         buffer[:] = value
         return buffer
 
@@ -72,11 +72,11 @@ def test_a_function_may_fill_the_array_again_that_it_has_returned(
 
     async def main() -> list[Any]:
         ended = asyncio.gather(call(1.0), call(2.0))
-        await until(lambda: bool(held.batches) and function.stats.queue_size == 1)
+        await until(lambda: bool(gated.batches) and function.stats.queue_size == 1)
         # The loop stands still until both batches have been computed.
         for _ in range(2):
-            held.next_batch()
-            held.let_on()
+            gated.next_batch()
+            gated.let_on()
         function.shutdown()
         return list(await ended)
 

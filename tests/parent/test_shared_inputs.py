@@ -22,7 +22,7 @@ from sender_harness import (
     MEBI,
     SIZE,
     SMALL,
-    Desk,
+    SenderHarness,
     copier_held,
     filled,
     free,
@@ -51,11 +51,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def harness() -> Iterator[SenderHarness]:
     """One that has seen no large input yet."""
-    desk = Desk()
-    yield desk
-    desk.close()
+    harness = SenderHarness()
+    yield harness
+    harness.close()
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -73,17 +73,17 @@ def desk() -> Iterator[Desk]:
     ids=lambda value: type(value).__name__,
 )
 def test_an_input_that_is_not_large_goes_through_the_pipe(
-    desk: Desk, value: Any, is_first: bool
+    harness: SenderHarness, value: Any, is_first: bool
 ) -> None:
     if not is_first:
-        desk.batch(np.zeros(SMALL, np.uint8))
-        desk.read()
-        desk.free()
+        harness.batch(np.zeros(SMALL, np.uint8))
+        harness.read()
+        harness.free()
     for _ in range(3):
-        desk.batch(value)
-        assert desk.kinds == [Kind.INPUT_ATOMS if type(value) in ATOMS else Kind.INPUTS]
-        assert pickle.dumps(desk.read()[0]) == pickle.dumps(value)
-    assert desk.slabs.count == 0
+        harness.batch(value)
+        assert harness.kinds == [Kind.INPUT_ATOMS if type(value) in ATOMS else Kind.INPUTS]
+        assert pickle.dumps(harness.read()[0]) == pickle.dumps(value)
+    assert harness.slabs.count == 0
 
 
 @pytest.mark.parametrize(
@@ -98,82 +98,86 @@ def test_an_input_that_is_not_large_goes_through_the_pipe(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_large_input_is_shared(desk: Desk, value: Any) -> None:
-    desk.batch("first", value)
-    assert desk.kinds == [Kind.SHARED_INPUTS]
-    first, got = desk.read()
+def test_a_large_input_is_shared(harness: SenderHarness, value: Any) -> None:
+    harness.batch("first", value)
+    assert harness.kinds == [Kind.SHARED_INPUTS]
+    first, got = harness.read()
     assert first == "first"
     assert np.array_equal(got, value)
-    assert desk.slabs.count == 1
+    assert harness.slabs.count == 1
 
 
-def test_a_large_batch_is_copied_by_the_thread_and_keeps_its_place(desk: Desk) -> None:
+def test_a_large_batch_is_copied_by_the_thread_and_keeps_its_place(harness: SenderHarness) -> None:
     for value in ("before", filled(1, LARGE), "between", filled(2, LARGE), "after"):
-        desk.batch(value)
+        harness.batch(value)
     small = Kind.INPUT_ATOMS
-    assert desk.kinds == [small, None, small, None, small]
-    desk.run_jobs()
-    got = [desk.read()[0] for _ in range(5)]
+    assert harness.kinds == [small, None, small, None, small]
+    harness.run_jobs()
+    got = [harness.read()[0] for _ in range(5)]
     assert got[::2] == ["before", "between", "after"]
     assert sums(got[1::2]) == [1, 2]
 
 
-def test_an_input_is_locked_until_it_is_copied(desk: Desk) -> None:
+def test_an_input_is_locked_until_it_is_copied(harness: SenderHarness) -> None:
     by_loop, by_thread = bytearray(SMALL), bytearray(LARGE)
-    desk.batch(by_loop)
+    harness.batch(by_loop)
     by_loop.append(1)
-    desk.batch(by_thread)
+    harness.batch(by_thread)
     with pytest.raises(BufferError):
         by_thread.append(1)
-    desk.run_jobs()
+    harness.run_jobs()
     by_thread.append(1)
 
 
-def test_the_slabs_of_a_lost_worker_are_free(desk: Desk) -> None:
-    lost = desk.worker.id
+def test_the_slabs_of_a_lost_worker_are_free(harness: SenderHarness) -> None:
+    lost = harness.worker.id
     for _ in range(2):
-        desk.batch(np.zeros(SMALL, np.uint8))
-    desk.replace_worker()
-    assert desk.slabs.count == 0
-    desk.sender.free(lost, Frame(Kind.FREED, 0, 0.0, dumps([0])))  # it says so too late
-    desk.sender.remove_worker(lost, None)
+        harness.batch(np.zeros(SMALL, np.uint8))
+    harness.replace_worker()
+    assert harness.slabs.count == 0
+    harness.sender.free(lost, Frame(Kind.FREED, 0, 0.0, dumps([0])))  # it says so too late
+    harness.sender.remove_worker(lost, None)
 
 
-def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(desk: Desk) -> None:
+def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(
+    harness: SenderHarness,
+) -> None:
     for _ in range(3):
-        desk.batch(np.zeros(SMALL, np.uint8))
-    desk.read()
-    desk.free()
+        harness.batch(np.zeros(SMALL, np.uint8))
+    harness.read()
+    harness.free()
     # Of the two batches that are left, the worker had the first when it forked.
-    start, *_ = loads(desk.queue[0][2])
-    desk.sender.remove_worker(desk.worker.id, 1)
-    assert desk.slabs.count == 1
-    assert [*desk.slabs._ranges._taken] == [start]
+    start, *_ = loads(harness.queue[0][2])
+    harness.sender.remove_worker(harness.worker.id, 1)
+    assert harness.slabs.count == 1
+    assert [*harness.slabs._ranges._taken] == [start]
 
 
-def test_a_worker_cannot_free_a_batch_that_it_does_not_have(desk: Desk) -> None:
-    desk.batch(np.zeros(SMALL, np.uint8))
+def test_a_worker_cannot_free_a_batch_that_it_does_not_have(harness: SenderHarness) -> None:
+    harness.batch(np.zeros(SMALL, np.uint8))
     with pytest.raises(KeyError):
-        desk.free(17)
+        harness.free(17)
 
 
 def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+    harness: SenderHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     arrays = [np.full(5_000_000, number, np.uint8) for number in range(5)]
     for array in arrays:
-        desk.batch(array)
-        desk.run_jobs()
-    assert desk.kinds == [*[Kind.SHARED_INPUTS] * 3, Kind.INPUTS, Kind.INPUTS]
+        harness.batch(array)
+        harness.run_jobs()
+    assert harness.kinds == [*[Kind.SHARED_INPUTS] * 3, Kind.INPUTS, Kind.INPUTS]
     for array in arrays:
-        assert np.array_equal(desk.read()[0], array)
+        assert np.array_equal(harness.read()[0], array)
     (record,) = caplog.records
     assert "name: large inputs go through a pipe" in record.message
     assert f"max_shared_bytes={SIZE}" in record.message
     assert "keeps views of the inputs of at least 1 batches" in record.message
 
 
-def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Desk) -> None:
+def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(
+    harness: SenderHarness,
+) -> None:
     class Once:
         def __init__(self) -> None:
             self._is_used = False
@@ -184,16 +188,16 @@ def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Des
             self._is_used = True
             return str, ("once",)
 
-    desk.batch(np.zeros(LARGE, np.uint8))  # the first large batch is pickled once more
-    desk.run_jobs()
-    desk.read()
-    refuse_memory(desk.slabs._fd)
-    batch = desk.batch(Once(), np.zeros(LARGE, np.uint8))
-    desk.run_jobs()
-    ((request, error),) = desk.refused
+    harness.batch(np.zeros(LARGE, np.uint8))  # the first large batch is pickled once more
+    harness.run_jobs()
+    harness.read()
+    refuse_memory(harness.slabs._fd)
+    batch = harness.batch(Once(), np.zeros(LARGE, np.uint8))
+    harness.run_jobs()
+    ((request, error),) = harness.refused
     assert request is batch.requests[0]
     assert isinstance(error, UnsendableValueError)
-    (got,) = desk.read()
+    (got,) = harness.read()
     assert len(got) == LARGE
 
 

@@ -18,7 +18,7 @@ from fast_batcher import aio, dynamically
 from fast_batcher.types import BatchProcessorStats
 
 
-class Held:
+class GatedFunction:
     """Doubles each item, once its batch has been let on. Blocks its thread until then."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Held:
         self._gate.release(batches)
 
 
-class HeldTask:
+class GatedCoroutine:
     """Doubles each item, once its batch has been let on. Awaits that on the loop it is made on."""
 
     def __init__(self) -> None:
@@ -87,9 +87,9 @@ class Variant:
     runs_on_loop: bool = False
     is_aio: bool = True
 
-    def held(self) -> Any:
+    def gated(self) -> Any:
         """A function whose batches wait, for this variant."""
-        return HeldTask() if self.runs_on_loop else Held()
+        return GatedCoroutine() if self.runs_on_loop else GatedFunction()
 
     def decorate(self, func: Any, **options: Any) -> Any:
         """A function, async where it runs on the loop, with a batcher in front of it."""

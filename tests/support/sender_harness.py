@@ -69,7 +69,7 @@ class Worker:
         return values
 
 
-class Desk:
+class SenderHarness:
     """A `BatchSender` with real slabs, one worker, and the jobs of the copier thread."""
 
     def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -158,12 +158,12 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def harness() -> Iterator[SenderHarness]:
     """One that has been told that large inputs come."""
-    desk = Desk()
-    desk.arena.enable()
-    yield desk
-    desk.close()
+    harness = SenderHarness()
+    harness.arena.enable()
+    yield harness
+    harness.close()
 
 
 def filled(number: int, size: int = SMALL) -> Any:

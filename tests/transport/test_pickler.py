@@ -234,14 +234,18 @@ def test_buffers_in_a_cycle_of_garbage_do_no_harm() -> None:
             return bytes, (pickle.PickleBuffer(self.view),)
 
     pickler = make_pickler()
-    for _ in range(10):
-        with pytest.raises(ValueError, match="no"):
-            pickler.pickle([Holder(), Refuses()], lambda: True)
-        parts = parts_of(Holder(), pickler=pickler)
-        gc.collect()
-        assert load(parts) == [bytes(LARGE)]
-        parts.release()
-        gc.collect()
+    gc.freeze()  # a collection looks at the objects of this test alone
+    try:
+        for _ in range(10):
+            with pytest.raises(ValueError, match="no"):
+                pickler.pickle([Holder(), Refuses()], lambda: True)
+            parts = parts_of(Holder(), pickler=pickler)
+            gc.collect()
+            assert load(parts) == [bytes(LARGE)]
+            parts.release()
+            gc.collect()
+    finally:
+        gc.unfreeze()
 
 
 # --- tensors --------------------------------------------------------------------------------------
