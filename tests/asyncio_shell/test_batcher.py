@@ -495,6 +495,22 @@ async def test_one_text_is_not_many_inputs(text: Any) -> None:
     await batcher.aclose()
 
 
+async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -> None:
+    async with DynBatcher(Slow, 1, model_args=(0.02,), timeout=SOON) as batcher:
+        await batcher.process_many(range(4), timeout=LIMIT)
+        calls = [call(batcher, number, timeout=LIMIT) for number in range(100)]
+        await turns()
+        with pytest.raises(DeadlineExceededError, match="the answer would take") as caught:
+            await batcher.process_batched("in a hurry", timeout=SOON)
+        assert caught.value.retry_after is not None
+        with pytest.raises(DeadlineExceededError) as caught:
+            await batcher.process_many(["patient"])
+        assert caught.value.retry_after is None
+        assert (batcher.stats.rejected, batcher.stats.expired) == (1, 1)
+        for one in calls:
+            one.cancel()
+
+
 async def test_many_are_cancelled_together(gate: Gate) -> None:
     async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
         many = asyncio.create_task(batcher.process_many(range(20)))

@@ -11,7 +11,7 @@ from virtual_time import Seconds, World, with_knee
 
 from fast_batcher._core.adaptive import MOST_LATENESS, PATIENCE, REST, AdaptivePolicy
 from fast_batcher._core.messages import Release, Request
-from fast_batcher._core.policy import Load, Policy
+from fast_batcher._core.policy import Policy
 
 ALONE = with_knee(1)
 GREEDY_IS_AS_GOOD = 0.99
@@ -85,20 +85,6 @@ def test_arrivals_that_depend_on_nothing_are_hardly_held(rate: float, seed: int)
 def test_who_could_have_a_worker_alone_is_not_held(clients: int, workers: int) -> None:
     world = World(clients=clients, workers=workers).run(2.0)
     assert world.share(Release.IDLE) == 1.0
-
-
-def test_a_lone_client_is_never_decided_about() -> None:
-    """A decision takes a cold processor tenths of a millisecond."""
-    plans = []
-
-    class Watched(AdaptivePolicy):
-        def _plan(self, now: float, load: Load) -> float:
-            plans.append(now)
-            return super()._plan(now, load)
-
-    world = World(Watched(None), clients=1).run(5.0)
-    assert world.answered > 500
-    assert plans == []
 
 
 def test_decisions_in_vain_are_followed_by_a_rest() -> None:

@@ -130,29 +130,6 @@ def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
     assert [len(batch.requests) for batch in poll_batches(scheduler, 2.0)] == [4, 4]
 
 
-def test_a_try_of_a_larger_batch_that_fails_goes_back_to_what_went_well() -> None:
-    scheduler = make(max_batch_size=32)
-    fail(scheduler, 0.0, run(scheduler, 0.0, 32), out_of_memory=True)
-    for now in (1.0, 1.0):
-        (batch,) = poll_batches(scheduler, now)
-        settle(scheduler, now, batch)
-    # Sixteen go well, until eighteen are tried.
-    now = 2.0
-    while True:
-        submit(scheduler, now, 18 - scheduler.waiting)
-        (batch,) = poll_batches(scheduler, now)
-        if len(batch.requests) == 18:
-            break
-        settle(scheduler, now, batch)
-        now += 1.0
-    fail(scheduler, now, batch, out_of_memory=True)
-    for _ in range(3):
-        for batch in poll_batches(scheduler, now):
-            settle(scheduler, now, batch)
-    submit(scheduler, now, 40)
-    assert len(poll_batches(scheduler, now)[0].requests) == 16
-
-
 def test_a_batch_that_is_sent_again_is_no_larger_than_memory_allows() -> None:
     scheduler = make(max_batch_size=8, workers=1)
     submit(scheduler, 0.0, 16)

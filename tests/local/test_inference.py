@@ -54,28 +54,6 @@ def test_features_in_and_an_array_of_their_kind_out(
             assert result.tolist() == [3, 7]
 
 
-@pytest.mark.parametrize("pad_tokens", ["pad_tokens", "pad_token"])
-def test_rows_of_different_calls_share_a_padded_batch(pad_tokens: str) -> None:
-    batches: list[Features] = []
-    options: Any = {pad_tokens: {"ids": 9, "mask": 0}}
-
-    @inference.dynamically(padding_side="left", **options)
-    def note(features: Features) -> Any:
-        batches.append(features)
-        return features["ids"][:, -1]
-
-    with note:
-        results = call_together(
-            note,
-            {"ids": numpy.array([[1, 2, 3]]), "mask": numpy.array([[1, 1, 1]])},
-            {"ids": numpy.array([[4], [5]]), "mask": numpy.array([[1], [1]])},
-        )
-    assert [result.tolist() for result in results] == [[3], [4, 5]]
-    ((batch),) = batches
-    assert batch["ids"].tolist() == [[1, 2, 3], [9, 9, 4], [9, 9, 5]]
-    assert batch["mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 0, 1]]
-
-
 def test_features_may_be_spread() -> None:
     def add(a: Any, b: Any) -> Any:
         return a + b

@@ -8,7 +8,6 @@ import gc
 import logging
 import os
 import pickle
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,7 +35,7 @@ from sender_harness import (
     until_copying,
     wait_until_copied,
 )
-from sessions import pids_of, session_of
+from sessions import session_of
 from waits import LIMIT, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
@@ -297,30 +296,6 @@ async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stag
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         for number in range(2, 6):
-            await batcher.process_batched(filled(number, LARGE))
-        visit.let_on()
-        assert (await gate.visit()).note == LARGE
-        gate.close()
-
-
-@anyio
-@both_ways
-async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
-    gate: Gate, stages: bool
-) -> None:
-    settings: dict[str, Any] = {"max_batch_size": 1, "restart_backoff": 0.01}
-    async with opened(ForksAndKeeps, gate.path, stages=stages, **settings) as batcher:
-        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
-        visit = await gate.visit()
-        # The model's child lives on.
-        os.kill(pids_of(batcher)[0], signal.SIGKILL)
-        await until(lambda: batcher.stats.restarts == 1)
-        assert slabs_of(batcher).count == 1
-        # The new one forks too, with its first input.
-        assert await batcher.process_batched(filled(2, LARGE)) == "forked"
-        (await gate.visit()).let_on()
-        assert (await gate.visit()).note == 2 * LARGE
-        for number in range(3, 6):
             await batcher.process_batched(filled(number, LARGE))
         visit.let_on()
         assert (await gate.visit()).note == LARGE

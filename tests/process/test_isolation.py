@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models.crashing import HangsIfTold
 from models.loading import NeedsFile
 from models.ordinary import Leaks, Reuses, Whereabouts
 from models.raising import BrokenAndRaises, FailsTogether, OutOfMemory, Says
@@ -18,9 +17,6 @@ from sessions import session_of
 from waits import (
     LIMIT,
     ONE_LOOP,
-    SOON_IN_WORKER,
-    Gate,
-    Watch,
     assert_balance,
     call,
     measured,
@@ -28,7 +24,7 @@ from waits import (
     until,
 )
 
-from fast_batcher import DeadlineExceededError, DynBatcher, InferenceError
+from fast_batcher import DynBatcher, InferenceError
 from fast_batcher._core import heartbeat
 from fast_batcher._parent import pool
 
@@ -174,27 +170,6 @@ async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> 
         await until(lambda: worker() is None)
     finally:
         gc.enable()
-
-
-async def test_a_worker_that_hangs_while_its_successor_loads_is_still_ended(
-    gate: Gate, tmp_path: Path
-) -> None:
-    """It ignores SIGTERM; the successor is ready between that and SIGKILL."""
-    settings: dict[str, Any] = {"max_batches_per_worker": 1, "infer_timeout": SOON_IN_WORKER}
-    arguments = (gate.path, str(tmp_path / "first"))
-    async with DynBatcher(
-        HangsIfTold, model_args=arguments, stop_timeout=SOON_IN_WORKER, **settings
-    ) as batcher:
-        assert await batcher.process_batched("fine") == "fine"
-        hanging = call(batcher, "hang")
-        visits = {visit.note: visit for visit in [await gate.visit(), await gate.visit()]}
-        assert isinstance(await outcome(hanging), DeadlineExceededError)
-        with Watch([visits["hanging"].pid]) as watch:
-            visits["loading"].let_on()
-            await until(lambda: bool(session_of(batcher).pool._retired))
-            await watch.until_dead()
-        assert await batcher.process_batched("fine") == "fine"
-        gate.close()
 
 
 async def test_a_worker_whose_successor_does_not_load_goes_on(

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 from time import monotonic
 from typing import Any
 
@@ -173,25 +172,6 @@ async def test_no_deadline_counts_while_an_answer_is_copied() -> None:
                 await batcher.process_batched(("array", ASIDE, 2), timeout=1e-9)
             assert not task.done()
         assert len(await outcome(task)) == ASIDE
-
-
-async def test_an_answer_that_nobody_wants_any_more_is_not_copied(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """And its memory is free, or there would be no room for the next ones."""
-    async with opened(MakesLarge, max_batch_size=1, max_shared_bytes=3 * MEBI) as batcher:
-        (worker,) = pids_of(batcher)
-        for number in range(4):
-            os.kill(worker, signal.SIGSTOP)  # no answer comes before the caller leaves
-            task = call(batcher, ("array", 2 * MEBI, number))
-            await until(lambda: batcher.stats.running == 1)
-            task.cancel()
-            assert isinstance(await outcome(task), asyncio.CancelledError)
-            os.kill(worker, signal.SIGCONT)
-            assert await batcher.process_batched("next") == "next"
-        assert not session_of(batcher).scheduler.workers.copying_out
-        assert len(await batcher.process_batched(("array", 2 * MEBI, 9))) == 2 * MEBI
-    assert "through a pipe" not in capfd.readouterr().err
 
 
 async def test_the_batcher_ends_when_what_is_being_copied_has_been_delivered() -> None:

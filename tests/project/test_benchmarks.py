@@ -16,7 +16,7 @@ from programs import run_command
 from waits import LIMIT
 
 from benchmarks.cpu import TreeCpu, descendants, process_cpu
-from benchmarks.loops import closed_loop, mean_batch_size, open_loop
+from benchmarks.loops import mean_batch_size, open_loop
 from benchmarks.report import Compared, Measurement, Spread, Table, Verdict
 from benchmarks.scenarios import Load, steady_rate
 
@@ -125,29 +125,6 @@ def test_an_open_loop_counts_what_is_answered_and_what_is_lost() -> None:
     assert "p99_ms" not in figures
     assert figures["api_cpu_us"] > 0
     assert figures["workers_cpu_us"] == pytest.approx(0, abs=5)
-
-
-@pytest.mark.slow
-def test_each_client_has_one_request_in_flight_and_asks_again_after_its_answer() -> None:
-    in_flight: set[object] = set()
-    most = 0
-
-    async def answer(value: object) -> object:
-        nonlocal most
-        assert value not in in_flight
-        in_flight.add(value)
-        most = max(most, len(in_flight))
-        await asyncio.sleep(0.005)
-        in_flight.remove(value)
-        return value, 1
-
-    figures = asyncio.run(closed_loop(answer, Load("Gpu", 1, 4, 0.5, seed=1)))
-    assert most == 4
-    assert figures["lost"] == 0
-    assert figures["batch_size"] == 1
-    # No answer before its time, and no client without a pause.
-    assert figures["p50_ms"] >= 5
-    assert 0 < figures["requests_per_second"] <= 4 / 0.0051
 
 
 def test_means_of_batches_and_rates_of_callers() -> None:

@@ -15,7 +15,7 @@ from apps.doubling import SLOWNESS
 from paths import PYTHONPATH, ROOT
 from programs import run_command
 
-from benchmarks.load.client import Record, draw_arrivals
+from benchmarks.load.client import draw_arrivals
 from benchmarks.load.measurement import (
     Case,
     Settings,
@@ -23,7 +23,6 @@ from benchmarks.load.measurement import (
     make_plans,
     measure,
     run_clients,
-    summarise,
 )
 from benchmarks.load.server import serve
 
@@ -91,30 +90,6 @@ def test_in_an_open_loop_waiting_for_a_connection_counts(target: Target) -> None
 
 
 # --- the arithmetic -------------------------------------------------------------------------------
-
-
-def test_records_of_several_processes_are_put_together() -> None:
-    records = [
-        Record(
-            latencies=[0.001] * 98 + [0.1],
-            rate=100.0,
-            requests=100,
-            lost={"status 503": 1},
-            answers=200,
-            cpu=0.01,
-            elapsed=1.0,
-        ),
-        Record(latencies=[0.002], rate=1.0, requests=1, answers=1, cpu=0.5, elapsed=1.0, lags=[]),
-    ]
-    figures = summarise(records, replace(SETTINGS, late=0.05))
-    assert figures["requests_per_second"] == 101.0
-    assert figures["requests"] == 101
-    assert figures["lost"] == 1
-    assert figures["late"] == 1
-    assert figures["client_busy"] == 0.5
-    assert figures["client_cpu_us"] == pytest.approx(0.51 / 201 * 1e6)
-    assert figures["p50_ms"] == pytest.approx(1.0)
-    assert "lag_p50_ms" not in figures
 
 
 # --- the commands ---------------------------------------------------------------------------------

@@ -133,21 +133,6 @@ def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> N
             assert pickle.dumps(one) == pickle.dumps(pickle.loads(pickle.dumps(sent)))
 
 
-def test_outputs_are_pickled_once_but_for_the_first_time_that_they_are_large(post: Post) -> None:
-    small, large = Kind.OUTPUTS, Kind.SHARED_OUTPUTS
-    for size, kind, count in [
-        (10, small, 1),
-        (200_000, small, 1),
-        (LARGE, large, 2),
-        (400_000, large, 1),
-        (10, small, 1),
-        (200_000, small, 1),
-        (LARGE, large, 1),
-    ]:
-        counted = Counted(b"x" * size)
-        assert (post.pack([counted])[0], counted.count) == (kind, count)
-
-
 ROW = np.arange(LARGE // 6)
 
 

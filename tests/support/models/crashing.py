@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from fast_batcher import InferenceModel
-from models.base import FOR_EVER, call_at_gate, pass_gate
+from models.base import FOR_EVER, call_at_gate
 from models.raising import NotAnExceptionError
 
 
@@ -55,24 +55,6 @@ class Stuck(InferenceModel[Any, Any]):
         with call_at_gate(self._gate, list(inputs)):
             if self._how == "holding the GIL":
                 ctypes.PyDLL(None).sleep(FOR_EVER)
-            time.sleep(FOR_EVER)
-        return inputs
-
-
-class HangsIfTold(InferenceModel[str, str]):
-    """Ignores SIGTERM, and hangs at "hang"; all but the first wait at the gate while they load."""
-
-    def __init__(self, gate: str, path: str) -> None:
-        self._gate = gate
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL))
-        except FileExistsError:
-            pass_gate(gate, "loading")
-
-    def infer(self, inputs: list[str]) -> list[str]:
-        if "hang" in inputs:
-            call_at_gate(self._gate, "hanging").close()
             time.sleep(FOR_EVER)
         return inputs
 
