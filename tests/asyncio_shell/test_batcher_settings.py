@@ -3,14 +3,12 @@
 A batcher is refused at construction, before anything is started.
 """
 
-import asyncio
 import dataclasses
 import inspect
 import multiprocessing
 import os
 import re
 import sys
-import threading
 from math import inf, nan
 from typing import Any, get_type_hints
 
@@ -48,7 +46,6 @@ NOT_A_SWITCH = [0, 1, "yes", [True]]
 NOT_A_FUNCTION = [7, "len", b"len"]
 NOT_A_COST = [0, -1, -0.5, nan, inf, True, "8", [8], 1j]
 NOT_A_NAME = ["", "  ", "two\nlines", "bell\a", 7, b"name", ["name"]]
-NO_OBSERVERS = [5, "text", Observer, [Observer]]
 NOT_A_POLICY = ["Adaptive", "fastest", "", 1, ["greedy"], b"greedy"]
 
 
@@ -299,18 +296,3 @@ def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them()
 
 
 # Under a running loop, where construction goes on to open.
-
-
-def test_a_refused_batcher_does_not_open_later_and_the_start_method_is_left_alone() -> None:
-    async def construct_badly() -> None:
-        with pytest.raises(ConfigurationError):
-            DynBatcher(Echo, max_batch_size=0)
-        # A batcher begins to open at the next turn of the loop.
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-    before = threading.active_count(), multiprocessing.get_start_method(allow_none=True)
-    asyncio.run(construct_badly())
-    construct()
-    assert multiprocessing.active_children() == []
-    assert (threading.active_count(), multiprocessing.get_start_method(allow_none=True)) == before

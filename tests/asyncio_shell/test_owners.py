@@ -118,17 +118,3 @@ async def test_a_block_on_another_loop_is_refused_and_ends_no_batcher_of_this_on
         await asyncio.to_thread(asyncio.run, elsewhere())
     assert await batcher.process_batched("still served") == "still served"
     await batcher.aclose()
-
-
-def test_a_loop_that_was_closed_inside_a_block_keeps_no_batcher_open() -> None:
-    batcher = DynBatcher(Echo)
-    loop = asyncio.new_event_loop()
-    loop.run_until_complete(batcher.__aenter__())
-    loop.close()
-
-    async def later() -> None:
-        async with batcher:
-            assert await batcher.process_batched("on the next loop") == "on the next loop"
-
-    asyncio.run(later())
-    assert batcher.state == "closed"

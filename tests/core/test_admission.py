@@ -22,7 +22,6 @@ from fast_batcher._core.messages import (
     Release,
     Request,
 )
-from fast_batcher._core.policy import FixedPolicy
 from fast_batcher._core.ranked_queue import WorkAhead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -333,38 +332,6 @@ def test_a_batch_becomes_smaller_where_nobody_stands_behind() -> None:
     now += linear(1)
     settle(scheduler, now, batch)
     assert poll_batches(scheduler, now)[0].requests == [second]
-
-
-def test_a_busy_worker_is_given_no_batch_that_targets_have_made_smaller() -> None:
-    scheduler = make(max_batch_size=2)
-    now = taught_by_deadlines(scheduler)
-    busy = arrive(scheduler, now, 2)
-    assert busy is not None
-    first, second = waiting(scheduler, now, 1.0, 9.0)
-    actions, _ = scheduler.poll(now)
-    assert [action.request for action in actions if isinstance(action, Expire)] == [first]
-    assert len(actions) == 1
-    assert scheduler.waiting == 1
-    now += linear(2)
-    settle(scheduler, now, busy)
-    assert poll_batches(scheduler, now)[0].requests == [second]
-
-
-def test_a_hold_makes_nobody_late() -> None:
-    scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
-    # Nothing is known of how long batches take: it may wait until the target itself.
-    (request,) = [Request("input", None)]
-    assert scheduler.submit(0.0, [request]) == []
-    assert scheduler.poll(0.0) == ([], 5.0)
-    (batch,) = poll_batches(scheduler, 5.0)
-    assert (batch.requests, batch.release) == ([request], Release.DEADLINE)
-    settle(scheduler, 6.0, batch)
-    # Its first batch tells nothing; the second one took a second.
-    assert scheduler.submit(10.0, [Request("input", None)]) == []
-    (batch,) = poll_batches(scheduler, 15.0)
-    settle(scheduler, 16.0, batch)
-    assert scheduler.submit(20.0, [Request("input", None)]) == []
-    assert scheduler.poll(20.0) == ([], 24.0)
 
 
 # Whole services.

@@ -173,37 +173,6 @@ def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
 # What it keeps.
 
 
-@given(st.data())
-def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
-    """Any order of arrivals, cancellations and batches that leave."""
-    packer = data.draw(st.sampled_from([None, BatchPacker(20.0, is_padded=True)]))
-    arrivals = Arrivals(packer)
-    waiting: dict[int, Request] = {}
-    queue = arrivals.queue
-    for step in data.draw(st.lists(st.sampled_from("aaaacs"), max_size=60)):
-        if step == "a":
-            rank = data.draw(st.tuples(st.integers(-1, 1), st.sampled_from([None, 0, 1])))
-            request = arrivals.add(*rank, cost=float(len(waiting) % 7 + 1))
-            waiting[request.id] = request
-        elif step == "c" and waiting:
-            request = waiting.pop(data.draw(st.sampled_from(sorted(waiting))))
-            arrivals.cancel(request)
-        elif step == "s" and waiting:
-            for request in arrivals.send(2):
-                del waiting[request.id]
-        assert queue.size == len(waiting)
-        assert {request.id for request in queue} == set(waiting)
-        oldest = queue.oldest()
-        assert (oldest and oldest.id) == min(waiting, default=None)
-        ahead = queue.ahead_of(0)
-        assert ahead.requests == sum(one.priority >= 0 for one in waiting.values())
-        expected = sum(one.cost for one in waiting.values() if one.priority >= 0)
-        assert ahead.cost == pytest.approx(expected)
-        assert queue.earliest_deadline() == (100.0 if waiting else float("inf"))
-    assert len(queue.pop_expired(100.0)) == len(waiting)
-    assert queue.size == 0
-
-
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another group"])
 def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> None:
     """Counted in calls of functions. The oldest is in time, and is chosen with each that is not."""

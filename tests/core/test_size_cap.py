@@ -11,21 +11,6 @@ def go_well(cap: SizeCap, times: int) -> None:
         cap.went_well(cap.size)
 
 
-def test_a_request_that_is_too_large_alone_says_nothing_about_others() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(1)
-    assert (cap.size, cap.is_watching) == (32, False)
-    cap.ran_out(20)
-    go_well(cap, 3)
-    cap.ran_out(10)
-    size = cap.size
-    # Another batch, and the way down to its culprit.
-    for part in (size, size // 2, size // 4):
-        cap.ran_out(part, is_retry=part != size)
-    cap.ran_out(1, is_retry=True)
-    assert cap.size == size
-
-
 def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 import pytest
-from gated_functions import GatedCoroutine, InThread, spin_until
+from gated_functions import GatedCoroutine
 from starlette.background import BackgroundTask
 from waits import LIMIT, outcome, turns, until
 
@@ -408,28 +408,6 @@ async def test_a_function_may_shut_itself_down_or_one_that_waits_for_it() -> Non
     with pytest.raises(BatcherClosedError):
         await outer(2)
     await inner.shutdown()
-
-
-def test_shutdown_from_another_loop_waits_for_one_that_runs() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    async def compute(items: list[int]) -> list[int]:
-        begun.set()
-        await asyncio.to_thread(go_on.wait, LIMIT)
-        return double(items)
-
-    function = aio.dynamically(compute)
-
-    async def call() -> Any:
-        return await function(1)
-
-    other = InThread(lambda: asyncio.run(call()))
-    assert begun.wait(LIMIT)
-    ending = InThread(lambda: asyncio.run(function.shutdown()))
-    spin_until(lambda: function._own_batcher._is_closed)  # type: ignore[union-attr]
-    go_on.set()
-    ending.result()
-    assert other.result() == 2
 
 
 # Settings.

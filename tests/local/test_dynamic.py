@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from gated_functions import GatedFunction, InThread, spin_until
 from programs import CALL_WHILE_ENDING, run_program
-from waits import LIMIT, turns
+from waits import LIMIT
 
 from fast_batcher import dynamically
 from fast_batcher.dynamic import BatchedFunction
@@ -287,30 +287,6 @@ def test_an_instance_is_released_and_its_thread_with_it() -> None:
         assert not thread.is_alive()
     finally:
         gc.enable()
-
-
-@pytest.mark.slow
-def test_an_instance_lives_while_calls_wait_for_it() -> None:
-    gated = GatedFunction()
-
-    class Holder:
-        @dynamically
-        def compute(self, items: list[int]) -> list[int]:
-            return gated(items)
-
-    async def main() -> None:
-        holder = Holder()
-        function = holder.compute
-        call = asyncio.create_task(holder.compute.acall(1))
-        await turns()
-        gated.next_batch()
-        del holder
-        gc.collect()
-        gated.let_on()
-        assert await call == 2
-        function.shutdown()
-
-    asyncio.run(main())
 
 
 def test_an_instance_need_not_be_hashable_and_equal_ones_are_not_the_same() -> None:

@@ -7,7 +7,6 @@ import asyncio
 import gc
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,7 +38,7 @@ from sessions import session_of
 from waits import LIMIT, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._transport.codec import ATOMS, dumps, loads
+from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
     PoisonRequestError,
@@ -55,34 +54,6 @@ def harness() -> Iterator[SenderHarness]:
     harness = SenderHarness()
     yield harness
     harness.close()
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"x" * 60_000,
-        "text" * 2000,
-        [*range(10_000)],
-        np.arange(2048),
-        [np.arange(2048) for _ in range(15)],
-        [b"x" * 70_000, "y" * 70_000, bytearray(70_000)],
-        np.arange(30_000),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_an_input_that_is_not_large_goes_through_the_pipe(
-    harness: SenderHarness, value: Any, is_first: bool
-) -> None:
-    if not is_first:
-        harness.batch(np.zeros(SMALL, np.uint8))
-        harness.read()
-        harness.free()
-    for _ in range(3):
-        harness.batch(value)
-        assert harness.kinds == [Kind.INPUT_ATOMS if type(value) in ATOMS else Kind.INPUTS]
-        assert pickle.dumps(harness.read()[0]) == pickle.dumps(value)
-    assert harness.slabs.count == 0
 
 
 @pytest.mark.parametrize(

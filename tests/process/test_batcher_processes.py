@@ -16,7 +16,6 @@ import pytest
 import uvloop
 from models.base import Echo
 from models.children import Forks, Reports, TalksNonsense
-from models.crashing import Stuck
 from models.loading import (
     ExitsOnLoad,
     LoadsAgain,
@@ -37,7 +36,6 @@ from sessions import pids_of
 from waits import (
     LIMIT,
     ONE_LOOP,
-    SOON,
     Gate,
     Watch,
     assert_balance,
@@ -589,28 +587,6 @@ def test_a_loop_that_lives_is_not_left_for_another_of_any_thread(new_loop: NewLo
     first.run_until_complete(first.shutdown_default_executor())
 
 
-@pytest.mark.parametrize("end", ["stop", "aclose from another loop"])
-def test_a_batcher_is_ended_after_its_loop_is_closed(run: Run, gate: Gate, end: str) -> None:
-    batcher = DynBatcher(Stuck, model_args=(gate.path, "plainly"), stop_timeout=SOON)
-    tasks: list[asyncio.Task[Any]] = []
-
-    async def start() -> Any:
-        tasks.extend(call(batcher, number) for number in range(3))
-        return await gate.visit()
-
-    visit = run(start())
-    with Watch([visit.pid]) as worker:
-        if end == "stop":
-            batcher.stop()
-        else:
-            run(batcher.aclose())
-        assert worker.survivors(0.0) == []
-    batcher.stop()
-    assert batcher.state == "closed"
-    assert assert_balance(batcher).cancelled == 3
-    abandon(tasks)
-
-
 @pytest.mark.parametrize("loads", [True, False], ids=["while it loads", "while it is started"])
 def test_the_loop_is_closed_before_the_worker_is_ready(run: Run, gate: Gate, loads: bool) -> None:
     """The starter thread tells a loop that never turns again, or is closed."""
@@ -756,33 +732,6 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
     )
     with Watch(running.tells()) as workers:
         assert running.tells() == [False] * 3
-        assert running.finish() == (0, "")
-        assert workers.survivors(0.0) == []
-
-
-@pytest.mark.parametrize("then", ["time.sleep(1000)", "return"], ids=["blocked", "stopped"])
-def test_a_program_whose_loop_in_a_daemon_thread_turns_no_more_ends(
-    program: Start, then: str
-) -> None:
-    """The thread cannot end the workers then."""
-    running = program(
-        f"""
-        import time
-
-        is_open = threading.Event()
-
-        async def main():
-            batcher = DynBatcher(models.base.Echo, stop_timeout=0.1)
-            await batcher.open()
-            tell([one.pid for one in session_of(batcher).pool.live.remaining()])
-            is_open.set()
-            {then}
-
-        threading.Thread(target=asyncio.run, args=(main(),), daemon=True).start()
-        is_open.wait()
-        """
-    )
-    with Watch(running.tells()) as workers:
         assert running.finish() == (0, "")
         assert workers.survivors(0.0) == []
 

@@ -13,7 +13,6 @@ from models.large import (
     LARGE,
     GivesViews,
     MakesLarge,
-    Miscounts,
     fingerprint,
     make_large,
 )
@@ -217,18 +216,3 @@ async def test_a_worker_that_says_something_else_lies_in_the_outbox_is_replaced(
         # For what it has said, and not for the answer that follows.
         assert "which it does not have" not in caplog.text
         assert batcher.stats.restarts == 1
-
-
-@pytest.mark.parametrize("size", [SMALL, ASIDE])
-async def test_answers_for_other_requests_are_for_nobody(
-    size: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with opened(Miscounts, restart_backoff=0.01) as batcher:
-        tasks = [call(batcher, ("array", size, number)) for number in range(2)]
-        for task in tasks:
-            got = await outcome(task)
-            assert isinstance(got, TransportError)
-            assert "1 outcomes came back for 2 requests" in str(got)
-        await until(lambda: batcher.stats.restarts == 1)
-        assert len(await batcher.process_batched(b"small")) == 5
-    assert "is replaced" in caplog.text

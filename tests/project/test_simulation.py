@@ -8,11 +8,6 @@ import pytest
 
 from benchmarks.simulation.batchers import Ours, Planned
 from benchmarks.simulation.bounds import Estimate
-from benchmarks.simulation.cells import (
-    BOUND,
-    Cell,
-    bursts,
-)
 from benchmarks.simulation.engine import Batcher, simulate
 from benchmarks.simulation.loads import (
     ClosedLoop,
@@ -77,14 +72,6 @@ def test_greedy_and_the_optimum_are_what_their_chains_say(name: str) -> None:
         assert found is not None
         assert found.low < exact < found.high
         assert found.high - found.low < 0.1 * exact
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_no_policy_exceeds_the_bound(name: str) -> None:
-    for seed in range(2):
-        found = bursts(Cell("bursts", name, 0.6), seed, 0.1)
-        assert max(found, key=lambda system: found[system]["in_time"]) == BOUND
 
 
 # The engine.

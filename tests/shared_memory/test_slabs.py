@@ -154,31 +154,6 @@ def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Sl
     assert memory_of(slabs._fd) == 3 * PAGE
 
 
-def test_memory_that_was_not_used_for_long_is_given_back(slabs: Slabs) -> None:
-    small, large = taken(slabs, MEBI), taken(slabs, 4 * MEBI)
-    write(slabs, small, b"small")
-    write(slabs, large, b"large")
-    del large
-    assert slabs.take_unused() is None  # it has just been used
-    unused = slabs.take_unused()
-    assert unused is not None
-    assert (unused.start, unused.length) == (MEBI, 4 * MEBI)
-    # While it is being given back it is not taken, nor given back twice.
-    assert slabs.take_unused() is None
-    other = taken(slabs, PAGE)
-    assert other.start == 5 * MEBI
-    slabs.punch(unused)
-    slabs.mark_uncommitted(unused)
-    del unused
-    assert memory_of(slabs._fd) == MEBI
-    assert slabs._memory[:5] == b"small"
-    again = taken(slabs, MEBI)
-    assert again.start == MEBI
-    write(slabs, again, b"again")
-    assert memory_of(slabs._fd) == 2 * MEBI
-    assert slabs.take_unused() is None
-
-
 def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
     small = taken(slabs, MEBI)
     write(slabs, small, b"before")

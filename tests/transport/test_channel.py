@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-import uvloop
 from packed_frames import pack
 from waits import LIMIT
 
@@ -157,26 +156,6 @@ async def test_frames_of_any_size_go_there_and_back(ends: Ends) -> None:
     assert ends.ends == []
 
 
-async def test_sending_does_not_wait_for_anybody_to_read(ends: Ends) -> None:
-    """Nobody reads, so a send that waited would never return."""
-    bodies = [random.randbytes(5 * MEBI), b"small", random.randbytes(3 * MEBI), b"last"]
-    for number, body in enumerate(bodies):
-        ends.channel.send(Kind.INPUTS, number, body)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    received: list[tuple[int, bytes]] = []
-
-    def read(channel: BlockingChannel) -> None:
-        while (frame := channel.receive()) is not None:
-            received.append((frame.batch_id, bytes(frame.body)))
-            if len(received) == len(bodies):
-                channel.send(Kind.OUTPUTS)
-
-    ends.worker(read)
-    await ends.until(lambda: len(ends.frames) == 1)
-    assert received == list(enumerate(bodies))
-
-
 async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
     ends.worker(lambda channel: channel.send(Kind.READY))
     await ends.until(lambda: len(ends.ends) == 1)
@@ -263,42 +242,6 @@ async def test_closing_forgets_what_was_not_sent_and_may_be_repeated(ends: Ends)
             received += len(data)
     assert received < 5 * MEBI
     assert ends.ends == []
-
-
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> None:
-    """In the middle of a frame both ways."""
-    first, second = new_loop(), new_loop()
-    ends = Ends(first)
-    large = random.randbytes(5 * MEBI)
-    raw = ends.raw()
-
-    async def begin() -> None:
-        ends.channel.send(Kind.INPUTS, 1, large)
-        ends.channel.send(Kind.INPUTS, 2, b"behind")
-        raw.send(pack(Kind.OUTPUTS, 3, b"half")[:20])
-        for _ in range(3):
-            await asyncio.sleep(0)
-
-    first.run_until_complete(begin())
-    first.close()
-
-    async def go_on() -> bytes:
-        ends.channel.attach(second)
-        raw.send(pack(Kind.OUTPUTS, 3, b"half")[20:])
-        expected = pack(Kind.INPUTS, 1, large) + pack(Kind.INPUTS, 2, b"behind")
-        received = await asyncio.to_thread(raw.receive_all, len(expected))
-        assert received == expected
-        await ends.until(lambda: len(ends.frames) == 1)
-        await second.shutdown_default_executor()
-        return received
-
-    second.run_until_complete(go_on())
-    assert ends.frames == [(Kind.OUTPUTS, 3, b"half")]
-    second.close()
-    # Closing must not ask a closed loop for anything.
-    ends.close()
-    raw.close()
 
 
 # --- reservations ---------------------------------------------------------------------------------

@@ -132,36 +132,3 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_allocated(lengt
     finally:
         tracemalloc.stop()
     assert peak < MAX_FRAME_BYTES
-
-
-@given(
-    frames=some_frames,
-    cut=st.integers(0, 2**20),
-    flips=st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), max_size=4),
-    tail=st.binary(max_size=200),
-    pieces=some_pieces,
-)
-def test_whatever_comes_it_is_frames_an_end_or_an_error_of_ours(
-    frames: list[Frame],
-    cut: int,
-    flips: list[tuple[int, int]],
-    tail: bytes,
-    pieces: list[int],
-) -> None:
-    """Truncated streams, changed bytes and garbage, in any pieces."""
-    data = bytearray(stream(frames))
-    del data[cut:]
-    for position, change in flips:
-        if data:
-            data[position % len(data)] ^= change
-    reader = FrameReader(MAX_FRAME_BYTES, Source(bytes(data) + tail, pieces).recv_into)
-    given_out = 0
-    try:
-        while True:
-            frame = reader.read()
-            while frame is not None:
-                assert isinstance(frame.kind, Kind)
-                given_out += HEADER_SIZE + len(frame.body)
-                frame = reader.next_frame() if reader.rest else None
-    except (EOFError, TransportError):
-        assert given_out <= len(data) + len(tail)

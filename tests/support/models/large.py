@@ -200,19 +200,6 @@ class MakesLarge(InferenceModel[Any, Any]):
         return make_large(*one) if isinstance(one, tuple) else one
 
 
-class Miscounts(MakesLarge):
-    """Leaves one large output less than it has, as no worker of ours does."""
-
-    def __init__(self) -> None:
-        posting = importlib.import_module("fast_batcher._worker.replies").ReplyEncoder
-        pack = posting.pack
-
-        def pack_fewer(self: Any, outputs: list[Any], failures: Any) -> Any:
-            return pack(self, outputs[:1], failures)
-
-        posting.pack = pack_fewer
-
-
 class GivesViews(InferenceModel[Any, Any]):
     """Answers with views of its inputs: all of it, every other byte, the end."""
 
