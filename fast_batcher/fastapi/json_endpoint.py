@@ -17,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
@@ -72,7 +71,12 @@ class JsonEndpoint:
             result = await self._predict(body)
         # A result of another type is an error: it may hold fields that `Out` omits.
         content = self._writer.dump_json(result, by_alias=True, warnings="error")
-        await Response(content, media_type="application/json")(scope, receive, send)
+        headers = [
+            (b"content-length", str(len(content)).encode()),
+            (b"content-type", b"application/json"),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
 
     def _refuse_dependencies(self, scope: Scope) -> None:
         """Check that no dependency is declared for the route of a request.
