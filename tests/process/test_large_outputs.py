@@ -72,7 +72,7 @@ async def until_answered(batcher: DynBatcher[Any, Any], count: int = 1) -> None:
 
 @pytest.mark.parametrize("kind", LARGE)
 async def test_every_kind_and_size_comes_back_whole(
-    kind: str, capfd: pytest.CaptureFixture[str]
+    kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if kind in ("tensor", "bfloat16"):
         pytest.importorskip("torch")
@@ -84,7 +84,7 @@ async def test_every_kind_and_size_comes_back_whole(
             got = await asyncio.gather(*map(batcher.process_batched, asked))
             assert [fingerprint(one) for one in got] == expected
             assert is_used(batcher)
-    assert "through a pipe" not in capfd.readouterr().err
+    assert "through a pipe" not in caplog.text
 
 
 async def test_whatever_dies_and_whoever_leaves_answers_are_whole(
@@ -119,7 +119,7 @@ async def test_whatever_dies_and_whoever_leaves_answers_are_whole(
 
 
 async def test_results_that_are_kept_do_not_fill_the_outbox(
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with opened(MakesLarge, max_shared_bytes=4 * MEBI) as batcher:
         kept = await batcher.process_many([("array", 20_000, number) for number in range(3000)])
@@ -128,7 +128,7 @@ async def test_results_that_are_kept_do_not_fill_the_outbox(
         for number, array in enumerate(kept):
             assert fingerprint(array) == fingerprint(make_large("array", 20_000, number))
             array += 1  # they are the caller's
-    assert "through a pipe" not in capfd.readouterr().err
+    assert "through a pipe" not in caplog.text
 
 
 @pytest.mark.parametrize("size", [SMALL, ASIDE])
@@ -192,18 +192,18 @@ async def test_an_exception_among_large_outputs_is_its_callers_alone() -> None:
 
 @pytest.mark.parametrize("size", [SMALL, ASIDE])
 async def test_what_finds_no_room_goes_through_the_pipe(
-    size: int, capfd: pytest.CaptureFixture[str]
+    size: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with opened(MakesLarge, max_batch_size=1, max_shared_bytes=size) as batcher:
         for number in range(5):
             got = await batcher.process_batched(("array", size, number))
             assert fingerprint(got) == fingerprint(make_large("array", size, number))
         assert not is_used(batcher)
-    assert capfd.readouterr().err.count("large outputs go through a pipe") == 1
+    assert caplog.text.count("large outputs go through a pipe") == 1
 
 
 async def test_an_outbox_that_is_full_is_empty_again_after_a_while(
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     asked = [("array", ASIDE, number) for number in range(12)]
     async with opened(MakesLarge, max_batch_size=1, max_shared_bytes=6 * MEBI) as batcher:
@@ -214,16 +214,16 @@ async def test_an_outbox_that_is_full_is_empty_again_after_a_while(
             assert 1 <= len(session_of(batcher).scheduler.workers.copying_out) < 6
         for one, task in zip(asked, tasks, strict=True):
             assert fingerprint(await outcome(task)) == fingerprint(make_large(*one))
-        assert capfd.readouterr().err.count("large outputs go through a pipe") == 1
+        assert caplog.text.count("large outputs go through a pipe") == 1
 
 
-async def test_without_shared_memory_there_is_the_pipe(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_without_shared_memory_there_is_the_pipe(caplog: pytest.LogCaptureFixture) -> None:
     async with opened(MakesLarge, max_shared_bytes=0) as batcher:
         assert outboxes_of(batcher) == []
         asked = [("array", size, 1) for size in SIZES]
         got = await batcher.process_many(asked)
         assert [*map(fingerprint, got)] == [fingerprint(make_large(*one)) for one in asked]
-    assert "through a pipe" not in capfd.readouterr().err
+    assert "through a pipe" not in caplog.text
 
 
 async def test_an_answer_that_is_being_copied_outlives_its_worker(
@@ -311,7 +311,7 @@ async def test_a_caller_may_leave_while_an_answer_is_copied() -> None:
 
 
 async def test_an_answer_that_nobody_wants_any_more_is_not_copied(
-    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And its memory is free, or there would be no room for the next ones."""
     async with opened(MakesLarge, max_batch_size=1, max_shared_bytes=3 * MEBI) as batcher:
@@ -326,7 +326,7 @@ async def test_an_answer_that_nobody_wants_any_more_is_not_copied(
             assert await batcher.process_batched("next") == "next"
         assert not session_of(batcher).scheduler.workers.copying_out
         assert len(await batcher.process_batched(("array", 2 * MEBI, 9))) == 2 * MEBI
-    assert "through a pipe" not in capfd.readouterr().err
+    assert "through a pipe" not in caplog.text
 
 
 async def test_the_batcher_ends_when_what_is_being_copied_has_been_delivered() -> None:
