@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest
 # The version that the `fastapi` extra asks for, and the tests that run with it.
 OLDEST_FASTAPI := $(shell sed -n 's/^fastapi = \["fastapi>=\(.*\)"\]/\1/p' pyproject.toml)
-FASTAPI_TESTS := tests/test_fastapi.py tests/test_bodies.py tests/test_disconnects.py tests/test_json_endpoint.py
+FASTAPI_TESTS := tests/fastapi
 # Tests that run side by side. Most of them wait for a process half of their time.
 JOBS ?= 2
 

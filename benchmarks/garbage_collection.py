@@ -15,7 +15,7 @@ from benchmarks.load_test import find_versions
 from benchmarks.report import Columns, Measurement, Table
 from benchmarks.scenarios import Figures, Load
 
-# The collector left alone, and thresholds of the youngest generation with everything frozen.
+# The collector left alone, and thresholds of the youngest generation with live objects frozen.
 VARIANTS = ("untuned", "700", "2000", "5000", "10000", "20000")
 BODY_BYTES = 2_000_000
 # Clients that leave, one after the other; twice as many requests leave a cycle.

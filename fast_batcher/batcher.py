@@ -33,6 +33,7 @@ from fast_batcher._asyncio.signals import call_on_sigterm
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._collector import frozen
+from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
 from fast_batcher._shared_memory.layouts import to_shape
@@ -56,7 +57,7 @@ from fast_batcher.settings import (
     reject_unknown_options,
     warn_about_workers,
 )
-from fast_batcher.stats import BatcherStats
+from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
 
@@ -330,7 +331,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         if session is not None:
             session.require_own_process()
         if session is None or session.serving_loop is None:
-            self._status.refuse("submit() needs a batcher that has been opened on an event loop")
+            self._status.reject_call(
+                "submit() needs a batcher that has been opened on an event loop"
+            )
         deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
         request = Request(value, ThreadCaller(future), deadline)
@@ -416,7 +419,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             await session.pool.aclose()
             raise broken_error
         if wait_ready and self._status.state is not State.OPEN:  # it was closed meanwhile
-            self._status.refuse("it was not ready")
+            self._status.reject_call("it was not ready")
 
     def begin_drain(self) -> None:
         """Reject new requests and report not ready, while accepted requests are finished.
@@ -522,9 +525,9 @@ class DynBatcher(Generic[InputT, OutputT]):
                 afterwards. If the lifespan does not run in the main thread, as with `TestClient`,
                 SIGTERM has no such effect, and a warning says so.
             freeze_gc: Whether Python's garbage collector excludes the objects that are alive when
-                the batcher is ready, and collects young objects less often, until the last such
-                lifespan of the process ends. An app that has called `gc.freeze` or
-                `gc.set_threshold` itself keeps its settings. See docs/garbage_collection.md.
+                the batcher is ready, until the last such lifespan of the process ends. An app that
+                has called `gc.freeze` itself keeps its frozen objects. See
+                docs/garbage_collection.md.
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
@@ -566,6 +569,22 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._settings = settings
 
     # State and statistics.
+
+    def explain(self) -> Explanation:
+        """Explain what limits the size of the recent batches, and what would change it.
+
+        Returns:
+            Figures and a cause; `str` gives them in sentences. The load and the gains are
+            predictions from the times of the batches so far.
+        """
+        settings = self._settings
+        setup = Setup(
+            settings.max_batch_size,
+            settings.num_workers,
+            settings.max_batch_cost is not None,
+            settings.group_by is not None,
+        )
+        return explain(self._ledger.counters.samples, setup)
 
     def add_observer(self, observer: Observer) -> None:
         """Call an observer from now on, as if it had been given at construction.
@@ -638,7 +657,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         elif session is not None and self._status.state is not State.CLOSED:
             return session
         elif self._status.state not in (State.NEW, State.CLOSED):
-            self._status.refuse("it was not opened")  # draining without having been opened
+            self._status.reject_call("it was not opened")  # draining without having been opened
         _check_platform()
         self._session = session = Session(self._model, self._settings, self._status, self._ledger)
         session.begin()
@@ -656,7 +675,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             self._session.require_own_process()
         if self._status.state is State.NEW:
             if not self._settings.auto_open:
-                self._status.refuse("it has not been opened")
+                self._status.reject_call("it has not been opened")
             self._begin_open()
         session = self._session
         if session is None or self._status.state not in (State.OPENING, State.OPEN):
@@ -668,7 +687,7 @@ class DynBatcher(Generic[InputT, OutputT]):
                 # The timer of the next try is lost with that loop.
                 session.rebind(loop)
                 session.serving_loop = None
-            self._status.refuse("it takes no calls")
+            self._status.reject_call("it takes no calls")
         if session.binding.loop is not loop:
             session.rebind(loop)
         return session

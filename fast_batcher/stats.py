@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 # Quantiles look back over this many batches: enough for a stable 95 % quantile (51 samples above
 # it), few enough that sorting them takes well under a millisecond.
@@ -52,6 +53,68 @@ class BatcherStats:
         """Requests per batch sent, 0.0 before the first."""
         sent = sum(size * count for size, count in self.batch_sizes.items())
         return sent / self.batches if self.batches else 0.0
+
+
+Cause = Literal[
+    "no data",
+    "arrivals",
+    "max_batch_size",
+    "cost",
+    "groups",
+    "hold",
+    "window",
+    "deadline",
+    "memory",
+    "retries",
+]
+_SENTENCES: dict[Cause, str] = {
+    "no data": "fewer than two batches were answered",
+    "arrivals": "no more requests were waiting",
+    "max_batch_size": "they hold max_batch_size requests",
+    "cost": "they reach max_batch_cost",
+    "groups": "the requests that wait belong to other groups (group_by)",
+    "hold": "they were held, and more requests were not worth the wait",
+    "window": "max_delay had passed (policy='fixed')",
+    "deadline": "waiting for more would have made requests late",
+    "memory": "the model ran out of memory with larger ones",
+    "retries": "they hold requests that are tried again",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What limits the size of a batcher's recent batches; `str` gives it in sentences."""
+
+    # Batches that it is about, at most 1024, and the seconds from the first to the last.
+    batches: int = 0
+    seconds: float = 0.0
+    requests_per_second: float = 0.0
+    mean_batch_size: float = 0.0
+    # Share of the workers' time in which they had a batch, 0 to 1.
+    busy: float = 0.0
+    # Requests per second with full batches, predicted from the measured times; None if unknown.
+    capacity: float | None = None
+    # Why most requests were in batches that were no larger.
+    cause: Cause = "no data"
+    # What would change that, and what it would gain.
+    advice: str = ""
+
+    @property
+    def load(self) -> float | None:
+        """Requests per second as a share of the capacity; None if that is unknown."""
+        return self.requests_per_second / self.capacity if self.capacity else None
+
+    def __str__(self) -> str:
+        """Explain in sentences."""
+        if self.cause == "no data":
+            return f"No explanation: {_SENTENCES[self.cause]}."
+        load = "" if self.load is None else f", {self.load:.0%} of the capacity"
+        return (
+            f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "
+            f"requests per second{load}; the workers were busy for {self.busy:.0%} of the time. "
+            f"Batches hold {self.mean_batch_size:.3g} requests, because {_SENTENCES[self.cause]}. "
+            f"Advice: {self.advice}."
+        )
 
 
 def weighted_quantiles(

@@ -5,7 +5,6 @@ with the garbage collector as ours sets it; "thread" calls the model in a thread
 """
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -22,9 +21,8 @@ model = Model()
 
 @asynccontextmanager
 async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-    """Freeze what is alive and collect less often, if that is the variant."""
+    """Freeze what is alive, if that is the variant."""
     if JOB.variant == "tuned":
-        gc.set_threshold(_collector.YOUNG_OBJECTS, *gc.get_threshold()[1:])
         _collector.freeze_for_good()
     yield
 

@@ -5,19 +5,18 @@ generation, with everything frozen that is alive after the start.
 """
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 from fastapi import Depends, HTTPException
 from pydantic import BaseModel
 
 from benchmarks.http_servers.fastapi_app import JOB
-from fast_batcher import _collector
+from benchmarks.http_servers.ours import app
 from fast_batcher.fastapi import cancel_on_disconnect
 
 if JOB.variant != "untuned":
-    _collector.YOUNG_OBJECTS = int(JOB.variant)
-
-from benchmarks.http_servers.ours import app
+    gc.set_threshold(int(JOB.variant), *gc.get_threshold()[1:])
 
 
 class Large(BaseModel):

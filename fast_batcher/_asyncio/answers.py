@@ -10,11 +10,11 @@ ledger does.
 import functools
 from typing import Any, NamedTuple
 
-from fast_batcher._asyncio.ledger import Failure, Ledger
+from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.messages import Batch, Failure, Request
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
@@ -22,7 +22,7 @@ from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._shared_memory.outbox_reader import Answer, OutboxReader
-from fast_batcher._transport.codec import RemoteFailure, loads, one_line
+from fast_batcher._transport.codec import SerializedError, loads, one_line
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import InferenceError, TransportError
 
@@ -30,7 +30,7 @@ from fast_batcher.errors import InferenceError, TransportError
 _SHARED_OUTPUTS = Kind.SHARED_OUTPUTS
 _OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
 # Frames that do not end the answer to a batch.
-UNFINISHED_KINDS = frozenset({Kind.OUTPUTS_PART, Kind.PONG, Kind.FREED})
+UNFINISHED_KINDS = frozenset({Kind.OUTPUTS_FRAGMENT, Kind.PONG, Kind.FREED})
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Frames that are one failure for every request of their batch.
@@ -69,9 +69,9 @@ class Answers:
         self._reports = reports
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
-        # Outcomes from OUTPUTS_PART frames, by worker, until the last frame of their batch: each
-        # worker answers one batch at a time.
-        self._parts: dict[int, list[Any]] = {}
+        # Outcomes from OUTPUTS_FRAGMENT frames, by worker, until the last frame of their batch:
+        # each worker answers one batch at a time.
+        self._fragments: dict[int, list[Any]] = {}
 
     def add_worker(self, link: WorkerLink) -> None:
         """Add a worker that is ready."""
@@ -80,7 +80,7 @@ class Answers:
     def remove_worker(self, worker: int) -> None:
         """Remove a lost worker and its incomplete answer."""
         self._links.pop(worker, None)
-        self._parts.pop(worker, None)
+        self._fragments.pop(worker, None)
 
     def take(self, worker: int, frame: Frame) -> None:
         """Handle a frame of a ready worker.
@@ -94,12 +94,13 @@ class Answers:
             return
         has_raised = frame.kind in RAISED_KINDS
         scheduler = self._scheduler
-        batch = scheduler.batch_done(monotonic(), worker, frame.batch_id, has_raised)
+        now = monotonic()
+        batch = scheduler.batch_done(now, worker, frame.batch_id, has_raised)
         if batch is None:
             self._reject_answer(frame)
             return
         batch.infer_seconds = frame.seconds
-        self._ledger.complete_batch(batch)
+        self._ledger.complete_batch(now, batch)
         if self._pool.recycles:
             self._pool.batch_answered(worker)
         requests = self._after_failure(frame, batch) if has_raised else batch.requests
@@ -110,8 +111,8 @@ class Answers:
             if frame.kind is _SHARED_OUTPUTS:
                 self._collect(frame, batch)
             else:
-                parts = self._parts.pop(worker, None)
-                outcomes = read_outcomes(frame, parts, len(requests))
+                earlier = self._fragments.pop(worker, None)
+                outcomes = read_outcomes(frame, earlier, len(requests))
                 self._ledger.answer(batch, requests, outcomes)
         except Exception as error:
             self._fail(batch, requests, error)
@@ -127,7 +128,7 @@ class Answers:
         elif self._scheduler.workers.find(worker, frame.batch_id) is None:
             self._reject_answer(frame)
         else:
-            self._parts.setdefault(worker, []).extend(loads(frame.body))
+            self._fragments.setdefault(worker, []).extend(loads(frame.body))
 
     def _reject_answer(self, frame: Frame) -> None:
         """Raise the error for an answer to a batch that the worker does not have."""
@@ -151,8 +152,8 @@ class Answers:
 
     def _fail(self, batch: Batch, requests: list[Request], error: Exception) -> None:
         """Fail requests whose answer cannot be read; their worker will be replaced."""
-        failure = Failure(functools.partial(TransportError, str(error)))
-        self._ledger.answer(batch, requests, [failure] * len(requests))
+        outcomes = [Failure(TransportError(str(error))) for _ in requests]
+        self._ledger.answer(batch, requests, outcomes)
 
     # Large answers.
 
@@ -188,12 +189,12 @@ class Answers:
         self._pump.notice_drained()
 
 
-def read_outcomes(frame: Frame, parts: list[Any] | None, count: int) -> list[Any]:
+def read_outcomes(frame: Frame, earlier: list[Any] | None, count: int) -> list[Any]:
     """Read the outcomes of a batch, by position.
 
     Args:
         frame: The last frame of the batch's answer.
-        parts: Outcomes from earlier frames, or None.
+        earlier: Outcomes from earlier frames, or None.
         count: Number of requests in the batch.
 
     Raises:
@@ -203,9 +204,10 @@ def read_outcomes(frame: Frame, parts: list[Any] | None, count: int) -> list[Any
     if frame.kind is _OUTPUT_ATOMS:
         outcomes = loads(frame.body)
     elif frame.kind is Kind.OUTPUTS:
-        outcomes = [_read_item(item) for item in (parts or []) + loads(frame.body)]
+        outcomes = [_read_item(item) for item in (earlier or []) + loads(frame.body)]
     elif frame.kind in FAILURE_KINDS:
-        outcomes = [Failure(RemoteFailure(*loads(frame.body)).to_error)] * count
+        error = SerializedError(*loads(frame.body))
+        outcomes = [Failure(error.to_error()) for _ in range(count)]
     else:
         raise TransportError(f"a worker answered with {frame.kind.name}")
     if len(outcomes) != count:
@@ -216,10 +218,10 @@ def read_outcomes(frame: Frame, parts: list[Any] | None, count: int) -> list[Any
 class SharedOutcomes(NamedTuple):
     """Outcomes of a batch that are still in an outbox."""
 
-    # The outputs; ignored at the positions of failures.
+    # The outputs; ignored at the positions of errors.
     answer: Answer
-    # The failures by position.
-    failures: dict[int, RemoteFailure]
+    # The errors by position.
+    errors: dict[int, SerializedError]
 
     def read(self, count: int) -> list[Any]:
         """Copy the outcomes out, unless that was done before, and free their memory.
@@ -231,11 +233,11 @@ class SharedOutcomes(NamedTuple):
         if len(outcomes) != count:
             raise _wrong_count(len(outcomes), count)
         try:
-            for position, failure in self.failures.items():
-                outcomes[position] = Failure(RemoteFailure(*failure).to_error)
-        except (AttributeError, TypeError, IndexError) as error:
-            text = f"failures came back that are not failures: {one_line(error)}"
-            raise TransportError(text) from error
+            for position, error in self.errors.items():
+                outcomes[position] = Failure(SerializedError(*error).to_error())
+        except (AttributeError, TypeError, IndexError) as raised:
+            text = f"errors came back that are not errors: {one_line(raised)}"
+            raise TransportError(text) from raised
         return outcomes
 
 
@@ -246,16 +248,18 @@ def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOut
         TransportError: The worker has no outbox.
         Exception: The frame cannot be read.
     """
-    start, sizes, frozen, items, failures = loads(frame.body)
+    start, sizes, frozen, items, errors = loads(frame.body)
     if outbox is None:
         raise TransportError("a worker without an outbox has left something there")
-    return SharedOutcomes(outbox.find(start, sizes, frozen, items), failures)
+    return SharedOutcomes(outbox.find(start, sizes, frozen, items), errors)
 
 
 def _read_item(item: Any) -> Any:
     """Read the outcome of one request, which was pickled separately."""
     try:
-        return loads(item) if isinstance(item, bytes) else Failure(RemoteFailure(*item).to_error)
+        if isinstance(item, bytes):
+            return loads(item)
+        return Failure(SerializedError(*item).to_error())
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code
         return _unreadable(error)
 
@@ -266,4 +270,4 @@ def _wrong_count(found: int, count: int) -> TransportError:
 
 def _unreadable(error: BaseException) -> Failure:
     text = f"the output cannot be unpickled: {one_line(error)}"
-    return Failure(lambda: InferenceError(text))
+    return Failure(InferenceError(text))

@@ -9,25 +9,17 @@ do.
 import asyncio
 import concurrent.futures
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Batch, Request, settle
+from fast_batcher._core.explanation import BatchSample
+from fast_batcher._core.messages import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
-from fast_batcher.errors import BatcherError
 from fast_batcher.observing import Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Outcome that is an error."""
-
-    # Makes an error for each caller: a shared error would collect tracebacks.
-    to_error: Callable[[], BatcherError]
 
 
 class ThreadCaller:
@@ -67,13 +59,8 @@ class Counters:
     restarts: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
-    # (seconds waited, weight) of answered batches: one request of each, weighted by its size.
-    queue_waits: deque[tuple[float, int]] = field(
-        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
-    )
-    infer_times: deque[tuple[float, int]] = field(
-        default_factory=lambda: deque(maxlen=SAMPLED_BATCHES)
-    )
+    # The last answered batches.
+    samples: deque[BatchSample] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
 
     def count_batch(self, size: int, release: str) -> None:
         """Count a batch that is sent."""
@@ -84,8 +71,11 @@ class Counters:
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
     ) -> BatcherStats:
         """Copy the present counts, completed by the batcher's state and load."""
-        queue_wait_p50, queue_wait_p95 = weighted_quantiles(self.queue_waits, (0.50, 0.95))
-        infer_p50, infer_p95 = weighted_quantiles(self.infer_times, (0.50, 0.95))
+        # A wait counts for all requests of its batch.
+        waits = [(one.waited, one.size) for one in self.samples]
+        infer_times = [(one.infer_seconds, 1) for one in self.samples]
+        queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
+        infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))
         return BatcherStats(
             state=state,
             workers_ready=workers_ready,
@@ -124,12 +114,7 @@ class Ledger:
         self.counters = Counters()
         self.observers = Observers(name, observers)
 
-    def answer(
-        self,
-        batch: Batch,
-        requests: list[Request],
-        outcomes: list[Any],
-    ) -> None:
+    def answer(self, batch: Batch, requests: list[Request], outcomes: list[Any]) -> None:
         """Give the callers of an answered batch their outcomes.
 
         Args:
@@ -138,22 +123,43 @@ class Ledger:
                 are skipped.
             outcomes: An output or a `Failure` for each request.
         """
+        is_observed = bool(self.observers.active)
+        waiting = [one for one in requests if not one.is_settled] if is_observed else []
+        ended: list[Outcome] = []
         # The lengths were compared when the answer was read.
-        ended = [
-            (request, _deliver(request, outcome))
-            for request, outcome in zip(requests, outcomes)  # noqa: B905
-            if settle(request)
-        ]
-        self.counters.outcomes.update([outcome for _, outcome in ended])
-        if self.observers.active:
-            self.observers.tell(
-                describe_answer(self._name, batch, ended, batch.worker % self._num_workers)
-            )
+        for request, outcome in zip(requests, outcomes):  # noqa: B905
+            if request.is_settled:
+                continue
+            request.is_settled = True
+            try:
+                if outcome.__class__ is Failure:
+                    request.caller.set_exception(outcome.error)
+                    ended.append("failed")
+                else:
+                    request.caller.set_result(outcome)
+                    ended.append("completed")
+            except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
+                ended.append("cancelled")
+        self.counters.outcomes.update(ended)
+        if is_observed:
+            worker = batch.worker % self._num_workers
+            told = list(zip(waiting, ended, strict=True))
+            self.observers.tell(describe_answer(self._name, batch, told, worker))
 
-    def complete_batch(self, batch: Batch) -> None:
-        """Record the queue wait and the model's seconds of an answered batch."""
-        self.counters.queue_waits.append(batch.wait_until(batch.began_at))
-        self.counters.infer_times.append((batch.infer_seconds, 1))
+    def complete_batch(self, now: float, batch: Batch) -> None:
+        """Record an answered batch, whose requests need not have ended."""
+        waited, size = batch.wait_until(batch.began_at)
+        self.counters.samples.append(
+            BatchSample(
+                batch.began_at,
+                now,
+                size,
+                batch.release,
+                batch.left_waiting,
+                waited,
+                batch.infer_seconds,
+            )
+        )
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""
@@ -176,7 +182,7 @@ class Ledger:
         set_exception(request, error)
         self._end(request, "rejected", reason)
 
-    def refuse(self, reason: str) -> None:
+    def reject_call(self, reason: str) -> None:
         """Count a call for which no request was made."""
         self.counters.outcomes["rejected"] += 1
         if self.observers.active:
@@ -204,15 +210,3 @@ def is_beyond_reach(request: Request) -> bool:
     """Return whether the caller waits on a closed loop, where settling its future would raise."""
     caller = request.caller
     return isinstance(caller, asyncio.Future) and caller.get_loop().is_closed()
-
-
-def _deliver(request: Request, outcome: Any) -> Outcome:
-    """Give one caller the outcome of its input."""
-    try:
-        if outcome.__class__ is Failure:
-            request.caller.set_exception(outcome.to_error())
-            return "failed"
-        request.caller.set_result(outcome)
-    except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
-        return "cancelled"
-    return "completed"

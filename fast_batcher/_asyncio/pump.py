@@ -20,7 +20,7 @@ from fast_batcher._core.messages import (
     Batch,
     Dispatch,
     Expire,
-    Fault,
+    Fail,
     Phase,
     Replace,
     Request,
@@ -65,6 +65,7 @@ class Pump:
         self._sender = sender
         self._pool = pool
         self._ledger = ledger
+        self._observers = ledger.observers
         self._evaluator = evaluator
         self._status = status
         self._reports = reports
@@ -97,10 +98,10 @@ class Pump:
                 return
         if request.priority:
             self._scheduler.rank_requests()
-        if type(request.value) in self._staged_types and self._has_place():
+        if type(request.value) in self._staged_types and self._has_queue_room():
             request.staged = self._arena.stage(request.value)
-        if self._ledger.observers.active:
-            request.context = self._ledger.observers.copy_context()
+        if self._observers.active:
+            request.context = self._observers.copy_context()
         self.arrivals.append(request)
         if not self._is_scheduled:
             self.run_soon()
@@ -108,12 +109,12 @@ class Pump:
     def has_room(self, request: Request) -> bool:
         """Return whether the queue has room for a request behind the arrivals of this turn."""
         if not self._scheduler.counts_bytes:
-            return self._has_place()
+            return self._has_queue_room()
         # The queue keeps the sum of its bytes; here it would be computed for each request.
         self.take_arrivals(monotonic())
         return self._scheduler.has_room(1, request)
 
-    def _has_place(self) -> bool:
+    def _has_queue_room(self) -> bool:
         return self._scheduler.has_room(len(self.arrivals) + 1)
 
     def abandon(self, request: Request) -> None:
@@ -154,9 +155,9 @@ class Pump:
             self.reject(arrivals, error)
             return
         self._ledger.counters.submitted += len(arrivals) - len(rejected)
-        for request, refusal in rejected:
-            told = self._status.broken_error() or refusal.to_error()
-            self._ledger.reject(request, told, refusal.reason)
+        for request, rejection in rejected:
+            told = self._status.broken_error() or rejection.to_error()
+            self._ledger.reject(request, told, rejection.reason)
 
     # The loop.
 
@@ -214,7 +215,7 @@ class Pump:
         if self._drained is not None:
             self.notice_drained()
 
-    def _do(self, action: Dispatch | Expire | Stall | Replace | Fault) -> None:
+    def _do(self, action: Dispatch | Expire | Stall | Replace | Fail) -> None:
         if isinstance(action, Dispatch):
             batch = action.batch
             self._ledger.counters.count_batch(len(batch.requests), batch.release)

@@ -31,8 +31,8 @@ class Reports:
 
     def expiry_error(self, action: Expire) -> BatcherError:
         """Make the error for the caller of an expired request."""
-        if action.refusal is not None:
-            return action.refusal.to_error()
+        if action.rejection is not None:
+            return action.rejection.to_error()
         named = action.request.timeout
         limit = f"its timeout of {self._settings.timeout if named is None else named} seconds"
         if action.reason is ExpiryReason.NOT_READY:

@@ -196,7 +196,7 @@ class Session:
             request = self._submitted.popleft()
             try:
                 if self.serving_loop is None:
-                    self._status.refuse("it takes no calls")
+                    self._status.reject_call("it takes no calls")
                 request.caller.context.run(self.pump.accept, request)
             except BatcherError as error:  # the call has been counted
                 settle(request)
@@ -228,14 +228,14 @@ class Session:
         """Retry the requests of a dead worker, or fail them."""
         self.sender.remove_worker(worker, exit.inherited)
         self._answers.remove_worker(worker)
-        lost = self.scheduler.worker_lost(
+        failed, poisonous = self.scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
         how = f"worker {self._reports.index(worker)} ended with {exit.text}"
-        for request in lost.failed:
+        for request in failed:
             error = WorkerLostError(f"{how} while it had this request")
             self._ledger.fail(request, error, "worker lost")
-        for request in lost.poisonous:
+        for request in poisonous:
             text = f"{how} while it had this request, as another had before; it is not tried again"
             self._ledger.fail(request, PoisonRequestError(text), "poison request")
         self.pump.advance(monotonic())
@@ -273,9 +273,11 @@ class Session:
         """Give a worker no more batches: another has taken its place."""
         self.scheduler.workers.retire(worker)
 
-    def inputs_refused(self, batch: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+    def inputs_unsendable(
+        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
+    ) -> None:
         """Fail requests of a batch whose inputs could not be sent."""
-        self.pump.withdraw(batch, refused)
+        self.pump.withdraw(batch, unsendable)
 
     def idle_workers(self) -> list[int]:
         """Return the ready workers without a batch."""

@@ -34,7 +34,7 @@ class Status:
 
     Args:
         name: The batcher's name, for errors and logs.
-        ledger: Counts refused calls.
+        ledger: Counts rejected calls.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
@@ -111,7 +111,7 @@ class Status:
             retry_after=seconds,
         )
 
-    def refuse(self, what: str) -> NoReturn:
+    def reject_call(self, what: str) -> NoReturn:
         """Raise the error for a call that is not accepted.
 
         Args:
@@ -121,7 +121,7 @@ class Status:
         if broken_error is not None:
             raise broken_error
         if self.state in (State.DRAINING, State.CLOSED):
-            self._ledger.refuse("closed")
+            self._ledger.reject_call("closed")
             raise BatcherClosedError(
                 f"{self.name} is {self.state.value} and takes no requests; `await open()` or "
                 "`async with` opens a closed batcher again"

@@ -20,7 +20,7 @@ from typing import Any
 
 from fast_batcher._core.batch_times import Backlog, BatchTimes
 from fast_batcher._core.limits import Limits, or_infinite
-from fast_batcher._core.messages import Refusal, Rejected, Request, target_of
+from fast_batcher._core.messages import Rejection, Request, target_of
 from fast_batcher._core.ranked_queue import Queue, RankedQueue, WorkAhead
 from fast_batcher._core.retries import Retries
 from fast_batcher._core.workers import WorkerTable
@@ -81,14 +81,14 @@ class Admission:
 
     def admit(
         self, now: float, requests: list[Request], queue: Queue
-    ) -> tuple[list[Request], list[Rejected]]:
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Sort arrivals into accepted and rejected ones; earlier ones have precedence."""
-        rejected: list[Rejected] = []
+        rejected: list[tuple[Request, Rejection]] = []
         room = 0 if self.is_draining else self._limits.max_queue_size - queue.size
         if len(requests) > room:
             room = max(0, room)
-            refusal = self._refusal_of_no_room(now, queue, room)
-            rejected = [Rejected(request, refusal) for request in requests[room:]]
+            rejection = self._rejection_without_room(now, queue, room)
+            rejected = [(request, rejection) for request in requests[room:]]
             requests = requests[:room]
         if requests and isinstance(queue, RankedQueue):
             requests, late = self._reject_late(now, requests, queue)
@@ -96,8 +96,8 @@ class Admission:
         if self._limits.max_queue_bytes is not None:
             count = self.count_fitting(queue, requests)
             if count < len(requests):
-                refusal = self._refusal_of_no_room(now, queue, count, are_bytes=True)
-                rejected += [Rejected(request, refusal) for request in requests[count:]]
+                rejection = self._rejection_without_room(now, queue, count, are_bytes=True)
+                rejected += [(request, rejection) for request in requests[count:]]
                 requests = requests[:count]
         return requests, rejected
 
@@ -114,12 +114,14 @@ class Admission:
             waiting += request.size
         return len(requests)
 
-    def _refusal_of_no_room(
+    def _rejection_without_room(
         self, now: float, queue: Queue, accepted: int, *, are_bytes: bool = False
-    ) -> Refusal:
+    ) -> Rejection:
         """Describe why the arrivals after the first `accepted` ones are rejected."""
         if self.is_draining:
-            return Refusal(BatcherClosedError, "the batcher is draining and takes no more requests")
+            return Rejection(
+                BatcherClosedError, "the batcher is draining and takes no more requests"
+            )
         # Predictions are needed from now on: errors carry `retry_after`.
         self._times.is_wanted = True
         waiting = f"{queue.size + accepted} requests wait already"
@@ -129,11 +131,11 @@ class Admission:
         else:
             text = f"{waiting} (max_queue_size={self._limits.max_queue_size})"
         drained = self._times.seconds_until_drained(self.backlog(now, queue))
-        return Refusal(QueueFullError, text, drained)
+        return Rejection(QueueFullError, text, drained)
 
     def _reject_late(
         self, now: float, requests: list[Request], queue: RankedQueue
-    ) -> tuple[list[Request], list[Rejected]]:
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
         """Set the targets of arrivals, and reject the arrivals that would miss theirs."""
         if not self._set_targets(now, requests):
             return requests, []
@@ -154,14 +156,14 @@ class Admission:
             if slowest <= min(map(target_of, requests)):
                 return requests, []
         accepted: list[Request] = []
-        rejected: list[Rejected] = []
+        rejected: list[tuple[Request, Rejection]] = []
         for request in requests:
             seconds, left = predict(request, len(accepted)), target_of(request) - now
             if seconds <= left or (backlog.is_idle and not accepted):
                 accepted.append(request)
             else:
                 ahead = backlog.requests + len(accepted)
-                rejected.append(Rejected(request, _refusal_of_late_arrival(ahead, seconds, left)))
+                rejected.append((request, _rejection_of_late_arrival(ahead, seconds, left)))
         return accepted, rejected
 
     def _set_targets(self, now: float, requests: list[Request]) -> bool:
@@ -176,10 +178,10 @@ class Admission:
                 request.target = latest
         return has_set
 
-    def refusal_of_dropped(self, now: float, queue: Queue) -> Refusal:
+    def rejection_of_dropped(self, now: float, queue: Queue) -> Rejection:
         """Describe why waiting requests were dropped."""
         backlog = self.backlog(now, queue)
-        return Refusal(
+        return Rejection(
             DeadlineExceededError,
             "the answer would have come too late, and others could be answered in time; "
             f"{backlog.requests} requests wait",
@@ -187,8 +189,8 @@ class Admission:
         )
 
 
-def _refusal_of_late_arrival(ahead: int, seconds: float, left: float) -> Refusal:
-    return Refusal(
+def _rejection_of_late_arrival(ahead: int, seconds: float, left: float) -> Rejection:
+    return Rejection(
         DeadlineExceededError,
         f"the answer would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are left; "
         f"{ahead} requests wait already",

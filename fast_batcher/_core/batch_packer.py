@@ -19,9 +19,9 @@ from math import inf
 from fast_batcher._core.messages import Request
 from fast_batcher._core.service_model import ServiceModel
 
-# Batches' worth of the oldest requests to choose from. Source: `tests/test_simulation.py`: with
-# log-normal lengths, 128 callers and batches of 32 that cost up to 1000 tokens by themselves, 4.9
-# tokens are computed for each real one in order of arrival, and 1.0 to 1.5 with four.
+# Batches' worth of the oldest requests to choose from. Source: `tests/project/test_simulation.py`:
+# with log-normal lengths, 128 callers and batches of 32 that cost up to 1000 tokens by themselves,
+# 4.9 tokens are computed for each real one in order of arrival, and 1.0 to 1.5 with four.
 WINDOW_BATCHES = 4
 
 

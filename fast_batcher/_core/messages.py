@@ -31,7 +31,7 @@ from fast_batcher.errors import (
 )
 
 
-class Refusal(NamedTuple):
+class Rejection(NamedTuple):
     """Reason for a rejection. Requests that arrive together may share one object."""
 
     kind: type[BatcherClosedError] | type[QueueFullError] | type[DeadlineExceededError]
@@ -51,6 +51,15 @@ class Refusal(NamedTuple):
         if issubclass(self.kind, BatcherClosedError):
             return self.kind(self.text)
         return self.kind(self.text, retry_after=self.retry_after)
+
+
+class Failure(NamedTuple):
+    """Outcome that is an error, made for one caller: a shared one would collect tracebacks.
+
+    A class of its own, because an output may be any object.
+    """
+
+    error: BatcherError
 
 
 class Group:
@@ -169,13 +178,6 @@ def settle_open(requests: Iterable[Request]) -> list[Request]:
     return [request for request in requests if settle(request)]
 
 
-class Rejected(NamedTuple):
-    """A request that was not accepted, and the reason."""
-
-    request: Request
-    refusal: Refusal
-
-
 class Release(StrEnum):
     """Reason for dispatching a batch at this moment."""
 
@@ -204,6 +206,8 @@ class Batch:
     began_at: float = 0.0
     # Seconds in the model, as the worker has measured them.
     infer_seconds: float = 0.0
+    # Requests in the queue that it left behind.
+    left_waiting: int = 0
     # Until this moment a batch that is tried again is divided if `infer` raises for it.
     isolate_until: float = inf
 
@@ -267,7 +271,7 @@ class Expire:
     request: Request
     reason: ExpiryReason
     # The error's text and kind; set with UNREACHABLE alone.
-    refusal: Refusal | None = None
+    rejection: Rejection | None = None
 
 
 @dataclass(slots=True)
@@ -289,11 +293,11 @@ class Replace:
 
 
 @dataclass(slots=True)
-class Fault:
+class Fail:
     """Action: log an error in the scheduler, and fail these requests, which have left the queue."""
 
     error: Exception
     requests: list[Request]
 
 
-Action = Dispatch | Expire | Stall | Replace | Fault
+Action = Dispatch | Expire | Stall | Replace | Fail

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
 
 from fast_batcher._core.messages import (
     Batch,
@@ -33,15 +33,6 @@ MOST_LOSSES: Final = 3
 # Seconds after its first failure for which a failing batch is divided further: a third of the
 # default timeout, so that the callers of a model that always fails get their errors in time.
 ISOLATION_SECONDS: Final = 10.0
-
-
-class Lost(NamedTuple):
-    """Requests of a dead worker that are not tried again."""
-
-    # The worker had begun to compute these, and `idempotent` is False.
-    failed: list[Request]
-    # Too many workers died with these.
-    poisonous: list[Request]
 
 
 class Retries:
@@ -63,9 +54,17 @@ class Retries:
         requests = chain.from_iterable(group.requests for group in self.groups)
         return (request for request in requests if not request.is_settled)
 
-    def after_loss(self, batch: Batch, progress: BatchProgress) -> Lost:
-        """Retry the requests of a dead worker's batch, or settle and return them as lost."""
-        lost = Lost([], [])
+    def after_loss(
+        self, batch: Batch, progress: BatchProgress
+    ) -> tuple[list[Request], list[Request]]:
+        """Retry the requests of a dead worker's batch, or settle them.
+
+        Returns:
+            The settled requests: those that must not be computed twice (`idempotent` is False), and
+            those with which too many workers died.
+        """
+        failed: list[Request] = []
+        poisonous: list[Request] = []
         again: list[Request] = []
         for request in batch.requests:
             if request.is_settled:
@@ -73,16 +72,16 @@ class Retries:
             request.losses += progress is not BatchProgress.SENT
             request.deaths += progress is BatchProgress.BEGUN
             if progress is BatchProgress.BEGUN and not self._idempotent:
-                lost.failed.append(request)
+                failed.append(request)
             elif request.deaths >= MOST_DEATHS or request.losses >= MOST_LOSSES:
-                lost.poisonous.append(request)
+                poisonous.append(request)
             else:
                 again.append(request)
-        settle_open(lost.failed + lost.poisonous)
+        settle_open(failed + poisonous)
         self._put_first(
             [again] if progress is BatchProgress.SENT else [[one] for one in again], inf
         )
-        return lost
+        return failed, poisonous
 
     def after_failure(self, now: float, batch: Batch, *, may_divide: bool) -> list[Request]:
         """Divide a batch for which `infer` raised, or return the requests that fail.

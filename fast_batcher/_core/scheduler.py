@@ -6,7 +6,7 @@ sends, logs nor reads a clock.
 
 The shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
 next event. Every accepted request leaves exactly once: through `batch_done`, `batch_raised`,
-`worker_lost`, `workers.withdraw`, `cancel`, `give_up`, `close`, or an `Expire` or `Fault` action;
+`worker_lost`, `workers.withdraw`, `cancel`, `give_up`, `close`, or an `Expire` or `Fail` action;
 from then on its `is_settled` is True. An internal error does not change that: see `poll`.
 """
 
@@ -27,9 +27,9 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
-    Fault,
+    Fail,
     Phase,
-    Rejected,
+    Rejection,
     Release,
     Request,
     settle,
@@ -38,7 +38,7 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
-from fast_batcher._core.retries import Lost, Retries
+from fast_batcher._core.retries import Retries
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
 
 _deadline = attrgetter("deadline")
@@ -86,7 +86,7 @@ class Scheduler:
         # Lower bound of the next expiry of a waiting request, as in the worker table.
         self._next_expiry = inf
         # Errors while learning from answers; the next `poll` reports them.
-        self._faults: list[Action] = []
+        self._learning_errors: list[Action] = []
         # True after `close`: no request is left, and none is accepted.
         self.is_closed = False
 
@@ -103,7 +103,7 @@ class Scheduler:
     @property
     def is_poll_due(self) -> bool:
         """Whether `poll` may have something to do after a batch was answered."""
-        return bool(self.queue.size or self._retries.groups or self._faults)
+        return bool(self.queue.size or self._retries.groups or self._learning_errors)
 
     def has_room(self, count: int, request: Request | None = None) -> bool:
         """Return whether the queue has room for `count` requests, and for this one's bytes."""
@@ -111,7 +111,7 @@ class Scheduler:
             return False
         return request is None or self._admission.count_fitting(self.queue, [request]) == 1
 
-    def submit(self, now: float, requests: list[Request]) -> list[Rejected]:
+    def submit(self, now: float, requests: list[Request]) -> list[tuple[Request, Rejection]]:
         """Take requests into the queue, in their order.
 
         Args:
@@ -123,7 +123,8 @@ class Scheduler:
         """
         if self._times.unpriced_warm_ups:
             self._times.price_warm_ups(requests)
-        if any(map(_has_explicit_deadline, requests)):
+        are_named = any(map(_has_explicit_deadline, requests))
+        if are_named:
             self.rank_requests()
         accepted, rejected = self._admission.admit(now, requests, self.queue)
         if not accepted:
@@ -139,7 +140,8 @@ class Scheduler:
                 request.deadline = deadline
         self._next_request_id += len(accepted)
         self.queue.extend(accepted)
-        self._next_expiry = min(self._next_expiry, min(map(_deadline, accepted)))
+        earliest = min(map(_deadline, accepted)) if are_named else deadline
+        self._next_expiry = min(self._next_expiry, earliest)
         return rejected
 
     def cancel(self, request: Request) -> bool:
@@ -207,7 +209,7 @@ class Scheduler:
         begun: int | None = None,
         *,
         out_of_memory: bool = False,
-    ) -> Lost:
+    ) -> tuple[list[Request], list[Request]]:
         """Remove a worker that has died or is being ended, and retry its requests if allowed.
 
         Args:
@@ -217,9 +219,11 @@ class Scheduler:
             out_of_memory: Whether it may have run out of memory; then batches become smaller.
 
         Returns:
-            The requests without a retry. They are settled; the shell tells their callers.
+            The requests without a retry: those that must not be computed twice, and those with
+            which too many workers died. They are settled; the shell tells their callers.
         """
-        lost = Lost([], [])
+        failed: list[Request] = []
+        poisonous: list[Request] = []
         # The youngest batch first: each is put before the others, so the oldest ends up first.
         for batch in reversed(self.workers.remove(worker)):
             progress = BatchProgress.SENT
@@ -229,9 +233,9 @@ class Scheduler:
                     self._size_cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
             elif batch.id == taken:
                 progress = BatchProgress.TAKEN
-            failed, poisonous = self._retries.after_loss(batch, progress)
-            lost = Lost(failed + lost.failed, poisonous + lost.poisonous)
-        return lost
+            given_up = self._retries.after_loss(batch, progress)
+            failed, poisonous = given_up[0] + failed, given_up[1] + poisonous
+        return failed, poisonous
 
     def batch_done(
         self, now: float, worker: int, batch_id: int, has_raised: bool = False
@@ -260,7 +264,7 @@ class Scheduler:
             try:
                 self._learn(now, batch, seconds)
             except Exception as error:  # noqa: BLE001  the batch was answered in any case
-                self._faults.append(Fault(error, []))
+                self._learning_errors.append(Fail(error, []))
             slot.has_answered = True
         slot.is_second_late = False
         return batch
@@ -325,7 +329,7 @@ class Scheduler:
     ) -> tuple[list[Action], float | None]:
         """Decide which actions are due now.
 
-        If deciding raises, all waiting requests are given up with a `Fault`, because the next
+        If deciding raises, all waiting requests are given up with a `Fail`, because the next
         decision would raise again. Running batches are not affected.
 
         Args:
@@ -340,14 +344,14 @@ class Scheduler:
             The actions, in order, and the moment at which `poll` must be called again if no event
             comes before, or None. The moment may be early: then `poll` returns no actions.
         """
-        actions, self._faults = self._faults, []
+        actions, self._learning_errors = self._learning_errors, []
         held_until = inf
         try:
             if min(self._next_expiry, self.workers.next_expiry) <= now:
                 self._expire(now, actions, has_read=has_read, answering=answering)
             held_until = self._dispatch(now, actions)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
-            actions.append(Fault(error, self.give_up()))
+            actions.append(Fail(error, self.give_up()))
         wake_at = min(held_until, self._next_expiry, self.workers.next_expiry)
         return actions, None if wake_at == inf else wake_at
 
@@ -419,8 +423,8 @@ class Scheduler:
             return self.queue.choose(self._size_cap.size), release
         requests, is_other = self._deadline_batches.choose(now, slot, self.queue)
         if dropped := self._deadline_batches.dropped:
-            refusal = self._admission.refusal_of_dropped(now, self.queue)
-            actions += [Expire(one, ExpiryReason.UNREACHABLE, refusal) for one in dropped]
+            rejection = self._admission.rejection_of_dropped(now, self.queue)
+            actions += [Expire(one, ExpiryReason.UNREACHABLE, rejection) for one in dropped]
             settle_open(dropped)
             dropped.clear()
         return requests, Release.DEADLINE if is_other else release
@@ -438,10 +442,10 @@ class Scheduler:
         size, deadline = len(requests), min(map(_deadline, requests))
         batch_id = self._next_batch_id
         batch = Batch(batch_id, slot.id, requests, release, deadline, size, now)
-        batch.isolate_until = isolate_until
         self._next_batch_id += 1
         if release is not Release.RETRY:
             self.queue.batch_left(requests)
+        batch.isolate_until, batch.left_waiting = isolate_until, self.queue.size
         sent = Phase.SENT  # read once: on Python 3.11 that takes 0.15 us, and this loop a third
         for request in requests:
             request.phase = sent

@@ -123,7 +123,7 @@ class LocalBatcher:
         """
         if not items:
             return []
-        self._refuse_at_exit()
+        self._reject_at_exit()
         with self._lock:
             engine = self._engine_on(None)
         with EngineWait(engine) as can_end:
@@ -240,7 +240,7 @@ class LocalBatcher:
                 engine.abandon()
         return list(engines.values())
 
-    def _refuse_at_exit(self) -> None:
+    def _reject_at_exit(self) -> None:
         # Before the lock is taken: a daemon thread may have been killed while it held the lock.
         if is_exiting():
             raise BatcherClosedError(f"{self._function.name}: the interpreter is ending")
@@ -251,7 +251,7 @@ class LocalBatcher:
         if known is not None:
             return known
         if not self._runs_on_loop:
-            self._refuse_at_exit()
+            self._reject_at_exit()
         with self._lock:
             closed = [one for one in self._submitters if one.is_closed()]
             for one in closed:

@@ -13,7 +13,7 @@ from typing import Any
 from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.outputs import list_outputs
-from fast_batcher._local.function import Function, Target
+from fast_batcher._local.function import Function, UserFunction
 from fast_batcher._local.settings import DecoratorSettings
 
 # Makes the result of a call from the outputs of its items in their order.
@@ -39,14 +39,14 @@ class ListFormat:
         (item,) = args
         return (item, list) if isinstance(item, list) else ([item], itemgetter(0))
 
-    def make_function(self, target: Target, call: Any) -> Function:
+    def make_function(self, user_function: UserFunction, call: Any) -> Function:
         """Make a function of a list of items.
 
         Args:
-            target: The decorated function.
-            call: The target's function, bound if it is a method.
+            user_function: The decorated function.
+            call: The same, bound if it is a method.
         """
-        return Function(call, target.name, target.is_async, _list_outputs)
+        return Function(call, user_function.name, user_function.is_async, _list_outputs)
 
 
 class FeatureFormat:
@@ -84,7 +84,7 @@ class FeatureFormat:
             )
         return split_rows(features, self._collation), partial(join, collation=_STACKED)
 
-    def make_function(self, target: Target, call: Any) -> Function:
+    def make_function(self, user_function: UserFunction, call: Any) -> Function:
         """Make a function of rows, which stacks them for the function of features."""
 
         def call_with_rows(rows: list[Any]) -> Any:
@@ -95,4 +95,4 @@ class FeatureFormat:
             # Copies, because the function may keep an array that it returns and fill it again.
             return split(outputs, count, self._collation, copy=True)
 
-        return Function(call_with_rows, target.name, target.is_async, split_outputs)
+        return Function(call_with_rows, user_function.name, user_function.is_async, split_outputs)

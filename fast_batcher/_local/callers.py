@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fast_batcher._core.messages import Request
-from fast_batcher._local.function import FailedOutput
+from fast_batcher._core.messages import Failure, Request
 from fast_batcher._local.settings import DecoratorSettings, length_of
 
 # The future of a caller: an event loop's, or one for a caller that blocks its thread.
@@ -28,11 +27,11 @@ class Call:
     # Number of items without an outcome.
     missing: int
     # The outputs by position, or the failure of an item.
-    outcome: list[Any] | FailedOutput
+    outcome: list[Any] | Failure
 
     def put(self, position: int, outcome: Any) -> bool:
         """Store the outcome of one item; return whether this ends the call."""
-        if type(outcome) is FailedOutput:
+        if type(outcome) is Failure:
             self.outcome = outcome
             return True
         outputs = self.outcome  # read once: another thread may put a failure there
@@ -61,7 +60,7 @@ def make_requests(
 
 
 def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
-    """Give the caller of each request its outcome, an output or a `FailedOutput`.
+    """Give the caller of each request its outcome, an output or a `Failure`.
 
     A future belongs to the thread of its event loop, so each loop is woken once for all its
     futures.
@@ -103,7 +102,7 @@ def is_cancelled() -> bool:
 def _set_outcomes(pairs: list[tuple[CallerFuture, Any]]) -> None:
     for future, outcome in pairs:
         try:
-            if type(outcome) is FailedOutput:
+            if type(outcome) is Failure:
                 future.set_exception(outcome.error)
             else:
                 future.set_result(outcome)

@@ -20,7 +20,7 @@ from fast_batcher._asyncio.offload import offload
 from fast_batcher._local.batcher import LocalBatcher
 from fast_batcher._local.cache import OutputCache
 from fast_batcher._local.call_formats import FeatureFormat, ListFormat
-from fast_batcher._local.function import Target, bind_weakly
+from fast_batcher._local.function import UserFunction, bind_weakly
 from fast_batcher._local.nesting import running_batch
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher._suggestions import suggest_parameter
@@ -44,7 +44,7 @@ def mark_async(call: _CallT) -> _CallT:
 class BatchingPlan:
     """Settings of a decorated function, shared by its bindings, and the batchers of a method."""
 
-    target: Target
+    user_function: UserFunction
     settings: DecoratorSettings
     call_format: ListFormat | FeatureFormat
     # Whether an async function runs on the event loop of its callers.
@@ -65,8 +65,8 @@ class BatchingPlan:
         return is_plain and self.cache is None and not self.call_format.copies
 
     def make_batcher(self, call: Callable[..., Any]) -> LocalBatcher:
-        """Make a batcher for the target's function, or for the function bound to an instance."""
-        function = self.call_format.make_function(self.target, call)
+        """Make a batcher for the function, or for the function bound to an instance."""
+        function = self.call_format.make_function(self.user_function, call)
         return LocalBatcher(function, self.settings, is_aio=self.is_aio)
 
     def batcher_of(self, instance: Any) -> LocalBatcher:
@@ -74,7 +74,7 @@ class BatchingPlan:
         key, batchers = id(instance), self.instance_batchers
         known = batchers.get(key)
         if known is None:
-            batcher = self.make_batcher(bind_weakly(self.target.call, instance))
+            batcher = self.make_batcher(bind_weakly(self.user_function.call, instance))
             reference = weakref.ref(instance, lambda _: batchers.pop(key, None) and None)
             # If another thread was faster, its batcher wins; this one has not started a thread yet.
             known = batchers.setdefault(key, (reference, batcher))
@@ -110,9 +110,9 @@ class Decorated:
             batcher = plan.batcher_of(binding.instance)
         else:
             # First: it also copies the attributes of a function that was decorated before.
-            functools.update_wrapper(self, plan.target.call)  # type: ignore[arg-type]  # callable
-            if not plan.target.binds_class:
-                batcher = plan.make_batcher(plan.target.call)
+            functools.update_wrapper(self, plan.user_function.call)  # type: ignore[arg-type]  # callable
+            if not plan.user_function.binds_class:
+                batcher = plan.make_batcher(plan.user_function.call)
         self._plan = plan
         self._binding = binding
         # None for a class method that is not bound.
@@ -120,10 +120,10 @@ class Decorated:
 
     def __get__(self, instance: Any, owner: type | None = None) -> Self:
         """Bind to one instance, or to one class if it is a class method."""
-        target = self._plan.target
-        if self._binding is not None or not (target.binds_instance or target.binds_class):
+        function = self._plan.user_function
+        if self._binding is not None or not (function.binds_instance or function.binds_class):
             return self
-        if target.binds_class:
+        if function.binds_class:
             instance = owner if owner is not None else type(instance)
         if instance is None:
             return self
@@ -134,7 +134,7 @@ class Decorated:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         instance, function = self._binding
         if name == "__wrapped__":
-            return types.MethodType(self._plan.target.call, instance)
+            return types.MethodType(self._plan.user_function.call, instance)
         if name == "__self__":
             return instance
         if name == "__func__":
@@ -143,14 +143,14 @@ class Decorated:
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if self._binding is not None:
-            return getattr, (self._binding.instance, self._plan.target.call.__name__)
+            return getattr, (self._binding.instance, self._plan.user_function.call.__name__)
         # Pickled like a function, by its name.
         name: str = self.__qualname__
         return name
 
     def __repr__(self) -> str:
         where = "" if self._binding is None else f" of {self._binding.instance!r:.100}"
-        return f"<batched {self._plan.target.call!r}{where}>"
+        return f"<batched {self._plan.user_function.call!r}{where}>"
 
     @property
     def stats(self) -> BatchProcessorStats:
@@ -200,8 +200,13 @@ class Decorated:
 
     def _is_called_on_class(self, args: tuple[Any, ...]) -> bool:
         """Return whether a call with two arguments is `Class.method(instance, ...)`."""
-        target = self._plan.target
-        return bool(args) and self._binding is None and target.binds_instance and target.is_in_class
+        function = self._plan.user_function
+        return (
+            bool(args)
+            and self._binding is None
+            and function.binds_instance
+            and function.is_in_class
+        )
 
     async def _ashutdown(self, *, cancel: bool) -> None:
         await self._batcher.ashutdown(cancel=cancel)
@@ -249,8 +254,8 @@ def decorate(
     call_format = FeatureFormat(settings) if kind.has_features else ListFormat()
 
     def decorate_function(written: Any) -> Decorated:
-        target = Target.of(written)
-        cache = None if settings.cache is None else OutputCache(settings.cache, target.name)
-        return kind(BatchingPlan(target, settings, call_format, kind.is_aio, cache))
+        function = UserFunction.of(written)
+        cache = None if settings.cache is None else OutputCache(settings.cache, function.name)
+        return kind(BatchingPlan(function, settings, call_format, kind.is_aio, cache))
 
     return decorate_function if written is None else decorate_function(written)

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Batch, Dispatch, Fault, Request, settle_open
+from fast_batcher._core.messages import Batch, Dispatch, Fail, Failure, Request, settle_open
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._local.callers import deliver
-from fast_batcher._local.function import FailedOutput, Function, as_error, drop_own_frame
+from fast_batcher._local.function import Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher._observers import Observers, describe_answer
 from fast_batcher.errors import (
@@ -118,8 +118,8 @@ class Engine:
     def submit(self, calls: Sequence[list[Request]]) -> None:
         """Enqueue the requests of each call; a call is rejected whole if not all of them fit."""
         accepted: list[Request] = []
-        refused: list[Request] = []
-        errors: list[FailedOutput] = []
+        rejected: list[Request] = []
+        errors: list[Failure] = []
         with self._lock:
             if max(map(len, calls)) > self._settings.ranks_above:
                 # Only when the first such call comes: a ranked queue costs every request some
@@ -131,15 +131,15 @@ class Engine:
                 if len(accepted) + len(requests) <= room:
                     accepted += requests
                 else:
-                    refused.append(requests[0])
+                    rejected.append(requests[0])
                     errors.append(self._reject(requests, waiting + len(accepted)))
             now = monotonic()
             self._scheduler.submit(now, accepted)
             batch = self._poll(now)
         if batch is not None:
             self.worker.compute(batch)
-        deliver(refused, errors)
-        self._tell_ended(refused, "rejected", "closed" if self._is_closing else "queue full")
+        deliver(rejected, errors)
+        self._tell_ended(rejected, "rejected", "closed" if self._is_closing else "queue full")
 
     def keep_context(self, requests: list[Request]) -> None:
         """Keep the context of the caller of requests that are about to be submitted."""
@@ -148,13 +148,13 @@ class Engine:
             for request in requests:
                 request.context = context
 
-    def _reject(self, requests: list[Request], waiting: int) -> FailedOutput:
+    def _reject(self, requests: list[Request], waiting: int) -> Failure:
         """Settle the requests of one call, and return the error for its caller."""
         settle_open(requests)
         name = self.function.name
         if self._is_closing:
-            return FailedOutput(BatcherClosedError(f"{name} was shut down and takes no calls"))
-        return FailedOutput(
+            return Failure(BatcherClosedError(f"{name} was shut down and takes no calls"))
+        return Failure(
             QueueFullError(
                 f"{name}: no room for {len(requests)} more, {waiting} wait already "
                 f"(max_queue_size={self._most_waiting})"
@@ -172,7 +172,7 @@ class Engine:
         try:
             outcomes = self.function.outcomes(result, len(batch.requests))
         except OutputMismatchError as error:
-            outcomes = [FailedOutput(OutputMismatchError(*error.args)) for _ in batch.requests]
+            outcomes = [Failure(OutputMismatchError(*error.args)) for _ in batch.requests]
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             return self.fail(batch, error, seconds)
         with self._lock:
@@ -199,7 +199,7 @@ class Engine:
             )
             open_ids = {request.id for request in settle_open(failed)}
             following = self._poll(now)
-        outcomes = [FailedOutput(as_error(raised)) for _ in failed]
+        outcomes = [Failure(as_error(raised)) for _ in failed]
         self._deliver(failed, outcomes)
         self._tell_answered(batch, failed, outcomes, open_ids, seconds)
         return following
@@ -233,7 +233,7 @@ class Engine:
 
     def _fail_as_closed(self, requests: list[Request], why: str) -> None:
         text = f"{self.function.name}: {why}"
-        self._deliver(requests, [FailedOutput(BatcherClosedError(text)) for _ in requests])
+        self._deliver(requests, [Failure(BatcherClosedError(text)) for _ in requests])
         self._tell_ended(requests, "failed", "closed")
 
     def _tell_ended(self, requests: Sequence[Request], outcome: Outcome, reason: str) -> None:
@@ -257,7 +257,7 @@ class Engine:
         """Tell observers of a batch, with the requests whose callers were still waiting."""
         if self.observers.active:
             ended: list[tuple[Request, Outcome]] = [
-                (request, "failed" if type(outcome) is FailedOutput else "completed")
+                (request, "failed" if type(outcome) is Failure else "completed")
                 for request, outcome in zip(requests, outcomes, strict=True)
                 if request.id in open_ids
             ]
@@ -279,7 +279,7 @@ class Engine:
         if not actions:
             return None
         (action,) = actions
-        if isinstance(action, Fault):
+        if isinstance(action, Fail):
             raise action.error
         assert isinstance(action, Dispatch), "without deadlines nothing expires"
         return action.batch

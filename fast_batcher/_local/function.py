@@ -6,8 +6,9 @@ import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from fast_batcher._core.messages import Failure
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherError,
@@ -19,7 +20,7 @@ from fast_batcher.errors import (
 
 
 @dataclass(frozen=True)
-class Target:
+class UserFunction:
     """A decorated function or method, and its binding behaviour.
 
     Raises:
@@ -37,7 +38,7 @@ class Target:
     is_in_class: bool
 
     @classmethod
-    def of(cls, written: Any) -> "Target":
+    def of(cls, written: Any) -> "UserFunction":
         """Inspect the function or method below the decorator."""
         is_class = isinstance(written, classmethod)
         is_static = isinstance(written, staticmethod)
@@ -64,12 +65,6 @@ class Target:
         )
 
 
-class FailedOutput(NamedTuple):
-    """Outcome of a failed item, in the place of an output: the error for one caller."""
-
-    error: BatcherError
-
-
 @dataclass(frozen=True, slots=True)
 class Function:
     """A function of a list of items, with its name and its splitter; used by engines."""
@@ -78,14 +73,14 @@ class Function:
     call: Callable[[list[Any]], Any]
     # The name in messages, logs and the name of the thread.
     name: str
-    # See `Target`.
+    # See `UserFunction`.
     is_async: bool
     # Takes the function's result and the number of items, and returns a list of outputs. Raises
     # OutputMismatchError if there is not one output per item.
     split: Callable[[Any, int], list[Any]]
 
     def outcomes(self, result: Any, count: int) -> list[Any]:
-        """Convert the function's result to one output or `FailedOutput` per item.
+        """Convert the function's result to one output or `Failure` per item.
 
         Raises:
             OutputMismatchError: The result is not one output per item.
@@ -94,7 +89,7 @@ class Function:
         # Checking each type once takes a fraction of the time of checking each output.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             return [
-                FailedOutput(as_error(output)) if isinstance(output, BaseException) else output
+                Failure(as_error(output)) if isinstance(output, BaseException) else output
                 for output in outputs
             ]
         return outputs

@@ -14,8 +14,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from fast_batcher._core.messages import Failure
 from fast_batcher._fork import at_fork
-from fast_batcher._local.function import FailedOutput, Function, as_error
+from fast_batcher._local.function import Function, as_error
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +109,7 @@ async def compute_inline(function: Function, items: Sequence[Any], batch_size: i
         except Exception as error:
             raise as_error(error) from error
         for outcome in function.outcomes(result, len(part)):
-            if type(outcome) is FailedOutput:
+            if type(outcome) is Failure:
                 raise outcome.error
             outputs.append(outcome)
     return outputs

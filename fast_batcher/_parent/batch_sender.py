@@ -14,7 +14,7 @@ from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
 from fast_batcher._parent.worker import WorkerLink
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps, loads
+from fast_batcher._transport.codec import SerializedError, dump_atoms, dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandPickle, OutOfBandPickler
 from fast_batcher.errors import (
@@ -35,7 +35,9 @@ _value_of = operator.attrgetter("value")
 class SenderEvents(Protocol):
     """Events that a sender reports to its listener, on the loop's thread."""
 
-    def inputs_refused(self, batch: Batch, refused: list[tuple[Request, BatcherError]], /) -> None:
+    def inputs_unsendable(
+        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]], /
+    ) -> None:
         """Inputs of a batch that `send` has taken turn out not to be sendable."""
 
 
@@ -127,26 +129,26 @@ class BatchSender:
 
     def _send_late(self, batch: Batch, send: Send) -> None:
         """Send a batch through the pipe, because shared memory had no room for it."""
-        refused = self._send_items(batch, send)
-        if refused:
-            self._events.inputs_refused(batch, refused)
+        unsendable = self._send_items(batch, send)
+        if unsendable:
+            self._events.inputs_unsendable(batch, unsendable)
 
     def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
-        """Send a batch through the pipe in one or more frames; return the refused requests."""
-        items: list[bytes | RemoteFailure] = []
-        refused: list[tuple[Request, BatcherError]] = []
+        """Send a batch through the pipe in one or more frames; return the unsendable requests."""
+        items: list[bytes | SerializedError] = []
+        unsendable: list[tuple[Request, BatcherError]] = []
         for request in batch.requests:
             item = self._dump_item(request.value)
             if isinstance(item, bytes):
                 items.append(item)
             else:
-                refused.append((request, item))
+                unsendable.append((request, item))
         if items:
-            bodies = list(codec.split_parts(items, self._max_frame_bytes))
+            bodies = list(codec.fragment(items, self._max_frame_bytes))
             for body in bodies[:-1]:
-                send(Kind.INPUTS_PART, batch.id, body)
+                send(Kind.INPUTS_FRAGMENT, batch.id, body)
             send(Kind.INPUTS, batch.id, bodies[-1])
-        return refused
+        return unsendable
 
     def free(self, worker_id: int, frame: Frame) -> None:
         """End the leases of the batches that a worker names in a FREED frame.
@@ -160,13 +162,13 @@ class BatchSender:
         try:
             item = self._pickler.dumps(value)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code
-            refusal = UnsendableValueError(
+            unsendable_error = UnsendableValueError(
                 f"the input, a {type(value).__qualname__}, cannot be pickled "
                 f"({codec.one_line(error)}), so "
                 "it cannot reach the worker process; send plain data instead"
             )
-            refusal.__cause__ = error
-            return refusal
+            unsendable_error.__cause__ = error
+            return unsendable_error
         if not codec.fits(len(item), self._max_frame_bytes):
             return RequestTooLargeError(
                 f"the input takes {len(item)} bytes, more than max_frame_bytes="

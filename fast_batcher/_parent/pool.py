@@ -42,14 +42,14 @@ MAIN_GUARD = (
 )
 
 
-class _Place:
-    """Place of one of the `num_workers` workers, filled by one process after the other."""
+class _Replica:
+    """One of the `num_workers` workers that a batcher keeps up, by one process after another."""
 
     def __init__(self, index: int, settings: Settings) -> None:
         self.index = index
-        # Ids for the processes of this place; no two processes of a pool share an id.
+        # Ids for the processes of this replica; no two processes of a pool share an id.
         self.ids = itertools.count(index, settings.num_workers)
-        # None while the place waits for a restart.
+        # None while the replica waits for a restart.
         self.worker: WorkerHandle | None = None
         # A process that loads its model while the worker that it will replace still serves.
         self.successor: WorkerHandle | None = None
@@ -94,7 +94,7 @@ class Pool:
         # True once no further worker is started.
         self.is_closing = False
 
-        self._places = [_Place(index, settings) for index in range(settings.num_workers)]
+        self._replicas = [_Replica(index, settings) for index in range(settings.num_workers)]
         # Every worker that is being started or has a process.
         self.live = LiveWorkers()
         self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
@@ -119,8 +119,8 @@ class Pool:
     def open(self) -> None:
         """Start every worker; the listener is told when they are ready or fail."""
         note_open(self)
-        for place in self._places:
-            self._start(place)
+        for replica in self._replicas:
+            self._start(replica)
         self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat, context=Context())
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -134,10 +134,10 @@ class Pool:
                 worker.kill()
         self._thread.rebind(loop)
         self._memory.rebind(loop)
-        for place in self._places:
-            # A place with a timer has just lost its worker, in `attach` above.
-            if place.worker is None and place.restart_timer is None:
-                self._start(place)
+        for replica in self._replicas:
+            # A replica with a timer has just lost its worker, in `attach` above.
+            if replica.worker is None and replica.restart_timer is None:
+                self._start(replica)
         for worker in self.live:
             if worker.state is WorkerState.LOADING:
                 self._starter.limit(worker)
@@ -180,10 +180,10 @@ class Pool:
                 self._settings.max_rss_bytes,
             )
         # One recycling at a time: the machine may have no room for two more copies of the model.
-        is_free = not self._retired and all(one.successor is None for one in self._places)
-        place = self._places[worker.index]
-        if is_due and is_free and place.worker is worker and monotonic() >= self._recycle_at:
-            self._start(place)
+        is_free = not self._retired and all(one.successor is None for one in self._replicas)
+        replica = self._replicas[worker.index]
+        if is_due and is_free and replica.worker is worker and monotonic() >= self._recycle_at:
+            self._start(replica)
 
     def read_all(self) -> list[int]:
         """Dispatch the frames that have arrived from the ready workers.
@@ -212,39 +212,39 @@ class Pool:
 
     def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
         """Put a ready worker into service; if it is a successor, retire its predecessor."""
-        place = self._places[worker.index]
+        replica = self._replicas[worker.index]
         worker.set_timer(None)
         self._serving[worker.id] = worker
-        place.restarts.ready(monotonic())
-        place.is_given_up = False
+        replica.restarts.ready(monotonic())
+        replica.is_given_up = False
         self._log.ready(worker)
-        if worker is not place.successor:
+        if worker is not replica.successor:
             self._events.worker_ready(worker, times)
             return
-        before, place.worker, place.successor = place.worker, worker, None
+        before, replica.worker, replica.successor = replica.worker, worker, None
         # In this order, so that there is a ready worker at every moment.
         self._events.worker_ready(worker, times)
-        assert before is not None, "a place has a successor only while it has a worker"
+        assert before is not None, "a replica has a successor only while it has a worker"
         self._retire(before)
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
         """Kill a worker that could not be started or load its model, and schedule a restart."""
-        place = self._places[worker.index]
-        if worker not in (place.worker, place.successor):
+        replica = self._replicas[worker.index]
+        if worker not in (replica.worker, replica.successor):
             return
         worker.set_timer(None)
         worker.kill()
-        if worker is place.successor:
-            place.successor = None
+        if worker is replica.successor:
+            replica.successor = None
             self._recycle_at = monotonic() + MAX_DELAY
             logger.warning(
                 "%s: %s; the worker before it goes on", self._name, error, exc_info=error
             )
             return
-        place.worker = None
+        replica.worker = None
         if not self.is_closing:
             self._events.worker_failed_to_start(worker.id, error)
-            self._restart_later(place)
+            self._restart_later(replica)
 
     def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
         """Remove a dead worker, report its loss, and schedule its replacement."""
@@ -253,14 +253,14 @@ class Pool:
         if worker.outbox is not None and worker.outbox.is_open:
             # It takes 80 ms per 200 MiB that were used.
             self._memory.run_in_thread(worker.outbox.close, lambda _: None)
-        place = self._places[worker.index]
+        replica = self._replicas[worker.index]
         if worker in self._retired:
             self._retired.discard(worker)
             self._lose(worker, exit)
         elif worker.id in self._serving:
-            place.worker = None
+            replica.worker = None
             self._lose(worker, exit)
-            self._restart_later(place)
+            self._restart_later(replica)
         else:
             hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
             error = WorkerStartupError(
@@ -271,15 +271,15 @@ class Pool:
 
     # Starting and replacing.
 
-    def _start(self, place: _Place) -> None:
-        """Start a worker at an empty place, or the successor of the worker at this place."""
-        place.restart_timer = None
+    def _start(self, replica: _Replica) -> None:
+        """Start the worker of a replica without one, or the successor of its worker."""
+        replica.restart_timer = None
         if self.is_closing:
             return
         slabs = self._memory.slabs
         worker = WorkerProcess(
-            next(place.ids),
-            place.index,
+            next(replica.ids),
+            replica.index,
             self._model_spec,
             self._settings,
             slabs if isinstance(slabs, Slabs) else None,
@@ -287,10 +287,10 @@ class Pool:
             self._events.frame_arrived,
             self._name,
         )
-        if place.worker is None:
-            place.worker = worker
+        if replica.worker is None:
+            replica.worker = worker
         else:
-            place.successor = worker
+            replica.successor = worker
         self._starter.start(worker)
 
     def _retire(self, worker: WorkerHandle) -> None:
@@ -317,24 +317,24 @@ class Pool:
         self._log.lost(worker, exit, is_replaced=not (self.is_closing or exit.is_clean))
         self._events.worker_lost(worker.id, exit)
 
-    def _restart_later(self, place: _Place) -> None:
+    def _restart_later(self, replica: _Replica) -> None:
         # The listener may have ended the pool when it was told of the loss.
         if self.is_closing:
             return
-        delay, is_given_up = place.restarts.lost(monotonic())
-        if place.successor is not None:
-            place.worker, place.successor = place.successor, None
+        delay, is_given_up = replica.restarts.lost(monotonic())
+        if replica.successor is not None:
+            replica.worker, replica.successor = replica.successor, None
             return
-        place.restart_timer = self.loop.call_later(delay, self._start, place, context=Context())
+        replica.restart_timer = self.loop.call_later(delay, self._start, replica, context=Context())
         reason = (
-            f"worker {place.index} was restarted max_restarts={self._settings.max_restarts} times "
-            f"within restart_window={self._settings.restart_window} seconds"
+            f"worker {replica.index} was restarted max_restarts={self._settings.max_restarts} "
+            f"times within restart_window={self._settings.restart_window} seconds"
         )
         if is_given_up:
             logger.error("%s: %s; the next try is in %.3g seconds", self._name, reason, delay)
-            place.is_given_up = True
-        if all(one.is_given_up for one in self._places):
-            next_try = min(one.restart_timer.when() for one in self._places if one.restart_timer)
+            replica.is_given_up = True
+        if all(one.is_given_up for one in self._replicas):
+            next_try = min(one.restart_timer.when() for one in self._replicas if one.restart_timer)
             self._events.workers_given_up(reason, max(0.0, next_try - self.loop.time()))
 
     def _beat(self) -> None:
@@ -400,8 +400,8 @@ class Pool:
 
     def finish_end(self) -> None:
         """Remove the workers, which are dead, and end the threads."""
-        for place in self._places:
-            place.worker = place.successor = None
+        for replica in self._replicas:
+            replica.worker = replica.successor = None
         self._retired.clear()
         self._serving.clear()
         self._thread.stop()
@@ -409,10 +409,10 @@ class Pool:
         self.live.discard(*self.live)
 
     def _cancel_timers(self) -> None:
-        for place in self._places:
-            if place.restart_timer is not None:
-                place.restart_timer.cancel()
-                place.restart_timer = None
+        for replica in self._replicas:
+            if replica.restart_timer is not None:
+                replica.restart_timer.cancel()
+                replica.restart_timer = None
         if self._heartbeat_timer is not None:
             self._heartbeat_timer.cancel()
         for worker in self.live:

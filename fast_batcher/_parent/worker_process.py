@@ -22,7 +22,7 @@ from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerState
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.log_records import open_log_sockets
 from fast_batcher._transport.loop_channel import Frames, LoopChannel, Reservation
@@ -219,7 +219,7 @@ class WorkerProcess:
             self.state = _READY
             self._events.worker_loaded(self, times)
         elif frame.kind is Kind.STARTUP_FAILED:
-            failure = RemoteFailure(*codec.loads(frame.body))
+            failure = SerializedError(*codec.loads(frame.body))
             error = WorkerStartupError(
                 f"worker {self.index} could not load {self._model_spec.name}: {failure.text}"
             )

@@ -37,7 +37,7 @@ TEXTS = frozenset({str, bytes})
 _ITEM_OVERHEAD = 16
 
 
-class RemoteFailure(NamedTuple):
+class SerializedError(NamedTuple):
     """An exception as data."""
 
     # Type and message, in one line.
@@ -58,7 +58,7 @@ class RemoteFailure(NamedTuple):
         return from_model(original, self.text, self.traceback)
 
 
-def describe(error: BaseException) -> RemoteFailure:
+def describe(error: BaseException) -> SerializedError:
     """Turn any exception into data that crosses the process boundary."""
     text = one_line(error)
     try:
@@ -66,8 +66,8 @@ def describe(error: BaseException) -> RemoteFailure:
         trace = "".join(traceback.format_exception(error))
     except BaseException:  # noqa: BLE001  __str__ and __notes__ are the user's code
         # An error that cannot be shown would raise again wherever the app shows it.
-        return RemoteFailure(text, text, None)
-    return RemoteFailure(text, _short(trace, keep_end=True), _pickle_if_it_survives(error))
+        return SerializedError(text, text, None)
+    return SerializedError(text, _short(trace, keep_end=True), _pickle_if_it_survives(error))
 
 
 def dump_atoms(values: list[Any], limit: int) -> bytes | None:
@@ -87,14 +87,14 @@ def dump_atoms(values: list[Any], limit: int) -> bytes | None:
     return dumps(values) if sum(map(len, texts)) < limit else None
 
 
-def split_parts(items: Iterable[bytes | RemoteFailure], max_frame_bytes: int) -> Iterator[bytes]:
+def fragment(items: Iterable[bytes | SerializedError], max_frame_bytes: int) -> Iterator[bytes]:
     """Pickle items as one or more lists that each fit into a frame.
 
     Args:
         items: Items that each fit into a frame alone.
         max_frame_bytes: Most bytes of a pickled list.
     """
-    part: list[bytes | RemoteFailure] = []
+    part: list[bytes | SerializedError] = []
     # Starts with the overhead of the list itself.
     size = _ITEM_OVERHEAD
     for item in items:
@@ -126,7 +126,7 @@ def fits(length: int, max_frame_bytes: int) -> bool:
     return length + 2 * _ITEM_OVERHEAD <= max_frame_bytes
 
 
-def _size(item: bytes | RemoteFailure) -> int:
+def _size(item: bytes | SerializedError) -> int:
     return len(item if isinstance(item, bytes) else dumps(item)) + _ITEM_OVERHEAD
 
 

@@ -38,24 +38,24 @@ class Kind(IntEnum):
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
     INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `codec.ATOMS`
-    INPUTS = 3  # a batch, or the last part of one: a list of separately pickled inputs
-    INPUTS_PART = 4  # a part of a batch that is larger than one frame; more follow
+    INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
+    INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
     STOP = 5  # finish what has arrived, then end
     PING = 6  # answer with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     ROWS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up
-    STARTUP_FAILED = 17  # one pickled RemoteFailure
+    STARTUP_FAILED = 17  # one pickled SerializedError
     OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `codec.ATOMS`
-    OUTPUTS = 19  # the list of outcomes: separately pickled outputs and failures; or its last part
-    OUTPUTS_PART = 20  # a part of outcomes that are larger than one frame; more follow
-    # Outputs that lie in the outbox: pickled (start, sizes of the parts, which parts are read-only,
-    # items, failures by position).
+    OUTPUTS = 19  # the list of separately pickled outputs and errors, or its last fragment
+    OUTPUTS_FRAGMENT = 20  # a fragment of a list that is larger than one frame; more follow
+    # Outputs that lie in the outbox: pickled (start, sizes of stream and buffers, which buffers are
+    # read-only, items, errors by position).
     SHARED_OUTPUTS = 21
     PONG = 22
     FREED = 27  # a pickled list: ids of batches that have no view left
-    # Each of these is one pickled RemoteFailure, for every request of the batch.
+    # Each of these is one pickled SerializedError, for every request of the batch.
     FAILED = 23  # a retry cannot succeed
     RAISED = 24  # `infer` raised
     OUT_OF_MEMORY = 25  # `infer` ran out of memory

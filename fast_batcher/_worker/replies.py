@@ -11,7 +11,7 @@ from typing import Any
 
 from fast_batcher._shared_memory.outbox_writer import OutboxWriter
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import RemoteFailure, dump_atoms, dumps
+from fast_batcher._transport.codec import SerializedError, dump_atoms, dumps
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandPickle, OutOfBandPickler
 from fast_batcher.errors import InferenceError, forget_frames
@@ -42,39 +42,39 @@ class ReplyEncoder:
         )
         self._has_warned = False
 
-    def pack(self, outputs: list[Any], failures: dict[int, RemoteFailure]) -> Reply:
+    def pack(self, outputs: list[Any], errors: dict[int, SerializedError]) -> Reply:
         """Return the frames that answer a batch.
 
         Args:
-            outputs: One per input; ignored at the positions of `failures`. An output that is an
+            outputs: One per input; ignored at the positions of `errors`. An output that is an
                 exception fails its request.
-            failures: Known failures by position; failures found here are added.
+            errors: Known errors by position; errors found here are added.
         """
-        body = None if failures else dump_atoms(outputs, LEAST_SHARED)
+        body = None if errors else dump_atoms(outputs, LEAST_SHARED)
         if body is not None and len(body) <= self._max_frame_bytes:
             return [(Kind.OUTPUT_ATOMS, body)]
         # By `type`: `isinstance` asks `__class__`, which is the user's code, and types are few.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             for position, output in enumerate(outputs):
                 if issubclass(type(output), BaseException):
-                    failures.setdefault(position, codec.describe(output))
-        if failures:
-            outputs = [None if at in failures else output for at, output in enumerate(outputs)]
+                    errors.setdefault(position, codec.describe(output))
+        if errors:
+            outputs = [None if at in errors else output for at, output in enumerate(outputs)]
         pickled = self._pickle(outputs)
         if isinstance(pickled, OutOfBandPickle):
-            start = self._put(pickled, failures)
+            start = self._put(pickled, errors)
             if start is not None:
                 where = (start, pickled.sizes, pickled.find_frozen(), pickled.items)
-                return [(Kind.SHARED_OUTPUTS, dumps((*where, failures)))]
+                return [(Kind.SHARED_OUTPUTS, dumps((*where, errors)))]
             pickled = [self._pickle_item(output) for output in outputs]
-        return self._pack_items(pickled, failures)
+        return self._pack_items(pickled, errors)
 
     def give_back_unused(self) -> None:
         """Return memory that no answer has used recently to the system. Call it while idle."""
         if self._outbox is not None:
             self._outbox.rest()
 
-    def _pickle(self, outputs: list[Any]) -> Sequence[bytes | RemoteFailure] | OutOfBandPickle:
+    def _pickle(self, outputs: list[Any]) -> Sequence[bytes | SerializedError] | OutOfBandPickle:
         """Pickle outputs for the pipe or, if they are large, for the outbox."""
         try:
             return self._pickler.pickle(outputs, self._has_outbox)
@@ -83,7 +83,7 @@ class ReplyEncoder:
             forget_frames(error)
             return [self._pickle_item(output) for output in outputs]
 
-    def _pickle_item(self, output: Any) -> bytes | RemoteFailure:
+    def _pickle_item(self, output: Any) -> bytes | SerializedError:
         try:
             return dumps(output)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code too
@@ -92,22 +92,22 @@ class ReplyEncoder:
             return failure
 
     def _pack_items(
-        self, items: Sequence[bytes | RemoteFailure], failures: dict[int, RemoteFailure]
+        self, items: Sequence[bytes | SerializedError], errors: dict[int, SerializedError]
     ) -> Reply:
         """Return the frames for outputs that have been pickled one by one."""
-        if not failures:
+        if not errors:
             body = dumps(items)
             if len(body) <= self._max_frame_bytes:
                 return [(Kind.OUTPUTS, body)]
         outcomes = [
-            failures[at] if at in failures else self._limited(item) for at, item in enumerate(items)
+            errors[at] if at in errors else self._limited(item) for at, item in enumerate(items)
         ]
-        bodies = list(codec.split_parts(outcomes, self._max_frame_bytes))
-        parts = [(Kind.OUTPUTS_PART, body) for body in bodies[:-1]]
-        return [*parts, (Kind.OUTPUTS, bodies[-1])]
+        bodies = list(codec.fragment(outcomes, self._max_frame_bytes))
+        earlier = [(Kind.OUTPUTS_FRAGMENT, body) for body in bodies[:-1]]
+        return [*earlier, (Kind.OUTPUTS, bodies[-1])]
 
-    def _limited(self, item: bytes | RemoteFailure) -> bytes | RemoteFailure:
-        if isinstance(item, RemoteFailure) or codec.fits(len(item), self._max_frame_bytes):
+    def _limited(self, item: bytes | SerializedError) -> bytes | SerializedError:
+        if isinstance(item, SerializedError) or codec.fits(len(item), self._max_frame_bytes):
             return item
         return codec.describe(
             InferenceError(
@@ -122,12 +122,12 @@ class ReplyEncoder:
             self._warn(f"{self._no_outbox}")
         return self._outbox is not None
 
-    def _put(self, pickled: OutOfBandPickle, failures: dict[int, RemoteFailure]) -> int | None:
+    def _put(self, pickled: OutOfBandPickle, errors: dict[int, SerializedError]) -> int | None:
         """Put pickled outputs into the outbox; return their start, or None if there is no room."""
         assert self._outbox is not None, "the caller has asked"
-        # The failures go into the frame, next to the location of the outputs.
+        # The errors go into the frame, next to the location of the outputs.
         most = self._max_frame_bytes
-        if pickled.size > most or len(dumps(failures)) > most // 2:
+        if pickled.size > most or len(dumps(errors)) > most // 2:
             return None
         try:
             start = self._outbox.put(pickled)

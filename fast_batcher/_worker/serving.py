@@ -14,7 +14,7 @@ from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind, pack_header
 from fast_batcher._transport.pickler import load_items, view_pickle
 from fast_batcher._transport.progress import WorkerProgress
@@ -29,9 +29,6 @@ from fast_batcher.errors import (
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
 
-# Errors of inputs that cannot be unpickled, by position in the batch.
-Failures = dict[int, RemoteFailure]
-
 
 class InputReader:
     """Reads the inputs of batches, and reports batches whose shared memory is free.
@@ -42,14 +39,14 @@ class InputReader:
 
     def __init__(self, slabs: SlabViews | None) -> None:
         self._slabs = slabs
-        # Inputs from INPUTS_PART frames, by batch id, until the last frame of the batch.
-        self._parts: dict[int, list[bytes]] = {}
+        # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
+        self._fragments: dict[int, list[bytes]] = {}
 
-    def keep_part(self, frame: Frame) -> None:
-        """Keep a part of a batch that is larger than one frame, until the last part comes."""
-        self._parts.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+    def keep_fragment(self, frame: Frame) -> None:
+        """Keep a fragment of a batch that is larger than one frame, until the last one comes."""
+        self._fragments.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
 
-    def read(self, frame: Frame) -> tuple[list[Any], Failures]:
+    def read(self, frame: Frame) -> tuple[list[Any], dict[int, SerializedError]]:
         """Return the inputs of a batch that can be unpickled, and the errors of the others.
 
         Inputs in shared memory are lent to `stack` until `forget_lent`.
@@ -57,14 +54,14 @@ class InputReader:
         if frame.kind is _INPUT_ATOMS:
             return codec.loads(frame.body), {}
         if frame.kind is _INPUTS:
-            items = self._parts.pop(frame.batch_id, []) + codec.loads(frame.body)
+            items = self._fragments.pop(frame.batch_id, []) + codec.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
         else:
             values = self._load_shared(frame)
-        failures = {at: one for at, one in enumerate(values) if type(one) is RemoteFailure}
-        if failures:
-            values = [one for one in values if type(one) is not RemoteFailure]
-        return values, failures
+        errors = {at: one for at, one in enumerate(values) if type(one) is SerializedError}
+        if errors:
+            values = [one for one in values if type(one) is not SerializedError]
+        return values, errors
 
     def forget_lent(self) -> None:
         """Take back the memory lent to `stack`, after the batch has been computed."""
@@ -82,7 +79,7 @@ class InputReader:
         return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
     def _load_shared(self, frame: Frame) -> list[Any]:
-        """Return views of the inputs in shared memory; a `RemoteFailure` for an unreadable one."""
+        """Return views of inputs in shared memory; a `SerializedError` for an unreadable one."""
         slabs = self._slabs
         assert slabs is not None, "the parent knows that it shares no memory"
         named = codec.loads(frame.body)
@@ -117,7 +114,7 @@ def _unpickle_item(item: bytes) -> Any:
 
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
-_STOP, _PING, _INPUTS_PART, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_PART, Kind.FATAL
+_STOP, _PING, _INPUTS_FRAGMENT, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_FRAGMENT, Kind.FATAL
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -167,8 +164,8 @@ class BatchLoop:
             if frame.kind is _PING:
                 self._channel.send(Kind.PONG)
                 self._encoder.give_back_unused()
-            elif frame.kind is _INPUTS_PART:
-                self._inputs.keep_part(frame)
+            elif frame.kind is _INPUTS_FRAGMENT:
+                self._inputs.keep_fragment(frame)
             elif self._answer(frame) is _FATAL:
                 return
 
@@ -177,14 +174,14 @@ class BatchLoop:
         batch_id = frame.batch_id
         self._progress.taken = batch_id
         try:
-            inputs, failures = self._inputs.read(frame)
+            inputs, errors = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
             frames: Reply = [(Kind.FAILED, codec.dumps(codec.describe(error)))]
             seconds = 0.0
             forget_frames(error)
         else:
             self._progress.begun = batch_id
-            frames, seconds = self._compute(inputs, failures)
+            frames, seconds = self._compute(inputs, errors)
             del inputs
         self._inputs.forget_lent()
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
@@ -194,12 +191,14 @@ class BatchLoop:
             ahead = b""
         return frames[-1][0]
 
-    def _compute(self, inputs: list[Any], failures: Failures) -> tuple[Reply, float]:
+    def _compute(
+        self, inputs: list[Any], errors: dict[int, SerializedError]
+    ) -> tuple[Reply, float]:
         """Call the model's `infer` on a batch, and encode its outputs or its error.
 
         Args:
             inputs: The inputs that could be read.
-            failures: Errors of the other inputs, by position in the batch.
+            errors: Errors of the other inputs, by position in the batch.
 
         Returns:
             The frames that answer the batch, and the seconds that `infer` took.
@@ -217,22 +216,22 @@ class BatchLoop:
             return [(kind, codec.dumps(failure))], seconds
         seconds = monotonic() - started
         checked = _check(outputs, count)
-        if isinstance(checked, RemoteFailure):
+        if isinstance(checked, SerializedError):
             return [(Kind.FAILED, codec.dumps(checked))], seconds
-        if failures:
-            total, computed = count + len(failures), iter(checked)
-            checked = [None if at in failures else next(computed) for at in range(total)]
-        return self._encoder.pack(checked, failures), seconds
+        if errors:
+            total, computed = count + len(errors), iter(checked)
+            checked = [None if at in errors else next(computed) for at in range(total)]
+        return self._encoder.pack(checked, errors), seconds
 
 
-def _check(outputs: Any, count: int) -> list[Any] | RemoteFailure:
+def _check(outputs: Any, count: int) -> list[Any] | SerializedError:
     try:
         return list_outputs(outputs, count, "infer returned", copies=False)
     except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
         return codec.describe(error)
 
 
-def _judge(error: BaseException) -> tuple[Kind, RemoteFailure]:
+def _judge(error: BaseException) -> tuple[Kind, SerializedError]:
     """Return the kind of frame that reports an error of `infer`, and the error as data."""
     failure = codec.describe(error)
     kind = Kind.RAISED

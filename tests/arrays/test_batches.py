@@ -5,7 +5,6 @@ dtype and shape), of which many rows with other numbers are made.
 """
 
 import dataclasses
-import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
-from fast_batcher import Collation, CollationError, OutputMismatchError
-from fast_batcher._arrays.batches import is_much, join, split, split_rows
+from fast_batcher import Collation, CollationError
+from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.trees import flatten
 
 Make = Callable[[np.random.Generator], Any]
@@ -212,18 +211,6 @@ def test_padding_leaves_the_data_as_it_was(
         assert np.array_equal(is_data, data_first)
 
 
-def pickled_size(value: Any) -> int:
-    return len(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("batch", [np.zeros((100, 100)), torch.zeros(100, 100)])
-def test_a_row_is_pickled_without_the_others(batch: Any, dim: int) -> None:
-    for value in (batch, {"a": batch}, list(batch)):
-        for row in split(value, 100, Collation.stack(batch_dim=dim, outputs="rows")):
-            assert pickled_size(row) < 2000
-
-
 def test_rows_of_tensors_keep_neither_their_batch_nor_its_gradient() -> None:
     own, part, sparse = torch.zeros(3), torch.zeros(9)[3:6], torch.zeros(2).to_sparse()
     found = split([own, part, sparse], 3, Collation.stack(outputs="rows"), to_cpu=True)
@@ -237,47 +224,6 @@ def test_rows_of_tensors_keep_neither_their_batch_nor_its_gradient() -> None:
     for row in split(inferred, 2, Collation.stack()):
         row += 1
     assert not inferred.any()
-
-
-def test_a_memory_map_is_an_array(tmp_path: Any) -> None:
-    mapped = np.memmap(tmp_path / "map", "f4", "w+", shape=(2,))
-    assert [type(row) for row in split(mapped, 2, Collation.stack())] == [np.float32] * 2
-    assert type(join([mapped, mapped], Collation.stack())) is np.ndarray
-
-
-def test_features_are_filled_up_each_in_its_own_way() -> None:
-    collation = Collation.pad(
-        value=0,
-        values={"labels": -100, "image.pixels": 0.5},
-        sides={"labels": "left"},
-        mask="mask",
-        mask_of="labels",
-    )
-    rows = [
-        {
-            "ids": np.arange(1, length + 1, dtype="i2"),
-            "labels": np.ones(length, "i8"),
-            "image": {"pixels": torch.ones(length, dtype=torch.bfloat16)},
-        }
-        for length in (1, 3)
-    ]
-    batch = join(rows, collation)
-    assert batch["ids"].tolist() == [[1, 0, 0], [1, 2, 3]]
-    assert batch["ids"].dtype == np.int16
-    assert batch["labels"].tolist() == [[-100, -100, 1], [1, 1, 1]]
-    assert batch["mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
-    assert batch["mask"].dtype == np.int64
-    assert batch["image"]["pixels"].tolist() == [[1.0, 0.5, 0.5], [1.0, 1.0, 1.0]]
-    assert batch["image"]["pixels"].dtype == torch.bfloat16
-
-
-def test_two_axes_are_filled_up() -> None:
-    images = [np.ones((1, 2, 3), "u1"), np.ones((2, 1, 3), "u1")]
-    batch = join(images, Collation.pad(value=255, dims=(0, 1), batch_dim=-1))
-    assert batch.shape == (2, 2, 3, 2)
-    assert batch.dtype == np.uint8
-    assert batch[..., 0, 0].tolist() == [[1, 1], [255, 255]]
-    assert batch[..., 0, 1].tolist() == [[1, 255], [1, 255]]
 
 
 def test_numbers_become_arrays_or_join_the_tensors_beside_them() -> None:
@@ -346,59 +292,8 @@ def test_an_input_that_is_a_batch_has_rows(features: Any) -> None:
         assert rows[1] == Pair(1, Point({"x": 1}, None))
 
 
-def test_the_rows_of_an_input_lie_along_its_batch_axis() -> None:
-    rows = split_rows({"a": np.zeros((3, 2)), "b": torch.zeros(1, 2)}, Collation.stack(batch_dim=1))
-    assert [(row["a"].shape, row["b"].shape) for row in rows] == [((3,), (1,))] * 2
-    assert split_rows({"a": np.zeros((0, 3)), "b": []}, Collation.stack()) == []
-    assert split(np.zeros((0, 3)), 0, Collation.stack()) == []
-
-
-@pytest.mark.parametrize("batch", [{}, 1.0, None, {"a": np.zeros(2), "b": np.zeros(3)}])
-def test_what_is_no_batch_has_no_rows(batch: Any) -> None:
-    with pytest.raises(CollationError):
-        split_rows(batch, Collation.stack())
-
-
-def test_a_wrong_number_of_rows_is_never_made_to_fit() -> None:
-    for count in (1, 3):
-        for batch in (np.zeros(2), torch.zeros(2), ["a", "b"], {"a": np.zeros(2)}):
-            with pytest.raises(OutputMismatchError, match=f"has 2 rows for {count} inputs"):
-                split(batch, count, Collation.stack())
-
-
 # What an event loop leaves to a thread.
 
 
 endless: list[Any] = []
 endless.append(endless)
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        (np.zeros((4, 2**16), "f4"), False),
-        (np.zeros((4, 2**16 + 1), "f4"), True),
-        ({"x": torch.zeros(4, 2**16), "y": torch.zeros(1)}, True),
-        ({"x": torch.zeros(4, 2**15), "y": [torch.zeros(2**15)] * 4}, False),
-        ({"x": torch.zeros(4, 2**15), "y": [torch.zeros(2**15)] * 5}, True),
-        (np.zeros((2, 1000)), False),
-        (np.zeros((1001, 2)), True),
-        ([np.zeros(2)] * 900, False),
-        ([np.zeros(2)] * 1001, True),
-        ([{"x": 1, "y": 2}] * 300, False),
-        ([{"x": 1, "y": 2}] * 400, True),
-        (endless, True),
-        (torch.zeros(2, 2**20).to_sparse(), False),
-        ("text", False),
-    ],
-)
-def test_much_is_many_bytes_or_many_parts(batch: Any, expected: bool) -> None:
-    assert is_much(batch, dim=0) is expected
-
-
-def test_the_rows_of_a_batch_are_counted_along_its_axis() -> None:
-    batch = np.zeros((2, 1001))
-    assert not is_much(batch, dim=0)
-    assert is_much(batch, dim=1)
-    assert not is_much([batch])
-    assert not is_much(batch, dim=2)

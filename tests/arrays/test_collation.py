@@ -1,6 +1,5 @@
 """What may be declared, and the error that names what may not."""
 
-import pickle
 from typing import Any
 
 import numpy as np
@@ -23,31 +22,6 @@ def test_one_batch_dim_is_for_both_allowed_sizes_are_sorted_and_numbers_may_be_n
     assert Collation.stack(allowed_batch_sizes=[8, 1, 8]).allowed_batch_sizes == (1, 8)
     number: Any = np.int64(3)
     assert Collation.pad(value=number) == Collation.pad(value=3)
-
-
-def test_features_have_values_and_sides_of_their_own() -> None:
-    padding = Collation.pad(
-        value=0, values={"labels": -100}, sides={"labels": "left"}, mask="mask", mask_of="labels"
-    ).padding
-    assert padding is not None
-    assert [padding.value_of(name) for name in ("ids", "labels", "mask")] == [0, -100, 0]
-    assert [padding.side_of(name) for name in ("ids", "labels", "mask")] == [
-        *("right", "left", "left")
-    ]
-
-
-def test_padded_axes_are_those_that_a_feature_has() -> None:
-    padding = Collation.pad(value=None, values={"a": 0}, dims=(0, -1, 5), mask="mask").padding
-    assert padding is not None
-    assert padding.axes_of("a", 3) == {0, 2}
-    assert padding.axes_of("a", 1) == {0}
-    assert padding.axes_of("a", 0) == frozenset()
-    assert padding.axes_of("b", 3) == frozenset()
-
-
-def test_it_travels_to_the_worker() -> None:
-    for collation in (Collation.stack(batch_dim=(0, 1)), Collation.pad(value=0, values={"a": 1})):
-        assert pickle.loads(pickle.dumps(collation)) == collation
 
 
 @pytest.mark.parametrize(

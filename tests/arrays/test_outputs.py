@@ -1,8 +1,6 @@
 """What a model may return for a batch."""
 
 import array
-import contextlib
-import pickle
 from collections import UserList, deque
 from collections.abc import Iterator
 from functools import partial
@@ -10,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_models import OUTPUTS
 
 from fast_batcher import OutputMismatchError
 from fast_batcher._arrays.outputs import list_outputs
@@ -73,33 +70,6 @@ BAD: dict[str, Any] = {
 def test_anything_else_is_refused_and_its_type_is_named(name: str) -> None:
     with pytest.raises(OutputMismatchError, match=f"{type(BAD[name]).__name__} for 3 inputs"):
         as_list(BAD[name], 3)
-
-
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_no_output_is_mistaken_for_a_batch_of_another_size(name: str) -> None:
-    """Whatever passes has as many outputs as there were inputs."""
-    with contextlib.suppress(OutputMismatchError):
-        assert len(as_list(OUTPUTS[name](["x"] * 3), 3)) == 3
-
-
-def test_a_row_of_an_array_is_pickled_without_the_others() -> None:
-    matrix = np.zeros((100, 1000), dtype=np.float32)
-    rows = as_list(matrix, 100)
-    assert len(pickle.dumps(rows[0])) < 5000
-
-
-@pytest.mark.slow
-def test_a_row_of_a_tensor_is_pickled_without_the_others() -> None:
-    torch = pytest.importorskip("torch")
-    tensor = torch.arange(300.0, requires_grad=True).reshape(100, 3)
-    rows = as_list(tensor, 100)
-    assert [row.tolist() for row in rows] == tensor.tolist()
-    assert not rows[0].requires_grad
-    assert len(pickle.dumps(rows[0])) < 1000
-    with pytest.raises(OutputMismatchError, match="100 outputs for 99"):
-        as_list(tensor, 99)
-    with pytest.raises(OutputMismatchError, match="Tensor for 1 inputs"):
-        as_list(torch.tensor(1.0), 1)
 
 
 def test_copies_share_no_memory_with_what_was_returned() -> None:

@@ -12,7 +12,6 @@ from fast_batcher import Collation, CollationError
 from fast_batcher._arrays.rows import describe_difference, make_row
 
 STACK = Collation.stack()
-PAD = Collation.pad(value=0)
 
 
 class Pair(NamedTuple):
@@ -74,18 +73,6 @@ def test_rows_that_differ(one: Any, other: Any, text: str) -> None:
     difference = describe_difference(make_row(one, STACK), make_row(other, STACK))
     assert text in difference
     assert ("see Collation.pad" in difference) == ("of shape (3,)" in text)
-
-
-def test_padded_axes_may_differ_and_no_others() -> None:
-    assert are_alike(zeros(2, 3), zeros(4, 3), PAD)
-    assert not are_alike(zeros(2, 3), zeros(2, 4), PAD)
-    assert not are_alike(zeros(2, 3), zeros(2, 3, 1), PAD)
-    assert not are_alike(zeros(2), zeros(2, dtype="f8"), PAD)
-    assert are_alike(zeros(2, 3), zeros(4, 5), Collation.pad(value=0, dims=(0, 1)))
-    assert are_alike(zeros(2, 3), zeros(2, 5), Collation.pad(value=0, dims=-1))
-    by_name = Collation.pad(value=None, values={"a": 0})
-    assert are_alike({"a": zeros(1), "b": zeros(1)}, {"a": zeros(2), "b": zeros(1)}, by_name)
-    assert not are_alike({"a": zeros(1), "b": zeros(1)}, {"a": zeros(1), "b": zeros(2)}, by_name)
 
 
 @pytest.mark.parametrize(
@@ -181,25 +168,6 @@ def test_a_pad_value_fits_where_torch_keeps_it(
     dtype: torch.dtype, value: Any, fits_into: set[torch.dtype]
 ) -> None:
     assert_padded(torch.zeros(1, dtype=dtype), value, fits=dtype in fits_into)
-
-
-@pytest.mark.parametrize("leaf", [np.zeros(1, "M8[s]"), np.array(["a"]), np.zeros(1, "i4,i4")])
-def test_what_is_no_number_is_not_padded(leaf: Any) -> None:
-    assert_padded(leaf, 0, fits=False)
-    assert make_row(leaf, STACK).specs[0].shape == (1,)
-
-
-def test_a_pad_value_is_checked_even_where_nothing_is_filled_up() -> None:
-    """An error that waits for the first short input would be found by a caller."""
-    with pytest.raises(CollationError, match="'image': the pad value 300 does not fit dtype uint8"):
-        make_row({"image": zeros(2, dtype="u1")}, Collation.pad(value=300))
-
-
-def test_every_feature_has_the_batch_axis_or_the_row_is_refused() -> None:
-    message = "batch_dim=1: 'size' has 0 axes, so that its batch has 1; choose one from -1 to 0"
-    with pytest.raises(CollationError, match=message):
-        make_row({"image": zeros(2), "size": 3}, Collation.stack(batch_dim=1))
-    make_row({"image": zeros(2), "word": "a", "nothing": None}, Collation.stack(batch_dim=1))
 
 
 @pytest.mark.parametrize(

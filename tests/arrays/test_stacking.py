@@ -120,38 +120,6 @@ def test_rows_that_are_known_are_looked_at_as_they_are_now(memory: bytearray, ki
         stack(rows)
 
 
-@pytest.mark.filterwarnings("ignore:Setting the:DeprecationWarning")
-@pytest.mark.parametrize(
-    "changes",
-    [{"dtype": np.dtype(np.int32)}, {"strides": (4, 8)}, {"shape": (3, 2), "strides": (12, 4)}],
-    ids=str,
-)
-def test_an_array_that_is_read_otherwise_by_now_is_looked_at_again(
-    memory: bytearray, changes: dict[str, Any]
-) -> None:
-    rows = rows_in(memory, "array")[:2]
-    know(rows)
-    assert address(stack(rows)) == address(rows[0])
-    for row in rows:
-        row[:] = np.arange(6).reshape(SHAPE)
-        for name, value in changes.items():
-            setattr(row, name, value)
-    assert np.array_equal(stack(rows), np.stack(rows))
-    assert stack(rows).dtype == np.stack(rows).dtype
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_given_other_memory_is_not_where_it_was(memory: bytearray, kind: str) -> None:
-    rows = rows_in(memory, kind)
-    know(rows)
-    other = rows[1] + 8
-    if kind == "tensor":
-        rows[1].data = other
-    else:
-        rows[1].__setstate__((1, SHAPE, other.dtype, False, other.tobytes()))
-    assert numbers(stack(rows)) == [0.0, 9.0, 2.0, 3.0]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_neighbours_that_are_not_alike_are_not_rows(memory: bytearray, kind: str) -> None:
     rows = rows_in(memory, kind)
@@ -163,28 +131,12 @@ def test_neighbours_that_are_not_alike_are_not_rows(memory: bytearray, kind: str
     assert stacking.find_whole([rows[0][:0], rows[0][:0]]) is None
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_neighbours_in_memory_that_is_not_lent_are_copied(memory: bytearray, kind: str) -> None:
-    rows = rows_in(memory, kind)
-    stacking.lent.clear()
-    whole = stack(rows)
-    assert numbers(whole) == [0.0, 1.0, 2.0, 3.0]
-    assert address(whole) != address(rows[0])
-
-
 def test_what_begins_before_lent_memory_or_ends_behind_it_is_copied(memory: bytearray) -> None:
     rows = rows_in(memory, "array")
     (piece,) = stacking.lent
     for start, end in ((piece.start + 1, piece.end), (piece.start, piece.end - 1)):
         stacking.lent[:] = [piece._replace(start=start, end=end)]
         assert stacking.find_whole(rows) is None
-
-
-def test_a_tensor_that_is_more_than_what_is_in_its_memory_is_copied(memory: bytearray) -> None:
-    rows = rows_in(memory, "tensor")
-    conjugated = [row.reshape(6).view(torch.complex64).conj() for row in rows]
-    assert stacking.find_whole(conjugated) is None
-    assert stack([row.requires_grad_() for row in rows]).requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS)

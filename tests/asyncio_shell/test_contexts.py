@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_models import Echo, Whereabouts
+from models.base import Echo
+from models.ordinary import Whereabouts
 from waits import both_loops, call, until
 
 from fast_batcher import DynBatcher

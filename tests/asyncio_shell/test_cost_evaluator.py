@@ -1,6 +1,5 @@
 """Cost and group functions: those that answer, and every way not to. And with them in a batcher."""
 
-import gc
 import logging
 import math
 import time
@@ -11,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sample_models import BatchSize, Echo, Gated
+from models.base import Echo
+from models.ordinary import Gated
 from waits import ONE_LOOP, Gate, call, outcome, turns, until
 
 from fast_batcher import (
@@ -74,13 +74,6 @@ class Colliding:
         raise RuntimeError("not to be compared")
 
 
-def fail(error: BaseException) -> Callable[[Any], Any]:
-    def function(value: Any) -> Any:
-        raise error
-
-    return function
-
-
 @pytest.mark.parametrize("cost", [1, 0.5, np.int64(3), np.float32(2.0), Fraction(1, 2), 1e15])
 def test_a_cost_is_any_finite_number_above_zero(cost: Any) -> None:
     request = Request("input", None)
@@ -101,27 +94,6 @@ def test_a_cost_that_is_none_is_an_error_of_this_request(cost: Any) -> None:
     assert isinstance(fault_of("input", cost=lambda _: cost), ConfigurationError)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("no"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), StopIteration()],
-)
-@pytest.mark.parametrize("name", ["cost", "group_by"])
-def test_a_function_that_raises_is_an_error_of_this_request(
-    name: str, error: BaseException
-) -> None:
-    fault = fault_of("input", **{name: fail(error)})
-    assert isinstance(fault, ConfigurationError)
-    assert str(fault).startswith(f"{name} raised {type(error).__name__} for an input: ")
-    assert fault.__cause__ is error
-
-
-def test_a_request_may_cost_too_much() -> None:
-    fault = fault_of("12345", cost=len, max_request_cost=4)
-    assert isinstance(fault, RequestTooLargeError)
-    assert str(fault) == "the input costs 5, more than max_request_cost=4"
-    assert fault_of("1234", cost=len, max_request_cost=4) is None
-
-
 class Unequal(str):
     """Not equal to itself."""
 
@@ -139,15 +111,6 @@ def test_an_error_does_not_show_the_input(settings: dict[str, Any]) -> None:
     assert "canary" not in str(fault)
 
 
-def test_equal_keys_are_one_group() -> None:
-    one = cost_evaluator(group_by=lambda value: value)
-    requests = [Request(value, None) for value in ("a", 1, "a", 1.0, None, (1, "b"), (1, "b"))]
-    assert [one.find_fault(request) for request in requests] == [None] * 7
-    a, number, same_a, same_number, none, pair, same_pair = [r.group for r in requests]
-    assert (a is same_a, number is same_number, pair is same_pair) == (True, True, True)
-    assert len({id(group) for group in (a, number, none, pair)}) == 4
-
-
 @pytest.mark.parametrize(
     "key", [[1], {}, math.nan, np.array([1, 2]), Nasty()], ids=lambda k: type(k)
 )
@@ -163,17 +126,6 @@ def test_a_key_that_raises_when_compared_with_another_fails_the_second_alone() -
     assert one.find_fault(first) is None
     assert isinstance(one.find_fault(second), ConfigurationError)
     assert one.find_fault(first) is None
-
-
-@pytest.mark.slow
-def test_keys_of_requests_that_have_left_are_forgotten() -> None:
-    one = cost_evaluator(group_by=lambda value: value)
-    kept = Request("kept", None)
-    for request in (kept, *[Request(number, None) for number in range(1000)]):
-        assert one.find_fault(request) is None
-    del request
-    gc.collect()
-    assert list(one._groups) == ["kept"]
 
 
 @pytest.mark.slow
@@ -205,21 +157,6 @@ async def test_a_fault_is_its_callers_alone() -> None:
         assert [type(one) for one in outcomes] == expected
         assert outcomes[::6] == [1, 4]
         assert (batcher.stats.rejected, batcher.stats.completed) == (4, 3)
-
-
-@pytest.mark.slow
-async def test_inputs_of_one_group_share_a_batch(gate: Gate) -> None:
-    batcher = DynBatcher(Gated, 4, model_args=(gate.path,), group_by=lambda value: value[0])
-    async with batcher:
-        calls = [call(batcher, value) for value in ("first", "a1", "b1", "a2", "c1", "b2")]
-        batches = []
-        for _ in range(4):
-            visit = await gate.visit()
-            batches.append(visit.note)
-            visit.let_on()
-        assert batches == [["first"], ["a1", "a2"], ["b1", "b2"], ["c1"]]
-        outputs = [await one for one in calls]
-        assert outputs == ["first", "a1", "b1", "a2", "c1", "b2"]
 
 
 @pytest.mark.slow
@@ -259,15 +196,6 @@ async def test_a_priority_is_a_small_whole_number() -> None:
             with pytest.raises(ConfigurationError, match=match):
                 await batcher.process_many(["input"], **wrong)
         assert await batcher.process_many(["a", "b"], priority=-3) == ["a", "b"]
-
-
-@pytest.mark.slow
-async def test_batches_keep_to_their_cost() -> None:
-    batcher = DynBatcher(BatchSize, cost=len, max_batch_cost=8)
-    async with batcher:
-        assert await batcher.process_many(["12", "12", "12", "12", "12345678901"])
-        # Which of them met is the schedule's affair; none is larger than its cost allows.
-        assert max(batcher.stats.batch_sizes) <= 4
 
 
 # The model's own.

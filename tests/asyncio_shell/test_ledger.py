@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._asyncio.ledger import Failure, Ledger, ThreadCaller, is_beyond_reach
-from fast_batcher._core.messages import Batch, Release, Request
-from fast_batcher.errors import InferenceError, WorkerLostError
+from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
+from fast_batcher._core.messages import Batch, Failure, Release, Request
+from fast_batcher.errors import InferenceError
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
     there, gone_there = (concurrent.futures.Future[Any]() for _ in range(2))
     for future in (gone, gone_there, gone_failing):
         future.cancel()
-    failure = Failure(lambda: InferenceError("failed"))
+    failure = Failure(InferenceError("failed"))
     output = ValueError("an output")
     outcomes: list[tuple[Any, Any]] = [
         (gone, 1),
@@ -50,17 +50,6 @@ async def test_each_caller_that_is_still_there_gets_its_outcome() -> None:
     assert all(request.is_settled for request in requests)
 
 
-async def test_failing_counts_the_callers_that_heard_of_it() -> None:
-    loop = asyncio.get_running_loop()
-    here, gone = loop.create_future(), loop.create_future()
-    gone.cancel()
-    ledger = Ledger("model")
-    for future in (here, gone):
-        ledger.fail(Request(None, future), WorkerLostError("dead"), "worker lost")
-    assert isinstance(here.exception(), WorkerLostError)
-    assert counts(ledger) == (0, 1, 1)
-
-
 def test_a_thread_cannot_cancel_what_is_being_told() -> None:
     future = concurrent.futures.Future[Any]()
     cancelled_while_told: list[bool] = []
@@ -68,13 +57,3 @@ def test_a_thread_cannot_cancel_what_is_being_told() -> None:
     ThreadCaller(future).set_result(1)
     assert cancelled_while_told == [False]
     assert future.result() == 1
-
-
-def test_only_a_future_of_a_closed_loop_is_beyond_reach() -> None:
-    loop = asyncio.new_event_loop()
-    here = Request(None, loop.create_future())
-    there = Request(None, ThreadCaller(concurrent.futures.Future()))
-    assert not is_beyond_reach(here)
-    loop.close()
-    assert is_beyond_reach(here)
-    assert not is_beyond_reach(there)

@@ -19,13 +19,6 @@ class Input:
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-async def test_only_what_takes_long_leaves_the_thread_of_the_loop(is_long: bool) -> None:
-    where, value = await offload(is_long, lambda value: (threading.get_ident(), value), 7)
-    assert (where != threading.get_ident()) is is_long
-    assert value == 7
-
-
-@pytest.mark.parametrize("is_long", [False, True])
 async def test_an_error_is_raised_as_it_is_and_keeps_nothing_alive(is_long: bool) -> None:
     def fail(_: Input) -> None:
         raise KeyError("wrong")

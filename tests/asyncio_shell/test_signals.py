@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
-from sample_models import Echo
+from models.base import Echo
 from waits import LIMIT, until
 
 from fast_batcher import DynBatcher

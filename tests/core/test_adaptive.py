@@ -6,12 +6,12 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import poll_batches, submit
+from schedulers import poll_batches, submit
 from virtual_time import Seconds, World, with_knee
 
 from fast_batcher._core.adaptive import MOST_LATENESS, PATIENCE, REST, AdaptivePolicy
 from fast_batcher._core.messages import Release, Request
-from fast_batcher._core.policy import Load, Policy
+from fast_batcher._core.policy import Policy
 
 ALONE = with_knee(1)
 GREEDY_IS_AS_GOOD = 0.99
@@ -19,10 +19,6 @@ GREEDY_IS_AS_GOOD = 0.99
 
 def half_fixed(size: float) -> float:
     return 0.004 + 0.0003 * size
-
-
-def mostly_fixed(size: float) -> float:
-    return 0.0051 + 0.0001 * size
 
 
 def linear(size: float) -> float:
@@ -56,11 +52,6 @@ def test_a_hold_is_no_longer_than_its_bounds(
     assert not world.rejected
 
 
-def test_there_are_holds_to_be_bounded() -> None:
-    assert world_of("closed").run(1.0).share(Release.HOLD) > 0.5
-    assert world_of("closed", max_delay=0.5 * ALONE).run(1.0).share(Release.HOLD) > 0.5
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [1, 2, 3, 4, 8, 16, 24, 32, 48, 64])
 @pytest.mark.parametrize("seconds", [with_knee, half_fixed, linear])
@@ -90,48 +81,10 @@ def test_arrivals_that_depend_on_nothing_are_hardly_held(rate: float, seed: int)
     assert adaptive.latency / adaptive.answered <= 1.01 * greedy.latency / greedy.answered
 
 
-@pytest.mark.parametrize("rate", [2670, 3050, 3430])
-@pytest.mark.parametrize("seed", range(2))
-def test_nobody_is_held_for_more_than_find_room(rate: float, seed: int) -> None:
-    """At 70 to 90 % of capacity: who comes after the batch is full has to wait for a second one.
-
-    A hold that leaves them out of the reckoning seems to serve everyone with one batch.
-    """
-    adaptive, greedy = (
-        World(
-            policy, rate=rate, seed=seed, seconds=mostly_fixed, max_batch_size=32, lateness=0.5e-3
-        ).run(6.0)
-        for policy in ("adaptive", "greedy")
-    )
-    assert adaptive.latency / adaptive.answered <= 1.005 * greedy.latency / greedy.answered
-
-
-def test_a_full_queue_is_never_held() -> None:
-    """More than it can do: every batch is full, and as many are answered as without a policy."""
-    adaptive, greedy = (
-        World(policy, rate=8000, max_batch_size=16).run(1.0) for policy in ("adaptive", "greedy")
-    )
-    assert adaptive.answered == greedy.answered
-
-
 @pytest.mark.parametrize(("clients", "workers"), [(1, 1), (1, 2), (2, 2), (3, 4)])
 def test_who_could_have_a_worker_alone_is_not_held(clients: int, workers: int) -> None:
     world = World(clients=clients, workers=workers).run(2.0)
     assert world.share(Release.IDLE) == 1.0
-
-
-def test_a_lone_client_is_never_decided_about() -> None:
-    """A decision takes a cold processor tenths of a millisecond."""
-    plans = []
-
-    class Watched(AdaptivePolicy):
-        def _plan(self, now: float, load: Load) -> float:
-            plans.append(now)
-            return super()._plan(now, load)
-
-    world = World(Watched(None), clients=1).run(5.0)
-    assert world.answered > 500
-    assert plans == []
 
 
 def test_decisions_in_vain_are_followed_by_a_rest() -> None:
@@ -178,18 +131,6 @@ def test_a_deadline_ends_the_hold() -> None:
     assert batch.release is Release.HOLD
 
 
-def test_a_later_deadline_shortens_it() -> None:
-    world = held(World(clients=8))
-    _, before = world.scheduler.poll(world.now)
-    assert before is not None
-    high = world.scheduler._times.by_size.high(world.scheduler.queue.size + 2)
-    deadline = (world.now + before) / 2 + high
-    submit(world.scheduler, world.now, deadline=deadline)
-    actions, wake_at = world.scheduler.poll(world.now)
-    assert actions == []
-    assert wake_at == pytest.approx((world.now + before) / 2, abs=1e-9)
-
-
 def test_a_hold_whose_requests_have_gone_is_forgotten() -> None:
     world = held(World(clients=8))
     scheduler = world.scheduler
@@ -222,12 +163,6 @@ def exponential(random: Random) -> float:
     return random.expovariate(1 / 0.0006)
 
 
-def test_how_late_timers_ring_is_learned() -> None:
-    world = World(clients=2, pause=exponential, lateness=0.001).run(3.0)
-    assert isinstance(world.policy, AdaptivePolicy)
-    assert 0.0001 < world.policy._lateness <= 0.001
-
-
 def test_lateness_forbids_holds_and_is_forgotten_when_it_is_over() -> None:
     """Without holds nobody sees any more that timers are punctual again."""
     world = World(clients=2, pause=exponential).run(1.0)
@@ -241,16 +176,6 @@ def test_lateness_forbids_holds_and_is_forgotten_when_it_is_over() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("clients", [8, 16])
-def test_what_a_hold_needs_to_know_is_not_forgotten_while_it_lasts(clients: int) -> None:
-    """A batch of one does not come any more, and how long it takes is half of the decision."""
-    world = World(clients=clients, seconds=half_fixed).run(60.0)
-    greedy = World("greedy", clients=clients, seconds=half_fixed).run(10.0)
-    before = world.answered
-    assert world.run(10.0).answered - before > 1.15 * greedy.answered
-
-
-@pytest.mark.slow
 def test_a_blocked_loop_leaves_no_trace() -> None:
     world, undisturbed = World(clients=8), World(clients=8)
     for _ in range(20):
@@ -260,21 +185,6 @@ def test_a_blocked_loop_leaves_no_trace() -> None:
     world.run(4.0)
     assert world.share(Release.HOLD, since=end) > 0.9
     assert world.answered - before >= 0.97 * undisturbed.answered
-
-
-@pytest.mark.slow
-def test_a_slow_start_is_made_good() -> None:
-    """The first batches take 50 times as long."""
-    slow = [50.0] * 4
-
-    def seconds(size: float) -> float:
-        return (slow.pop() if slow else 1.0) * with_knee(size)
-
-    world = World(clients=32, seconds=seconds).run(2.0)
-    before = world.answered
-    world.run(2.0)
-    greedy = World("greedy", clients=32).run(2.0)
-    assert world.answered - before > 1.2 * greedy.answered
 
 
 # What is learned from.
@@ -329,16 +239,6 @@ def test_failures_and_second_tries_are_no_examples() -> None:
         (retry,) = poll_batches(scheduler, 2.0)
         assert retry.release is Release.RETRY
         scheduler.batch_done(2.5, 0, retry.id)
-    assert seen == []
-
-
-@pytest.mark.parametrize("policy", ["greedy", "fixed"])
-def test_who_needs_no_times_pays_for_none(policy: str) -> None:
-    world, seen = observed(policy)
-    for moment in range(1, 5):
-        submit(world.scheduler, moment, count=64)
-        for batch in poll_batches(world.scheduler, moment):
-            world.scheduler.batch_done(moment + 0.5, 0, batch.id)
     assert seen == []
 
 

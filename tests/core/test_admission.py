@@ -8,24 +8,20 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from schedules import make, poll_batches, reject, settle
+from schedulers import make, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.batch_times import SAFETY_FACTOR, Backlog, BatchTimes, SizeCap
-from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import (
     Batch,
     Dispatch,
     Expire,
     ExpiryReason,
-    Rejected,
+    Rejection,
     Release,
     Request,
 )
-from fast_batcher._core.policy import FixedPolicy
 from fast_batcher._core.ranked_queue import WorkAhead
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
@@ -66,7 +62,7 @@ def arrive(
 
 def refused_at(
     scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
-) -> list[Rejected]:
+) -> list[tuple[Request, Rejection]]:
     return scheduler.submit(now, [Request("input", None, deadline) for _ in range(count)])
 
 
@@ -110,26 +106,12 @@ def test_a_request_waits_for_the_workers_the_batches_before_it_and_its_own(
     assert predicted == pytest.approx(takes, rel=0.01)
 
 
-def test_its_batch_fills_too_while_a_full_one_waits_at_the_worker() -> None:
-    behind = backlog(1, 3.0, is_behind=True)
-    predicted = predict(learned(), behind)
-    assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + linear(4)), rel=0.01)
-    times = learned(0.0, 10, 20, 40, packer=BatchPacker(40, is_padded=True))
-    predicted = times.seconds_until_answered(behind, WorkAhead(1, 10.0, 1), 10.0)
-    assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + linear(40)), rel=0.01)
-
-
 def test_what_scatters_is_predicted_by_its_long_times() -> None:
     times = knows_nothing()
     for number in range(400):
         times.by_size.observe(4, 2.0 if number % 10 else 4.0)
     assert times.by_size.median(4) == pytest.approx(2.0, rel=0.1)
     assert predict(times, backlog(8)) > SAFETY_FACTOR * 3 * 3.0, "two before it and its own"
-
-
-def test_two_workers_take_half_the_time() -> None:
-    predicted = predict(learned(), backlog(16, workers=2))
-    assert predicted == pytest.approx(SAFETY_FACTOR * (2 * linear(4) + linear(4)))
 
 
 def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> None:
@@ -139,28 +121,7 @@ def test_nothing_is_predicted_before_the_first_batch_or_without_a_worker() -> No
     assert learned().seconds_until_drained(without_worker) is None
 
 
-@given(ahead=st.integers(0, 50), workers=st.integers(1, 5), most=st.integers(1, 9))
-def test_one_more_before_it_never_makes_it_quicker(ahead: int, workers: int, most: int) -> None:
-    times = learned(most=most)
-    predictions = [predict(times, backlog(ahead, 1.0, workers), more) for more in range(30)]
-    assert predictions == sorted(predictions)
-
-
 # Where requests are not equals.
-
-
-def test_a_request_is_behind_its_betters_by_their_costs() -> None:
-    times = learned(0.0, 10, 20, 40, packer=BatchPacker(40, is_padded=True))
-    predicted = times.seconds_until_answered(backlog(99, 3.0), WorkAhead(8, 80.0, 1), 10.0)
-    assert predicted == pytest.approx(SAFETY_FACTOR * (3.0 + 2 * linear(40) + linear(40)), rel=0.02)
-    first = times.seconds_until_answered(backlog(99, 3.0), WorkAhead(1, 10.0, 1), 10.0)
-    assert first == pytest.approx(SAFETY_FACTOR * (3.0 + linear(20)), rel=0.02)
-
-
-def test_every_group_before_it_takes_a_batch() -> None:
-    times = learned()
-    predicted = times.seconds_until_answered(backlog(4), WorkAhead(4, 4.0, 5), 1.0)
-    assert predicted == pytest.approx(SAFETY_FACTOR * (4 * linear(1) + linear(4)), rel=0.02)
 
 
 def test_what_waits_drains_by_its_costs() -> None:
@@ -201,8 +162,8 @@ def test_a_call_that_cannot_be_answered_in_time_is_refused_with_the_numbers() ->
     arrive(scheduler, now, 1, now + 100)
     # Two full batches run, one waits: it would share the third.
     takes = SAFETY_FACTOR * 3 * linear(2)
-    (refused,) = refused_at(scheduler, now, deadline=now + takes - 0.5)
-    error = refused.refusal.to_error()
+    ((_, rejection),) = refused_at(scheduler, now, deadline=now + takes - 0.5)
+    error = rejection.to_error()
     assert isinstance(error, DeadlineExceededError)
     assert error.retry_after == pytest.approx(0.5)
     assert (
@@ -250,45 +211,6 @@ def test_max_latency_is_a_target_for_every_request() -> None:
     assert refused_at(scheduler, now) != []
 
 
-def test_a_call_may_be_in_more_of_a_hurry_than_the_service() -> None:
-    scheduler = make(max_batch_size=2, max_latency=3.3)
-    now = taught_from(scheduler, 0.0)
-    arrive(scheduler, now, 2)
-    requests = [Request("hurry", None, now + 2.0), Request("no hurry", None, now + 50.0)]
-    refused = reject(scheduler, now, requests)
-    assert [request.value for request in refused] == ["hurry"]
-    assert requests[1].target == now + 3.3
-    assert requests[1].deadline == now + 50.0
-
-
-def test_who_is_refused_after_another_is_told_what_is_true_by_then() -> None:
-    scheduler = make(max_batch_size=2, max_latency=3.3)
-    now = taught_from(scheduler, 0.0)
-    assert arrive(scheduler, now, 2) is not None
-    first = refused_at(scheduler, now, 5)
-    assert len(first) == 3, "two wait for the batch that runs"
-    assert poll_batches(scheduler, now) != []
-    (second,) = refused_at(scheduler, now)
-    (third,) = refused_at(scheduler, now + 0.5)
-    assert second.refusal.retry_after == pytest.approx(SAFETY_FACTOR * 3 * linear(2) - 3.3)
-    assert third.refusal.retry_after == pytest.approx(SAFETY_FACTOR * (3 * linear(2) - 0.5) - 3.3)
-    assert third.refusal.text == (
-        "the answer would take 4.2 seconds, and 3.3 are left; 0 requests wait already"
-    )
-    # The door opens when enough time has passed for the answer to come in time.
-    opens = now + 3 * linear(2) - 3.3 / SAFETY_FACTOR
-    assert len(refused_at(scheduler, opens - 0.01, 2)) == 2
-    assert refused_at(scheduler, opens + 0.01) == []
-
-
-def test_a_target_just_above_the_time_of_a_batch_keeps_no_free_worker_idle() -> None:
-    scheduler = make(max_batch_size=1, max_latency=1.01 * linear(1), workers=3)
-    now = taught_that_one_takes(scheduler, linear(1))
-    for _ in range(3):
-        assert arrive(scheduler, now) is not None
-    assert refused_at(scheduler, now) != []
-
-
 def test_an_idle_batcher_takes_a_request_whatever_is_predicted() -> None:
     """Else a wrong estimate would never be put right."""
     scheduler = make(max_batch_size=2, max_latency=0.1)
@@ -317,17 +239,6 @@ def test_a_deadline_shorter_than_any_batch_gets_a_late_answer_or_a_quick_refusal
     assert len(poll_batches(scheduler, now + 1.0)) == 1
 
 
-def test_the_default_timeout_predicts_nothing() -> None:
-    scheduler = make(max_batch_size=2, timeout=1.0)
-    now = 0.0
-    for _ in range(20):
-        batch = arrive(scheduler, now)
-        assert batch is not None
-        now += 0.9
-        settle(scheduler, now, batch)
-    assert refused_at(scheduler, now, 50) == [], "though most of them will expire"
-
-
 def test_a_deadline_without_a_target_predicts_nothing() -> None:
     scheduler = make(max_batch_size=2)
     now = taught_by_deadlines(scheduler)
@@ -353,8 +264,8 @@ def test_nobody_is_refused_while_no_worker_is_ready() -> None:
 def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     scheduler = make(max_batch_size=2, max_queue_size=4)
     # The first refusal is what makes it measure.
-    (first,) = refused_at(scheduler, 0.0, 5)
-    assert first.refusal.retry_after is None
+    ((_, first),) = refused_at(scheduler, 0.0, 5)
+    assert first.retry_after is None
     now = 0.0
     while scheduler.waiting or scheduler.workers.running:
         for one in poll_batches(scheduler, now):
@@ -365,8 +276,8 @@ def test_a_full_queue_tells_how_long_it_takes_to_drain() -> None:
     refused_at(scheduler, now, 4)
     assert arrive(scheduler, now, 0) is not None  # the second batch of the worker
     refused_at(scheduler, now, 2)
-    (refused,) = refused_at(scheduler, now)
-    error = refused.refusal.to_error()
+    ((_, rejection),) = refused_at(scheduler, now)
+    error = rejection.to_error()
     assert isinstance(error, QueueFullError)
     assert error.retry_after == pytest.approx(4 * linear(2))
     assert batch is not None
@@ -404,8 +315,8 @@ def test_one_that_would_be_late_leaves_room_for_others() -> None:
     assert isinstance(first, Dispatch)
     assert first.batch.requests == others[:2]
     assert first.batch.release is Release.DEADLINE
-    assert late.refusal is not None
-    error = late.refusal.to_error()
+    assert late.rejection is not None
+    error = late.rejection.to_error()
     assert isinstance(error, DeadlineExceededError)
     assert error.retry_after is not None
 
@@ -421,133 +332,6 @@ def test_a_batch_becomes_smaller_where_nobody_stands_behind() -> None:
     now += linear(1)
     settle(scheduler, now, batch)
     assert poll_batches(scheduler, now)[0].requests == [second]
-
-
-def test_a_free_worker_runs_the_last_candidate() -> None:
-    scheduler = make(max_batch_size=2)
-    now = taught_by_deadlines(scheduler)
-    first, second, third = waiting(scheduler, now, 0.1, 0.2, 0.3)
-    actions, _ = scheduler.poll(now)
-    assert [action.request for action in actions if isinstance(action, Expire)] == [first, second]
-    (batch,) = [action.batch for action in actions if isinstance(action, Dispatch)]
-    assert batch.requests == [third]
-
-
-def test_a_busy_worker_is_given_no_batch_that_targets_have_made_smaller() -> None:
-    scheduler = make(max_batch_size=2)
-    now = taught_by_deadlines(scheduler)
-    busy = arrive(scheduler, now, 2)
-    assert busy is not None
-    first, second = waiting(scheduler, now, 1.0, 9.0)
-    actions, _ = scheduler.poll(now)
-    assert [action.request for action in actions if isinstance(action, Expire)] == [first]
-    assert len(actions) == 1
-    assert scheduler.waiting == 1
-    now += linear(2)
-    settle(scheduler, now, busy)
-    assert poll_batches(scheduler, now)[0].requests == [second]
-
-
-def test_a_busy_worker_is_tried_once_and_again_when_it_has_answered() -> None:
-    scheduler = make(max_batch_size=2)
-    now = taught_by_deadlines(scheduler)
-    busy = arrive(scheduler, now, 2)
-    assert busy is not None
-    _, second = waiting(scheduler, now, 1.0, 9.0)
-    actions, _ = scheduler.poll(now)
-    assert [type(action) for action in actions] == [Expire]
-    (third,) = waiting(scheduler, now, 9.0)
-    assert poll_batches(scheduler, now) == []
-    now += linear(2)
-    settle(scheduler, now, busy)
-    (busy,) = poll_batches(scheduler, now)
-    assert busy.requests == [second, third]
-    others = waiting(scheduler, now, 9.0, 9.0)
-    assert poll_batches(scheduler, now)[0].requests == others
-
-
-def test_a_second_batch_counts_the_rest_of_the_first() -> None:
-    scheduler = make(max_batch_size=2)
-    now = taught_by_deadlines(scheduler)
-    assert arrive(scheduler, now, 2) is not None
-    # 1.5 for its own batch would do; 1.4 is left of the one before it.
-    waiting(scheduler, now + 0.1, 2.0, 2.0, 9.0, 9.0)
-    actions, _ = scheduler.poll(now + 0.1)
-    reasons = [action.reason for action in actions if isinstance(action, Expire)]
-    assert reasons == [ExpiryReason.UNREACHABLE] * 2
-
-
-def test_no_batch_stands_behind_one_of_which_nobody_knows_how_long_it_takes() -> None:
-    scheduler = make(max_batch_size=2, max_latency=100.0)
-    requests = [Request("input", None) for _ in range(8)]
-    assert scheduler.submit(0.0, requests) == []
-    # The first batch of a worker tells nothing.
-    for now in (0.0, 20.0):
-        (batch,) = poll_batches(scheduler, now)
-        assert poll_batches(scheduler, now + 1.0) == []
-        settle(scheduler, now + 20.0, batch)
-    assert [batch.requests for batch in poll_batches(scheduler, 40.0)] == [
-        requests[4:6],
-        requests[6:],
-    ]
-
-
-def test_a_request_that_runs_past_its_target_is_answered() -> None:
-    """`max_latency` ends nothing; the timeout does."""
-    scheduler = make(max_batch_size=2, max_latency=1.0, timeout=10.0)
-    batch = arrive(scheduler, 0.0)
-    assert batch is not None
-    assert scheduler.poll(5.0) == ([], 10.0)
-    assert settle(scheduler, 5.0, batch) == batch.requests
-
-
-def test_a_hold_makes_nobody_late() -> None:
-    scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
-    # Nothing is known of how long batches take: it may wait until the target itself.
-    (request,) = [Request("input", None)]
-    assert scheduler.submit(0.0, [request]) == []
-    assert scheduler.poll(0.0) == ([], 5.0)
-    (batch,) = poll_batches(scheduler, 5.0)
-    assert (batch.requests, batch.release) == ([request], Release.DEADLINE)
-    settle(scheduler, 6.0, batch)
-    # Its first batch tells nothing; the second one took a second.
-    assert scheduler.submit(10.0, [Request("input", None)]) == []
-    (batch,) = poll_batches(scheduler, 15.0)
-    settle(scheduler, 16.0, batch)
-    assert scheduler.submit(20.0, [Request("input", None)]) == []
-    assert scheduler.poll(20.0) == ([], 24.0)
-
-
-def without_max_latency(scheduler: Scheduler, max_batch_size: int) -> None:
-    scheduler.reconfigure(Limits(max_batch_size, 100), None)
-
-
-def test_what_waits_keeps_its_target_when_there_are_none_any_more() -> None:
-    scheduler = make(max_batch_size=1, max_latency=10.0)
-    now = taught_that_one_takes(scheduler, 1.0)
-    slow = arrive(scheduler, now)
-    assert slow is not None
-    requests = [Request(number, None) for number in range(3)]
-    assert scheduler.submit(now, requests) == []
-    (second,) = poll_batches(scheduler, now)
-    without_max_latency(scheduler, 1)
-    assert scheduler.submit(now, [new := Request("without a target", None)]) == []
-    now += 20.0
-    settle(scheduler, now, slow)
-    settle(scheduler, now, second)
-    actions, _ = scheduler.poll(now)
-    late = [action for action in actions if isinstance(action, Expire)]
-    assert [one.request for one in late] == requests[1:]
-    assert {one.reason for one in late} == {ExpiryReason.UNREACHABLE}
-    (batch,) = [action.batch for action in actions if isinstance(action, Dispatch)]
-    assert batch.requests == [new]
-
-
-def test_a_hold_makes_nobody_late_when_there_are_no_targets_any_more() -> None:
-    scheduler = make(FixedPolicy(50.0), max_batch_size=3, max_latency=5.0)
-    assert scheduler.submit(0.0, [Request("input", None)]) == []
-    without_max_latency(scheduler, 3)
-    assert scheduler.poll(0.0) == ([], 5.0)
 
 
 # Whole services.
@@ -610,28 +394,6 @@ def test_five_times_too_many_requests_cost_no_goodput(load: float) -> None:
     assert world.count_within(TARGET, since=0.5) >= 0.97 * 3.5 * GPU_CAPACITY
     waits = sorted(took for _, took in world.rejected)
     assert load < 2 or waits[int(0.99 * len(waits))] < 0.005
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "warm_up",
-    [
-        # The very first batch of a worker is not learned from; after it come three that mislead.
-        pytest.param([], id="at the start"),
-        # Most requests are refused then, so that batches of one are the slow ones.
-        pytest.param([(size, with_knee(size)) for size in (1, GPU_BATCH)], id="behind a warm-up"),
-    ],
-)
-def test_first_batches_that_are_far_too_slow_do_not_stop_the_service(
-    warm_up: list[tuple[float, float]],
-) -> None:
-    moments = poisson(0.8 * GPU_CAPACITY, 8.0, seed=2)
-    slow_at_first = sometimes(50, lambda number: number <= 3)
-    world = service(moments, seconds=slow_at_first, warm_up=warm_up)
-    since = world.done_at[3]
-    offered = sum(moment >= since for moment in moments)
-    assert offered > 10_000
-    assert world.count_within(TARGET, since) > 0.9 * offered
 
 
 @pytest.mark.slow

@@ -51,27 +51,8 @@ def test_it_grows_where_the_least_padding_is() -> None:
     assert filled(BatchPacker(None, is_padded=True), [], window, 5) == [10, 11, 11, 12, 3]
 
 
-def test_it_goes_on_from_what_is_there() -> None:
-    assert filled(BatchPacker(None, is_padded=True), [5, 7], [1, 6, 50], 3) == [5, 7, 6]
-
-
 def test_summed_costs_are_taken_in_order_as_far_as_they_fit() -> None:
     assert filled(BatchPacker(10, is_padded=False), [], [4, 5, 9, 1], 8) == [4, 5, 1]
-
-
-def test_a_long_one_is_not_filled_up_with_short_ones() -> None:
-    """Each of them would take as long as the long one."""
-    window = [200, 10, 10, 190, 10, 10]
-    assert filled(padded(2048, 50, 1), [], window, 8) == [200, 190]
-
-
-def test_where_a_batch_costs_much_by_itself_padding_is_cheap() -> None:
-    window = [200, 10, 10, 190, 10, 10]
-    assert sorted(filled(padded(2048, 1e6, 1), [], window, 8)) == sorted(window)
-
-
-def test_where_a_batch_costs_what_it_computes_it_holds_one_length() -> None:
-    assert filled(padded(2048, 0, 1), [], [20, 21, 20, 19, 20], 8) == [20, 20, 20]
 
 
 def test_one_that_adds_no_padding_joins_whatever_is_believed_of_larger_batches() -> None:

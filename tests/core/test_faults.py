@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from itertools import count
 
 import pytest
-from schedules import make, poll_batches, reject, run, settle, submit, told
+from schedulers import make, poll_batches, reject, run, settle, submit, told
 
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.messages import Dispatch, Expire, Fault, Release, Request
+from fast_batcher._core.messages import Dispatch, Expire, Fail, Release, Request
 from fast_batcher._core.policy import GreedyPolicy, Load
 from fast_batcher._core.ranked_queue import Queue
 
@@ -129,7 +129,7 @@ def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> 
                 kinds.add(type(action))
                 if isinstance(action, Expire):
                     ended.append(action.request)
-                elif isinstance(action, Fault):
+                elif isinstance(action, Fail):
                     has_raised = True
                     assert isinstance(action.error, ZeroDivisionError)
                     ended += action.requests
@@ -143,4 +143,4 @@ def test_wherever_it_raises_while_a_batch_is_formed_each_request_ends_once() -> 
         if not has_raised:
             break
     assert at > 50
-    assert kinds == {Dispatch, Expire, Fault}
+    assert kinds == {Dispatch, Expire, Fail}

@@ -3,31 +3,12 @@
 import gc
 import weakref
 
-import pytest
-
 from fast_batcher._core.messages import (
     Batch,
-    Dispatch,
-    Expire,
     ExpiryReason,
     Release,
-    Replace,
     Request,
-    Stall,
 )
-
-REQUEST = Request("input", None, deadline=1.0)
-BATCH = Batch(0, 0, [REQUEST], Release.FULL, deadline=1.0, open_count=1, sent_at=0.0)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [BATCH, Dispatch(BATCH), Expire(REQUEST, ExpiryReason.WAITING), Stall(0), Replace(0)],
-)
-def test_they_have_no_room_for_anything_else(value: object) -> None:
-    """One of each is made per batch; a misspelled name is an error."""
-    with pytest.raises(AttributeError):
-        value.anything = 1  # type: ignore[attr-defined]
 
 
 def test_reasons_are_the_words_that_users_see() -> None:

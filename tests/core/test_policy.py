@@ -63,10 +63,3 @@ def test_they_learn_nothing(policy: Policy) -> None:
     policy.end_hold()
     policy.batch_skipped()
     assert policy.decide(ARRIVAL, queue_of(inf), LOAD) == before
-
-
-@pytest.mark.parametrize(
-    ("name", "max_delay"), [("greedy", None), ("greedy", 5.0), ("adaptive", 0.0)]
-)
-def test_adaptive_without_a_delay_is_greedy(name: str, max_delay: float | None) -> None:
-    assert isinstance(make_policy(name, max_delay), GreedyPolicy)

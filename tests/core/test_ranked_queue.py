@@ -1,14 +1,13 @@
 """Priorities, groups and costs: who shares a batch, who goes first, and who never starves."""
 
 import sys
-import weakref
 from itertools import count
 from types import FrameType
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import make, poll_batches, settle
+from schedulers import make, poll_batches, settle
 
 from fast_batcher._core.batch_packer import WINDOW_BATCHES, BatchPacker
 from fast_batcher._core.batch_times import BatchTimes, SizeCap
@@ -149,31 +148,7 @@ def test_no_request_waits_longer_than_the_bound(
 # Groups.
 
 
-def test_only_like_requests_share_a_batch_and_the_oldest_goes_first() -> None:
-    arrivals = Arrivals()
-    a1, b1, a2, b2, a3 = (arrivals.add(group=group) for group in (0, 1, 0, 1, 0))
-    assert arrivals.send(2) == [a1, a2]
-    assert arrivals.send(2) == [b1, b2]
-    assert arrivals.send(2) == [a3]
-
-
-def test_a_group_without_a_full_batch_is_not_full() -> None:
-    arrivals = Arrivals()
-    for group in (0, 1, 1, 1):
-        arrivals.add(group=group)
-    assert not arrivals.queue.is_full(2), "the next batch is that of the first group"
-    arrivals.add(group=0)
-    assert arrivals.queue.is_full(2)
-
-
 # Costs.
-
-
-def test_a_batch_takes_those_of_near_cost_around_the_oldest() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    arrivals.add_costs(10, 100, 11, 90, 9, 1)
-    assert costs_of(arrivals.send(3)) == [10, 9, 11]
-    assert costs_of(arrivals.send(3)) == [100, 90, 1]
 
 
 def test_an_input_above_the_batch_budget_goes_alone() -> None:
@@ -195,85 +170,7 @@ def test_who_came_a_window_later_does_not_go_before_the_oldest() -> None:
     assert arrivals.send(2) == requests[-1:]
 
 
-@given(
-    steps=st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.0, 10.0, 50.0]), max_size=150),
-    most=st.integers(1, 4),
-    budget=st.sampled_from([None, 5.0, 20.0, 100.0]),
-    is_padded=st.booleans(),
-)
-def test_nobody_is_overtaken_by_a_window_of_requests(
-    steps: list[float], most: int, budget: float | None, is_padded: bool
-) -> None:
-    """Requests of these costs come, at 0 a batch leaves, and then all that are left."""
-    arrivals = Arrivals(BatchPacker(budget, is_padded=is_padded))
-    overtaken: dict[int, int] = {}
-    batches: dict[int, int] = {}
-    for cost in [*steps, *[0.0] * len(steps)]:
-        if cost:
-            number = arrivals.add(cost=cost).id
-            # As many batches as requests before it, and its own.
-            batches[number] = len(overtaken) + 1
-            overtaken[number] = 0
-        elif overtaken:
-            left = [request.id for request in arrivals.send(most)]
-            for number in left:
-                del overtaken[number], batches[number]
-            for number in overtaken:
-                overtaken[number] += sum(other > number for other in left)
-                batches[number] -= 1
-                assert overtaken[number] < WINDOW_BATCHES * most
-                assert batches[number] > 0
-    assert not overtaken
-
-
-def test_a_batch_that_costs_all_that_it_may_is_full() -> None:
-    arrivals = Arrivals(BatchPacker(30, is_padded=True))
-    arrivals.add_costs(10, 10, 10)
-    assert not arrivals.queue.is_full(8)
-    arrivals.add_costs(1)
-    assert arrivals.queue.is_full(8)
-
-
-def test_a_higher_priority_is_company_before_a_nearer_cost() -> None:
-    arrivals = Arrivals(BatchPacker(None, is_padded=True))
-    arrivals.add(priority=0, cost=10)
-    arrivals.add(priority=1, cost=10)
-    arrivals.add(priority=1, cost=50)
-    assert costs_of(arrivals.send(2)) == [10, 50]
-
-
 # What it keeps.
-
-
-@given(st.data())
-def test_it_counts_and_finds_what_waits(data: st.DataObject) -> None:
-    """Any order of arrivals, cancellations and batches that leave."""
-    packer = data.draw(st.sampled_from([None, BatchPacker(20.0, is_padded=True)]))
-    arrivals = Arrivals(packer)
-    waiting: dict[int, Request] = {}
-    queue = arrivals.queue
-    for step in data.draw(st.lists(st.sampled_from("aaaacs"), max_size=60)):
-        if step == "a":
-            rank = data.draw(st.tuples(st.integers(-1, 1), st.sampled_from([None, 0, 1])))
-            request = arrivals.add(*rank, cost=float(len(waiting) % 7 + 1))
-            waiting[request.id] = request
-        elif step == "c" and waiting:
-            request = waiting.pop(data.draw(st.sampled_from(sorted(waiting))))
-            arrivals.cancel(request)
-        elif step == "s" and waiting:
-            for request in arrivals.send(2):
-                del waiting[request.id]
-        assert queue.size == len(waiting)
-        assert {request.id for request in queue} == set(waiting)
-        oldest = queue.oldest()
-        assert (oldest and oldest.id) == min(waiting, default=None)
-        ahead = queue.ahead_of(0)
-        assert ahead.requests == sum(one.priority >= 0 for one in waiting.values())
-        expected = sum(one.cost for one in waiting.values() if one.priority >= 0)
-        assert ahead.cost == pytest.approx(expected)
-        assert queue.earliest_deadline() == (100.0 if waiting else float("inf"))
-    assert len(queue.pop_expired(100.0)) == len(waiting)
-    assert queue.size == 0
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["alone", "with another group"])
@@ -311,25 +208,6 @@ def test_to_drop_many_late_ones_takes_no_more_for_each_of_them(others: int) -> N
         return calls
 
     assert calls_to_drop(400) < 2.5 * calls_to_drop(200)
-
-
-@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "cancelled"])
-def test_an_empty_one_keeps_no_values(is_sent: bool) -> None:
-    arrivals = Arrivals()
-    values: weakref.WeakSet[Group] = weakref.WeakSet()
-
-    def add(priority: int, group: int | None) -> None:
-        request = arrivals.add(priority, group)
-        request.value = Group("a value that can be seen to go")
-        values.add(request.value)
-        if not is_sent:
-            arrivals.cancel(request)
-
-    for priority, group in ((1, 0), (0, 0), (0, 1), (5, None)):
-        add(priority, group)
-    while arrivals.queue.size:
-        arrivals.send(2)
-    assert not values
 
 
 def test_rounding_leaves_no_cost_below_nothing() -> None:

@@ -5,12 +5,6 @@ import pytest
 from fast_batcher._core.recycling import Recycling
 
 
-def test_without_limits_nobody_is_due() -> None:
-    recycling = Recycling(None, None)
-    assert not recycling.is_wanted
-    assert not recycling.is_due(10**9, 2**50)
-
-
 @pytest.mark.parametrize(("batches", "is_due"), [(1, False), (9, False), (10, True), (11, True)])
 def test_after_so_many_batches(batches: int, is_due: bool) -> None:
     recycling = Recycling(10, None)

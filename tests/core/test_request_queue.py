@@ -54,13 +54,6 @@ def arrivals(request: pytest.FixtureRequest) -> Arrivals:
     return Arrivals(request.param())
 
 
-def test_an_empty_queue_gives_nothing(arrivals: Arrivals) -> None:
-    assert arrivals.queue.oldest() is None
-    assert arrivals.queue.earliest_deadline() == inf
-    assert arrivals.queue.pop_expired(1e9) == []
-    assert (arrivals.queue.size, arrivals.queue.cost, list(arrivals.queue)) == (0, 0, [])
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> None:
     """A list cannot be wrong."""
@@ -98,17 +91,6 @@ def test_it_does_what_a_plain_list_would_do(arrivals: Arrivals, seed: int) -> No
 def entries(queue: Queue) -> int:
     """Places that the queue takes in memory, dead ones included."""
     return len(queue._entries if isinstance(queue, RequestQueue) else queue._deadlines)
-
-
-@pytest.mark.parametrize("deadline", [50.0, inf])
-def test_dead_entries_never_outnumber_the_live_for_long(
-    arrivals: Arrivals, deadline: float
-) -> None:
-    live = arrivals.add(*[deadline] * 10)
-    for _ in range(20 * MIN_DEAD_ENTRIES):
-        arrivals.discard(*arrivals.add(deadline))
-        assert entries(arrivals.queue) <= 2 * len(live) + MIN_DEAD_ENTRIES
-    assert arrivals.send(100) == live
 
 
 @pytest.mark.parametrize("deadline", [50.0, inf])

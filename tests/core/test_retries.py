@@ -1,12 +1,11 @@
 """What is tried again, how, and how often, by example; every moment an argument."""
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import given
-from schedules import NOTHING, make, poll_batches, run, settle, submit, told
+from schedulers import NOTHING, Lost, make, poll_batches, run, settle, submit, told
 
 from fast_batcher._core.messages import Batch, BatchProgress, ExpiryReason, Release, Request
-from fast_batcher._core.retries import ISOLATION_SECONDS, Lost
+from fast_batcher._core.retries import ISOLATION_SECONDS
 from fast_batcher._core.scheduler import Scheduler
 
 # After a death.
@@ -43,17 +42,9 @@ def test_a_request_is_poisonous_at_its_second_death() -> None:
     scheduler = make()
     batch = run(scheduler, 0.0)
     assert lose(scheduler, batch) == NOTHING
-    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == Lost([], batch.requests)
+    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == ([], batch.requests)
     assert batch.requests[0].is_settled
     assert scheduler.waiting == 0
-
-
-def test_a_request_that_is_never_begun_is_poisonous_at_the_third_loss() -> None:
-    scheduler = make()
-    batch = run(scheduler, 0.0)
-    assert lose(scheduler, batch, BatchProgress.TAKEN) == NOTHING
-    assert lose_again(scheduler, 1.0, BatchProgress.BEGUN) == NOTHING
-    assert lose_again(scheduler, 2.0, BatchProgress.TAKEN) == Lost([], batch.requests)
 
 
 def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
@@ -100,13 +91,6 @@ def test_only_the_guilty_fail(size: int, data: st.DataObject) -> None:
     assert batches <= max(1, 2 * size - 1)
 
 
-@pytest.mark.parametrize("culprit", range(32))
-def test_one_culprit_of_thirty_two_costs_ten_more_batches(culprit: int) -> None:
-    scheduler = make(max_batch_size=32)
-    batch = run(scheduler, 0.0, 32)
-    assert find_culprits(scheduler, batch, {culprit}) == ({culprit}, 11)
-
-
 def test_the_search_for_culprits_has_an_end() -> None:
     scheduler = make(max_batch_size=4)
     batch = run(scheduler, 0.0, 4)
@@ -144,29 +128,6 @@ def test_a_worker_that_memory_may_have_killed_makes_batches_smaller() -> None:
         settle(scheduler, 1.0, retry)
     submit(scheduler, 2.0, 8)
     assert [len(batch.requests) for batch in poll_batches(scheduler, 2.0)] == [4, 4]
-
-
-def test_a_try_of_a_larger_batch_that_fails_goes_back_to_what_went_well() -> None:
-    scheduler = make(max_batch_size=32)
-    fail(scheduler, 0.0, run(scheduler, 0.0, 32), out_of_memory=True)
-    for now in (1.0, 1.0):
-        (batch,) = poll_batches(scheduler, now)
-        settle(scheduler, now, batch)
-    # Sixteen go well, until eighteen are tried.
-    now = 2.0
-    while True:
-        submit(scheduler, now, 18 - scheduler.waiting)
-        (batch,) = poll_batches(scheduler, now)
-        if len(batch.requests) == 18:
-            break
-        settle(scheduler, now, batch)
-        now += 1.0
-    fail(scheduler, now, batch, out_of_memory=True)
-    for _ in range(3):
-        for batch in poll_batches(scheduler, now):
-            settle(scheduler, now, batch)
-    submit(scheduler, now, 40)
-    assert len(poll_batches(scheduler, now)[0].requests) == 16
 
 
 def test_a_batch_that_is_sent_again_is_no_larger_than_memory_allows() -> None:

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,19 +31,6 @@ def test_it_expects_in_proportion_but_no_more_than_usual() -> None:
     curve = curve_of((4, [0.5, 1.5]))
     assert curve.expected(0.0, 1)[-1] == 0.5
     assert curve.expected(0.0, 8)[-1] == 2.0
-
-
-def test_what_has_come_already_is_not_expected_again() -> None:
-    curve = curve_of((4, [0.5, 1.5, 1.7, 8.0]))
-    assert curve.expected(1.0, 4)[0] == 2.0
-    assert curve.expected(1.5, 4)[0] == 1.0  # evenly within a part
-    assert curve.expected(9.0, 4) == [0.0, 0.0, 0.0]
-
-
-def test_it_averages_and_forgets() -> None:
-    assert curve_of((1, [0.5]), (1, [])).expected(0.0, 1)[-1] == 0.5
-    later = curve_of(*[(1, [0.5])] * 10, *[(1, [])] * 200)
-    assert later.expected(0.0, 1)[-1] == pytest.approx(0.0, abs=1e-3)
 
 
 def test_what_is_broken_off_teaches_nothing() -> None:

@@ -35,7 +35,7 @@ from fast_batcher._core.messages import (
     Dispatch,
     Expire,
     ExpiryReason,
-    Fault,
+    Fail,
     Group,
     Release,
     Replace,
@@ -171,7 +171,7 @@ def plain(action: Action) -> tuple[Any, ...]:
         return "dispatch", batch.id, batch.worker, [r.id for r in batch.requests], batch.release
     if isinstance(action, Expire):
         return "expire", action.request.id, action.reason
-    assert not isinstance(action, Fault), action.error
+    assert not isinstance(action, Fail), action.error
     return type(action).__name__, action.worker
 
 
@@ -576,7 +576,7 @@ class Schedule(RuleBasedStateMachine):
     def drop(self, action: Expire) -> None:
         number = action.request.id
         assert action.request is self.requests[number][0]
-        assert action.refusal is not None
+        assert action.rejection is not None
         assert number in self.aimed
         assert number in self.waiting
         assert len(self.waiting) > 1, "the last candidate is never dropped"

@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fast_batcher._core.service_model import (
-    LINE_LIFE,
-    LONGEST_HALF_LIFE,
     MOST_BUCKETS,
     ServiceModel,
 )
@@ -62,22 +60,6 @@ def test_a_larger_batch_never_takes_less(
         times = [function(size) for size in read]
         assert all(0 < took < inf for took in times)
         assert all(after >= before * (1 - 1e-9) for before, after in pairwise(times))
-
-
-@given(observed=observations)
-def test_to_read_changes_nothing(observed: list[tuple[float, float]]) -> None:
-    read = ServiceModel()
-    for size, took in observed:
-        read.observe(size, took)
-        read.median(size)
-        read.high(size)
-    last = observed[-1][0]
-    # Which observations the line is made of may differ, by less than it lives.
-    for _ in range(LINE_LIFE):
-        read.observe(last, 1.0)
-    unread = model_of(*observed, *[(last, 1.0)] * LINE_LIFE)
-    assert read.median(last) == unread.median(last)
-    assert read.high(last) == unread.high(last)
 
 
 def test_the_first_five_are_a_plain_median() -> None:
@@ -160,15 +142,6 @@ def test_one_in_ten_that_is_slow_stays_known(seed: int) -> None:
     assert lows < 400
 
 
-def test_one_outlier_hardly_moves_it() -> None:
-    model = model_of((8, 1.0), times=200)
-    before = model.median(8)
-    model.observe(8, 20.0)
-    for _ in range(LINE_LIFE):
-        model.observe(8, 1.0)
-    assert model.median(8) == pytest.approx(before, rel=0.03)
-
-
 @pytest.mark.parametrize("factor", [50.0, 1 / 50])
 def test_a_new_time_is_found_soon(factor: float) -> None:
     model = model_of((8, 1.0), times=500)
@@ -179,52 +152,6 @@ def test_a_new_time_is_found_soon(factor: float) -> None:
         model.observe(8, factor)
     assert model.median(8) == pytest.approx(factor, rel=0.05)
     assert factor * 0.95 < model.high(8) < 2 * factor
-
-
-def test_a_wrong_time_of_a_small_size_gives_way_at_once() -> None:
-    """One input took 50 times too long when all was cold; then there are only large ones."""
-    model = model_of((1, 0.2), times=5)
-    model.observe(32, with_knee(32))
-    assert model.median(1) <= model.median(32) == pytest.approx(with_knee(32), rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "seen"),
-    [
-        pytest.param([64], [16], id="a larger one"),
-        pytest.param([8], [1, 64], id="one in between"),
-        pytest.param([1], [32, 64], id="a smaller one"),
-    ],
-)
-def test_a_wrong_time_that_is_never_seen_again_is_forgotten(
-    wrong: list[int], seen: list[int]
-) -> None:
-    """Few of them were all that was seen of these sizes, and they took 50 times too long."""
-    model = ServiceModel()
-    for size in wrong * 3:
-        model.observe(size, 50 * with_knee(size))
-    for _ in range(2000):
-        for size in seen:
-            model.observe(size, with_knee(size))
-    unbiased = model_of(*[(size, with_knee(size)) for size in seen], times=2000)
-    for size in range(1, 65):
-        assert model.median(size) <= 1.1 * max(unbiased.median(size), with_knee(size)), size
-        assert model.high(size) <= 1.2 * max(unbiased.high(size), with_knee(size)), size
-
-
-def test_what_was_seen_often_is_kept_long() -> None:
-    model = model_of((1, with_knee(1)), (64, with_knee(64)), times=LONGEST_HALF_LIFE // 32)
-    for _ in range(LONGEST_HALF_LIFE // 10):
-        model.observe(1, with_knee(1))
-    assert model.median(64) == pytest.approx(with_knee(64), rel=0.1)
-
-
-def test_a_size_that_comes_back_after_long_is_learned_anew() -> None:
-    model = model_of((64, 9.0), times=100)
-    for _ in range(LONGEST_HALF_LIFE):
-        model.observe(1, 0.1)
-    model.observe(64, 1.0)
-    assert model.median(64) == 1.0
 
 
 def test_costs_may_be_anything_above_nothing() -> None:

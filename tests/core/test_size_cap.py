@@ -11,54 +11,6 @@ def go_well(cap: SizeCap, times: int) -> None:
         cap.went_well(cap.size)
 
 
-def test_it_halves() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    assert (cap.size, cap.is_watching) == (16, True)
-    cap.ran_out(16)
-    cap.ran_out(8)
-    assert cap.size == 4
-
-
-def test_a_request_that_is_too_large_alone_says_nothing_about_others() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(1)
-    assert (cap.size, cap.is_watching) == (32, False)
-    cap.ran_out(20)
-    go_well(cap, 3)
-    cap.ran_out(10)
-    size = cap.size
-    # Another batch, and the way down to its culprit.
-    for part in (size, size // 2, size // 4):
-        cap.ran_out(part, is_retry=part != size)
-    cap.ran_out(1, is_retry=True)
-    assert cap.size == size
-
-
-def test_a_failure_of_a_small_batch_counts_when_a_larger_one_comes_after() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(8)
-    cap.ran_out(32)  # sent before
-    assert cap.size == 4
-
-
-def test_it_grows_after_full_batches_that_went_well() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    go_well(cap, FIRST_WAIT - 1)
-    assert cap.size == 16
-    go_well(cap, 1)
-    assert cap.size == 18
-
-
-def test_smaller_batches_say_nothing_about_larger_ones() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    for _ in range(10 * FIRST_WAIT):
-        cap.went_well(15)
-    assert cap.size == 16
-
-
 def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() -> None:
     cap = SizeCap(32)
     cap.ran_out(32)
@@ -69,14 +21,6 @@ def test_a_try_that_fails_goes_back_to_what_went_well_and_waits_twice_as_long() 
     assert cap.size == 16
     go_well(cap, 1)
     assert cap.size == 18
-
-
-def test_what_went_well_once_is_forgotten_when_it_fails() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    go_well(cap, 1)
-    cap.ran_out(16)
-    assert cap.size == 8
 
 
 def test_it_comes_to_an_end_and_starts_again_as_if_nothing_had_been() -> None:
@@ -115,21 +59,6 @@ def test_another_maximum_counts_at_once_where_nothing_has_been_learned() -> None
     for most in (64, 8):
         cap.limit(most)
         assert (cap.size, cap.is_watching) == (most, False)
-
-
-def test_another_maximum_leaves_what_memory_has_taught() -> None:
-    cap = SizeCap(32)
-    cap.ran_out(32)
-    cap.limit(64)
-    assert (cap.size, cap.is_watching) == (16, True)
-    while cap.is_watching:
-        cap.went_well(cap.size)
-    assert cap.size == 64, "it grows up to the new one"
-    cap.ran_out(64)
-    cap.limit(5)
-    assert (cap.size, cap.is_watching) == (5, True)
-    go_well(cap, FIRST_WAIT * 4)
-    assert (cap.size, cap.is_watching) == (5, False)
 
 
 def test_one_too_large_alone_never_brings_back_a_larger_maximum() -> None:

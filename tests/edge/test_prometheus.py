@@ -21,10 +21,12 @@ import httpx2
 import pytest
 import yaml
 from fastapi import FastAPI
+from models.base import Echo
+from models.crashing import Crashes
+from models.ordinary import Gated
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_fastapi_instrumentator import Instrumentator
-from sample_models import Crashes, Echo, Gated
 from servers import Server, find_free_port, serve
 from starlette.testclient import TestClient
 from waits import LIMIT, Gate, both_loops, call, outcome, until

@@ -43,63 +43,6 @@ def test_what_a_batch_held_is_freed_before_the_interpreter_ends(ending: str, cod
     assert ("Traceback" in done.stderr) == (code in (1, -signal.SIGINT))
 
 
-# What calls it, and what it prints.
-OTHER_CALLS = {
-    "awaited": """
-import asyncio
-from fast_batcher import aio
-@aio.dynamically
-def double(items):
-    return rows(items)
-async def main():
-    os.write(1, b"%d\\n" % await double(21))
-asyncio.run(main())
-""",
-    # Its batcher has been collected, and its thread still works.
-    "of a dropped instance": """
-from fast_batcher import dynamically
-class Model:
-    @dynamically
-    def double(self, items):
-        return rows(items)
-os.write(1, b"%d\\n" % Model().double(21))
-""",
-    "in a forked child": """
-from fast_batcher import dynamically
-double = dynamically(rows)
-double([])
-if (child := os.fork()) == 0:
-    os.write(1, b"%d\\n" % double(21))
-    sys.exit()
-os.waitpid(child, 0)
-""",
-}
-
-
-@pytest.mark.parametrize("program", OTHER_CALLS.values(), ids=OTHER_CALLS)
-def test_what_other_batches_held_is_freed_before_the_interpreter_ends(program: str) -> None:
-    done = run_program(SLOWLY_FREED + program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "42\nfreed\n", "")
-
-
-@pytest.mark.parametrize("run", range(3))
-def test_a_program_with_tensors_ends_without_an_abort(run: int) -> None:
-    pytest.importorskip("torch")
-    done = run_program(
-        "import torch\n"
-        "from fast_batcher import dynamically\n"
-        "class Rows(list):\n"
-        "    pass\n"
-        "@dynamically\n"
-        "def double(items):\n"
-        "    rows = Rows(2 * item for item in items)\n"
-        "    rows.freed_by_the_thread = [torch.ones(100) for _ in range(20_000)]\n"
-        "    return rows\n"
-        "print(double(21))\n"
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "42\n", "")
-
-
 def test_a_program_whose_daemon_threads_still_call_ends_without_an_abort() -> None:
     """They are refused, and may say so on stderr; a tensor of theirs could abort it by itself."""
     pytest.importorskip("torch")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from held import Held
+from gated_functions import GatedFunction
 from waits import until
 
 from fast_batcher import dynamically, inference
@@ -49,92 +49,16 @@ def strided(row: Any, count: int) -> Any:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_callers_may_write_into_rows_of_an_array_that_the_function_keeps(
-    make: Callable[[Any], Any],
-) -> None:
-    table = make([[1.0, 2.0], [3.0, 4.0]])
-
-    @dynamically
-    def look_up(items: list[int]) -> Any:
-        return table[: len(items)]
-
-    with look_up:
-        row = look_up(1)
-        row += 10
-        assert look_up(1).tolist() == [1, 2]
-
-
-def test_callers_may_write_into_structured_rows_that_the_function_keeps() -> None:
-    table = np.array([(1, 2.0), (3, 4.0)], dtype=[("a", "i4"), ("b", "f8")])
-
-    @dynamically
-    def look_up(items: list[int]) -> Any:
-        return table[: len(items)]
-
-    with look_up:
-        look_up(1)["a"] = 10
-        assert look_up(1)["a"] == 1
-
-
-def test_a_row_does_not_keep_the_whole_batch_in_memory() -> None:
-    @dynamically
-    def double(items: list[int]) -> Any:
-        return np.outer(items, np.ones(3))
-
-    with double:
-        first, _ = in_one_batch(double, [1, 2])
-    assert first.base is None
-    assert first.tolist() == [1, 1, 1]
-
-
-class Metres(np.ndarray):
-    """A subclass that would be lost in a plain copy."""
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        np.ones((2, 3)).view(Metres),
-        np.ma.masked_array([[1.0, 2.0], [3.0, 4.0]], mask=[[False, True], [False, False]]),
-        torch.tensor([[1 + 2j, 3j], [4, 5]]).conj(),
-        torch.tensor([[1 + 2j, 3j], [4, 5]]).conj().imag,
-    ],
-    ids=["subclass", "masked", "conjugate", "negative"],
-)
-def test_a_row_is_what_indexing_gives(batch: Any) -> None:
-    @dynamically
-    def constant(items: list[int]) -> Any:
-        return batch[: len(items)]
-
-    with constant:
-        row = constant(1)
-    assert type(row) is type(batch[0])
-    assert repr(row) == repr(batch[0])
-
-
-def test_rows_of_a_tensor_keep_their_gradient() -> None:
-    weights = torch.ones(2, requires_grad=True)
-
-    @dynamically
-    def weighted(items: list[float]) -> Any:
-        return torch.tensor(items)[:, None] * weights
-
-    with weighted:
-        weighted(3.0).sum().backward()
-    assert weights.grad.tolist() == [3, 3]
-
-
-@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("has_features", [False, True])
 def test_a_function_may_fill_the_array_again_that_it_has_returned(
     make: Callable[[Any], Any], has_features: bool
 ) -> None:
     """The loop of the callers comes to the answer of the first batch after the second."""
     buffer = make([[0.0, 0.0]])
-    held = Held()
+    gated = GatedFunction()
 
     def fill(value: Any) -> Any:
-        held([value])
+        gated([value])
         buffer[:] = value
         return buffer
 
@@ -148,11 +72,11 @@ def test_a_function_may_fill_the_array_again_that_it_has_returned(
 
     async def main() -> list[Any]:
         ended = asyncio.gather(call(1.0), call(2.0))
-        await until(lambda: bool(held.batches) and function.stats.queue_size == 1)
+        await until(lambda: bool(gated.batches) and function.stats.queue_size == 1)
         # The loop stands still until both batches have been computed.
         for _ in range(2):
-            held.next_batch()
-            held.let_on()
+            gated.next_batch()
+            gated.let_on()
         function.shutdown()
         return list(await ended)
 

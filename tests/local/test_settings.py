@@ -62,8 +62,3 @@ def test_an_unknown_option_gets_the_decorators_nearest_meaning(name: str, hint: 
         aio.inference.dynamically(**options)
     message = f"dynamically() got an unexpected keyword argument '{name}'{hint}"
     assert str(caught.value) == message
-
-
-def test_an_option_of_another_decorator_is_an_unexpected_argument() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'pad_tokens'"):
-        aio.dynamically(pad_tokens={})  # type: ignore[call-overload]  # wrong on purpose

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 import pytest
-from waits import LIMIT, turns, until
+from waits import LIMIT, turns
 
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
@@ -43,33 +43,6 @@ async def test_jobs_are_done_in_order_and_the_loop_is_told_their_errors() -> Non
     assert isinstance(error, SystemExit)
     # Its frames would hold what the job used.
     assert error.__traceback__ is None
-
-
-async def test_no_job_is_begun_once_the_thread_is_held() -> None:
-    thread, told = JobThread(asyncio.get_running_loop(), "tested"), Told()
-    is_running, is_over = threading.Event(), threading.Event()
-    order: list[int] = []
-
-    def wait() -> None:
-        is_running.set()
-        is_over.wait(LIMIT)
-        order.append(1)
-
-    thread.run(wait, told.done)
-    thread.run(lambda: order.append(2), told.done)
-    assert is_running.wait(LIMIT)
-    holding = threading.Thread(target=thread.hold)
-    holding.start()
-    await until(lambda: thread._is_held)
-    is_over.set()
-    holding.join()
-    assert order == [1]
-    thread.stop()
-    assert order == [1]
-    assert "tested" not in {one.name for one in threading.enumerate()}
-    # What it had to tell is forgotten.
-    thread.take_outcomes()
-    assert told.errors == []
 
 
 @pytest.mark.parametrize("is_closed_first", [True, False])

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from sample_models import RefusesPickling
+from models.returning import RefusesPickling
 
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._parent.batch_sender import BatchSender
@@ -36,7 +36,7 @@ class Wire:
     def _refuse(self, *_: object) -> Any:
         raise AssertionError("without shared memory nothing is copied, or found out later")
 
-    run_in_thread = reserve = fill = inputs_refused = _refuse
+    run_in_thread = reserve = fill = inputs_unsendable = _refuse
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
@@ -81,17 +81,6 @@ def test_a_batch_of_anything_else_is_one_frame_with_a_pickle_for_each(wire: Wire
     assert two is also_two
 
 
-class Text(str):
-    """It can be changed."""
-
-    __slots__ = ("note",)
-
-
-def test_a_value_of_a_class_derived_from_an_atom_is_pickled_by_itself(wire: Wire) -> None:
-    wire.sender.send(batch_of(Text("a"), Text("b")))
-    assert wire.kinds == [Kind.INPUTS]
-
-
 @pytest.mark.parametrize(
     "error", [ValueError("no"), SystemExit(1), KeyboardInterrupt(), RecursionError()], ids=repr
 )
@@ -118,7 +107,7 @@ def test_a_batch_that_is_too_large_is_sent_in_parts(wire: Wire) -> None:
     values = [bytes([number]) * 300_000 for number in range(8)]
     assert wire.sender.send(batch_of(*values)) == []
     assert len(wire.kinds) > 2
-    assert set(wire.kinds[:-1]) == {Kind.INPUTS_PART}
+    assert set(wire.kinds[:-1]) == {Kind.INPUTS_FRAGMENT}
     assert wire.kinds[-1] is Kind.INPUTS
     assert wire.items() == values
 
@@ -130,12 +119,3 @@ def test_an_input_that_is_too_large_is_refused_and_the_others_are_sent(wire: Wir
     assert isinstance(refusal, RequestTooLargeError)
     assert f"more than max_frame_bytes={MAX_FRAME_BYTES}" in str(refusal)
     assert wire.items() == [b"small", b"other"]
-
-
-def test_a_worker_that_is_lost_gets_nothing_more(wire: Wire) -> None:
-    wire.sender.remove_worker(WORKER, None)
-    with pytest.raises(KeyError):
-        wire.sender.send(batch_of("a"))
-    wire.sender.add_worker(wire)
-    assert wire.sender.send(batch_of("a")) == []
-    assert wire.kinds == [Kind.INPUT_ATOMS]

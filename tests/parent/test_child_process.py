@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -14,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import PREAMBLE, TESTS, Start, program
-from sample_models import HandlesSigterm, Holds, LeavesDescriptors, Terminates
-from waits import LIMIT, Gate, Watch, call, measured, one_loop, outcome
+from models.children import HandlesSigterm, LeavesDescriptors, Terminates
+from models.ordinary import Holds
+from paths import PYTHONPATH
+from programs import PREAMBLE, Start, program, run_command
+from waits import LIMIT, Gate, call, one_loop, outcome
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.child_process import ChildProcess
@@ -26,19 +27,12 @@ __all__ = ["program"]
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 
-def run_script(path: Path, code: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def run_script(path: Path, code: str, *arguments: str) -> Any:
     """Run a program to its end, in a session of its own; its text may come from stdin ("-")."""
     text = PREAMBLE + textwrap.dedent(code)
     path.write_text(text)
-    return subprocess.run(
-        arguments,
-        input=text,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-        env={**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{TESTS.parent}"},
-        start_new_session=True,
+    return run_command(
+        arguments, input=text, env={**os.environ, "PYTHONPATH": PYTHONPATH}, start_new_session=True
     )
 
 
@@ -54,7 +48,7 @@ def test_a_daemonic_process_can_have_a_batcher(program: Start, method: str) -> N
 
         def serve():
             async def main():
-                async with DynBatcher(sample_models.Reports) as batcher:
+                async with DynBatcher(models.children.Reports) as batcher:
                     report = await batcher.process_batched("")
                     tell([multiprocessing.current_process().daemon, report["daemon"]])
 
@@ -74,41 +68,12 @@ def test_a_daemonic_process_can_have_a_batcher(program: Start, method: str) -> N
     assert running.finish() == (0, "")
 
 
-def test_a_worker_dies_with_a_daemonic_process_that_is_terminated(program: Start) -> None:
-    running = program(
-        """
-        import multiprocessing
-
-        def serve():
-            async def main():
-                async with DynBatcher(sample_models.Whereabouts) as batcher:
-                    tell([os.getpid(), await batcher.process_batched("")])
-                    await asyncio.Event().wait()
-
-            asyncio.run(main())
-
-        if __name__ == "__main__":
-            process = multiprocessing.get_context("spawn").Process(target=serve, daemon=True)
-            process.start()
-            process.join()
-            tell(process.exitcode)
-        """,
-        guarded=False,
-    )
-    server, worker = running.tells()
-    with Watch([server, worker]) as processes:
-        os.kill(server, signal.SIGTERM)
-        assert processes.survivors(LIMIT) == []
-    assert running.tells() == -signal.SIGTERM
-    assert running.finish() == (0, "")
-
-
 def test_a_program_from_standard_input_may_use_a_class_that_it_imports(tmp_path: Path) -> None:
     done = run_script(
         tmp_path / "unused",
         """
         async def main():
-            for model in (sample_models.Echo, "sample_models:Echo"):
+            for model in (models.base.Echo, "models.base:Echo"):
                 async with DynBatcher(model) as batcher:
                     tell(await batcher.process_batched("echo"))
 
@@ -133,7 +98,7 @@ def test_a_start_changes_nothing_in_the_environment_of_the_program(program: Star
                 changes.append([event, *map(str, arguments)])
 
         async def main():
-            async with DynBatcher(sample_models.Reports, num_workers=2) as batcher:
+            async with DynBatcher(models.children.Reports, num_workers=2) as batcher:
                 report = await batcher.process_batched("")
             tell(int(report["environment"]["OPENBLAS_NUM_THREADS"]))
             tell(changes)
@@ -164,8 +129,8 @@ def test_without_standard_streams_nothing_that_native_code_prints_lands_in_a_req
                 os.closerange(0, 3)
             inputs = [numpy.full(25_000, number, numpy.int32) for number in range(40)]
             async with (
-                DynBatcher(sample_models.PrintsNatively, 4) as batcher,
-                DynBatcher(sample_models.Reports) as reports,
+                DynBatcher(models.children.PrintsNatively, 4) as batcher,
+                DynBatcher(models.children.Reports) as reports,
             ):
                 answers = await batcher.process_many(inputs)
                 report = await reports.process_batched("")
@@ -251,33 +216,6 @@ def test_an_exit_code_that_another_part_of_the_program_has_taken_is_unknown() ->
     child.close()
 
 
-def test_a_program_that_starts_other_processes_does_not_take_the_exit_code() -> None:
-    child = start_and_wait(os._exit, 3)
-    assert child.pid not in {one.pid for one in multiprocessing.active_children()}
-    subprocess.run(["true"], check=True)
-    assert child.take_exit_code() == 3
-    child.close()
-
-
-def test_a_program_that_forgets_to_stop_ends_and_leaves_no_process(program: Start) -> None:
-    """The exit hook lets a worker end what its model has started, which takes half a second."""
-    running = program(
-        """
-        async def main():
-            batcher = DynBatcher(sample_models.StartsProcesses)
-            child = await batcher.process_batched("trap '' TERM; echo $$; exec sleep 1000")
-            tell([child, *(one.pid for one in session_of(batcher).pool.live.remaining())])
-
-        asyncio.run(main())
-        """
-    )
-    with Watch(running.tells()) as processes:
-        with measured(3.0, "a program that forgot to stop its batcher has ended"):
-            status, _ = running.finish()  # Python warns that the model left its child
-        assert status == 0
-        assert processes.survivors(0.0) == []
-
-
 # --- signals --------------------------------------------------------------------------------------
 
 
@@ -301,10 +239,10 @@ def test_sigterm_does_not_end_a_worker_that_imports_the_main_module(
     running = program(
         f"""
         if __name__ != "__main__":
-            sample_models.pass_gate({gate.path!r})
+            models.base.pass_gate({gate.path!r})
 
         async def main():
-            async with DynBatcher(sample_models.Whereabouts) as batcher:
+            async with DynBatcher(models.ordinary.Whereabouts) as batcher:
                 tell(await batcher.process_batched(""))
 
         if __name__ == "__main__":

@@ -13,16 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from sample_models import (
-    Echo,
-    ExitsOnLoad,
-    GatedOnLoad,
-    NeverLoads,
-    RaisesOnLoad,
-    Stuck,
-    Warm,
-    WritesAtExit,
-)
+from models.base import Echo
+from models.crashing import Stuck
+from models.loading import NeverLoads
+from models.ordinary import GatedOnLoad, WritesAtExit
 from waits import LIMIT, SOON, Gate, Watch, turns
 
 from fast_batcher._observers import Observers
@@ -32,7 +26,7 @@ from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._parent.worker_process import describe_exit
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind, pack_header
-from fast_batcher.errors import RemoteTraceback, WorkerStartupError
+from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import Settings
 
@@ -133,17 +127,6 @@ def children_of(thread: threading.Thread) -> list[int]:
     return sorted(map(int, path.read_text().split()))
 
 
-async def test_every_worker_is_started_and_answers(told: Told) -> None:
-    pool = await told.ready(Echo, num_workers=2)
-    assert sorted(told.events) == [("ready", 0), ("ready", 1)]
-    assert told.times == []  # the model has no warm-up
-    assert len(pids_of(pool)) == 2
-    for worker in (0, 1):
-        told.send(worker, worker)
-    await told.until(lambda: told.count("answer") == 2)
-    assert sorted(told.events[2:]) == [("answer", [0]), ("answer", [1])]
-
-
 async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
     pool = await told.ready(Echo, num_workers=2)
     first, second = pids_of(pool)
@@ -153,7 +136,7 @@ async def test_a_dead_worker_is_told_and_replaced(told: Told) -> None:
     assert exit_text == "signal 9 (SIGKILL, possibly out of memory)"
     assert worker not in told.links
     await told.until(lambda: told.count("ready") == 3)
-    # Another process, at the same place.
+    # Another process of the same replica.
     assert told.events[-1] == ("ready", worker + 2)
     assert second in pids_of(pool)
     assert first not in pids_of(pool)
@@ -226,26 +209,6 @@ async def test_a_process_that_cannot_be_started_is_told_and_leaves_nothing(
     assert pids_of(pool) == []
 
 
-async def test_a_worker_that_cannot_load_is_told_with_its_traceback_and_tried_again(
-    told: Told,
-) -> None:
-    told.open(RaisesOnLoad)
-    await told.until(lambda: told.count("failed") == 2)
-    for _, error in told.events:
-        assert str(error) == (
-            "worker 0 could not load RaisesOnLoad: FileNotFoundError: no weights at "
-            "/models/tiny.bin"
-        )
-        assert isinstance(error.__cause__, RemoteTraceback)
-
-
-async def test_a_worker_that_dies_while_it_loads_is_told_with_its_end(told: Told) -> None:
-    told.open(ExitsOnLoad, "hung up")
-    await told.until(lambda: told.count("failed") == 1)
-    ((_, error),) = told.events
-    assert "ended with signal 1 (SIGHUP) before it had loaded ExitsOnLoad" in str(error)
-
-
 async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
     told: Told, gate: Gate
 ) -> None:
@@ -257,16 +220,6 @@ async def test_a_replaced_worker_is_told_as_lost_and_its_words_are_dropped(
     assert told.events == [("ready", 0), ("lost", (0, "signal 15 (SIGTERM)")), ("ready", 1)]
 
 
-async def test_a_replaced_worker_that_ignores_sigterm_is_killed(told: Told, gate: Gate) -> None:
-    # Soon, however long a worker may take to end by itself.
-    pool = await told.ready(Stuck, gate.path, "ignoring SIGTERM", stop_timeout=10 * LIMIT)
-    told.send(0, "stuck")
-    await gate.visit()
-    pool.replace(0)
-    await told.until(lambda: told.count("lost") == 1)
-    assert told.events[-1][1][1].startswith("signal 9")
-
-
 async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> None:
     path = tmp_path / "log"
     pool = await told.ready(WritesAtExit, str(path), stop_timeout=LIMIT)
@@ -274,17 +227,6 @@ async def test_an_atexit_hook_of_the_model_runs(told: Told, tmp_path: Any) -> No
     assert path.read_text() == "ended\n"
     assert told.events[-1] == ("lost", (0, "exit code 0"))
     assert told.exits[-1].is_clean
-
-
-@pytest.mark.parametrize("how", ["plainly", "holding the GIL", "ignoring SIGTERM"])
-async def test_closing_ends_a_stuck_worker(told: Told, gate: Gate, how: str) -> None:
-    pool = await told.ready(Stuck, gate.path, how, stop_timeout=SOON)
-    told.send(0, "stuck")
-    visit = await gate.visit()
-    with Watch([visit.pid]) as worker:
-        async with asyncio.timeout(LIMIT):
-            await pool.aclose()
-        assert worker.survivors(0.0) == []
 
 
 async def test_closing_does_not_wait_for_a_worker_that_loads(told: Told, gate: Gate) -> None:
@@ -295,23 +237,6 @@ async def test_closing_does_not_wait_for_a_worker_that_loads(told: Told, gate: G
             await pool.aclose()
         assert worker.survivors(0.0) == []
     assert told.events == []
-
-
-async def test_closing_before_the_first_process_has_been_started(told: Told) -> None:
-    before = psutil.Process().children()
-    pool = told.open(Echo, num_workers=2)
-    async with asyncio.timeout(LIMIT):
-        await pool.aclose()
-    assert psutil.Process().children() == before
-    assert told.events == []
-
-
-async def test_a_pool_that_has_ended_is_closed_again_without_waiting(told: Told) -> None:
-    """As when opening fails, which closes it, and the app closes it then."""
-    pool = await told.ready(Echo)
-    async with asyncio.timeout(LIMIT):
-        await pool.aclose()
-        await pool.aclose()
 
 
 async def test_a_pool_that_is_stopped_while_it_is_closed_waits_no_longer(
@@ -346,7 +271,7 @@ async def test_a_pool_that_was_stopped_starts_nothing_more(told: Told) -> None:
     await told.until(lambda: told.count("lost") == 1)
     pool.stop(SOON)
     # The replacement would have been started by a timer; there is none, and no thread for it.
-    assert all(place.restart_timer is None for place in pool._places)
+    assert all(one.restart_timer is None for one in pool._replicas)
     assert psutil.Process().children() == before
     assert "fast_batcher-starter-tested" not in {one.name for one in threading.enumerate()}
 
@@ -357,12 +282,6 @@ async def test_workers_are_children_of_a_thread_that_lives_as_long_as_they(told:
     (starter,) = [one for one in threading.enumerate() if one.name == "fast_batcher-starter-tested"]
     assert starter.daemon
     assert pids_of(pool) == children_of(starter)
-
-
-async def test_the_times_of_the_warm_up_are_told(told: Told) -> None:
-    await told.ready(Warm, ["warm"], max_batch_size=4)
-    assert [size for size, _ in told.times] == [1, 4]
-    assert all(0 <= seconds < LIMIT for _, seconds in told.times)
 
 
 @pytest.mark.parametrize(

@@ -7,26 +7,25 @@ import asyncio
 import gc
 import logging
 import os
-import pickle
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from desk import (
+from memory_files import memory_of, refuse_memory
+from models.large import Digests, ForksAndKeeps, KeepsInputs, digest
+from models.raising import KeepsErrors
+from sender_harness import (
     LARGE,
-    MAX_FRAME_BYTES,
     MEBI,
     SIZE,
     SMALL,
-    Desk,
+    SenderHarness,
     copier_held,
     filled,
     free,
     give_back_unused,
     has_slabs,
-    is_free,
     no_threads,
     opened,
     slabs_of,
@@ -35,28 +34,14 @@ from desk import (
     until_copying,
     wait_until_copied,
 )
-from inside import pids_of, session_of
-from memory import memory_of, refuse_memory
-from sample_models import (
-    Digests,
-    ForksAndKeeps,
-    KeepsErrors,
-    KeepsInputs,
-    RefusesPickling,
-    WritesInputs,
-    digest,
-)
-from waits import LIMIT, SOON, Gate, call, outcome, turns, until
+from sessions import session_of
+from waits import LIMIT, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._transport.codec import ATOMS, dumps, loads
+from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher.errors import (
-    BatcherClosedError,
-    DeadlineExceededError,
     PoisonRequestError,
-    RequestTooLargeError,
     UnsendableValueError,
 )
 
@@ -64,39 +49,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
+def harness() -> Iterator[SenderHarness]:
     """One that has seen no large input yet."""
-    desk = Desk()
-    yield desk
-    desk.close()
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"x" * 60_000,
-        "text" * 2000,
-        [*range(10_000)],
-        np.arange(2048),
-        [np.arange(2048) for _ in range(15)],
-        [b"x" * 70_000, "y" * 70_000, bytearray(70_000)],
-        np.arange(30_000),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_an_input_that_is_not_large_goes_through_the_pipe(
-    desk: Desk, value: Any, is_first: bool
-) -> None:
-    if not is_first:
-        desk.batch(np.zeros(SMALL, np.uint8))
-        desk.read()
-        desk.free()
-    for _ in range(3):
-        desk.batch(value)
-        assert desk.kinds == [Kind.INPUT_ATOMS if type(value) in ATOMS else Kind.INPUTS]
-        assert pickle.dumps(desk.read()[0]) == pickle.dumps(value)
-    assert desk.slabs.count == 0
+    harness = SenderHarness()
+    yield harness
+    harness.close()
 
 
 @pytest.mark.parametrize(
@@ -111,132 +68,86 @@ def test_an_input_that_is_not_large_goes_through_the_pipe(
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_large_input_is_shared(desk: Desk, value: Any) -> None:
-    desk.batch("first", value)
-    assert desk.kinds == [Kind.SHARED_INPUTS]
-    first, got = desk.read()
+def test_a_large_input_is_shared(harness: SenderHarness, value: Any) -> None:
+    harness.batch("first", value)
+    assert harness.kinds == [Kind.SHARED_INPUTS]
+    first, got = harness.read()
     assert first == "first"
     assert np.array_equal(got, value)
-    assert desk.slabs.count == 1
+    assert harness.slabs.count == 1
 
 
-def test_tensors_are_shared_from_the_first_one_on(desk: Desk) -> None:
-    torch = pytest.importorskip("torch")
-    tensor = torch.arange(LARGE // 4)
-    desk.batch(tensor)
-    desk.run_jobs()
-    _, _, body = desk.queue[0]
-    assert loads(body)[2][1:] == [tensor.nbytes]
-    assert torch.equal(desk.read()[0], tensor)
-
-
-def test_a_large_batch_is_copied_by_the_thread_and_keeps_its_place(desk: Desk) -> None:
+def test_a_large_batch_is_copied_by_the_thread_and_keeps_its_place(harness: SenderHarness) -> None:
     for value in ("before", filled(1, LARGE), "between", filled(2, LARGE), "after"):
-        desk.batch(value)
+        harness.batch(value)
     small = Kind.INPUT_ATOMS
-    assert desk.kinds == [small, None, small, None, small]
-    desk.run_jobs()
-    got = [desk.read()[0] for _ in range(5)]
+    assert harness.kinds == [small, None, small, None, small]
+    harness.run_jobs()
+    got = [harness.read()[0] for _ in range(5)]
     assert got[::2] == ["before", "between", "after"]
     assert sums(got[1::2]) == [1, 2]
 
 
-def test_an_input_is_locked_until_it_is_copied(desk: Desk) -> None:
+def test_an_input_is_locked_until_it_is_copied(harness: SenderHarness) -> None:
     by_loop, by_thread = bytearray(SMALL), bytearray(LARGE)
-    desk.batch(by_loop)
+    harness.batch(by_loop)
     by_loop.append(1)
-    desk.batch(by_thread)
+    harness.batch(by_thread)
     with pytest.raises(BufferError):
         by_thread.append(1)
-    desk.run_jobs()
+    harness.run_jobs()
     by_thread.append(1)
 
 
-def test_a_slab_that_is_free_is_taken_again(desk: Desk) -> None:
-    for _ in range(20):
-        desk.batch(np.zeros(LARGE, np.uint8))
-        desk.run_jobs()
-        desk.read()
-        desk.free()
-    assert desk.slabs.count == 0
-    assert desk.slabs._used_end < 2 * LARGE
-
-
-def test_the_slabs_of_a_lost_worker_are_free(desk: Desk) -> None:
-    lost = desk.worker.id
+def test_the_slabs_of_a_lost_worker_are_free(harness: SenderHarness) -> None:
+    lost = harness.worker.id
     for _ in range(2):
-        desk.batch(np.zeros(SMALL, np.uint8))
-    desk.replace_worker()
-    assert desk.slabs.count == 0
-    desk.sender.free(lost, Frame(Kind.FREED, 0, 0.0, dumps([0])))  # it says so too late
-    desk.sender.remove_worker(lost, None)
+        harness.batch(np.zeros(SMALL, np.uint8))
+    harness.replace_worker()
+    assert harness.slabs.count == 0
+    harness.sender.free(lost, Frame(Kind.FREED, 0, 0.0, dumps([0])))  # it says so too late
+    harness.sender.remove_worker(lost, None)
 
 
-def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(desk: Desk) -> None:
+def test_slabs_that_children_of_a_lost_worker_may_see_are_never_free(
+    harness: SenderHarness,
+) -> None:
     for _ in range(3):
-        desk.batch(np.zeros(SMALL, np.uint8))
-    desk.read()
-    desk.free()
+        harness.batch(np.zeros(SMALL, np.uint8))
+    harness.read()
+    harness.free()
     # Of the two batches that are left, the worker had the first when it forked.
-    start, *_ = loads(desk.queue[0][2])
-    desk.sender.remove_worker(desk.worker.id, 1)
-    assert desk.slabs.count == 1
-    assert [*desk.slabs._ranges._taken] == [start]
+    start, *_ = loads(harness.queue[0][2])
+    harness.sender.remove_worker(harness.worker.id, 1)
+    assert harness.slabs.count == 1
+    assert [*harness.slabs._ranges._taken] == [start]
 
 
-def test_a_batch_whose_worker_dies_while_it_is_copied_is_free_when_it_has_been(desk: Desk) -> None:
-    desk.batch(np.zeros(LARGE, np.uint8))
-    queue = desk.queue
-    desk.replace_worker()
-    assert desk.slabs.count == 1
-    desk.run_jobs()
-    assert desk.slabs.count == 0
-    # It is known that the system has provided memory, which can be given back.
-    assert desk.slabs.take_unused() is None  # it was used just now
-    unused = desk.slabs.take_unused()
-    assert unused is not None
-    assert unused.length >= LARGE
-    assert [type(one) for one in queue] == [Reservation]
-    assert desk.queue == []
-
-
-def test_a_worker_cannot_free_a_batch_that_it_does_not_have(desk: Desk) -> None:
-    desk.batch(np.zeros(SMALL, np.uint8))
+def test_a_worker_cannot_free_a_batch_that_it_does_not_have(harness: SenderHarness) -> None:
+    harness.batch(np.zeros(SMALL, np.uint8))
     with pytest.raises(KeyError):
-        desk.free(17)
+        harness.free(17)
 
 
 def test_a_batch_without_room_goes_through_the_pipe_and_one_warning_says_so(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+    harness: SenderHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     arrays = [np.full(5_000_000, number, np.uint8) for number in range(5)]
     for array in arrays:
-        desk.batch(array)
-        desk.run_jobs()
-    assert desk.kinds == [*[Kind.SHARED_INPUTS] * 3, Kind.INPUTS, Kind.INPUTS]
+        harness.batch(array)
+        harness.run_jobs()
+    assert harness.kinds == [*[Kind.SHARED_INPUTS] * 3, Kind.INPUTS, Kind.INPUTS]
     for array in arrays:
-        assert np.array_equal(desk.read()[0], array)
+        assert np.array_equal(harness.read()[0], array)
     (record,) = caplog.records
     assert "name: large inputs go through a pipe" in record.message
     assert f"max_shared_bytes={SIZE}" in record.message
     assert "keeps views of the inputs of at least 1 batches" in record.message
 
 
-def test_without_memory_there_is_the_pipe(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    refuse_memory(desk.slabs._fd)
-    desk.batch(filled(1))
-    desk.batch(filled(2, LARGE))
-    desk.batch("after")
-    assert desk.kinds == [Kind.INPUTS, None, Kind.INPUT_ATOMS]
-    desk.run_jobs()
-    assert sums([*desk.read(), *desk.read()]) == [1, 2]
-    assert desk.read() == ["after"]
-    assert desk.slabs.count == 0
-    (record,) = caplog.records
-    assert "Bad file descriptor" in record.message
-
-
-def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Desk) -> None:
+def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(
+    harness: SenderHarness,
+) -> None:
     class Once:
         def __init__(self) -> None:
             self._is_used = False
@@ -247,43 +158,17 @@ def test_an_input_that_cannot_be_pickled_again_for_the_pipe_is_refused(desk: Des
             self._is_used = True
             return str, ("once",)
 
-    desk.batch(np.zeros(LARGE, np.uint8))  # the first large batch is pickled once more
-    desk.run_jobs()
-    desk.read()
-    refuse_memory(desk.slabs._fd)
-    batch = desk.batch(Once(), np.zeros(LARGE, np.uint8))
-    desk.run_jobs()
-    ((request, error),) = desk.refused
+    harness.batch(np.zeros(LARGE, np.uint8))  # the first large batch is pickled once more
+    harness.run_jobs()
+    harness.read()
+    refuse_memory(harness.slabs._fd)
+    batch = harness.batch(Once(), np.zeros(LARGE, np.uint8))
+    harness.run_jobs()
+    ((request, error),) = harness.refused
     assert request is batch.requests[0]
     assert isinstance(error, UnsendableValueError)
-    (got,) = desk.read()
+    (got,) = harness.read()
     assert len(got) == LARGE
-
-
-def test_a_batch_larger_than_a_frame_is_divided_and_an_input_larger_than_one_is_refused(
-    desk: Desk,
-) -> None:
-    small, large = np.zeros(3 * MEBI, np.uint8), np.zeros(MAX_FRAME_BYTES + 1, np.uint8)
-    desk.batch(small, large, small.copy(), small.copy())
-    ((request, error),) = desk.refused
-    assert request.value is large
-    assert isinstance(error, RequestTooLargeError)
-    assert desk.kinds == [Kind.INPUTS_PART, Kind.INPUTS]
-    assert [len(one) for one in desk.read()] == [3 * MEBI] * 3
-    assert desk.slabs.count == 0
-    # It is not locked any more.
-    del request, error
-    desk.refused.clear()
-    large.resize(1, refcheck=False)
-
-
-def test_an_input_that_cannot_be_pickled_harms_no_other(desk: Desk) -> None:
-    raw = bytearray(LARGE)
-    batch = desk.batch(raw, RefusesPickling(ValueError("no")))
-    ((request, _),) = desk.refused
-    assert request is batch.requests[1]
-    assert desk.read() == [raw]
-    raw.append(1)
 
 
 # --- real workers ---------------------------------------------------------------------------------
@@ -309,15 +194,6 @@ def arrays_of_few_layouts(count: int) -> list[Any]:
     random = np.random.default_rng(1)
     sizes = random.choice([20_000, SMALL, SMALL + 1, LARGE, 3 * MEBI], count)
     return [random.integers(0, 255, size, np.uint8) for size in sizes]
-
-
-@anyio
-async def test_every_payload_arrives_whole() -> None:
-    values = payloads(200)
-    async with opened(Digests, max_batch_size=8, num_workers=2) as batcher:
-        digests = await asyncio.gather(*map(batcher.process_batched, values))
-        assert digests == [digest(value) for value in values]
-        await free(batcher)
 
 
 @anyio
@@ -367,21 +243,6 @@ both_ways = pytest.mark.parametrize("stages", [False, True])
 
 @anyio
 @both_ways
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-async def test_a_model_may_write_its_inputs_and_the_callers_are_as_they_were(
-    size: int, stages: bool
-) -> None:
-    arrays = [filled(number, size) for number in range(4)]
-    async with opened(WritesInputs, max_batch_size=4, stages=stages) as batcher:
-        for _ in range(3):
-            got = await asyncio.gather(*map(batcher.process_batched, arrays))
-            assert sums(got) == [1, 2, 3, 4]
-        assert sums(arrays) == [0, 1, 2, 3]
-        await free(batcher)
-
-
-@anyio
-@both_ways
 async def test_a_model_that_keeps_views_costs_memory_and_never_another_its_inputs(
     stages: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -406,45 +267,6 @@ async def test_what_a_fork_of_the_model_sees_is_not_overwritten(gate: Gate, stag
         assert await batcher.process_batched(filled(1, LARGE)) == "forked"
         visit = await gate.visit()
         for number in range(2, 6):
-            await batcher.process_batched(filled(number, LARGE))
-        visit.let_on()
-        assert (await gate.visit()).note == LARGE
-        gate.close()
-
-
-@anyio
-@both_ways
-async def test_what_a_fork_of_the_model_has_seen_is_used_again_when_it_has_ended(
-    gate: Gate, stages: bool
-) -> None:
-    async with opened(ForksAndKeeps, gate.path, max_batch_size=1, stages=stages) as batcher:
-        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
-        (await gate.visit()).let_on()
-        (await gate.visit()).let_on()
-        async with asyncio.timeout(LIMIT):
-            while not is_free(batcher):
-                # The worker tells it with an answer.
-                assert await batcher.process_batched(np.ones(1)) == 1
-
-
-@anyio
-@both_ways
-async def test_what_a_fork_of_a_dead_model_sees_is_not_overwritten(
-    gate: Gate, stages: bool
-) -> None:
-    settings: dict[str, Any] = {"max_batch_size": 1, "restart_backoff": 0.01}
-    async with opened(ForksAndKeeps, gate.path, stages=stages, **settings) as batcher:
-        assert await batcher.process_batched(filled(1, LARGE)) == "forked"
-        visit = await gate.visit()
-        # The model's child lives on.
-        os.kill(pids_of(batcher)[0], signal.SIGKILL)
-        await until(lambda: batcher.stats.restarts == 1)
-        assert slabs_of(batcher).count == 1
-        # The new one forks too, with its first input.
-        assert await batcher.process_batched(filled(2, LARGE)) == "forked"
-        (await gate.visit()).let_on()
-        assert (await gate.visit()).note == 2 * LARGE
-        for number in range(3, 6):
             await batcher.process_batched(filled(number, LARGE))
         visit.let_on()
         assert (await gate.visit()).note == LARGE
@@ -492,49 +314,11 @@ async def test_the_copier_thread_gives_the_memory_back(is_used: bool) -> None:
 
 
 @anyio
-@both_ways
-async def test_a_batcher_may_be_stopped_while_it_copies(stages: bool) -> None:
-    async with opened(Digests, max_batch_size=2, stages=stages) as batcher:
-        with copier_held(batcher):
-            tasks = [call(batcher, np.zeros(20 * MEBI, np.uint8)) for _ in range(6)]
-            await until_copying(batcher)
-        # The loop does not turn before the end, and so hears of no copy.
-        batcher.stop()
-        for task in tasks:
-            assert isinstance(await outcome(task), BatcherClosedError)
-        assert slabs_of(batcher)._fd == -1
-
-
-@anyio
 async def test_a_worker_is_recycled_behind_a_batch_that_is_being_copied() -> None:
     values = payloads(60)
     async with opened(Digests, max_batch_size=2, max_batches_per_worker=3) as batcher:
         digests = await asyncio.gather(*map(batcher.process_batched, values))
         assert digests == [digest(value) for value in values]
-
-
-@anyio
-async def test_a_deadline_holds_while_a_batch_is_being_copied() -> None:
-    async with opened(Digests, max_batch_size=1) as batcher:
-        with copier_held(batcher):
-            task = call(batcher, bytes(LARGE), timeout=SOON)
-            assert isinstance(await outcome(task), DeadlineExceededError)
-        assert await batcher.process_batched(b"next") == digest(b"next")
-        await free(batcher)
-
-
-@anyio
-async def test_a_caller_may_leave_while_a_batch_is_being_copied() -> None:
-    mine, other = np.zeros(LARGE, np.uint8), np.ones(LARGE, np.uint8)
-    async with opened(Digests, max_batch_size=2) as batcher:
-        with copier_held(batcher):
-            leaving, staying = call(batcher, mine), call(batcher, other)
-            await until_copying(batcher)
-            leaving.cancel()
-            assert isinstance(await outcome(leaving), asyncio.CancelledError)
-            mine[:] = 7
-        assert await outcome(staying) == digest(other)
-        await free(batcher)
 
 
 @anyio
@@ -619,20 +403,3 @@ async def test_without_shared_memory_there_is_the_pipe(size: int) -> None:
         assert not has_slabs(batcher)
         for value in (bytes(size), np.zeros(size, np.uint8), bytearray(size)):
             assert await batcher.process_batched(value) == digest(bytes(size))
-
-
-@anyio
-async def test_memory_that_is_not_used_for_long_goes_back_to_the_system() -> None:
-    async with opened(Digests) as batcher:
-        slabs = slabs_of(batcher)
-        value = bytes(LARGE)
-        assert await batcher.process_batched(value) == digest(value)
-        await free(batcher)
-        assert memory_of(slabs._fd)
-        give_back_unused(batcher)  # it has been used since the one before
-        assert slabs.count == 0
-        give_back_unused(batcher)
-        assert slabs.count == 1
-        await free(batcher)
-        assert memory_of(slabs._fd) == 0
-        assert await batcher.process_batched(value) == digest(value)

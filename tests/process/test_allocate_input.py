@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from desk import opened, slabs_of
-from sample_models import Digests, digest
+from models.large import Digests, digest
+from sender_harness import opened, slabs_of
 from waits import turns
 
 pytestmark = pytest.mark.slow

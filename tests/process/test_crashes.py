@@ -10,24 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import pids_of, session_of
-from packing import pack
-from sample_models import (
-    CRASHES,
-    AlarmedLate,
-    Crashes,
-    CrashesAbove,
-    Grows,
-    Holds,
-    NeedsFile,
-    TalksNonsense,
-)
+from models.crashing import CRASHES, Crashes, CrashesAbove
+from models.loading import NeedsFile
+from models.ordinary import Grows, Holds
+from models.raising import AlarmedLate
+from sessions import pids_of, session_of
 from waits import (
     LIMIT,
     ONE_LOOP,
     SOON_IN_WORKER,
     Gate,
-    Watch,
     assert_balance,
     call,
     measured,
@@ -44,8 +36,6 @@ from fast_batcher import (
     WorkerLostError,
 )
 from fast_batcher._parent.worker_process import WorkerProcess
-from fast_batcher._transport.codec import dumps
-from fast_batcher._transport.frames import Kind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -99,30 +89,6 @@ async def test_the_batch_behind_a_fatal_one_and_the_queue_are_kept(gate: Gate) -
         # The worker had not begun with these, so they are not computed twice.
         assert [await outcome(task) for task in behind] == [1, 2]
         assert await outcome(waiting) == "waiting"
-
-
-async def test_a_cancelled_caller_of_a_fatal_batch_is_counted_once(gate: Gate) -> None:
-    async with DynBatcher(Holds, model_args=(gate.path,), idempotent=False) as batcher:
-        stays, leaves = call(batcher, "hold"), call(batcher, 0)
-        visit = await gate.visit()
-        leaves.cancel()
-        os.kill(visit.pid, signal.SIGKILL)
-        assert isinstance(await outcome(leaves), asyncio.CancelledError)
-        assert isinstance(await outcome(stays), WorkerLostError)
-        stats = assert_balance(batcher)
-        assert (stats.failed, stats.cancelled, stats.running) == (1, 1, 0)
-
-
-async def test_an_answer_that_was_sent_before_death_is_delivered() -> None:
-    """The worker has answered and is dead before the loop looks for either."""
-    answer = pack(Kind.OUTPUT_ATOMS, 0, dumps(["one", "two"]))
-    async with DynBatcher(TalksNonsense) as batcher:
-        calls = [call(batcher, answer), call(batcher, b"die")]
-        with Watch(pids_of(batcher)) as worker:
-            await turns()
-            assert worker.survivors(LIMIT) == []
-        assert [await outcome(task) for task in calls] == ["one", "two"]
-        assert assert_balance(batcher).failed == 0
 
 
 async def test_a_worker_killed_in_the_middle_of_a_large_answer_fails_that_batch_alone() -> None:
@@ -201,18 +167,6 @@ async def test_a_request_waits_for_the_replacement_until_its_deadline(gate: Gate
         assert isinstance(error, NotReadyError)
 
 
-async def test_nothing_is_answered_twice_when_a_retry_is_cancelled(gate: Gate) -> None:
-    async with DynBatcher(Holds, model_args=(gate.path,)) as batcher:
-        calls = [call(batcher, value) for value in ("hold", 1)]
-        visit = await gate.visit()
-        os.kill(visit.pid, signal.SIGKILL)
-        await until(lambda: batcher.stats.waiting == 2)
-        calls[0].cancel()
-        assert await outcome(calls[1]) == 1
-        stats = assert_balance(batcher)
-        assert (stats.completed, stats.cancelled) == (1, 1)
-
-
 async def test_many_poisonous_requests_fail_no_other_request() -> None:
     """Fault F15."""
     settings: dict[str, Any] = {
@@ -288,15 +242,6 @@ async def test_a_broken_batcher_comes_back_by_itself_after_the_window() -> None:
         assert batcher.state == "open"
 
 
-async def test_a_broken_batcher_can_be_opened_again_at_once() -> None:
-    """Fault F11."""
-    async with DynBatcher(Crashes, max_restarts=0, idempotent=False) as batcher:
-        assert isinstance(await outcome(call(batcher, "killed")), WorkerLostError)
-        await until(lambda: batcher.state == "broken")
-        await asyncio.gather(batcher.open(), batcher.open())
-        assert await batcher.process_batched("fine") == "fine"
-
-
 async def test_calls_of_the_turn_in_which_the_restart_budget_is_spent_fail_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +279,7 @@ async def test_one_worker_is_given_up_and_the_other_serves_on(tmp_path: Path) ->
         needed.unlink()
         first, second = pids_of(batcher)
         os.kill(first, signal.SIGKILL)
-        await until(lambda: any(one.is_given_up for one in session_of(batcher).pool._places))
+        await until(lambda: any(one.is_given_up for one in session_of(batcher).pool._replicas))
         assert (batcher.state, batcher.stats.workers_ready) == ("open", 1)
         assert await batcher.process_batched("fine") == "fine"
         os.kill(second, signal.SIGKILL)
@@ -355,26 +300,13 @@ async def test_a_worker_that_came_back_counts_again(tmp_path: Path) -> None:
             handle.kill()
 
         kill(0)
-        await until(lambda: pool._places[0].is_given_up)
+        await until(lambda: pool._replicas[0].is_given_up)
         await until(lambda: batcher.stats.workers_ready == 2)
         needed.unlink()
         kill(1)
-        await until(lambda: pool._places[1].is_given_up)
+        await until(lambda: pool._replicas[1].is_given_up)
         assert batcher.state == "open"
         assert await batcher.process_batched("fine") == "fine"
-
-
-async def test_a_batcher_that_breaks_while_it_drains_fails_its_calls_and_closes(gate: Gate) -> None:
-    batcher = DynBatcher(Holds, model_args=(gate.path,), max_restarts=0)
-    await batcher.open()
-    held = call(batcher, "hold")
-    visit = await gate.visit()
-    closing = asyncio.create_task(batcher.aclose())
-    await turns()
-    os.kill(visit.pid, signal.SIGKILL)
-    assert isinstance(await outcome(held), NotReadyError)
-    assert await outcome(closing) is None
-    assert batcher.state == "closed"
 
 
 async def test_a_timeout_that_a_model_raises_too_late_is_not_taken_for_the_end_of_the_parent(

@@ -9,9 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from inside import pids_of
-from sample_models import HOWS, Bomb, Minefield
-from waits import LIMIT, ONE_LOOP, SOON_IN_WORKER, assert_balance, call, measured, outcome, until
+from models.crashing import HOWS, Bomb, Minefield
+from sessions import pids_of
+from waits import LIMIT, ONE_LOOP, SOON_IN_WORKER, assert_balance, call, measured, outcome
 
 from fast_batcher import (
     BatcherError,
@@ -81,41 +81,6 @@ async def test_a_call_ends_with_its_error_and_harms_no_other_call(where: str, ho
             assert await batcher.process_batched("next") == "next"
         stats = assert_balance(batcher)
         assert (stats.waiting, stats.running) == (0, 0)
-
-
-@pytest.mark.parametrize("how", HERE)
-async def test_an_iterable_that_fails_in_process_many_harms_no_later_call(how: str) -> None:
-    """The caller's own iterable goes wrong while `process_many` takes from it."""
-    async with DynBatcher(Minefield, 4) as batcher:
-
-        def values() -> Any:
-            yield "first"
-            HOWS[how]()
-
-        error = await outcome(asyncio.create_task(batcher.process_many(values())))
-        assert "boom" in str(error)
-        assert assert_balance(batcher).cancelled == 1
-        assert await batcher.process_batched("next") == "next"
-        await until(lambda: batcher.stats.running == 0)
-        assert_balance(batcher)
-
-
-@pytest.mark.parametrize("how", HERE)
-async def test_a_caller_that_fails_with_its_answer_harms_no_other_call(how: str) -> None:
-    """What the caller does with its answer goes wrong."""
-    caught: list[str] = []
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: caught.append(str(context.get("exception"))))
-    async with DynBatcher(Minefield, 4) as batcher:
-
-        async def use() -> None:
-            await batcher.process_batched("first")
-            HOWS[how]()
-
-        calls = [asyncio.create_task(use()), call(batcher, "mate")]
-        assert "boom" in str(await outcome(calls[0]))
-        assert await outcome(calls[1]) == "mate"
-        assert await batcher.process_batched("next") == "next"
 
 
 @pytest.mark.parametrize("how", IN_WORKER)

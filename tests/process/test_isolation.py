@@ -10,26 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import session_of
-from sample_models import (
-    BrokenAndRaises,
-    EchoWithArguments,
-    FailsTogether,
-    HangsIfTold,
-    Holds,
-    Leaks,
-    NeedsFile,
-    OutOfMemory,
-    Reuses,
-    Says,
-    Whereabouts,
-)
+from models.loading import NeedsFile
+from models.ordinary import Leaks, Reuses, Whereabouts
+from models.raising import BrokenAndRaises, FailsTogether, OutOfMemory, Says
+from sessions import session_of
 from waits import (
     LIMIT,
     ONE_LOOP,
-    SOON_IN_WORKER,
-    Gate,
-    Watch,
     assert_balance,
     call,
     measured,
@@ -37,7 +24,7 @@ from waits import (
     until,
 )
 
-from fast_batcher import DeadlineExceededError, DynBatcher, InferenceError
+from fast_batcher import DynBatcher, InferenceError
 from fast_batcher._core import heartbeat
 from fast_batcher._parent import pool
 
@@ -165,19 +152,6 @@ async def test_a_worker_that_leaks_is_recycled_and_no_request_fails() -> None:
         assert (stats.failed, stats.expired) == (0, 0)
 
 
-async def test_nothing_of_a_worker_that_was_never_ready_waits_for_it_either() -> None:
-    batcher = DynBatcher(EchoWithArguments)  # whose arguments are missing
-    gc.collect()
-    gc.disable()
-    try:
-        await batcher.open(wait_ready=False)
-        worker = weakref.ref(next(iter(session_of(batcher).pool.live)))
-        await until(lambda: worker() is None)
-    finally:
-        gc.enable()
-        await batcher.aclose()
-
-
 @pytest.mark.parametrize("way", ["recycled", "killed", "closed"])
 async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> None:
     """Its channel has a buffer of 256 KiB, and it may be minutes until the collector comes."""
@@ -198,52 +172,6 @@ async def test_nothing_of_a_worker_waits_for_the_garbage_collector(way: str) -> 
         gc.enable()
 
 
-async def test_a_recycled_worker_answers_what_it_has(gate: Gate) -> None:
-    settings: dict[str, Any] = {"max_batches_per_worker": 1}
-    async with DynBatcher(Holds, model_args=(gate.path,), **settings) as batcher:
-        assert await batcher.process_batched(0) == 0
-        held = call(batcher, "hold")
-        old = await gate.visit()
-        await until(lambda: bool(session_of(batcher).pool._retired))
-        # The successor serves while the worker before it still computes.
-        assert await batcher.process_batched(1) == 1
-        assert not held.done()
-        with Watch([old.pid]) as watch:
-            old.let_on()
-            assert await outcome(held) == "hold"
-            await watch.until_dead()
-
-
-async def test_a_worker_that_hangs_while_its_successor_loads_is_still_ended(
-    gate: Gate, tmp_path: Path
-) -> None:
-    """It ignores SIGTERM; the successor is ready between that and SIGKILL."""
-    settings: dict[str, Any] = {"max_batches_per_worker": 1, "infer_timeout": SOON_IN_WORKER}
-    arguments = (gate.path, str(tmp_path / "first"))
-    async with DynBatcher(
-        HangsIfTold, model_args=arguments, stop_timeout=SOON_IN_WORKER, **settings
-    ) as batcher:
-        assert await batcher.process_batched("fine") == "fine"
-        hanging = call(batcher, "hang")
-        visits = {visit.note: visit for visit in [await gate.visit(), await gate.visit()]}
-        assert isinstance(await outcome(hanging), DeadlineExceededError)
-        with Watch([visits["hanging"].pid]) as watch:
-            visits["loading"].let_on()
-            await until(lambda: bool(session_of(batcher).pool._retired))
-            await watch.until_dead()
-        assert await batcher.process_batched("fine") == "fine"
-        gate.close()
-
-
-async def test_a_limit_below_what_the_model_needs_recycles_nobody(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async with DynBatcher(Whereabouts, max_rss_bytes=1000) as batcher:
-        pids = {await batcher.process_batched(None) for _ in range(20)}
-        assert len(pids) == 1
-    assert "max_rss_bytes=1000 is below what the model needs" in caplog.text
-
-
 async def test_a_worker_whose_successor_does_not_load_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,17 +186,6 @@ async def test_a_worker_whose_successor_does_not_load_goes_on(
             number += 1
         assert await batcher.process_batched("on") == "on"
         assert (batcher.stats.workers_ready, batcher.stats.restarts) == (1, 0)
-
-
-async def test_a_worker_that_dies_while_its_successor_loads_is_replaced_by_it(gate: Gate) -> None:
-    settings: dict[str, Any] = {"max_batches_per_worker": 1, "max_restarts": 0}
-    async with DynBatcher(Whereabouts, **settings) as batcher:
-        first = await batcher.process_batched(None)
-        assert session_of(batcher).pool._places[0].successor is not None
-        os.kill(first, signal.SIGKILL)
-        second = await batcher.process_batched(None)
-        assert second != first
-        assert batcher.state == "open"
 
 
 # --- idle workers ---------------------------------------------------------------------------------

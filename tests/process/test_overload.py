@@ -7,7 +7,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from sample_models import BatchSize, Echo, Slow
+from models.base import Echo
+from models.ordinary import BatchSize, Slow
 from waits import LIMIT, ONE_LOOP, assert_balance, call, turns
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher, QueueFullError

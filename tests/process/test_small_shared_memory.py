@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import run_program
-from waits import LIMIT
+from paths import PYTHONPATH, ROOT
+from programs import run_command
 
 pytestmark = pytest.mark.slow
 
-TESTS = Path(__file__).parent.parent
 
 # Two batches at once have 192 MB, three times what there is, and come back.
 PROGRAM = """
@@ -35,7 +34,8 @@ if sys.argv[1] == "no memfd at all":
 
 import numpy as np
 from fast_batcher import DynBatcher
-from sample_models import Digests, Echo, digest
+from models.base import Echo
+from models.large import Digests, digest
 
 if sys.argv[1] == "full":
     free = os.statvfs("/dev/shm")
@@ -87,46 +87,15 @@ def test_large_inputs_and_outputs_pass_where_there_is_little_shared_memory(
     """Fault F53."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    done = subprocess.run(
+    done = run_command(
         in_small_shm(sys.executable, "-W", "error", str(program), what),
-        env={"PYTHONPATH": f"{TESTS}:{TESTS.parent}", "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+        env={"PYTHONPATH": PYTHONPATH, "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
     )
     assert (done.returncode, done.stdout) == (0, "all is well\n"), done.stderr
     # One word of the pipe where nothing but /dev/shm is to be had. Else it went by the short way,
     # although more was sent than there is there.
     assert ("through a pipe" in done.stderr) == (what == "no memfd at all"), done.stderr
     assert ("No space left on device" in done.stderr) == (what == "no memfd at all"), done.stderr
-
-
-LIMITED = """
-import asyncio, logging, resource
-import numpy as np
-from fast_batcher import DynBatcher
-from sample_models import Echo
-
-async def main():
-    async with DynBatcher(Echo) as batcher:
-        for value in (np.arange(10), np.arange(300_000), np.arange(400_000)):
-            assert np.array_equal(await batcher.process_batched(value), value)
-
-logging.basicConfig(level=logging.WARNING)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-asyncio.run(main())
-"""
-
-
-def test_where_files_may_not_be_large_the_pipe_is_used_and_one_warning_says_so_each_way() -> None:
-    done = run_program(LIMITED)
-    assert done.returncode == 0, done.stderr
-    inputs, outputs = done.stderr.splitlines()
-    assert "large inputs go through a pipe" in inputs
-    assert "large outputs go through a pipe" in outputs
-    assert "File too large" in inputs
-    assert "File too large" in outputs
 
 
 LIMITED_WORKER = """
@@ -161,13 +130,9 @@ def test_a_worker_that_may_not_have_so_much_address_space_says_what_to_lower(
     # KiB: half of what is shared unless it is set otherwise.
     interpreter.write_text(f'#!/bin/sh\nulimit -v 262144\nexec {sys.executable} "$@"\n')
     interpreter.chmod(0o755)
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-W", "error", str(program), str(interpreter)],
-        env={"PYTHONPATH": str(TESTS.parent), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )
     error, answer = done.stdout.splitlines()[0], done.stdout.splitlines()[-1]
     assert "the worker may not have all of max_shared_bytes; lower it" in error, done.stderr

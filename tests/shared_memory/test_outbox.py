@@ -4,13 +4,12 @@ import gc
 import multiprocessing
 import os
 import pickle
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from memory import memory_of, refuse_memory
+from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
 from fast_batcher._shared_memory import outbox_reader
@@ -144,39 +143,6 @@ def test_other_threads_run_while_large_buffers_are_copied(
     assert releasing == [(bytearray, LARGE), (bytearray, RELEASING_SIZE), (bytes, LARGE)]
 
 
-def test_an_answer_that_is_over_makes_room(outbox: OutboxReader, writer: OutboxWriter) -> None:
-    value = np.zeros(3 * MEBI, np.uint8)
-    first, second = left_answer(outbox, writer, value), left_answer(outbox, writer, value)
-    parts = parts_of(value)
-    assert writer.put(parts) is None
-    assert f"of max_shared_bytes={SIZE} are taken" in writer.describe_room()
-    load(first)
-    assert writer.put(parts) == 0
-    assert writer.put(parts) is None
-    second.release()
-    answer = left_answer(outbox, writer, [_Unreadable(), np.zeros(LARGE)])
-    assert isinstance(load(answer), ValueError)
-    writer._free_copied()
-    assert writer._ranges.count == 1
-
-
-class _Unreadable:
-    def __reduce__(self) -> Any:
-        return _refuse, ()
-
-
-def _refuse() -> None:
-    raise ValueError("not here")
-
-
-def test_results_that_are_kept_take_no_room(outbox: OutboxReader, writer: OutboxWriter) -> None:
-    kept = [load(left_answer(outbox, writer, [np.full(LARGE, number)])) for number in range(100)]
-    writer._free_copied()
-    assert writer._ranges.count == 0
-    assert [array[0] for (array,) in kept] == [*range(100)]
-    assert memory_of(outbox._fd) < 2 * 8 * LARGE
-
-
 @pytest.mark.parametrize(
     ("start", "sizes"),
     [
@@ -201,19 +167,6 @@ def test_an_answer_is_nowhere_but_in_the_outbox(
     items = [(sizes[0] if sizes else 0, len(sizes) - 1)]
     with pytest.raises(TransportError, match="where there can be none"):
         outbox.find(start, sizes, [], items)
-
-
-@pytest.mark.parametrize(
-    "items", [[], [(9, 1)], [(11, 1)], [(10, 0)], [(10, 2)], [(10, 1), (1, 0)], [(5, 1), (5, 1)]]
-)
-def test_an_answer_whose_items_are_not_its_parts_is_none(outbox: OutboxReader, items: Any) -> None:
-    with pytest.raises(TransportError, match="where there can be none"):
-        outbox.find(0, [10, 20], [], items)
-
-
-def test_the_last_byte_of_the_outbox_can_be_an_answers(outbox: OutboxReader) -> None:
-    answer = outbox.find(SIZE - ALIGNMENT - 10, [10], [], [(10, 0)])
-    assert isinstance(load(answer), pickle.UnpicklingError)
 
 
 def test_an_answer_outlives_the_worker_and_the_outbox() -> None:
@@ -314,15 +267,3 @@ def test_a_fork_of_the_app_gives_its_copy_back(outbox: OutboxReader, writer: Out
     _, status = os.waitpid(pid, 0)
     assert status == 0
     assert outbox.is_open
-
-
-def test_two_threads_may_copy_two_answers(outbox: OutboxReader, writer: OutboxWriter) -> None:
-    answers = [left_answer(outbox, writer, [np.full(LARGE, number)]) for number in range(3)]
-    threads = [
-        threading.Thread(target=answer.copy, kwargs={"releases_gil": True}) for answer in answers
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert [load(answer)[0].sum() for answer in answers] == [0, LARGE, 2 * LARGE]

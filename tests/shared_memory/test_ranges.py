@@ -90,12 +90,6 @@ def test_a_range_is_at_most_an_eighth_longer_than_asked_for(length: int) -> None
     assert round_up(rounded) == rounded
 
 
-def test_there_are_few_lengths() -> None:
-    """Eight per power of two."""
-    megabyte = range(2**20, 2**21, 1000)
-    assert len({round_up(length) for length in megabyte}) == 9
-
-
 def test_what_is_used_again_stays_at_the_front() -> None:
     ranges = Ranges(SIZE)
     first, second = ranges.take(PAGE), ranges.take(PAGE)
@@ -103,25 +97,6 @@ def test_what_is_used_again_stays_at_the_front() -> None:
     ranges.give_back(0)
     assert ranges.take(PAGE) == 0
     assert ranges.peak == 2 * PAGE
-
-
-def test_no_room_is_none_and_nothing_is_taken() -> None:
-    ranges = Ranges(2 * PAGE + 17)
-    assert ranges.take(2 * PAGE + 1) is None
-    assert ranges.count == 0
-    assert ranges.take(2 * PAGE) == 0
-    assert ranges.take(1) is None
-    assert Ranges(PAGE - 1).take(1) is None
-
-
-def test_what_is_not_taken_cannot_be_given_back() -> None:
-    ranges = Ranges(SIZE)
-    ranges.take(2 * PAGE)
-    with pytest.raises(KeyError):
-        ranges.give_back(PAGE)
-    ranges.give_back(0)
-    with pytest.raises(KeyError):
-        ranges.give_back(0)
 
 
 @given(st.lists(st.integers(0, 1000), max_size=20))

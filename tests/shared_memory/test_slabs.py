@@ -1,15 +1,11 @@
 """Memory for inputs: what is written is seen, and a range is free when no process can see it."""
 
 import ctypes
-import errno
 import gc
 import mmap
 import multiprocessing
 import os
 import resource
-import select
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory import memory_of, refuse_memory
+from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
 from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
@@ -158,39 +154,6 @@ def test_the_system_provides_memory_once_where_parts_follow_each_other(slabs: Sl
     assert memory_of(slabs._fd) == 3 * PAGE
 
 
-def test_a_part_that_begins_in_a_page_gets_this_page_as_well(slabs: Slabs) -> None:
-    """The part before it may have failed to get it."""
-    slab = reserved(slabs, MEBI)
-    slabs.section(slab, slab.start, PAGE + 100)
-    write(slabs, slabs.section(slab, slab.start + PAGE + 100, PAGE))
-    assert memory_of(slabs._fd) == 2 * PAGE
-
-
-def test_memory_that_was_not_used_for_long_is_given_back(slabs: Slabs) -> None:
-    small, large = taken(slabs, MEBI), taken(slabs, 4 * MEBI)
-    write(slabs, small, b"small")
-    write(slabs, large, b"large")
-    del large
-    assert slabs.take_unused() is None  # it has just been used
-    unused = slabs.take_unused()
-    assert unused is not None
-    assert (unused.start, unused.length) == (MEBI, 4 * MEBI)
-    # While it is being given back it is not taken, nor given back twice.
-    assert slabs.take_unused() is None
-    other = taken(slabs, PAGE)
-    assert other.start == 5 * MEBI
-    slabs.punch(unused)
-    slabs.mark_uncommitted(unused)
-    del unused
-    assert memory_of(slabs._fd) == MEBI
-    assert slabs._memory[:5] == b"small"
-    again = taken(slabs, MEBI)
-    assert again.start == MEBI
-    write(slabs, again, b"again")
-    assert memory_of(slabs._fd) == 2 * MEBI
-    assert slabs.take_unused() is None
-
-
 def test_too_little_memory_is_an_error_before_anything_is_written(slabs: Slabs) -> None:
     small = taken(slabs, MEBI)
     write(slabs, small, b"before")
@@ -230,26 +193,6 @@ def test_a_slab_is_taken_as_long_as_there_is_a_reference_to_it_or_a_part_of_it(
     assert slabs.count == 1
 
 
-def test_without_room_there_is_no_slab(slabs: Slabs) -> None:
-    assert slabs.take(SIZE + 1) is None
-    slab = taken(slabs, SIZE)
-    assert slabs.take(1) is None
-    assert (slabs.count, slabs.taken_bytes) == (1, SIZE)
-    del slab
-    assert (slabs.count, slabs.taken_bytes) == (0, 0)
-
-
-def test_the_end_of_a_slab_that_is_not_needed_is_free(slabs: Slabs) -> None:
-    slab = reserved(slabs, 6 * MEBI)
-    assert slab.start == 0
-    slabs.shrink(slab, MEBI + 1)
-    assert slabs.taken_bytes == MEBI + PAGE
-    slabs.shrink(slab, 2 * MEBI)  # a slab does not grow
-    assert taken(slabs, MEBI).start == MEBI + PAGE
-    del slab
-    assert taken(slabs, MEBI).start == 0
-
-
 # --- views ----------------------------------------------------------------------------------------
 
 
@@ -267,17 +210,6 @@ def test_a_batch_is_free_when_the_last_view_of_it_has_died(views: SlabViews) -> 
     del kept
     assert views.take_freed() == [BATCH]
     assert views.take_freed() == []
-
-
-@pytest.mark.slow
-def test_a_tensor_is_a_view(views: SlabViews) -> None:
-    torch = pytest.importorskip("torch")
-    tensor = torch.frombuffer(views.view(BATCH)[:64], dtype=torch.float32)
-    kept = tensor.reshape(4, 4)[1:].numpy()[1:]
-    del tensor
-    assert views.take_freed() == []
-    del kept
-    assert views.take_freed() == [BATCH]
 
 
 # --- forks ----------------------------------------------------------------------------------------
@@ -337,34 +269,6 @@ def test_a_batch_is_free_when_neither_this_process_nor_a_child_may_view_it(
     assert views.take_freed() == [2]
     assert [*told, progress.inherited] == [None, 2, None]
     assert views.take_freed() == []
-
-
-@pytest.mark.slow
-def test_a_batch_that_two_children_may_view_is_free_when_both_have_ended(
-    views: SlabViews, progress: WorkerProgress
-) -> None:
-    kept, other = views.view(1), views.view(2)
-    first = Child()
-    del other
-    second = Child()  # it has only the first batch
-    del kept
-    second.end()
-    assert views.take_freed() == []
-    told = progress.inherited
-    first.end()
-    assert sorted(views.take_freed()) == [1, 2]
-    assert (told, progress.inherited) == (2, None)
-
-
-@pytest.mark.slow
-def test_a_batch_that_a_child_of_a_child_may_view_is_not_free(views: SlabViews) -> None:
-    held = views.view(1)
-    child = Child(in_between=True)
-    del held
-    assert views.take_freed() == []
-    child.end()
-    select.select([views.forks[0].read_end], [], [], LIMIT)
-    assert views.take_freed() == [1]
 
 
 @pytest.mark.slow
@@ -449,15 +353,6 @@ def test_after_the_end_nothing_is_taken_or_written() -> None:
         slabs.lend(slab)
 
 
-def test_a_view_of_the_app_outlives_the_slabs() -> None:
-    slabs = Slabs(SIZE)
-    lent = slabs.lend(taken(slabs, MEBI))
-    slabs.close()
-    assert slabs._fd == -1
-    lent[:5] = b"hello"
-    assert bytes(lent[:5]) == b"hello"
-
-
 def test_the_memory_stays_until_a_copy_that_is_being_made_is_over() -> None:
     slabs = Slabs(SIZE)
     slab = taken(slabs, MEBI)
@@ -481,23 +376,6 @@ def test_the_memory_stays_until_a_copy_that_is_being_made_is_over() -> None:
 
 
 # --- systems that refuse --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_limit_on_memory_is_an_error() -> None:
-    program = f"""
-import resource
-from fast_batcher._shared_memory.slabs import Slabs
-resource.setrlimit(resource.RLIMIT_FSIZE, ({MEBI}, {MEBI}))
-try:
-    Slabs({SIZE})
-except OSError as error:
-    print(error.errno)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=LIMIT, check=True
-    )
-    assert int(done.stdout) == errno.EFBIG
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ The loop's side must never wait, whatever the other does or does not do.
 """
 
 import asyncio
-import fcntl
 import multiprocessing
 import os
 import random
@@ -13,8 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-import uvloop
-from packing import pack
+from packed_frames import pack
 from waits import LIMIT
 
 from fast_batcher._transport.blocking_channel import BlockingChannel
@@ -158,46 +156,6 @@ async def test_frames_of_any_size_go_there_and_back(ends: Ends) -> None:
     assert ends.ends == []
 
 
-async def test_sending_does_not_wait_for_anybody_to_read(ends: Ends) -> None:
-    """Nobody reads, so a send that waited would never return."""
-    bodies = [random.randbytes(5 * MEBI), b"small", random.randbytes(3 * MEBI), b"last"]
-    for number, body in enumerate(bodies):
-        ends.channel.send(Kind.INPUTS, number, body)
-    for _ in range(100):
-        await asyncio.sleep(0)
-    received: list[tuple[int, bytes]] = []
-
-    def read(channel: BlockingChannel) -> None:
-        while (frame := channel.receive()) is not None:
-            received.append((frame.batch_id, bytes(frame.body)))
-            if len(received) == len(bodies):
-                channel.send(Kind.OUTPUTS)
-
-    ends.worker(read)
-    await ends.until(lambda: len(ends.frames) == 1)
-    assert received == list(enumerate(bodies))
-
-
-async def test_a_pipe_that_takes_a_little_at_a_time_keeps_the_order(ends: Ends) -> None:
-    for end in ends.theirs:
-        fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, 4096)
-    ends.worker(echo)
-    bodies = [random.randbytes(random.randrange(100_000)) for _ in range(40)]
-    for number, body in enumerate(bodies):
-        ends.channel.send(Kind.INPUTS, number, body)
-    await ends.until(lambda: len(ends.frames) == len(bodies))
-    assert ends.frames == [(Kind.OUTPUTS, number, body) for number, body in enumerate(bodies)]
-    # A writer that stays registered would keep the loop spinning.
-    assert not asyncio.get_running_loop().remove_writer(ends.channel._sink)
-
-
-async def test_many_frames_in_one_read_come_one_by_one(ends: Ends) -> None:
-    with ends.raw() as raw:
-        raw.send(b"".join(pack(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)))
-        await ends.until(lambda: len(ends.frames) == 200)
-    assert ends.frames == [(Kind.OUTPUTS, n, bytes([n]) * n) for n in range(200)]
-
-
 async def test_the_end_of_the_other_side_is_told_once(ends: Ends) -> None:
     ends.worker(lambda channel: channel.send(Kind.READY))
     await ends.until(lambda: len(ends.ends) == 1)
@@ -230,12 +188,6 @@ async def test_what_was_sent_before_death_is_read_after_it(size: int) -> None:
     ends.close()
 
 
-async def test_draining_without_an_end_returns(ends: Ends) -> None:
-    """A child of the worker may hold the other end open for ever."""
-    ends.channel.drain()
-    assert ends.ends == []
-
-
 @pytest.mark.parametrize(
     "garbage",
     [b"nonsense" * 10, b"fbt1" + b"\x12\0\0\0" + b"\xff" * 24],
@@ -250,17 +202,6 @@ async def test_garbage_ends_the_channel_with_an_error(ends: Ends, garbage: bytes
             await asyncio.sleep(0)
     assert ends.frames == [(Kind.READY, 0, b"")]
     assert [type(error) for error in ends.ends] == [TransportError]
-
-
-async def test_a_frame_that_makes_no_sense_to_its_reader_ends_the_channel(ends: Ends) -> None:
-    def refuse(frame: Frame) -> None:
-        raise TransportError(f"batch {frame.batch_id}?")
-
-    ends.then = refuse
-    with ends.raw() as raw:
-        raw.send(pack(Kind.OUTPUTS, 5, b"") * 2)
-        await ends.until(lambda: len(ends.ends) == 1)
-    assert [str(error) for error in ends.ends] == ["batch 5?"]
 
 
 async def test_a_channel_that_is_closed_by_a_frame_hands_on_no_other(ends: Ends) -> None:
@@ -303,42 +244,6 @@ async def test_closing_forgets_what_was_not_sent_and_may_be_repeated(ends: Ends)
     assert ends.ends == []
 
 
-@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_another_loop_goes_on_where_the_closed_one_stopped(new_loop: Any) -> None:
-    """In the middle of a frame both ways."""
-    first, second = new_loop(), new_loop()
-    ends = Ends(first)
-    large = random.randbytes(5 * MEBI)
-    raw = ends.raw()
-
-    async def begin() -> None:
-        ends.channel.send(Kind.INPUTS, 1, large)
-        ends.channel.send(Kind.INPUTS, 2, b"behind")
-        raw.send(pack(Kind.OUTPUTS, 3, b"half")[:20])
-        for _ in range(3):
-            await asyncio.sleep(0)
-
-    first.run_until_complete(begin())
-    first.close()
-
-    async def go_on() -> bytes:
-        ends.channel.attach(second)
-        raw.send(pack(Kind.OUTPUTS, 3, b"half")[20:])
-        expected = pack(Kind.INPUTS, 1, large) + pack(Kind.INPUTS, 2, b"behind")
-        received = await asyncio.to_thread(raw.receive_all, len(expected))
-        assert received == expected
-        await ends.until(lambda: len(ends.frames) == 1)
-        await second.shutdown_default_executor()
-        return received
-
-    second.run_until_complete(go_on())
-    assert ends.frames == [(Kind.OUTPUTS, 3, b"half")]
-    second.close()
-    # Closing must not ask a closed loop for anything.
-    ends.close()
-    raw.close()
-
-
 # --- reservations ---------------------------------------------------------------------------------
 
 
@@ -373,15 +278,6 @@ async def test_frames_keep_the_order_of_their_reservations_whatever_order_they_a
     assert ends.frames == expected
 
 
-async def test_frames_for_a_channel_that_has_ended_are_dropped(ends: Ends) -> None:
-    early = ends.channel.reserve()
-    ends.channel.close()
-    late = ends.channel.reserve()
-    for place in (early, late):
-        ends.channel.fill(place, [(Kind.INPUTS, 1, b"dropped")])
-    assert not ends.channel._backlog
-
-
 async def test_frames_for_a_dead_worker_are_dropped(ends: Ends) -> None:
     ends.channel.send(Kind.INPUTS, 1, bytes(5 * MEBI))
     place = ends.channel.reserve()
@@ -392,26 +288,6 @@ async def test_frames_for_a_dead_worker_are_dropped(ends: Ends) -> None:
             await asyncio.sleep(0)
     ends.channel.fill(place, [(Kind.INPUTS, 2, b"dropped")])
     assert ends.ends == []
-
-
-def test_a_reservation_is_kept_for_the_next_loop() -> None:
-    first = asyncio.new_event_loop()
-    ends = Ends(first)
-    place = ends.channel.reserve()
-    ends.channel.send(Kind.INPUTS, 2, b"behind")
-    first.run_until_complete(asyncio.sleep(0))
-    first.close()
-
-    async def go_on() -> None:
-        ends.channel.attach(asyncio.get_running_loop())
-        ends.worker(echo)
-        await asyncio.sleep(0)
-        ends.channel.fill(place, [(Kind.INPUTS, 1, b"first")])
-        await ends.until(lambda: len(ends.frames) == 2)
-        ends.close()
-
-    asyncio.run(go_on())
-    assert [body for _, _, body in ends.frames] == [b"first", b"behind"]
 
 
 # --- the worker's side ----------------------------------------------------------------------------
@@ -454,17 +330,3 @@ def test_the_workers_end_refuses_garbage_and_pipes_have_room_for_large_batches()
         two.receive()
     one.close()
     two.close()
-
-
-def test_closing_the_workers_end_closes_both_pipes_and_may_be_repeated() -> None:
-    one, two = open_pipes(multiprocessing.get_context())
-    channel = BlockingChannel(one, MAX_FRAME_BYTES)
-    channel.close()
-    channel.close()
-    assert [end.closed for end in one] == [True, True]
-    with pytest.raises(EOFError):
-        two[0].recv()
-    with pytest.raises(BrokenPipeError):
-        two[1].send(1)
-    for end in two:
-        end.close()

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_models import EXCEPTIONS, CodedError, TwoArgumentsError
+from models.raising import EXCEPTIONS, CodedError
 
 from fast_batcher._transport import codec
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import SerializedError
 from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, RemoteTraceback
 
 # The smallest `max_frame_bytes` there is.
@@ -35,7 +35,7 @@ def raised(error: BaseException) -> BaseException:
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name: str) -> None:
     failure = codec.describe(raised(EXCEPTIONS[name]()))
-    crossed = RemoteFailure(*codec.loads(codec.dumps(failure)))
+    crossed = SerializedError(*codec.loads(codec.dumps(failure)))
     assert crossed == failure
     one, two = crossed.to_error(), crossed.to_error()
     assert one is not two
@@ -59,41 +59,18 @@ def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Ex
         assert getattr(result, name, None) == getattr(error, name, None)
 
 
-def test_the_text_names_the_type_and_the_traceback_the_place() -> None:
-    failure = codec.describe(raised(TwoArgumentsError(5, "broken")))
-    assert failure.text == "TwoArgumentsError: 5: broken"
-    assert "raise error" in failure.traceback
-    assert failure.traceback.endswith("TwoArgumentsError: 5: broken\n")
-    without_text = ValueError()
-    without_text.__cause__ = raised(KeyError("inner"))
-    failure = codec.describe(raised(without_text))
-    assert failure.text == "ValueError"
-    assert "KeyError: 'inner'" in failure.traceback
-    assert "direct cause" in failure.traceback
-
-
-def test_long_texts_are_cut_and_the_end_of_a_traceback_is_kept() -> None:
-    failure = codec.describe(raised(ValueError("a" * 10**7 + "end")))
-    assert failure.pickled is None
-    assert len(failure.text) < MAX_ERROR_TEXT + 100
-    assert failure.text.startswith("ValueError: aaa")
-    assert failure.text.endswith("characters cut]")
-    assert len(failure.traceback) < MAX_ERROR_TEXT + 100
-    assert failure.traceback.endswith("end\n")
-
-
 def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
     """Each character takes four bytes, and there is room for a pickled exception as well."""
     failure = codec.describe(raised(ValueError("\U0001f525" * 10**6)))
     assert len(failure.text) >= MAX_ERROR_TEXT
     full = failure._replace(pickled=b"x" * MAX_ERROR_TEXT)
     assert len(codec.dumps(full)) <= LEAST_MAX_FRAME_BYTES
-    parts = list(codec.split_parts([full] * 3, LEAST_MAX_FRAME_BYTES))
+    parts = list(codec.fragment([full] * 3, LEAST_MAX_FRAME_BYTES))
     assert all(len(part) <= LEAST_MAX_FRAME_BYTES for part in parts)
 
 
 def test_a_class_that_does_not_exist_here_is_told_by_its_text() -> None:
-    failure = RemoteFailure("GoneError: lost", "traceback", b"cno_such_module\nGoneError\n.")
+    failure = SerializedError("GoneError: lost", "traceback", b"cno_such_module\nGoneError\n.")
     error = failure.to_error()
     assert type(error) is InferenceError
     assert str(error) == "GoneError: lost"
@@ -106,7 +83,7 @@ items = st.lists(
     st.one_of(
         st.binary(max_size=60),
         st.builds(
-            RemoteFailure,
+            SerializedError,
             st.text(max_size=5),
             st.text(max_size=5),
             st.none() | st.binary(max_size=9),
@@ -120,26 +97,18 @@ items = st.lists(
 def test_parts_hold_all_items_in_order_and_none_is_too_long(
     items: list[Any], max_frame_bytes: int
 ) -> None:
-    parts = list(codec.split_parts(items, max_frame_bytes))
+    parts = list(codec.fragment(items, max_frame_bytes))
     assert parts
     assert [item for part in parts for item in codec.loads(part)] == items
-    filled = codec.split_parts([bytes(100)] * 10, max_frame_bytes)
+    filled = codec.fragment([bytes(100)] * 10, max_frame_bytes)
     assert len([*filled]) <= -(-10 // ((max_frame_bytes - 20) // 120))
     assert all(len(part) <= max_frame_bytes for part in parts)
 
 
-@given(size=st.integers(0, 400), max_frame_bytes=st.integers(20, 400))
-def test_an_item_that_fits_makes_a_part_that_fits(size: int, max_frame_bytes: int) -> None:
-    item = bytes(size)
-    if codec.fits(len(item), max_frame_bytes):
-        (part,) = codec.split_parts([item], max_frame_bytes)
-        assert len(part) <= max_frame_bytes
-
-
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 65_535, 65_536, 2**20, 2**24])
 def test_the_size_of_an_item_is_never_underestimated(size: int) -> None:
-    items: list[bytes | RemoteFailure] = [bytes([number]) * size for number in range(3)]
-    (part,) = codec.split_parts(items, 2**30)
+    items: list[bytes | SerializedError] = [bytes([number]) * size for number in range(3)]
+    (part,) = codec.fragment(items, 2**30)
     assert len(part) <= sum(codec._size(item) for item in items) + codec._ITEM_OVERHEAD
 
 
@@ -162,18 +131,3 @@ def test_the_size_of_a_buffer_is_known_and_that_of_any_other_value_is_measured(
     value: Any, size: int
 ) -> None:
     assert codec.measure_size(value) == size
-
-
-@pytest.mark.parametrize(
-    "values",
-    [["x" * 60, "y" * 40], [b"x" * 100], [1, None, "x" * 99, b"y"], [{}], [(1, 2)], ["a", 1j]],
-)
-def test_large_and_other_values_are_not_pickled_together(values: list[Any]) -> None:
-    assert codec.dump_atoms(values, 100) is None
-
-
-def test_values_that_cannot_be_changed_are_one_pickle() -> None:
-    values = ["x" * 50, b"y" * 49, 1, 2.5, None, True, 10**30]
-    body = codec.dump_atoms(values, 100)
-    assert body is not None
-    assert codec.loads(body) == values

@@ -5,8 +5,9 @@ import subprocess
 import sys
 
 import pytest
+from programs import run_command
 
-from fast_batcher._transport.descriptors import PassedDescriptor, occupy_stdio
+from fast_batcher._transport.descriptors import PassedDescriptor
 
 # Which of the numbers 0 to 2 are free; a program of its own, for these are this one's streams.
 FREE = [(), (1,), (0, 2), (0, 1, 2)]
@@ -34,21 +35,12 @@ for number in {free}:
     assert os.write(number, b"lost") == 4
 os.write(telling, b"done")
 """
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", program],
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode, done.stdout) == (0, "done")
-
-
-def test_in_a_program_with_standard_streams_nothing_is_opened() -> None:
-    before = os.listdir("/proc/self/fd")
-    occupy_stdio()
-    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_passed_descriptor_keeps_its_number_and_is_inherited_no_further() -> None:

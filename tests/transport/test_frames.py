@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packing import pack
+from packed_frames import pack
 
 from fast_batcher._transport.frames import (
     HEADER_SIZE,
@@ -99,14 +99,6 @@ def test_any_pieces_of_any_frames_give_the_same_frames(
     assert feed(stream(frames), pieces) == frames
 
 
-@pytest.mark.parametrize("limit", [100, READ_SIZE - HEADER_SIZE, 2 * READ_SIZE])
-def test_a_body_as_long_as_it_may_be_is_accepted_and_one_byte_more_is_not(limit: int) -> None:
-    frame = Frame(Kind.INPUTS, 1, 0.0, body_of(limit))
-    assert feed(stream([frame]), max_frame_bytes=limit) == [frame]
-    with pytest.raises(TransportError, match=f"{limit + 1} bytes.*max_frame_bytes={limit}"):
-        feed(stream([frame._replace(body=body_of(limit + 1))]), max_frame_bytes=limit)
-
-
 def header(magic: bytes = b"fbt1", kind: int = int(Kind.OUTPUTS), length: int = 0) -> bytes:
     return struct.pack("<4sIQQd", magic, kind, length, 1, 0.0)
 
@@ -140,36 +132,3 @@ def test_a_length_beyond_the_limit_is_refused_before_anything_is_allocated(lengt
     finally:
         tracemalloc.stop()
     assert peak < MAX_FRAME_BYTES
-
-
-@given(
-    frames=some_frames,
-    cut=st.integers(0, 2**20),
-    flips=st.lists(st.tuples(st.integers(0, 2**20), st.integers(1, 255)), max_size=4),
-    tail=st.binary(max_size=200),
-    pieces=some_pieces,
-)
-def test_whatever_comes_it_is_frames_an_end_or_an_error_of_ours(
-    frames: list[Frame],
-    cut: int,
-    flips: list[tuple[int, int]],
-    tail: bytes,
-    pieces: list[int],
-) -> None:
-    """Truncated streams, changed bytes and garbage, in any pieces."""
-    data = bytearray(stream(frames))
-    del data[cut:]
-    for position, change in flips:
-        if data:
-            data[position % len(data)] ^= change
-    reader = FrameReader(MAX_FRAME_BYTES, Source(bytes(data) + tail, pieces).recv_into)
-    given_out = 0
-    try:
-        while True:
-            frame = reader.read()
-            while frame is not None:
-                assert isinstance(frame.kind, Kind)
-                given_out += HEADER_SIZE + len(frame.body)
-                frame = reader.next_frame() if reader.rest else None
-    except (EOFError, TransportError):
-        assert given_out <= len(data) + len(tail)

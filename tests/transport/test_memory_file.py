@@ -21,14 +21,6 @@ class OldLibrary(ctypes.CDLL):
         return super().__getattr__(name)
 
 
-def test_it_is_as_long_as_asked_for_and_is_not_inherited() -> None:
-    fd = make_memory_file(SIZE)
-    assert os.fstat(fd).st_size == SIZE
-    assert not os.get_inheritable(fd)
-    assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:fast_batcher")
-    os.close(fd)
-
-
 @pytest.mark.parametrize(
     ("has_old_library", "kind"), [(False, "/memfd:fast_batcher"), (True, "/dev/shm/")]
 )

@@ -1,10 +1,8 @@
 """Pickles in parts: what stays where it is, what is copied, and that all of it comes back."""
 
-import array
 import copyreg
 import gc
 import pickle
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._transport import pickler as pickler_module
 from fast_batcher._transport.pickler import (
-    LEAST_BUFFER,
     LEAST_SHARED,
     PIECE_SIZE,
     OutOfBandPickle,
@@ -144,33 +140,10 @@ def test_an_array_of_an_input_can_be_written_whatever_it_was(name: str) -> None:
     assert got.flags.writeable
 
 
-def test_what_has_buffers_inside_comes_back() -> None:
-    images = [np.full((100, 100), number, np.float32) for number in range(3)]
-    value = {"images": [FILLER, *images], "raw": b"x" * LARGE, "array": array.array("d", [1.0])}
-    got = there_and_back(value)
-    assert [image.sum() for image in got["images"]] == [0, 0, 10_000, 20_000]
-    assert got["raw"] == b"x" * LARGE
-    assert got["array"].tolist() == [1.0]
-
-
 def test_nothing_large_is_copied_but_text() -> None:
     values: list[Any] = [np.arange(LARGE), b"x" * LARGE, bytearray(LARGE)]
     expected = {np.frombuffer(value, np.uint8).ctypes.data for value in values}
     assert addresses(parts_of(values)) == expected
-
-
-@pytest.mark.slow
-def test_text_outlives_what_it_was_made_from() -> None:
-
-    class Text:
-        def __reduce__(self) -> Any:
-            return str, ("é" * LARGE,)
-
-    parts = parts_of([Text() for _ in range(5)])
-    gc.collect()
-    filler = [bytes([255]) * 2 * LARGE for _ in range(20)]
-    assert load(parts) == [["é" * LARGE] * 5]
-    assert filler
 
 
 def test_arrays_arrive_as_views_and_bytes_as_copies() -> None:
@@ -184,18 +157,6 @@ def test_arrays_arrive_as_views_and_bytes_as_copies() -> None:
     assert 7 in slab
 
 
-@pytest.mark.parametrize("least", [1, 5000, 10 * PIECE_SIZE])
-def test_a_buffer_shorter_than_asked_for_is_in_the_stream(least: int) -> None:
-    sizes = [LARGE, 100, LEAST_BUFFER - 1, LEAST_BUFFER, 4999, 5000, PIECE_SIZE - 1, PIECE_SIZE]
-    arrays = [np.full(size, number, np.uint8) for number, size in enumerate(sizes)]
-    parts = parts_of(arrays, pickler=make_pickler(least))
-    real_least = min(max(least, LEAST_BUFFER), PIECE_SIZE)
-    assert parts.sizes[1:] == [size for size in sizes if size >= real_least]
-    (got,) = load(parts)
-    for one, sent in zip(got, arrays, strict=True):
-        assert np.array_equal(one, sent)
-
-
 def test_buffers_are_in_the_stream_until_there_is_enough_to_share() -> None:
     pickler = make_pickler()
     arrays = [np.full(LEAST_SHARED // 4, number, np.uint8) for number in range(6)]
@@ -207,39 +168,6 @@ def test_buffers_are_in_the_stream_until_there_is_enough_to_share() -> None:
     assert parts.sizes[1:] == [LEAST_SHARED // 4] * 3
     (got,) = load(parts)
     assert [one[0] for one in got] == [0, 1, 2, 3, 4, 5]
-
-
-def test_what_is_in_the_stream_is_not_copied_either() -> None:
-    arrays = [np.arange(LEAST_SHARED // 24), np.arange(LEAST_SHARED // 24), np.arange(LARGE)]
-    parts = parts_of(arrays)
-    assert len(parts.sizes) == 2
-    assert addresses(parts, PIECE_SIZE) == {one.ctypes.data for one in arrays}
-    arrays[0][0] = 7
-    (got,) = load(parts)
-    assert [one.tolist() for one in got] == [one.tolist() for one in arrays]
-
-
-def test_without_memory_to_share_all_buffers_are_in_the_stream() -> None:
-    pickler = OutOfBandPickler(LEAST)
-    values = [np.arange(LARGE), np.arange(LARGE)]
-    items = pickler.pickle(values, lambda: False)
-    assert isinstance(items, list)
-    assert np.array_equal(load(items), values)
-
-
-@pytest.mark.parametrize("is_large", [False, True])
-def test_values_share_nothing_but_what_one_of_them_has_twice(is_large: bool) -> None:
-    shared = np.zeros(LARGE if is_large else 10, np.uint8)
-    pickled = make_pickler().pickle([[shared, shared], {"also": shared}, shared], lambda: True)
-    if isinstance(pickled, OutOfBandPickle):
-        # Each has a buffer of its own.
-        assert pickled.sizes[1:] == [LARGE] * 3
-    assert isinstance(pickled, OutOfBandPickle) == is_large
-    (one, same), other, third = load(pickled)
-    assert one is same
-    one += 1
-    other["also"] += 2
-    assert [value[0] for value in (one, other["also"], third)] == [1, 2, 0]
 
 
 def test_a_value_that_cannot_be_unpickled_harms_no_other() -> None:
@@ -277,18 +205,6 @@ def test_after_a_failure_nothing_is_locked_and_it_can_be_used_again() -> None:
     assert load(pickler.pickle(["after"], lambda: True)) == ["after"]
 
 
-def test_what_is_locked_is_locked_until_release() -> None:
-    raw, more = bytearray(LARGE), bytearray(LARGE)
-    parts = parts_of(raw, pickle.PickleBuffer(more))
-    for locked in (raw, more):
-        with pytest.raises(BufferError):
-            locked.append(1)
-    parts.release()
-    parts.release()
-    raw.append(1)
-    more.append(1)
-
-
 @pytest.mark.parametrize("size", [100_000, LARGE])
 def test_what_was_resized_since_it_was_pickled_is_noticed(size: int) -> None:
     raw = bytearray(size)
@@ -318,14 +234,18 @@ def test_buffers_in_a_cycle_of_garbage_do_no_harm() -> None:
             return bytes, (pickle.PickleBuffer(self.view),)
 
     pickler = make_pickler()
-    for _ in range(10):
-        with pytest.raises(ValueError, match="no"):
-            pickler.pickle([Holder(), Refuses()], lambda: True)
-        parts = parts_of(Holder(), pickler=pickler)
-        gc.collect()
-        assert load(parts) == [bytes(LARGE)]
-        parts.release()
-        gc.collect()
+    gc.freeze()  # a collection looks at the objects of this test alone
+    try:
+        for _ in range(10):
+            with pytest.raises(ValueError, match="no"):
+                pickler.pickle([Holder(), Refuses()], lambda: True)
+            parts = parts_of(Holder(), pickler=pickler)
+            gc.collect()
+            assert load(parts) == [bytes(LARGE)]
+            parts.release()
+            gc.collect()
+    finally:
+        gc.unfreeze()
 
 
 # --- tensors --------------------------------------------------------------------------------------
@@ -402,16 +322,3 @@ def test_what_is_registered_for_pickling_is_still_used(torch: Any) -> None:
             pickler.pickle([Odd()], lambda: True)
     finally:
         del copyreg.dispatch_table[Odd]
-
-
-def test_tensors_are_learnt_once_there_is_torch(
-    monkeypatch: pytest.MonkeyPatch, torch: Any
-) -> None:
-    tensor = torch.zeros(LARGE)
-    monkeypatch.delitem(sys.modules, "torch")
-    pickler = make_pickler()
-    # As it is while a thread imports it.
-    monkeypatch.setitem(sys.modules, "torch", pickler_module)
-    parts_of(FILLER, pickler=pickler)
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    assert parts_of(tensor, pickler=pickler).sizes[1:] == [tensor.nbytes]

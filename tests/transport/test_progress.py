@@ -15,13 +15,6 @@ def write_and_die(progress: WorkerProgress) -> None:
     os._exit(9 if progress.is_to_end else 8)
 
 
-def test_nothing_is_marked_at_first() -> None:
-    progress = WorkerProgress()
-    assert (progress.taken, progress.begun, progress.inherited) == (None, None, None)
-    assert not progress.is_to_end
-    progress.close()
-
-
 @pytest.mark.slow
 def test_what_was_written_reaches_the_process_and_outlives_it() -> None:
     progress = WorkerProgress()

@@ -30,30 +30,3 @@ def test_a_dtype_that_is_not_known_to_be_safe_is_refused(name: str) -> None:
 def test_bytes_of_another_number_are_refused(length: int) -> None:
     with pytest.raises(ValueError, match="has 32 bytes"):
         rebuild_tensor(memoryview(bytearray(length)), torch.float32, (2, 4))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, of kinds that it will give up
-def test_a_tensor_that_is_more_than_its_bytes_is_not_plain() -> None:
-    plain = torch.ones(4, 4)
-    noted = plain.clone()
-    noted.note = "mine"
-    shortened = plain.clone()
-    shortened.untyped_storage().resize_(8)
-    emptied = plain.clone()
-    emptied.untyped_storage().resize_(0)
-    others = [
-        plain.T[1:],
-        plain.to_sparse(),
-        plain.to("meta"),
-        plain.clone().requires_grad_(),
-        torch.complex(plain, plain).conj(),
-        torch.complex(plain, plain).conj().imag,
-        torch.quantize_per_tensor(plain, 0.5, 3, torch.qint8),
-        torch.nested.nested_tensor([plain, plain]),
-        torch.tensor(1.0),
-        noted,
-        shortened,
-        emptied,
-    ]
-    assert is_plain_tensor(torch, plain)
-    assert [is_plain_tensor(torch, one) for one in others] == [False] * len(others)

@@ -11,24 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from collated_models import (
+from hypothesis import given
+from hypothesis import strategies as st
+from models.collated import (
     Compiled,
     Doubles,
-    Fills,
     Keeps,
     Noted,
     Notes,
     OnGrad,
     OutOfMemory,
     Sequences,
-    SetsItself,
-    Summed,
     Trains,
-    WarmsUpUnequal,
     Words,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from waits import ONE_LOOP, assert_balance, call, outcome, turns
 
 from fast_batcher import (
@@ -38,7 +34,6 @@ from fast_batcher import (
     DynBatcher,
     InferenceError,
     OutputMismatchError,
-    WorkerStartupError,
 )
 from fast_batcher._worker.collated_model import CollatedModel, collate
 
@@ -141,27 +136,6 @@ def test_groups_are_computed_apart_and_come_back_in_order() -> None:
         assert np.array_equal(value * 2, found)
 
 
-def test_dicts_with_different_keys_are_never_cut_to_the_same() -> None:
-    recorder = Recorder(lambda batch: next(iter(batch.values())))
-    one, two = {"a": row()}, {"a": row(), "b": row()}
-    compute(recorder, Collation.stack(unequal="group"), one, two, one)
-    assert [sorted(batch) for batch in recorder.batches] == [["a"], ["a", "b"]]
-    _, fault, _ = compute(recorder, Collation.stack(), one, two, one)
-    assert isinstance(fault, CollationError)
-
-
-def test_a_model_that_answers_in_the_same_memory_each_time_harms_nobody() -> None:
-    memory = np.empty((1, 1), "f4")
-
-    def answer(batch: Any) -> Any:
-        memory[0] = batch[0].sum()
-        return memory
-
-    collation = Collation.stack(unequal="group")
-    outcomes = compute(Recorder(answer), collation, row(2), row(3), row(4))
-    assert [float(found[0]) for found in outcomes] == [1.0, 3.0, 6.0]
-
-
 # Sizes of a compiled model.
 
 
@@ -232,36 +206,11 @@ def test_what_rows_are_made_of(
     assert compute(Recorder(answer), collation, 0.0, 1.0) == expected
 
 
-def test_a_reading_does_not_depend_on_the_size_of_the_batch() -> None:
-    """Two outputs of a batch of two are not two rows, whatever came the day before."""
-    for outputs in ("auto", "rows", "several"):
-        outcomes = []
-        for count in (1, 2, 3):
-            recorder = Recorder(lambda batch: (batch, batch))
-            found = compute(recorder, Collation.stack(outputs=outputs), *[row()] * count)
-            outcomes.append({type(one) for one in found})
-        if outputs == "rows":
-            assert outcomes[1] == {np.ndarray}
-            assert outcomes[0] == outcomes[2] == {OutputMismatchError}
-        else:
-            assert outcomes[0] == outcomes[1] == outcomes[2]
-
-
 def test_an_error_in_the_place_of_a_row_is_that_rows_own() -> None:
     fault = ValueError("no")
     found = compute(Recorder(lambda batch: [batch[0], fault]), Collation.stack(), row(), row())
     assert found[0].tolist() == [0, 1, 2]
     assert found[1] is fault
-
-
-@pytest.mark.parametrize("error", [MemoryError("cannot allocate"), ValueError("bad")])
-def test_what_the_model_raises_is_passed_on_as_it_is(error: Exception) -> None:
-    def answer(batch: Any) -> Any:
-        raise error
-
-    with pytest.raises(type(error)) as caught:
-        compute(Recorder(answer), Collation.stack(), row())
-    assert caught.value is error
 
 
 # With real workers.
@@ -283,14 +232,6 @@ async def test_a_worker_pads_and_masks() -> None:
         assert [int(await outcome(task)) for task in calls] == [0, 10, 3]
 
 
-@pytest.mark.slow
-async def test_a_collation_may_be_set_while_loading() -> None:
-    async with DynBatcher(SetsItself, model_args=(7,)) as batcher:
-        first, second = call(batcher, row(1)), call(batcher, row(2))
-        assert (await outcome(first)).tolist() in ([0.0, 7.0], [0.0])
-        assert (await outcome(second)).tolist() == [0.0, 1.0]
-
-
 @pytest.mark.slow  # the worker loads PyTorch
 async def test_gradients_stay_in_the_worker() -> None:
     async with DynBatcher(Trains) as batcher:
@@ -299,22 +240,6 @@ async def test_gradients_stay_in_the_worker() -> None:
         assert not found.requires_grad
     async with DynBatcher(OnGrad) as batcher:
         assert await batcher.process_batched(torch.ones(3, requires_grad=True)) is False
-
-
-@pytest.mark.slow
-async def test_an_input_unlike_the_others_fails_alone_in_its_batch() -> None:
-    async with DynBatcher(Doubles, policy="fixed", max_delay=20, max_batch_size=5) as batcher:
-        values = [row(), row(), row(5), row(), object_array()]
-        calls = [call(batcher, value) for value in values]
-        found = [await outcome(task) for task in calls]
-        assert [isinstance(one, CollationError) for one in found] == [
-            *(False, False, True, False, True)
-        ]
-        assert batcher.stats.batches == 1
-
-
-def object_array() -> Any:
-    return np.array([{}])
 
 
 @pytest.mark.slow
@@ -343,14 +268,6 @@ async def test_out_of_memory_in_a_batch_makes_smaller_ones() -> None:
         stats = assert_balance(batcher)
         assert stats.failed == 0
         assert stats.batch_sizes[8] == 1
-
-
-@pytest.mark.slow
-async def test_a_warm_up_that_cannot_be_joined_fails_the_start() -> None:
-    with pytest.raises(WorkerStartupError) as caught:
-        async with DynBatcher(WarmsUpUnequal):
-            pass
-    assert "cannot be joined" in str(caught.value.__cause__)
 
 
 async def test_a_class_with_something_else_is_refused_at_once() -> None:
@@ -385,21 +302,6 @@ async def test_rows_of_several_callers_share_batches() -> None:
         assert (await many).flatten().tolist() == [0, 1, 2, 3]
         assert [(await outcome(one)).tolist(), (await outcome(other)).tolist()] == [[0], [1]]
         assert batcher.stats.batch_sizes == {6: 1}
-
-
-@pytest.mark.slow
-async def test_features_and_outputs_have_axes_of_their_own() -> None:
-    async with DynBatcher(Summed) as batcher:
-        features = {"x": np.arange(6.0).reshape(2, 3), "y": np.ones((2, 3))}
-        found = await batcher.process_rows(features, collation=Collation.stack(batch_dim=1))
-        assert found["sum"].shape == (2, 3)
-        assert found["sum"].tolist() == (features["x"] + features["y"]).tolist()
-        assert found["word"] == ["row"] * 3
-        across = Collation.stack(batch_dim=(1, 0))
-        found = await batcher.process_rows(features, collation=across)
-        assert found["sum"].tolist() == (features["x"] + features["y"]).T.tolist()
-        ragged = {"x": [row(), row()], "y": [row(), row()]}
-        assert (await batcher.process_rows(ragged))["sum"].shape == (2, 3)
 
 
 @pytest.mark.slow
@@ -444,16 +346,6 @@ async def test_large_batches_are_split_and_joined_beside_the_loop(
         "out": is_large,
     }
     assert np.array_equal(found["out"], batch["in"])
-
-
-@pytest.mark.slow
-async def test_outputs_of_unequal_lengths_are_padded_by_choice() -> None:
-    async with DynBatcher(Fills, max_batch_size=1) as batcher:
-        lengths = np.array([1, 3])
-        with pytest.raises(CollationError, match=r"Collation\.pad"):
-            await batcher.process_rows(lengths)
-        found = await batcher.process_rows(lengths, collation=Collation.pad(value=-1.0))
-        assert found.tolist() == [[1, -1, -1], [1, 1, 1]]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ Everything else about loading is shown with real workers, in `test_batcher_proce
 from pathlib import Path
 
 import pytest
-from sample_models import Echo
+from models.base import Echo
 
 from fast_batcher._transport import codec
 from fast_batcher._worker.model_loading import load_model

@@ -1,6 +1,5 @@
 """Which way outputs take, the pipe or the outbox; and how often they are pickled."""
 
-import copyreg
 import os
 import pickle
 from collections.abc import Iterator
@@ -8,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory import refuse_memory
-from sample_models import RefusesPickling
+from memory_files import refuse_memory
+from models.returning import RefusesPickling
 
 from fast_batcher._asyncio.answers import SharedOutcomes
-from fast_batcher._asyncio.ledger import Failure
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.outbox_writer import OutboxWriter
-from fast_batcher._transport.codec import ATOMS, RemoteFailure, describe, loads
+from fast_batcher._transport.codec import ATOMS, SerializedError, describe, loads
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.pickler import LEAST_SHARED
 from fast_batcher._worker.replies import ReplyEncoder
@@ -35,7 +33,7 @@ class Post:
         self.writer = OutboxWriter(os.dup(self.outbox._fd), SIZE, 5000)
         self.encoder = ReplyEncoder(self.writer, MAX_FRAME_BYTES)
 
-    def pack(self, outputs: list[Any], failures: dict[int, RemoteFailure] | None = None) -> Any:
+    def pack(self, outputs: list[Any], failures: dict[int, SerializedError] | None = None) -> Any:
         """The kind of the last frame, and what all of them say."""
         frames = self.encoder.pack(outputs, failures or {})
         kind, body = frames[-1]
@@ -67,7 +65,7 @@ def outcomes_in(frames: list[tuple[Kind, bytes]]) -> list[Any]:
     """Outputs, and errors where there are none."""
     assert all(len(body) <= MAX_FRAME_BYTES for _, body in frames)
     return [
-        loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
         for _, body in frames
         for item in loads(body)
     ]
@@ -135,83 +133,7 @@ def test_what_is_large_goes_into_the_outbox(post: Post, outputs: list[Any]) -> N
             assert pickle.dumps(one) == pickle.dumps(pickle.loads(pickle.dumps(sent)))
 
 
-def test_outputs_are_pickled_once_but_for_the_first_time_that_they_are_large(post: Post) -> None:
-    small, large = Kind.OUTPUTS, Kind.SHARED_OUTPUTS
-    for size, kind, count in [
-        (10, small, 1),
-        (200_000, small, 1),
-        (LARGE, large, 2),
-        (400_000, large, 1),
-        (10, small, 1),
-        (200_000, small, 1),
-        (LARGE, large, 1),
-    ]:
-        counted = Counted(b"x" * size)
-        assert (post.pack([counted])[0], counted.count) == (kind, count)
-
-
-def test_tensors_are_copied_from_where_they_are(post: Post) -> None:
-    torch = pytest.importorskip("torch")
-    tensors = [torch.arange(LARGE), torch.ones(LARGE).bfloat16()]
-    where = post.where(tensors)
-    assert where[1][1:] == [8 * LARGE, 2 * LARGE]
-    got = post.load(where)
-    assert [one.dtype for one in got] == [torch.int64, torch.bfloat16]
-    assert all(map(torch.equal, got, tensors))
-    got[0] += 1  # it can be written
-
-
 ROW = np.arange(LARGE // 6)
-
-
-@pytest.mark.parametrize(
-    "outputs",
-    [
-        [ROW, ROW + 1],
-        list(np.arange(LARGE, dtype=">f4").reshape(2, 3, -1)),
-        [np.full((), number) for number in range(3)],
-        [np.empty((0, 3)), np.empty((0, 3))],
-        [np.zeros(3, "V0"), np.zeros(3, "V0")],
-        list(np.array([[b"a", b"bc"], [b"d", b""]])),
-        list(np.zeros((2, 9000), [("a", "f8"), ("b", "i4")])),
-        [np.arange(number, number + 10) for number in range(3)],
-        [np.broadcast_to(ROW[:1000], (9, 1000)), np.ones((9, 1000), ROW.dtype)],
-        [ROW.astype("M8[s]"), ROW.astype("M8[s]")],
-        [np.array([None] * 9), np.array([1] * 9, object)],
-        [np.zeros((300, 400), order="F"), np.ones((300, 400), order="F")],
-        [ROW.astype("f4"), ROW.astype("f8")],
-        [ROW, ROW[1:]],
-        [np.zeros(9000, [("a", "f8"), ("b", "i4")]) for _ in range(2)],
-    ],
-    ids=range(15),
-)
-def test_arrays_come_as_they_are(post: Post, outputs: list[Any]) -> None:
-    post.pack([ROW])
-    _, got = post.pack(outputs)
-    for one, sent in zip(got, outputs, strict=True):
-        assert one.dtype == sent.dtype
-        assert one.shape == sent.shape
-        assert (one == sent).all()
-        assert one.flags.writeable
-        assert one.flags.f_contiguous is sent.flags.f_contiguous
-    assert not np.shares_memory(got[0], got[1])
-
-
-def test_a_way_of_the_models_own_to_pickle_arrays_is_taken(
-    post: Post, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    post.pack([ROW])
-    monkeypatch.setitem(copyreg.dispatch_table, np.ndarray, lambda array: (int, (len(array),)))
-    assert post.pack([ROW, ROW + 1])[1] == [len(ROW)] * 2
-
-
-def test_arrays_that_nobody_may_write_come_so(post: Post) -> None:
-    locked = ROW.copy()
-    locked.flags.writeable = False
-    for outputs in ([ROW, locked], [locked[:10], locked[10:20]]):
-        post.pack([ROW])
-        _, got = post.pack(outputs)
-        assert [one.flags.writeable for one in got] == [one.flags.writeable for one in outputs]
 
 
 @pytest.mark.parametrize(
@@ -225,40 +147,6 @@ def test_one_output_for_several_requests_is_an_object_for_each(post: Post, share
     arrays = [one["row"] if isinstance(one, dict) else one for one in objects]
     arrays[0][0] = 7
     assert [one[0] for one in arrays] == [7, 0, 0]
-
-
-def test_large_bytes_are_in_the_pickle_and_arrays_beside_it(post: Post) -> None:
-    outputs = [b"a" * LARGE, np.full(LARGE, 1, np.uint8), bytearray(b"d" * LARGE), b"short"]
-    where = post.where(outputs)
-    assert where[1][1:] == [LARGE]
-    got = post.load(where)
-    assert [type(one) for one in got] == [type(one) for one in outputs]
-    assert [bytes(one) for one in got] == [bytes(one) for one in outputs]
-
-
-def test_errors_are_told_beside_large_outputs(post: Post) -> None:
-    failures = {1: describe(ValueError("this one")), 2: describe(KeyError("and that"))}
-    kind, got = post.pack([np.arange(LARGE), None, None, "small"], failures)
-    assert kind is Kind.SHARED_OUTPUTS
-    assert (got[0].sum(), got[3]) == (np.arange(LARGE).sum(), "small")
-    errors = [one.to_error() for one in got[1:3] if isinstance(one, Failure)]
-    assert isinstance(errors[0], ValueError)
-    assert isinstance(errors[1], KeyError)
-
-
-def test_errors_are_told_beside_small_outputs(post: Post) -> None:
-    kind, (one, two) = post.pack(["small", None], {1: describe(ValueError("this one"))})
-    assert (kind, one) == (Kind.OUTPUTS, "small")
-    assert isinstance(two, ValueError)
-
-
-def test_errors_that_fill_a_frame_go_through_the_pipe(post: Post) -> None:
-    failures = {number: RemoteFailure("text", "t" * 500_000, None) for number in range(1, 6)}
-    kind, got = post.pack([np.arange(LARGE), *[None] * 5], failures)
-    assert kind is Kind.OUTPUTS
-    assert got[0].sum() == np.arange(LARGE).sum()
-    assert [str(one) for one in got[1:]] == ["text"] * 5
-    assert post.writer._ranges.count == 0
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -342,17 +230,6 @@ def test_without_an_outbox_one_warning_says_why_once_it_is_wanted(
     (record,) = caplog.records
     assert "no such memory" in record.message
     assert counted.count == 2
-
-
-def test_nobody_who_wants_no_outbox_is_warned(caplog: pytest.LogCaptureFixture) -> None:
-    encoder = ReplyEncoder(None, MAX_FRAME_BYTES)
-    encoder.give_back_unused()
-    one, error = outcomes_in(
-        encoder.pack([np.zeros(LARGE), None], {1: describe(ValueError("one"))})
-    )
-    assert one.shape == (LARGE,)
-    assert isinstance(error, ValueError)
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("failures", [5, {0: 5}, {1: describe(ValueError("of nobody"))}])

@@ -10,32 +10,16 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from sample_models import (
-    UNPICKLABLE,
-    Alarmed,
-    BrokenAndRaises,
-    BrokenOnArrival,
-    ChangesInputs,
-    Echo,
-    Grows,
-    Numbers,
-    Says,
-    Slow,
-    StreamsInput,
-    UnpicklableOutputs,
-)
+from models.base import Echo
+from models.ordinary import Slow
+from models.raising import Alarmed, BrokenAndRaises, Says, StreamsInput
+from models.returning import BrokenOnArrival
 from waits import LIMIT, Gate
 
-from fast_batcher import stack
-from fast_batcher._arrays import stacking
-from fast_batcher._shared_memory.layouts import Layout
-from fast_batcher._shared_memory.slabs import Slabs
-from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.codec import RemoteFailure
+from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.log_records import open_log_sockets
 from fast_batcher._transport.pipes import open_pipes
@@ -101,7 +85,7 @@ def serves(model: Any) -> pytest.MarkDecorator:
 
 def failure_in(frame: Frame, kind: Kind = Kind.FAILED) -> Any:
     assert frame.kind is kind
-    return RemoteFailure(*codec.loads(frame.body)).to_error()
+    return SerializedError(*codec.loads(frame.body)).to_error()
 
 
 def outcomes_in(frame: Frame) -> list[Any]:
@@ -110,20 +94,12 @@ def outcomes_in(frame: Frame) -> list[Any]:
         return list(codec.loads(frame.body))
     assert frame.kind is Kind.OUTPUTS
     return [
-        codec.loads(item) if isinstance(item, bytes) else RemoteFailure(*item).to_error()
+        codec.loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
         for item in codec.loads(frame.body)
     ]
 
 
 # --- serving --------------------------------------------------------------------------------------
-
-
-@serves(Echo)
-def test_a_batch_is_answered_under_its_number(served: Served) -> None:
-    frame = served.ask("a", None, 3)
-    assert (frame.kind, frame.batch_id) == (Kind.OUTPUT_ATOMS, 5)
-    assert codec.loads(frame.body) == ["a", None, 3]
-    assert frame.seconds >= 0
 
 
 @serves(lambda: Slow(0.02))
@@ -213,11 +189,6 @@ def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served)
     assert codec.loads(served.ask("small").body) == [1]
 
 
-@serves(Numbers)
-def test_an_error_of_another_type_is_not_cudas_whatever_it_says(served: Served) -> None:
-    assert "CUDA error" in str(failure_in(served.ask("CUDA error"), Kind.RAISED))
-
-
 @serves(Says)
 def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Served) -> None:
     fatal = codec.dumps(["CUDA error: unspecified launch failure"])
@@ -247,45 +218,10 @@ def test_it_tells_in_the_shared_memory_how_far_it_has_come(served: Served) -> No
     assert (served.progress.taken, served.progress.begun) == (6, 6)
 
 
-def test_a_run_of_rows_is_lent_as_one_array() -> None:
-    slabs = Slabs(MEBI)
-    views = SlabViews(os.dup(slabs._fd), MEBI)
-    layout = codec.dumps(Layout(False, np.dtype("u1"), (4096,)))
-    body = codec.dumps([(layout, 0, 2), (layout, 3 * 4096, 1)])
-    inputs, failures = InputReader(views).read(Frame(Kind.ROWS, 5, 0.0, body))
-    assert failures == {}
-    assert [(piece.whole.shape, len(piece.rows)) for piece in stacking.lent] == [
-        ((2, 4096), 2),
-        ((1, 4096), 1),
-    ]
-    # Of the array that the rows are of: not made anew.
-    assert stack(inputs[:2]).base is inputs[0].base
-    stacking.lent.clear()
-    del inputs
-    views.close()
-    slabs.close()
-
-
 @serves(Echo)
 def test_a_ping_is_answered(served: Served) -> None:
     served.channel.send(Kind.PING)
     assert served.answer().kind is Kind.PONG
-
-
-@serves(ChangesInputs)
-def test_a_model_may_empty_the_list_it_is_given(served: Served) -> None:
-    assert codec.loads(served.ask("a", "b").body) == ["a", "b"]
-    assert outcomes_in(served.ask_items("a", "b")) == ["a", "b"]
-
-
-@serves(UnpicklableOutputs)
-@pytest.mark.parametrize("name", UNPICKLABLE)
-def test_an_output_that_cannot_be_pickled_fails_its_position(served: Served, name: str) -> None:
-    for frame in (served.ask("a", name), served.ask_items("a", name)):
-        one, bad = outcomes_in(frame)
-        assert one == "a"
-        assert "cannot be pickled" in str(bad)
-        assert type(UNPICKLABLE[name]()).__name__ in str(bad)
 
 
 @serves(Echo)
@@ -302,59 +238,14 @@ def test_an_exception_is_found_whatever_outputs_came_before(served: Served) -> N
 
 
 @serves(Echo)
-def test_an_input_that_cannot_be_unpickled_fails_alone(served: Served) -> None:
-    # This thread is in the "parent" process, so that is the side on which it breaks.
-    bad = BrokenOnArrival("parent", SystemExit(3))
-    one, error, three = outcomes_in(served.ask_items("a", bad, "c"))
-    assert (one, three) == ("a", "c")
-    assert "SystemExit: 3" in str(error)
-
-
-class SharesOutputs:
-    """Answers all with one object, which it changes afterwards."""
-
-    def __init__(self) -> None:
-        self.answer: dict[str, list[int]] = {"seen": []}
-
-    def infer(self, inputs: list[Any]) -> list[Any]:
-        self.answer["seen"].append(len(inputs))
-        return [self.answer for _ in inputs]
-
-
-@serves(SharesOutputs)
-def test_an_output_that_several_requests_get_is_an_object_for_each(served: Served) -> None:
-    one, two = outcomes_in(served.ask("a", "b"))
-    assert one == two == {"seen": [2]}
-    one["seen"].append(0)
-    assert two == {"seen": [2]}
-
-
-@serves(Echo)
-def test_the_model_is_not_called_when_no_input_can_be_read(served: Served) -> None:
-    bad = BrokenOnArrival("parent", ValueError("broken"))
-    assert all(isinstance(one, ValueError) for one in outcomes_in(served.ask_items(bad, bad)))
-
-
-@serves(Echo)
 def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> None:
     def part(*values: str) -> bytes:
         return codec.dumps([codec.dumps(value) for value in values])
 
     send = served.channel.send
-    send(Kind.INPUTS_PART, 1, part("a"))
-    send(Kind.INPUTS_PART, 1, part("b", "c"))
+    send(Kind.INPUTS_FRAGMENT, 1, part("a"))
+    send(Kind.INPUTS_FRAGMENT, 1, part("b", "c"))
     send(Kind.INPUTS, 1, part("d"))
     assert outcomes_in(served.answer()) == ["a", "b", "c", "d"]
     send(Kind.INPUTS, 1, part("e"))
     assert outcomes_in(served.answer()) == ["e"]
-
-
-@serves(Grows)
-def test_outputs_larger_than_a_frame_come_in_parts(served: Served) -> None:
-    served.channel.send(Kind.INPUT_ATOMS, 5, codec.dumps([400_000] * 7))
-    sizes = []
-    while (frame := served.answer()).kind is Kind.OUTPUTS_PART:
-        assert len(frame.body) <= MEBI
-        sizes += [len(codec.loads(item)) for item in codec.loads(frame.body)]
-    sizes += [len(output) for output in outcomes_in(frame)]
-    assert sizes == [400_000] * 7

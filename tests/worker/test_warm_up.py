@@ -4,7 +4,9 @@ import io
 from typing import Any
 
 import pytest
-from sample_models import Echo, RaisesOnWarmUp, Warm, WarmsUpBadly
+from models.base import Echo
+from models.loading import RaisesOnWarmUp, WarmsUpBadly
+from models.ordinary import Warm
 
 from fast_batcher._worker.warm_up import warm_up
 from fast_batcher.errors import WorkerStartupError

@@ -1,0 +1,136 @@
+"""Explanation of a batcher's recent batches: what limits their size. Pure.
+
+Each batch votes with its requests for one cause: the reason for which it left, and whether others
+had to stay behind. What a setting would gain is read from a service model of the same batches.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fast_batcher._core.messages import Release
+from fast_batcher._core.service_model import ServiceModel
+from fast_batcher.stats import Cause, Explanation
+
+# A gain below this share of the capacity is within what the service model is off by.
+LEAST_GAIN = 0.05
+# From this share of the workers' time on, more capacity is worth a change.
+BUSY = 0.7
+
+
+class BatchSample(NamedTuple):
+    """One answered batch."""
+
+    # Moments: its worker began with it, and answered it.
+    began_at: float
+    answered_at: float
+    size: int
+    release: Release
+    # Requests that waited on when it left.
+    left_waiting: int
+    # Seconds that one of its requests had waited when the worker began, and those in the model.
+    waited: float
+    infer_seconds: float
+
+
+class Setup(NamedTuple):
+    """The settings that matter for an explanation."""
+
+    max_batch_size: int
+    num_workers: int
+    has_cost_limit: bool
+    is_grouped: bool
+
+
+def explain(samples: Sequence[BatchSample], setup: Setup) -> Explanation:
+    """Explain recent batches.
+
+    Args:
+        samples: The last batches, oldest first.
+        setup: The present settings.
+    """
+    if len(samples) < 2:
+        return Explanation()
+    began, ended = samples[0].began_at, max(one.answered_at for one in samples)
+    seconds = max(ended - began, 1e-9)
+    requests = sum(one.size for one in samples)
+    busy = sum(one.answered_at - one.began_at for one in samples) / (seconds * setup.num_workers)
+    votes: Counter[Cause] = Counter()
+    for one in samples:
+        votes[_find_cause(one, setup)] += one.size
+    (cause, _), *_ = votes.most_common(1)
+    service = ServiceModel()
+    for one in samples:
+        service.observe(one.size, one.answered_at - one.began_at)
+    full = setup.max_batch_size
+    capacity = setup.num_workers * full / service.median(full) if service.is_known else None
+    return Explanation(
+        batches=len(samples),
+        seconds=seconds,
+        requests_per_second=requests / seconds,
+        mean_batch_size=requests / len(samples),
+        busy=min(busy, 1.0),
+        capacity=capacity,
+        cause=cause,
+        advice=_advise(cause, samples, setup, service, busy),
+    )
+
+
+def _find_cause(sample: BatchSample, setup: Setup) -> Cause:
+    """Return the reason for which one batch was no larger."""
+    if sample.release is Release.RETRY:
+        return "retries"
+    if sample.release is Release.FULL:
+        if sample.size >= setup.max_batch_size:
+            return "max_batch_size"
+        return "cost" if setup.has_cost_limit else "memory"
+    if sample.left_waiting and setup.is_grouped:
+        return "groups"
+    if sample.left_waiting and setup.has_cost_limit:
+        return "cost"
+    by_release: dict[Release, Cause] = {
+        Release.HOLD: "hold",
+        Release.WINDOW: "window",
+        Release.DEADLINE: "deadline",
+    }
+    return by_release.get(sample.release, "arrivals")
+
+
+def _advise(
+    cause: Cause,
+    samples: Sequence[BatchSample],
+    setup: Setup,
+    service: ServiceModel,
+    busy: float,
+) -> str:
+    """Return what would change the size of the batches, and what it would gain."""
+    if cause == "max_batch_size":
+        return _advise_size(setup, service, busy)
+    if cause == "window":
+        waited = sum(one.waited * one.size for one in samples) / sum(one.size for one in samples)
+        return (
+            f"policy='adaptive' sends at once where waiting does not pay; requests wait "
+            f"{1000 * waited:.3g} ms now"
+        )
+    return {
+        "cost": "a higher max_batch_cost allows larger batches",
+        "groups": "fewer different keys of group_by allow larger batches",
+        "memory": "the model ran out of memory; larger batches are tried again from time to time",
+        "deadline": "deadlines or max_latency force batches to leave early",
+        "hold": "nothing to change: the hold ends when more requests are not worth the wait",
+        "retries": "requests are tried again after errors or lost workers; see the log",
+        "arrivals": "nothing to change: batches hold what arrives while a worker computes",
+    }[cause]
+
+
+def _advise_size(setup: Setup, service: ServiceModel, busy: float) -> str:
+    full = setup.max_batch_size
+    if busy < BUSY or not service.is_known:
+        return "nothing to change: the workers have time left"
+    gain = 2 * service.median(full) / service.median(2 * full) - 1
+    if gain < LEAST_GAIN:
+        return (
+            f"larger batches would not help: one of {2 * full} is predicted to take twice as long; "
+            f"num_workers={setup.num_workers + 1} helps if there is a core or GPU for it"
+        )
+    return f"max_batch_size={2 * full} is predicted to raise the capacity by {gain:.0%}"

@@ -1,0 +1,1033 @@
+"""`DynBatcher` on one event loop: calls, cancellation, deadlines, life, with real workers."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import gc
+import logging
+import math
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import psutil
+import pytest
+from models.base import Echo
+from models.crashing import Stuck
+from models.loading import NeverLoads, RaisesOnLoad
+from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Lengths, Slow, Whereabouts
+from models.raising import FailsPositions
+from models.returning import TellsArrival
+from waits import (
+    LIMIT,
+    ONE_LOOP,
+    SOON,
+    SOON_IN_WORKER,
+    Gate,
+    Visit,
+    Watch,
+    assert_balance,
+    both_loops,
+    call,
+    measured,
+    outcome,
+    turns,
+    until,
+)
+
+from fast_batcher import (
+    BatcherClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    DynBatcher,
+    NotReadyError,
+    QueueFullError,
+    WorkerStartupError,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """One loop, but for tests that are marked with `both_loops`."""
+    return getattr(request, "param", ONE_LOOP)
+
+
+async def begin(
+    batcher: DynBatcher[Any, Any], gate: Gate, *values: Any
+) -> tuple[list["asyncio.Task[Any]"], Visit]:
+    """Call with these values; the calls, and the visit of their batch, which has begun."""
+    calls = [call(batcher, value) for value in values]
+    return calls, await gate.visit()
+
+
+# --- settings that change -------------------------------------------------------------------------
+
+
+@both_loops
+async def test_settings_change_while_it_runs(gate: Gate) -> None:
+    async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, "running")]
+        visit = await gate.visit()
+        calls += [call(batcher, number) for number in range(3)]
+        await turns()
+        with pytest.raises(RuntimeError, match="belongs to the thread of the event loop"):
+            await asyncio.to_thread(batcher.reconfigure, max_batch_size=1)
+        batcher.reconfigure(max_batch_size=8, max_queue_size=1)
+        with pytest.raises(QueueFullError, match="max_queue_size=1"):
+            await batcher.process_batched("too many")
+        batcher.reconfigure(max_queue_size=None)
+        calls += [call(batcher, number) for number in range(3, 8)]
+        await turns()
+        notes = [visit.note]
+        for _ in range(2):
+            visit.let_on()
+            visit = await gate.visit()
+            notes.append(visit.note)
+        visit.let_on()
+        assert notes == [["running"], [0, 1], [2, 3, 4, 5, 6, 7]]
+        assert await asyncio.gather(*calls) == ["running", *range(8)]
+
+
+async def test_one_wrong_setting_changes_none() -> None:
+    wrong: list[dict[str, Any]] = [
+        {"max_batch_size": 0},
+        {"max_batch_size": 8, "max_latency": -1.0},
+        {"max_latency": 0.1, "max_queue_size": 1.5},
+        {"max_batch_size": 8, "max_delay": math.nan},
+        {"max_batch_size": 8, "num_workers": 2},
+    ]
+    async with DynBatcher(BatchSize, 4) as batcher:
+        for changes in wrong:
+            with pytest.raises(ConfigurationError):
+                batcher.reconfigure(**changes)
+            calls = [call(batcher, number) for number in range(8)]
+            assert await asyncio.gather(*calls) == [4] * 8
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+async def test_falsy_inputs_come_back_as_they_went() -> None:
+    """Fault F70; and the model may be named by a string."""
+    values: list[Any] = [None, 0, 0.0, "", b"", [], {}, (), False, math.inf, "text", {"a": [None]}]
+    async with DynBatcher[Any, Any]("models.base:Echo") as batcher:
+        for value in values:
+            output = await batcher.process_batched(value)
+            assert output == value
+            assert type(output) is type(value)
+        outputs = await batcher.process_many(values)
+        assert outputs == values
+        assert [type(output) for output in outputs] == [type(value) for value in values]
+
+
+@both_loops
+async def test_each_caller_gets_its_own_answer() -> None:
+    async with DynBatcher(Echo, 7) as batcher:
+        values = list(range(1000))
+        random.shuffle(values)
+        calls = []
+        for value in values:
+            calls.append(call(batcher, value))
+            if random.random() < 0.2:
+                await turns(1)
+        assert await asyncio.gather(*calls) == values
+        assert assert_balance(batcher).completed == 1000
+
+
+async def test_an_exception_at_a_position_fails_that_request_alone() -> None:
+    """Fault F28."""
+    async with DynBatcher(FailsPositions) as batcher:
+        calls = [call(batcher, text) for text in ("one", "bad", "two")]
+        one, bad, two = [await outcome(task) for task in calls]
+        assert (one, two) == ("one", "two")
+        assert isinstance(bad, ValueError)
+        assert str(bad) == "this one is bad"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.failed) == (2, 1)
+
+
+async def test_a_wrong_timeout_is_refused_and_nothing_is_queued() -> None:
+    async with DynBatcher(Echo) as batcher:
+        for timeout in [0, -1, math.nan, "1", True, [1]]:
+            wrong: Any = {"timeout": timeout}
+            with pytest.raises(ConfigurationError, match=r"timeout=.*more than 0"):
+                await batcher.process_batched(1, **wrong)
+            with pytest.raises(ConfigurationError, match="timeout="):
+                await batcher.process_many([1], **wrong)
+            with pytest.raises(ConfigurationError, match="timeout="):
+                batcher.submit(1, **wrong)
+        assert batcher.stats.submitted == 0
+        assert await batcher.process_batched(1, timeout=math.inf) == 1
+
+
+# --- cancellation ---------------------------------------------------------------------------------
+
+
+def task_cancel(batcher: DynBatcher[Any, Any], value: Any) -> tuple["asyncio.Task[Any]", Any]:
+    task = call(batcher, value)
+    return task, task.cancel
+
+
+def cancel_scope(batcher: DynBatcher[Any, Any], value: Any) -> tuple["asyncio.Task[Any]", Any]:
+    scope = anyio.CancelScope()
+
+    async def run() -> Any:
+        with scope:
+            return await batcher.process_batched(value)
+        return asyncio.CancelledError()
+
+    return asyncio.create_task(run()), scope.cancel
+
+
+def task_group(batcher: DynBatcher[Any, Any], value: Any) -> tuple["asyncio.Task[Any]", Any]:
+    """A sibling's failure cancels it, and anyio goes on cancelling at every wait."""
+    ended = asyncio.Event()
+
+    async def fail() -> None:
+        await ended.wait()
+        raise ZeroDivisionError
+
+    async def run() -> Any:
+        with contextlib.suppress(ExceptionGroup):
+            async with anyio.create_task_group() as group:
+                group.start_soon(fail)
+                output = await batcher.process_batched(value)
+                group.cancel_scope.cancel()
+                return output
+        return asyncio.CancelledError()
+
+    return asyncio.create_task(run()), ended.set
+
+
+Cancellable = Callable[[DynBatcher[Any, Any], Any], tuple["asyncio.Task[Any]", Any]]
+ways_to_cancel = pytest.mark.parametrize("start", [task_cancel, cancel_scope, task_group])
+
+
+@both_loops
+@ways_to_cancel
+@pytest.mark.parametrize("victims", [{1}, {0, 2}, {0, 1, 2}], ids=str)
+async def test_requests_of_a_running_batch_are_cancelled_and_all_others_get_their_own_answers(
+    gate: Gate, start: Cancellable, victims: set[int]
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        started = [start(batcher, number) for number in range(3)]
+        visit = await gate.visit()
+        assert visit.note == [0, 1, 2]
+        for victim in victims:
+            started[victim][1]()
+        for victim in victims:
+            assert isinstance(await outcome(started[victim][0]), asyncio.CancelledError)
+        stats = assert_balance(batcher)
+        assert (stats.cancelled, stats.running) == (len(victims), 3 - len(victims))
+        late = call(batcher, "late")
+        visit.let_on()
+        for number in {0, 1, 2} - victims:
+            assert await outcome(started[number][0]) == number
+        visit = await gate.visit()
+        assert visit.note == ["late"]
+        visit.let_on()
+        assert await outcome(late) == "late"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled) == (4 - len(victims), len(victims))
+
+
+@ways_to_cancel
+@pytest.mark.parametrize("victims", [{0, 2}, {0, 1, 2, 3}], ids=str)
+async def test_a_waiting_request_that_is_cancelled_is_never_computed(
+    gate: Gate, start: Cancellable, victims: set[int]
+) -> None:
+    others = sorted({0, 1, 2, 3} - victims)
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        (first,), visit = await begin(batcher, gate, "first")
+        started = [start(batcher, number) for number in range(4)]
+        await turns()
+        assert assert_balance(batcher).waiting == 4
+        for number in victims:
+            started[number][1]()
+            assert isinstance(await outcome(started[number][0]), asyncio.CancelledError)
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.cancelled) == (len(others), len(victims))
+        visit.let_on()
+        if others:
+            visit = await gate.visit()
+            assert visit.note == others
+            visit.let_on()
+        assert await outcome(first) == "first"
+        assert [await outcome(started[number][0]) for number in others] == others
+        assert batcher.stats.batches == 1 + bool(others)
+
+
+async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate) -> None:
+    """The caller is cancelled after its future was settled, before it could look."""
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        calls = [call(batcher, number) for number in range(2)]
+        (await gate.visit()).let_on()
+        await until(lambda: batcher.stats.completed == 2)
+        calls[0].cancel()
+        assert await outcome(calls[1]) == 1
+        await asyncio.gather(calls[0], return_exceptions=True)
+        assert_balance(batcher)
+
+
+@both_loops
+async def test_a_storm_of_cancellations_harms_no_other_call() -> None:
+    async with DynBatcher(
+        Slow, 8, model_args=(0.0001,), num_workers=2, max_queue_size=2000
+    ) as batcher:
+        calls = []
+        victims = set()
+        for number in range(2000):
+            calls.append(call(batcher, number))
+            if random.random() < 0.3:
+                victim = random.randrange(len(calls))
+                if calls[victim].cancel():
+                    victims.add(victim)
+            if random.random() < 0.1:
+                await turns(random.randrange(3))
+                assert_balance(batcher)
+        outcomes = [await outcome(task) for task in calls]
+        for number, result in enumerate(outcomes):
+            if number in victims:
+                assert isinstance(result, asyncio.CancelledError) or result == number
+            else:
+                assert result == number
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.running, stats.failed, stats.expired) == (0, 0, 0, 0)
+
+
+# --- deadlines ------------------------------------------------------------------------------------
+
+
+@both_loops
+async def test_a_running_request_expires_its_result_is_dropped_and_the_next_call_is_right(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fault F36; and its short timeout does not make the worker not ready."""
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        patient = call(batcher, "patient")
+        hasty = call(batcher, "hasty", timeout=SOON)
+        visit = await gate.visit()
+        error = await outcome(hasty)
+        assert isinstance(error, DeadlineExceededError)
+        assert str(error) == f"the model had not answered within its timeout of {SOON} seconds"
+        next_call = call(batcher, "next")
+        assert_balance(batcher)
+        await turns()
+        assert batcher.is_ready
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+        visit.let_on()
+        assert await outcome(patient) == "patient"
+        (await gate.visit()).let_on()
+        assert await outcome(next_call) == "next"
+        stats = assert_balance(batcher)
+        assert (stats.expired, stats.completed) == (1, 2)
+
+
+async def test_a_worker_that_computes_longer_than_the_timeout_is_not_ready_until_it_answers(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(Gated, model_args=(gate.path,), timeout=SOON) as batcher:
+        hasty, visit = await begin(batcher, gate, *range(2))
+        assert batcher.stats.workers_ready == 1
+        for task in hasty:
+            assert isinstance(await outcome(task), DeadlineExceededError)
+        await until(lambda: not batcher.is_ready)
+        assert batcher.stats.workers_ready == 0
+        with pytest.raises(NotReadyError, match=rf"within its timeout of {SOON} seconds"):
+            await batcher.process_batched("not ready")
+        warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
+        assert len(warnings) == 1
+        assert f"it has computed one batch for timeout={SOON} seconds" in warnings[0].getMessage()
+        assert "infer_timeout alone, which is not set" in warnings[0].getMessage()
+        waiting = call(batcher, "waiting", timeout=LIMIT)
+        visit.let_on()
+        (await gate.visit()).let_on()
+        assert await outcome(waiting) == "waiting"
+        assert batcher.stats.workers_ready == 1
+        assert_balance(batcher)
+
+
+async def test_the_deadline_covers_the_start_of_the_workers(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    with pytest.raises(NotReadyError, match=rf"within its timeout of {SOON} seconds"):
+        await batcher.process_batched(1, timeout=SOON)
+    (await gate.visit()).let_on()
+    assert await batcher.process_batched(2) == 2
+    stats = assert_balance(batcher)
+    assert (stats.expired, stats.completed) == (1, 1)
+    await batcher.aclose()
+
+
+@both_loops
+async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
+    gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fault F20."""
+    async with DynBatcher(Holds, model_args=(gate.path,), infer_timeout=SOON_IN_WORKER) as batcher:
+        stuck = [call(batcher, "hold") for _ in range(2)]
+        visit = await gate.visit()
+        waiting = [call(batcher, number) for number in range(3)]
+        with Watch([visit.pid]) as worker:
+            for task in stuck:
+                error = await outcome(task)
+                assert isinstance(error, DeadlineExceededError)
+                assert f"longer than infer_timeout={SOON_IN_WORKER} seconds" in str(error)
+            await worker.until_dead()
+        assert [await outcome(task) for task in waiting] == [0, 1, 2]
+        stats = assert_balance(batcher)
+        assert (stats.expired, stats.completed, stats.restarts) == (2, 3, 1)
+    assert f"took longer than infer_timeout={SOON_IN_WORKER}" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["holding the GIL", "ignoring SIGTERM"])
+async def test_infer_timeout_ends_any_stuck_worker(gate: Gate, how: str) -> None:
+    """Fault F21."""
+    async with DynBatcher(
+        Stuck, model_args=(gate.path, how), infer_timeout=SOON_IN_WORKER, stop_timeout=0.2
+    ) as batcher:
+        (stuck,), visit = await begin(batcher, gate, "stuck")
+        with Watch([visit.pid]) as worker:
+            assert isinstance(await outcome(stuck), DeadlineExceededError)
+            await worker.until_dead()
+        (following,), visit = await begin(batcher, gate, "following")
+        assert visit.note == ["following"]
+        following.cancel()
+
+
+# --- the queue's limit ----------------------------------------------------------------------------
+
+
+async def test_a_full_queue_refuses_at_once_and_has_room_again_later(gate: Gate) -> None:
+    """Fault F62."""
+    async with DynBatcher(Holds, model_args=(gate.path,), max_queue_size=3) as batcher:
+        (first,), visit = await begin(batcher, gate, "hold")
+        waiting = [call(batcher, number) for number in range(3)]
+        await turns()
+        with pytest.raises(QueueFullError, match=r"3 requests wait already \(max_queue_size=3\)"):
+            await batcher.process_batched(3)
+        with pytest.raises(QueueFullError):
+            await batcher.process_many([3, 4])
+        stats = assert_balance(batcher)
+        assert (stats.rejected, stats.waiting, stats.submitted) == (2, 3, 4)
+        waiting.pop().cancel()
+        await turns()
+        room = call(batcher, "room")
+        visit.let_on()
+        assert [await outcome(task) for task in (first, *waiting, room)] == ["hold", 0, 1, "room"]
+        assert await batcher.process_batched("more room") == "more room"
+        assert_balance(batcher)
+
+
+class Weighed:
+    """Counts how often it is pickled."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.times += 1
+        return str, ("an input",)
+
+
+async def test_a_queue_that_is_full_of_bytes_refuses_at_once(gate: Gate) -> None:
+    """Fault F62."""
+    settings: dict[str, Any] = {"max_queue_bytes": 1000, "max_queue_size": 2}
+    async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
+        running = [call(batcher, "x" * 900)]
+        visit = await gate.visit()
+        # One that runs, one that is sent behind it, and one that waits.
+        running.append(call(batcher, "x" * 900))
+        await turns()
+        waiting = call(batcher, "x" * 900)
+        error = await outcome(call(batcher, "x" * 101))
+        assert isinstance(error, QueueFullError)
+        assert "max_queue_bytes=1000" in str(error)
+        assert not waiting.done()
+        fitting = call(batcher, "x" * 50)
+        await turns()
+        assert batcher.stats.waiting == 2
+        # For which there is no room in any case.
+        unweighed = Weighed()
+        assert isinstance(await outcome(call(batcher, unweighed)), QueueFullError)
+        assert unweighed.times == 0
+        visit.let_on()
+        gate.close()
+        for task in (*running, waiting, fitting):
+            assert isinstance(await outcome(task), str)
+
+
+async def test_many_wait_for_room_in_bytes_as_well() -> None:
+    settings: dict[str, Any] = {"max_queue_bytes": 10_000}
+    async with DynBatcher(Lengths, 8, **settings) as batcher:
+        assert await batcher.process_many([b"x" * 3000] * 50) == [3000] * 50
+        assert batcher.stats.rejected == 0
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+async def test_many_come_back_in_order_and_nothing_is_an_empty_list() -> None:
+    """Fault F70; the queue has room for less than a call has in flight."""
+    async with DynBatcher(Echo, 4, max_queue_size=2) as batcher:
+        assert await batcher.process_many([]) == []
+        assert batcher.stats.submitted == 0
+        assert await batcher.process_many(range(101)) == list(range(101))
+        assert await batcher.process_many(iter("abc")) == ["a", "b", "c"]
+        assert assert_balance(batcher).completed == 104
+    # Two callers share a queue that has room for less than they have.
+    async with DynBatcher(Echo, 2, max_queue_size=8) as batcher:
+        starts = [0, 50]
+        calls = [asyncio.create_task(batcher.process_many(range(n, n + 50))) for n in starts]
+        assert [await outcome(one) for one in calls] == [[*range(n, n + 50)] for n in starts]
+        assert assert_balance(batcher).rejected == 0
+
+
+@pytest.mark.parametrize("text", ["abc", b"abc"])
+async def test_one_text_is_not_many_inputs(text: Any) -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher(Echo)
+    with pytest.raises(ConfigurationError, match=r"values is of type .*: give a list of inputs"):
+        await batcher.process_many(text)
+    await batcher.aclose()
+
+
+async def test_many_with_the_default_timeout_wait_for_it_and_are_not_refused() -> None:
+    async with DynBatcher(Slow, 1, model_args=(0.02,), timeout=SOON) as batcher:
+        await batcher.process_many(range(4), timeout=LIMIT)
+        calls = [call(batcher, number, timeout=LIMIT) for number in range(100)]
+        await turns()
+        with pytest.raises(DeadlineExceededError, match="the answer would take") as caught:
+            await batcher.process_batched("in a hurry", timeout=SOON)
+        assert caught.value.retry_after is not None
+        with pytest.raises(DeadlineExceededError) as caught:
+            await batcher.process_many(["patient"])
+        assert caught.value.retry_after is None
+        assert (batcher.stats.rejected, batcher.stats.expired) == (1, 1)
+        for one in calls:
+            one.cancel()
+
+
+async def test_many_are_cancelled_together(gate: Gate) -> None:
+    async with DynBatcher(Gated, 2, model_args=(gate.path,)) as batcher:
+        many = asyncio.create_task(batcher.process_many(range(20)))
+        await gate.visit()
+        other = call(batcher, "other")
+        await turns()
+        many.cancel()
+        assert isinstance(await outcome(many), asyncio.CancelledError)
+        stats = assert_balance(batcher)
+        assert (stats.running, stats.waiting) == (0, 1)
+        gate.close()
+        assert await outcome(other) == "other"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled) == (1, stats.submitted - 1)
+
+
+async def test_the_first_error_of_many_is_raised_and_the_others_are_abandoned() -> None:
+    async with DynBatcher(FailsPositions, 2) as batcher:
+        with pytest.raises(ValueError, match="this one is bad"):
+            await batcher.process_many(["one", "two", "three", "bad", "bad", *"x" * 50])
+        assert await batcher.process_many(["four", "five"]) == ["four", "five"]
+        stats = assert_balance(batcher)
+        assert (stats.running, stats.waiting) == (0, 0)
+        # No more than the two batches that may be under way were ever queued behind the bad one.
+        assert stats.submitted <= 4 + 2 * 2 + 2
+
+
+class Bad(str):
+    """An input that fails, and can be seen to go."""
+
+    def __reduce__(self) -> Any:
+        return str, ("bad",)
+
+
+async def test_a_call_that_fails_keeps_its_input_no_longer_than_its_error() -> None:
+    async with DynBatcher(FailsPositions) as batcher:
+        gc.disable()
+        try:
+            value = Bad("bad")
+            reference = weakref.ref(value)
+            with pytest.raises(ValueError, match="this one is bad"):
+                await batcher.process_batched(value)
+            del value
+            await until(lambda: reference() is None)
+        finally:
+            gc.enable()
+
+
+# --- submit ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def threads() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
+    with concurrent.futures.ThreadPoolExecutor(8) as executor:
+        yield executor
+
+
+Threads = concurrent.futures.ThreadPoolExecutor
+
+
+@both_loops
+async def test_submit_serves_many_threads_at_once(threads: Threads) -> None:
+    """Fault F48."""
+    async with DynBatcher(Echo, 8) as batcher:
+
+        def work(start: int) -> list[int]:
+            futures = [batcher.submit(start + number) for number in range(100)]
+            return [future.result(LIMIT) for future in futures]
+
+        loop = asyncio.get_running_loop()
+        starts = range(0, 800, 100)
+        results = await asyncio.gather(
+            *[loop.run_in_executor(threads, work, start) for start in starts]
+        )
+        assert results == [list(range(start, start + 100)) for start in starts]
+        assert assert_balance(batcher).completed == 800
+
+
+def _errors_of(
+    future: "concurrent.futures.Future[Any]",
+) -> "concurrent.futures.Future[Any]":
+    """A future for the error of a future, None if it has a result."""
+    errors: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.add_done_callback(lambda done: errors.set_result(done.exception()))
+    return errors
+
+
+async def test_a_submitted_request_is_cancelled_from_its_thread(
+    threads: Threads, gate: Gate
+) -> None:
+    """Two that run and three that wait; the second of each is cancelled."""
+    loop = asyncio.get_running_loop()
+    async with DynBatcher(Gated, model_args=(gate.path,)) as batcher:
+        running = [batcher.submit(number) for number in range(2)]
+        visit = await gate.visit()
+        waiting = [batcher.submit(number) for number in range(2, 5)]
+        await turns()
+        for future in (running[1], waiting[1]):
+            assert await loop.run_in_executor(threads, future.cancel)
+        # And one before the loop has seen it.
+        assert batcher.submit("unseen").cancel()
+        await turns()
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.cancelled) == (2, 3)
+        visit.let_on()
+        visit = await gate.visit()
+        assert visit.note == [2, 4]
+        visit.let_on()
+        results = [await asyncio.wrap_future(one) for one in (running[0], *waiting[::2])]
+        assert results == [0, 2, 4]
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_submitted_request_is_cancelled_while_its_answer_is_read(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with DynBatcher(Echo) as batcher:
+        futures = [batcher.submit(TellsArrival()) for _ in range(1 + others)]
+        monkeypatch.setattr(TellsArrival, "listeners", [futures[0].cancel])
+        for future in futures[1:]:
+            assert isinstance(await asyncio.wrap_future(future), TellsArrival)
+        await until(futures[0].cancelled)
+        assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled, stats.restarts) == (1 + others, 1, 0)
+
+
+def test_when_the_loop_has_closed_what_was_submitted_fails_at_the_stop_and_no_more_is_taken() -> (
+    None
+):
+    loop = asyncio.new_event_loop()
+    batcher = DynBatcher(Echo)
+    loop.run_until_complete(batcher.open())
+    # The loop will never have the turn in which it would see this.
+    future = batcher.submit(1)
+    loop.close()
+    with pytest.raises(NotReadyError, match="the event loop that served it is closed"):
+        batcher.submit(2)
+    batcher.stop()
+    with pytest.raises(BatcherClosedError):
+        future.result(LIMIT)
+
+
+# --- opening --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["stop", "aclose"])
+async def test_constructing_without_a_loop_starts_nothing_and_the_end_is_the_end(end: str) -> None:
+    """Fault F50."""
+    process = psutil.Process()
+
+    def construct() -> DynBatcher[Any, Any]:
+        before = process.children(), threading.active_count()
+        batcher = DynBatcher(Echo)
+        assert (process.children(), threading.active_count()) == before
+        return batcher
+
+    batcher = await asyncio.to_thread(construct)
+    children = process.children()
+    assert (batcher.state, batcher.is_ready) == ("new", False)
+    if end == "stop":
+        batcher.stop()
+    else:
+        await batcher.aclose()
+    assert batcher.state == "closed"
+    with pytest.raises(BatcherClosedError):
+        await batcher.process_batched(1)
+    assert process.children() == children
+
+
+async def test_without_auto_open_a_call_says_what_to_do() -> None:
+    batcher = DynBatcher(Echo, auto_open=False)
+    await asyncio.sleep(0)
+    assert batcher.state == "new"
+    remedy = r"opened.*FastAPI\(lifespan=batcher.lifespan\).*TestClient"
+    with pytest.raises(NotReadyError, match=remedy):
+        await batcher.process_batched(1)
+    with pytest.raises(NotReadyError, match=remedy):
+        await batcher.process_many([1])
+    with pytest.raises(NotReadyError, match=remedy):
+        batcher.submit(1)
+    async with batcher:
+        assert await batcher.process_batched(1) == 1
+        assert await asyncio.wrap_future(batcher.submit(1)) == 1
+        batcher.begin_drain()
+        with pytest.raises(BatcherClosedError, match="draining"):
+            batcher.submit(2)
+    with pytest.raises(BatcherClosedError, match="closed"):
+        batcher.submit(3)
+
+
+async def test_the_first_call_opens_a_batcher_and_opening_it_twice_is_opening_once() -> None:
+    batcher = await asyncio.to_thread(DynBatcher, Whereabouts)
+    assert batcher.state == "new"
+    pid = await batcher.process_batched(None)
+    await asyncio.gather(batcher.open(), batcher.open())
+    assert await batcher.process_batched(None) == pid
+    await batcher.open()
+    async with batcher:
+        assert await batcher.process_batched(None) == pid
+    assert batcher.state == "closed"
+
+
+@both_loops
+async def test_cancelling_open_leaves_the_workers_loading(gate: Gate) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    opening = asyncio.create_task(batcher.open())
+    visit = await gate.visit()
+    opening.cancel()
+    assert isinstance(await outcome(opening), asyncio.CancelledError)
+    visit.let_on()
+    await batcher.open()
+    assert await batcher.process_batched(1) == 1
+    await batcher.aclose()
+
+
+@both_loops
+async def test_a_closed_batcher_can_be_opened_again() -> None:
+    batcher = DynBatcher(Whereabouts)
+    pids = set()
+    for _ in range(3):
+        async with batcher:
+            pids.add(await batcher.process_batched(None))
+        with pytest.raises(BatcherClosedError):
+            await batcher.process_batched(None)
+    assert len(pids) == 3
+    stats = assert_balance(batcher)
+    assert (stats.state, stats.completed, stats.rejected) == ("closed", 3, 3)
+
+
+@both_loops
+async def test_a_batcher_that_was_opened_again_is_not_closed_by_the_closing_before(
+    gate: Gate,
+) -> None:
+    batcher = DynBatcher(Holds, model_args=(gate.path,), stop_timeout=SOON)
+    await batcher.open()
+    held = call(batcher, "hold")
+    await gate.visit()
+    closing = asyncio.create_task(batcher.aclose())
+    await turns()
+    batcher.stop()
+    await batcher.open()
+    assert await outcome(closing) is None
+    assert isinstance(await outcome(held), BatcherClosedError)
+    assert await batcher.process_batched("open") == "open"
+    await batcher.aclose()
+
+
+@both_loops
+@pytest.mark.parametrize("end", ["stop", "aclose"])
+async def test_open_fails_when_the_batcher_is_ended_while_it_opens(gate: Gate, end: str) -> None:
+    batcher = DynBatcher(NeverLoads, model_args=(gate.path,), stop_timeout=SOON)
+    opening = asyncio.create_task(batcher.open())
+    visit = await gate.visit()
+    with Watch([visit.pid]) as worker:
+        if end == "stop":
+            batcher.stop()
+        else:
+            await batcher.aclose()
+        assert worker.survivors(0.0) == []
+    assert isinstance(await outcome(opening), BatcherClosedError)
+
+
+# --- closing --------------------------------------------------------------------------------------
+
+
+@both_loops
+@pytest.mark.parametrize("way", ["aclose", "begin_drain"])
+async def test_the_end_refuses_new_calls_and_finishes_what_has_been_accepted(
+    gate: Gate, way: str
+) -> None:
+    batcher = DynBatcher(Gated, 2, model_args=(gate.path,))
+    await batcher.open()
+    accepted, visit = await begin(batcher, gate, *range(7))
+    assert (batcher.state, batcher.is_ready) == ("open", True)
+    batcher.begin_drain()
+    batcher.begin_drain()
+    closing = asyncio.create_task(batcher.aclose() if way == "aclose" else turns())
+    await turns()
+    assert (batcher.state, batcher.is_ready) == ("draining", False)
+    with pytest.raises(BatcherClosedError, match="draining"):
+        await batcher.process_batched("too late")
+    with Watch([visit.pid]) as worker:
+        gate.close()
+        assert [await outcome(task) for task in accepted] == list(range(7))
+        assert await outcome(closing) is None
+        if way == "begin_drain":
+            assert batcher.state == "draining"
+            await batcher.aclose()
+        assert worker.survivors(0.0) == []
+    stats = assert_balance(batcher)
+    assert (stats.state, stats.completed, stats.rejected) == ("closed", 7, 1)
+
+
+@both_loops
+@pytest.mark.parametrize("count", [1, 3], ids=["in the turn of aclose", "before"])
+async def test_draining_does_not_wait_for_the_window_of_the_fixed_policy(count: int) -> None:
+    """Calls of the turn in which `aclose` is called are finished, too."""
+    batcher = DynBatcher(Echo, policy="fixed", max_delay=2 * LIMIT, timeout=None)
+    await batcher.open()
+    accepted = [call(batcher, number) for number in range(3)]
+    await turns(count)
+    assert assert_balance(batcher).waiting == (3 if count > 1 else 0)
+    async with asyncio.timeout(LIMIT):
+        await batcher.aclose()
+    assert [await outcome(task) for task in accepted] == [0, 1, 2]
+    assert batcher.stats.releases == {"drain": 1}
+
+
+@both_loops
+async def test_what_is_not_finished_within_drain_timeout_fails(gate: Gate) -> None:
+    batcher = DynBatcher(
+        Stuck, 2, model_args=(gate.path, "plainly"), drain_timeout=SOON, stop_timeout=SOON
+    )
+    await batcher.open()
+    accepted, visit = await begin(batcher, gate, *range(5))
+    with Watch([visit.pid]) as worker:
+        async with asyncio.timeout(LIMIT):
+            await batcher.aclose()
+        assert worker.survivors(0.0) == []
+    for task in accepted:
+        error = await outcome(task)
+        assert isinstance(error, BatcherClosedError)
+        assert "was closed before it had answered" in str(error)
+    assert assert_balance(batcher).failed == 5
+
+
+async def test_a_call_after_the_end_is_refused_at_once() -> None:
+    """Fault F50; it may end by an exception in the body."""
+    with pytest.raises(ZeroDivisionError):
+        async with DynBatcher(Echo, name="closed one") as batcher:
+            raise ZeroDivisionError
+    with measured(0.01, "a call after the end is refused"):
+        async with asyncio.timeout(LIMIT):
+            with pytest.raises(
+                BatcherClosedError, match=r"closed one is closed.*opens a closed batcher again"
+            ):
+                await batcher.process_batched(1)
+    with pytest.raises(BatcherClosedError):
+        await batcher.process_many([1])
+    stats = assert_balance(batcher)
+    assert (stats.rejected, stats.submitted) == (2, 0)
+
+
+@both_loops
+@pytest.mark.parametrize("while_it", ["drains", "ends its workers"])
+async def test_a_cancelled_aclose_kills_the_workers_at_once(gate: Gate, while_it: str) -> None:
+    drain_timeout = 2 * LIMIT if while_it == "drains" else 0.0
+    batcher = DynBatcher(
+        Stuck,
+        model_args=(gate.path, "plainly"),
+        drain_timeout=drain_timeout,
+        stop_timeout=2 * LIMIT,
+    )
+    await batcher.open()
+    (running,), visit = await begin(batcher, gate, "running")
+    closing = asyncio.create_task(batcher.aclose())
+    also_closing = asyncio.create_task(batcher.aclose())
+    if while_it == "drains":
+        await turns()
+    else:
+        assert isinstance(await outcome(running), BatcherClosedError)
+    with Watch([visit.pid]) as worker:
+        closing.cancel()
+        assert isinstance(await outcome(closing), asyncio.CancelledError)
+        assert worker.survivors(0.0) == []
+    assert await outcome(also_closing) is None
+    assert isinstance(await outcome(running), BatcherClosedError)
+    assert batcher.state == "closed"
+    assert_balance(batcher)
+
+
+@both_loops
+@pytest.mark.parametrize("how", ["plainly", "ignoring SIGTERM"])
+@pytest.mark.parametrize("thread", ["this thread", "another thread"])
+async def test_stop_fails_what_is_running_and_waiting_and_ends_the_worker(
+    gate: Gate, how: str, thread: str
+) -> None:
+    batcher = DynBatcher(Stuck, model_args=(gate.path, how), stop_timeout=SOON)
+    await batcher.open()
+    accepted, visit = await begin(batcher, gate, 0, 1)
+    accepted += [call(batcher, number) for number in (2, 3)]
+    submitted = [batcher.submit("waiting")]
+    await turns()
+    accepted.append(call(batcher, "unseen"))
+    await turns(1)
+    submitted.append(batcher.submit("unseen"))
+    with Watch([visit.pid]) as worker:
+        if thread == "this thread":
+            batcher.stop()
+        else:
+            await asyncio.to_thread(batcher.stop)
+        assert worker.survivors(0.0) == []
+    for task in accepted:
+        assert isinstance(await outcome(task), BatcherClosedError)
+    for future in submitted:
+        assert isinstance(await asyncio.wrap_future(_errors_of(future)), BatcherClosedError)
+    stats = assert_balance(batcher)
+    assert (stats.submitted, stats.failed) == (7, 7)
+    batcher.stop()
+
+
+@both_loops
+async def test_stop_may_be_called_by_the_callback_of_an_answer(gate: Gate) -> None:
+    """In the middle of settling a batch: the others of it have their answers all the same."""
+    batcher = DynBatcher(Holds, 3, model_args=(gate.path,), stop_timeout=SOON)
+    await batcher.open()
+    futures = [batcher.submit(value) for value in ("hold", 1, 2)]
+    futures[0].add_done_callback(lambda _: batcher.stop())
+    visit = await gate.visit()
+    waiting = call(batcher, "waiting")
+    await turns()
+    visit.let_on()
+    assert [await asyncio.wrap_future(future) for future in futures] == ["hold", 1, 2]
+    # It was sent to the worker before the batch was settled.
+    assert isinstance(await outcome(waiting), BatcherClosedError)
+    assert batcher.state == "closed"
+    stats = assert_balance(batcher)
+    assert (stats.completed, stats.failed) == (3, 1)
+
+
+@pytest.mark.parametrize(("end", "answered"), [("stop", 0), ("aclose", 0), ("aclose", 3)])
+async def test_the_end_lets_the_model_close_and_may_be_called_again(
+    tmp_path: Path, end: str, answered: int
+) -> None:
+    """Fault F50."""
+    path = tmp_path / "log"
+    batcher = DynBatcher(Closes, model_args=(str(path),), num_workers=2, stop_timeout=LIMIT)
+    await batcher.open()
+    await batcher.process_many(range(answered))
+    if end == "stop":
+        batcher.stop()
+    else:
+        await asyncio.gather(batcher.aclose(), batcher.aclose(), batcher.aclose())
+    assert path.read_text() == "closed\nclosed\n"
+    await batcher.aclose()
+    batcher.stop()
+    batcher.stop()
+    batcher.begin_drain()
+    assert batcher.state == "closed"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_a_lifespan_opens_and_closes_and_need_not_wait_for_the_model(
+    gate: Gate, waits: bool
+) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,))
+    if waits:
+        gate.close()
+    async with (batcher.lifespan if waits else batcher.lifespan(wait_ready=False))(object()):
+        assert (batcher.state, batcher.is_ready) == ("open" if waits else "opening", waits)
+        early = call(batcher, "early")
+        if not waits:
+            visit = await gate.visit()
+            assert assert_balance(batcher).waiting == 1
+            visit.let_on()
+        assert await outcome(early) == "early"
+        assert (batcher.state, batcher.is_ready) == ("open", True)
+    assert batcher.state == "closed"
+
+
+@both_loops
+async def test_the_workers_of_a_failed_start_are_gone_and_every_call_tells_why() -> None:
+    before = psutil.Process().children()
+    batcher = DynBatcher(RaisesOnLoad, num_workers=2)
+    early = call(batcher, "early")
+    with pytest.raises(WorkerStartupError, match=r"FileNotFoundError: no weights"):
+        await batcher.open()
+    assert psutil.Process().children() == before
+    assert isinstance(await outcome(early), WorkerStartupError)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(WorkerStartupError) as caught:
+            await batcher.process_batched(1)
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+    assert "in __init__" in str(errors[0].__cause__)
+    with pytest.raises(WorkerStartupError):
+        await batcher.open()
+    with pytest.raises(WorkerStartupError):
+        batcher.submit(1)
+    assert (batcher.state, batcher.is_ready) == ("broken", False)
+    assert isinstance(batcher.start_error, WorkerStartupError)
+    assert_balance(batcher)
+    await batcher.aclose()
+    assert batcher.state == "closed"
+
+
+# --- what can be seen of it -----------------------------------------------------------------------
+
+
+async def test_repr_is_a_status_line(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), name="embedder") as batcher:
+        (held,), visit = await begin(batcher, gate, "hold")
+        waiting = call(batcher, 1)
+        await turns()
+        busy = "<DynBatcher 'embedder' open workers=1/1 waiting=1 running=1 completed=0 failed=0>"
+        assert repr(batcher) == busy
+        visit.let_on()
+        await asyncio.gather(held, waiting)
+    end = "<DynBatcher 'embedder' closed workers=0/1 waiting=0 running=0 completed=2 failed=0>"
+    assert repr(batcher) == end
+
+
+async def test_every_move_of_its_life_is_one_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, logger="fast_batcher"):
+        async with DynBatcher(Echo, name="logged"):
+            pass
+    moves = [message for message in caplog.messages if "->" in message]
+    assert moves == [
+        "logged: new -> opening (open)",
+        "logged: opening -> open (all workers ready)",
+        "logged: open -> draining (drain)",
+        "logged: draining -> closed (close)",
+    ]
+
+
+# --- several workers ------------------------------------------------------------------------------

@@ -1,0 +1,298 @@
+"""The settings of a batcher: one table of what each takes and refuses, and where each is written.
+
+A batcher is refused at construction, before anything is started.
+"""
+
+import dataclasses
+import inspect
+import multiprocessing
+import os
+import re
+import sys
+from math import inf, nan
+from typing import Any, get_type_hints
+
+import pytest
+from models.base import Echo
+from paths import ROOT
+
+from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher.observing import Observer
+from fast_batcher.settings import BatcherOptions, Reconfiguration, Settings
+
+YEAR = 365 * 24 * 3600
+MEBI = 2**20
+
+
+def construct(model: Any = Echo, **settings: Any) -> DynBatcher[Any, Any]:
+    """A batcher; there is no loop, so that it starts nothing."""
+    return DynBatcher(model, **settings)
+
+
+def refusal(model: Any = Echo, **settings: Any) -> str:
+    """What is said when this is refused; it must be, and must have started nothing."""
+    with pytest.raises(ConfigurationError) as caught:
+        construct(model, **settings)
+    assert multiprocessing.active_children() == []
+    assert isinstance(caught.value, ValueError)
+    return str(caught.value)
+
+
+# The table.
+
+NOT_A_COUNT = [-1, 1.5, 8.0, True, False, "8", b"8", nan, [8], 1 + 0j, object]
+NOT_SECONDS = [-1, -0.001, nan, inf, -inf, YEAR + 1, 10**400, "10ms", "1", True, [1], 1j]
+NOT_A_SWITCH = [0, 1, "yes", [True]]
+NOT_A_FUNCTION = [7, "len", b"len"]
+NOT_A_COST = [0, -1, -0.5, nan, inf, True, "8", [8], 1j]
+NOT_A_NAME = ["", "  ", "two\nlines", "bell\a", 7, b"name", ["name"]]
+NOT_A_POLICY = ["Adaptive", "fastest", "", 1, ["greedy"], b"greedy"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one setting takes, besides its default, and what it refuses."""
+
+    taken: list[Any]
+    refused: list[Any]
+    # What every refusal says.
+    remedy: str
+    # Whether None is a value, which stands for no limit or for a default.
+    none: bool = False
+
+
+def count(least: int = 1, most: int | None = None, *, none: bool = False) -> Row:
+    beyond = [] if most is None else [most + 1, 10 * most]
+    largest = 10**12 if most is None else most
+    refused = [*NOT_A_COUNT, least - 1, *beyond]
+    return Row([least, largest], refused, f"{least} ", none)
+
+
+def seconds(*, none: bool = False, zero: bool = False) -> Row:
+    zeros = [0, 0.0, -0.0]
+    return Row(
+        [0.001, 1, YEAR, *(zeros if zero else [])],
+        [*NOT_SECONDS, *([] if zero else zeros)],
+        "second",
+        none,
+    )
+
+
+SWITCH = Row([True, False], NOT_A_SWITCH, "give True or False")
+FUNCTION = Row([len, str.islower, Echo], NOT_A_FUNCTION, "give a function of one input", none=True)
+COST = Row([0.5, 1, 10**12], NOT_A_COST, "give a finite number above 0", none=True)
+
+TABLE: dict[str, Row] = {
+    "max_batch_size": count(1, 2**20),
+    "max_delay": seconds(none=True, zero=True),
+    "num_workers": count(1, 1024),
+    "policy": Row(
+        ["adaptive", "greedy", "fixed"], NOT_A_POLICY, "one of 'adaptive', 'greedy', 'fixed'"
+    ),
+    "max_latency": seconds(none=True),
+    "max_queue_size": count(none=True),
+    "timeout": seconds(none=True),
+    "infer_timeout": seconds(none=True),
+    "auto_open": SWITCH,
+    "name": Row(["the echo"], NOT_A_NAME, "give a printable", none=True),
+    "cost": FUNCTION,
+    "group_by": FUNCTION,
+    "start_timeout": seconds(),
+    "stop_timeout": seconds(zero=True),
+    "drain_timeout": seconds(zero=True),
+    "idempotent": SWITCH,
+    "isolate_errors": SWITCH,
+    "max_restarts": count(0, none=True),
+    "restart_window": seconds(),
+    "restart_backoff": seconds(),
+    "max_batches_per_worker": count(none=True),
+    "max_rss_bytes": count(none=True),
+    "max_queue_bytes": count(none=True),
+    "max_frame_bytes": count(MEBI),
+    "max_batch_cost": COST,
+    "max_request_cost": COST,
+    "cost_is_padded": SWITCH,
+    "max_shared_bytes": count(0, sys.maxsize),
+    "shared_memory_threshold": count(4096, 65536),
+    "freeze_gc": SWITCH,
+    "observers": Row(
+        [[], [Observer()]],
+        [5, "text", Observer, [Observer]],
+        "give a list of instances of fast_batcher.observing.Observer",
+    ),
+}
+# What some settings need beside them.
+NEEDED: dict[str, dict[str, Any]] = {
+    "max_batch_cost": {"cost": len},
+    "max_request_cost": {"cost": len},
+    "policy": {"max_delay": 0.01},
+}
+
+
+def test_the_table_has_every_setting() -> None:
+    assert list(TABLE) == [field.name for field in dataclasses.fields(Settings)]
+
+
+@pytest.mark.filterwarnings("ignore:num_workers=:RuntimeWarning")
+@pytest.mark.parametrize("name", TABLE)
+def test_a_setting_takes_what_is_valid(name: str) -> None:
+    row = TABLE[name]
+    for value in (*row.taken, *([None] if row.none else [])):
+        construct(**{**NEEDED.get(name, {}), name: value})
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_setting_refuses_what_is_not_and_says_what_to_give(name: str) -> None:
+    row = TABLE[name]
+    for value in (*row.refused, *([] if row.none else [None])):
+        message = refusal(**{**NEEDED.get(name, {}), name: value})
+        assert message.startswith((f"{name}={value!r}: ", f"{name}={value!r:.100}: "))
+        assert row.remedy in message.removeprefix(f"{name}={value!r}")
+        assert len(message) < 250
+
+
+async def a_coroutine(_: object) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size=0: give a whole number, 1 to 1048576"),
+        ({"max_queue_size": 0}, "max_queue_size=0: give a whole number, 1 or more"),
+        ({"num_workers": True}, "num_workers=True: give a whole number, 1 to 1024"),
+        ({"timeout": 0.0}, "timeout=0.0: give seconds as a number, more than 0 and at most a year"),
+        ({"max_delay": -1}, "max_delay=-1: give seconds as a number, 0 or more and at most a year"),
+        (
+            {"policy": "fixed"},
+            "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so give a "
+            "number of seconds, for example max_delay=0.01",
+        ),
+        (
+            {"max_batch_cost": 8},
+            "max_batch_cost=8: without costs it has no meaning; give cost=, a function from an "
+            "input to its cost",
+        ),
+        ({"name": ""}, "name='': give a printable, non-empty string or leave it"),
+        # Without an id of its own the test's name would hold an address.
+        pytest.param(
+            {"cost": a_coroutine},
+            f"cost={a_coroutine!r}: it is async; write a plain def",
+            id="a coroutine",
+        ),
+    ],
+)
+def test_a_refusal_names_setting_value_and_remedy(settings: dict[str, Any], message: str) -> None:
+    assert refusal(**settings) == message
+
+
+def test_the_memory_of_a_worker_can_be_limited_on_linux_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert refusal(max_rss_bytes=1).startswith("max_rss_bytes=1: the memory of a process")
+    construct(max_rss_bytes=None)
+
+
+# Where a setting is written: the dataclass, the constructor, the options and the documents.
+
+
+def defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(Settings)}
+
+
+def explicit() -> dict[str, inspect.Parameter]:
+    """The settings in the constructor's signature."""
+    parameters = dict(inspect.signature(DynBatcher).parameters)
+    for name in ("model", "model_args", "model_kwargs", "options"):
+        del parameters[name]
+    return parameters
+
+
+def test_the_constructor_and_the_options_have_types_and_defaults_of_the_settings() -> None:
+    types = get_type_hints(Settings)
+    for options in (BatcherOptions, Reconfiguration):
+        assert not options.__required_keys__
+        for name, kind in get_type_hints(options).items():
+            assert kind == types[name], name
+    functions = {"cost", "group_by"}  # whose input has the type of the model's
+    for name, parameter in explicit().items():
+        assert name in functions or parameter.annotation == types[name], name
+        assert parameter.default == defaults()[name], name
+
+
+def test_the_options_are_explained_with_their_defaults() -> None:
+    explanation = inspect.cleandoc(BatcherOptions.__doc__ or "")
+    entries = re.findall(
+        r"^    (\w+): (.*?)(?=^    \w+: |\Z)", explanation, re.DOTALL | re.MULTILINE
+    )
+    assert [name for name, _ in entries] == list(BatcherOptions.__annotations__)
+    for name, text in entries:
+        found = re.search(
+            r"Default (None|True|False|\(\)|[\d.]*\d)( MiB)?(?!\w)", " ".join(text.split())
+        )
+        assert found is not None, name
+        value = {"None": None, "True": True, "False": False, "()": ()}.get(found[1], found[1])
+        number = float(value) if isinstance(value, str) else value
+        assert number == (defaults()[name] / MEBI if found[2] else defaults()[name]), name
+
+
+def test_the_documents_name_every_setting() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    assert [name for name in defaults() if f"`{name}`" not in rows] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("drain_timout", ". Did you mean 'drain_timeout'?"),
+        ("max_dealy", ". Did you mean 'max_delay'?"),
+        ("max_batchsize", ". Did you mean 'max_batch_size'?"),
+        ("start_timeout_ms", ". Did you mean 'start_timeout', in seconds?"),
+        ("max_batch_costs", ". Did you mean 'max_batch_cost'?"),
+        # Other libraries' names get what they mean, not what they look like.
+        ("timeout_ms", ". Did you mean 'timeout', in seconds?"),
+        ("max_wait_ms", ". Did you mean 'max_delay', in seconds?"),
+        ("batch_timeout", ". Did you mean 'max_delay'?"),
+        ("max_latency_ms", ". Did you mean 'max_latency', in seconds?"),
+        ("batch_size", ". Did you mean 'max_batch_size'?"),
+        ("workers_per_device", ". Did you mean 'num_workers'?"),
+        ("queue_size", ". Did you mean 'max_queue_size'?"),
+        ("model_arg", ". Did you mean 'model_args'?"),
+        ("colour", ""),
+    ],
+)
+def test_an_unknown_option_is_a_type_error_with_the_nearest_meaning(name: str, hint: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        construct(**{name: 1})
+    message = f"DynBatcher() got an unexpected keyword argument '{name}'{hint}"
+    assert str(caught.value) == message
+
+
+# What follows from the settings.
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        (Echo, None, "Echo"),
+        (Echo, "the echo", "the echo"),
+        ("app.models:Embedder", None, "Embedder"),
+        ("app.models:Outer.Inner", None, "Outer.Inner"),
+    ],
+)
+def test_a_batcher_is_called_after_its_model(model: Any, name: str | None, expected: str) -> None:
+    assert construct(model, name=name).name == expected
+
+
+def test_more_workers_than_cores_are_a_warning_at_the_line_that_asked_for_them() -> None:
+    cores = os.cpu_count() or 1
+    construct(num_workers=cores)
+    with pytest.warns(RuntimeWarning, match=rf"num_workers={cores + 1} is more than the") as seen:
+        DynBatcher(Echo, num_workers=cores + 1)
+    assert [warning.filename for warning in seen] == [__file__]
+
+
+# Under a running loop, where construction goes on to open.

@@ -1,0 +1,161 @@
+"""What was in time stays in time when somebody has blocked the event loop, or is being copied."""
+
+import asyncio
+import select
+import time
+from time import monotonic
+from typing import Any
+
+import pytest
+from models.base import Echo
+from models.large import Digests, digest
+from models.ordinary import Gated, GatedOnLoad, Grows
+from sender_harness import MEBI, copier_held, until_copying
+from sessions import session_of
+from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
+
+from fast_batcher import DeadlineExceededError, DynBatcher
+from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._parent.worker_process import WorkerProcess
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+# Long enough for a worker to answer at once, on a busy machine too, in seconds; and to start.
+IN_TIME = 2.0
+STARTS_IN_TIME = 8.0
+# Turns of the loop until a call has been dispatched; its answer is read in a later one at best.
+DISPATCH = 2
+
+
+def block_the_loop(handle: WorkerProcess, seconds: float) -> None:
+    """Until the worker has answered, and so many seconds have passed: an endpoint's mistake."""
+    deadline = monotonic() + seconds
+    assert handle._live is not None
+    source = handle._live.channel._source
+    assert select.select([source], [], [], LIMIT)[0], "the worker said nothing"
+    time.sleep(max(0.0, deadline - monotonic()))
+
+
+def worker_of(batcher: DynBatcher[Any, Any]) -> WorkerProcess:
+    (worker,) = workers_of(batcher)
+    return worker
+
+
+def workers_of(batcher: DynBatcher[Any, Any]) -> list[WorkerProcess]:
+    workers = session_of(batcher).pool.live.remaining()
+    return [worker for worker in workers if isinstance(worker, WorkerProcess)]
+
+
+@pytest.fixture(params=["timer", "pump"])
+def next_thing(request: pytest.FixtureRequest) -> Any:
+    """What the loop does first when it runs again, besides reading: depends on the loop."""
+    return request.param
+
+
+# Bytes of an answer, and settings that say which way it goes.
+ANSWERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "small": (10, {}),
+    "in shared memory": (24 * MEBI, {}),
+    # Only a part of it can have come: the worker waits for a reader.
+    "through the pipe": (24 * MEBI, {"max_shared_bytes": 0}),
+}
+
+
+@pytest.mark.parametrize("settings", [{"timeout": IN_TIME}, {"infer_timeout": IN_TIME}])
+@pytest.mark.parametrize("answer", ANSWERS)
+async def test_an_answer_that_came_while_the_loop_was_blocked_is_delivered(
+    settings: Any, answer: str, next_thing: str
+) -> None:
+    size, shared = ANSWERS[answer]
+    async with DynBatcher(Grows, **settings, **shared) as batcher:
+        handle = worker_of(batcher)
+        answered = call(batcher, size)
+        await turns(DISPATCH)
+        assert batcher.stats.running == 1
+        block_the_loop(handle, 1.1 * IN_TIME)
+        if next_thing == "pump":
+            batcher.reconfigure(max_queue_size=None)
+        assert len(await outcome(answered)) == size
+        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
+        assert batcher.is_ready
+        assert_balance(batcher)
+
+
+async def test_what_no_worker_has_answered_expires_all_the_same(
+    next_thing: str, gate: Gate
+) -> None:
+    settings: dict[str, Any] = {"num_workers": 2, "timeout": IN_TIME}
+    async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
+        answered, late = call(batcher, "in time"), call(batcher, "late")
+        visits = {visit.note[0]: visit for visit in [await gate.visit(), await gate.visit()]}
+        handles = workers_of(batcher)
+        (handle,) = [one for one in handles if one.pid == visits["in time"].pid]
+        waiting = call(batcher, "waiting")
+        await turns()
+        visits["in time"].let_on()
+        block_the_loop(handle, 1.1 * IN_TIME)
+        if next_thing == "pump":
+            batcher.reconfigure(max_queue_size=None)
+        assert await outcome(answered) == "in time"
+        error = await outcome(late)
+        assert isinstance(error, DeadlineExceededError)
+        assert "the model had not answered" in str(error)
+        assert isinstance(await outcome(waiting), DeadlineExceededError)
+        gate.close()
+        assert_balance(batcher)
+
+
+async def test_an_answer_does_not_expire_while_it_is_copied_out_of_shared_memory() -> None:
+    async with DynBatcher(Grows, timeout=IN_TIME) as batcher:
+        with copier_held(batcher):
+            copied = call(batcher, 2 * MOST_AT_ONCE)
+            await until_copying(batcher)
+            # Its deadline is later than that of the call before.
+            loop = asyncio.get_running_loop()
+            passed = loop.create_future()
+            loop.call_later(1.1 * IN_TIME, passed.set_result, None)
+            await passed
+            assert batcher.stats.running == 1
+            assert not copied.done()
+        assert len(await outcome(copied)) == 2 * MOST_AT_ONCE
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.expired) == (1, 0)
+
+
+@one_loop
+async def test_a_worker_that_was_ready_in_time_is_kept_though_the_loop_was_blocked(
+    gate: Gate,
+) -> None:
+    batcher = DynBatcher(GatedOnLoad, model_args=(gate.path,), start_timeout=STARTS_IN_TIME)
+    await batcher.open(wait_ready=False)
+    visit = await gate.visit()
+    visit.let_on()
+    block_the_loop(worker_of(batcher), 1.1 * STARTS_IN_TIME)
+    assert await batcher.process_batched("served") == "served"
+    await batcher.aclose()
+
+
+@pytest.mark.parametrize("max_shared_bytes", [0, 100 * MEBI])
+async def test_a_large_input_that_a_blocked_loop_has_not_sent_replaces_no_worker(
+    max_shared_bytes: int,
+) -> None:
+    large = b"x" * (30 * MEBI)
+    async with DynBatcher(
+        Digests, infer_timeout=IN_TIME, max_shared_bytes=max_shared_bytes
+    ) as batcher:
+        handle = worker_of(batcher)
+        answered = call(batcher, large)
+        await turns(DISPATCH)
+        assert batcher.stats.running == 1
+        time.sleep(1.1 * IN_TIME)
+        assert await outcome(answered) == digest(large)
+        assert (batcher.stats.restarts, worker_of(batcher)) == (0, handle)
+
+
+@one_loop
+async def test_a_worker_has_its_time_to_load_from_when_a_blocked_loop_lets_it_begin() -> None:
+    batcher = DynBatcher(Echo, start_timeout=STARTS_IN_TIME)
+    await batcher.open(wait_ready=False)
+    time.sleep(1.1 * STARTS_IN_TIME)
+    assert await batcher.process_batched("served") == "served"
+    await batcher.aclose()

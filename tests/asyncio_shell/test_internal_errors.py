@@ -1,0 +1,150 @@
+"""Whatever raises in the pump: its calls end with an error, it is logged, the batcher goes on."""
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from models.base import Echo
+from models.ordinary import Gated
+from sessions import session_of
+from waits import SOON, Gate, assert_balance, call, outcome, turns, until
+
+from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher
+from fast_batcher._core.limits import Limits
+from fast_batcher._core.messages import Release
+from fast_batcher._core.policy import GreedyPolicy, Load
+from fast_batcher._core.ranked_queue import Queue
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+LOG = logging.getLogger("fast_batcher")
+
+
+class FaultyPolicy(GreedyPolicy):
+    """Raises in one of its methods, once."""
+
+    learns = True
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _raise_in(self, where: str) -> None:
+        if where == self.where:
+            self.where = ""
+            raise IndexError("a fault of ours")
+
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
+        """Send now, or raise."""
+        self._raise_in("decide")
+        return Release.IDLE
+
+    def arrived(self, now: float, count: int, is_idle: bool) -> None:
+        """Learn nothing, or raise."""
+        self._raise_in("arrived")
+
+    def batch_done(self, now: float, size: int, load: Load) -> None:
+        """Learn nothing, or raise."""
+        self._raise_in("batch_done")
+
+
+def set_policy(batcher: DynBatcher[Any, Any], where: str) -> None:
+    limits = Limits(max_batch_size=2, max_queue_size=100)
+    session_of(batcher).scheduler.reconfigure(limits, FaultyPolicy(where))
+
+
+def faults(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [one for one in caplog.records if "an internal error" in one.getMessage()]
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+@pytest.mark.parametrize("where", ["decide", "arrived"])
+async def test_calls_that_the_pump_had_taken_end_with_an_error(
+    where: str, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with DynBatcher(Echo, 2, timeout=None) as batcher:
+        set_policy(batcher, where)
+        calls = [call(batcher, number) for number in range(count)]
+        outcomes = [await outcome(one) for one in calls]
+        failed = [one for one in outcomes if isinstance(one, BaseException)]
+        # A full batch is not asked about.
+        assert len(failed) == (count % 2 if where == "decide" else count)
+        for error in failed:
+            assert type(error) is BatcherError
+            assert "IndexError: a fault of ours" in str(error)
+        assert len(faults(caplog)) == min(len(failed), 1)
+        for record in faults(caplog):
+            assert record.levelno == logging.ERROR
+            assert record.exc_info is not None
+            assert record.exc_info[0] is IndexError
+        # By every way to call.
+        set_policy(batcher, "arrived")
+        with pytest.raises(BatcherError, match="a fault of ours"):
+            await asyncio.wrap_future(batcher.submit(1))
+        set_policy(batcher, "arrived")
+        with pytest.raises(BatcherError, match="a fault of ours"):
+            await batcher.process_many(range(5))
+        assert await batcher.process_many(range(7)) == [*range(7)]
+        stats = assert_balance(batcher)
+        assert (stats.waiting, stats.running, stats.restarts) == (0, 0, 0)
+
+
+async def test_calls_of_a_batch_that_could_not_be_handed_on_end_with_an_error(gate: Gate) -> None:
+    """Neither the way of a lone request nor that of what had waited."""
+    async with DynBatcher(Gated, 2, model_args=(gate.path,), timeout=None) as batcher:
+        links = session_of(batcher).sender._links
+        ((worker, link),) = links.items()
+        del links[worker]
+        lone = await outcome(call(batcher, "lone"))
+        assert type(lone) is BatcherError
+        links[worker] = link
+        running = call(batcher, "running")
+        visit = await gate.visit()
+        del links[worker]
+        behind = [call(batcher, number) for number in range(2)]
+        for one in behind:
+            assert type(await outcome(one)) is BatcherError
+        links[worker] = link
+        visit.let_on()
+        gate.close()
+        assert await outcome(running) == "running"
+        assert await batcher.process_batched("next") == "next"
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.failed, stats.restarts) == (2, 3, 0)
+
+
+class Refuses(logging.Filter):
+    """Raises for everything that is logged about workers, as a filter of a user may."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Raise, or let it pass."""
+        if "worker %d" in str(record.msg):
+            raise RuntimeError("a filter that raises")
+        return True
+
+
+@pytest.fixture
+def _broken_logging() -> Iterator[None]:
+    broken = Refuses()
+    LOG.addFilter(broken)
+    yield
+    LOG.removeFilter(broken)
+
+
+@pytest.mark.usefixtures("_broken_logging")
+async def test_a_log_filter_that_raises_keeps_no_caller_from_its_error(gate: Gate) -> None:
+    """What comes in the same turn after the line that cannot be logged is done all the same."""
+    settings: dict[str, Any] = {"num_workers": 2, "timeout": SOON}
+    async with DynBatcher(Gated, 1, model_args=(gate.path,), **settings) as batcher:
+        calls = [call(batcher, number) for number in range(2)]
+        await turns()
+        for _ in range(2):
+            await gate.visit()
+        for one in calls:
+            assert isinstance(await outcome(one), DeadlineExceededError)
+        await until(lambda: batcher.stats.workers_ready == 0)
+        gate.close()
+        await until(lambda: batcher.stats.workers_ready == 2)
+        assert await batcher.process_batched("next") == "next"
+        assert_balance(batcher)

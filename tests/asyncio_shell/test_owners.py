@@ -1,0 +1,120 @@
+"""Several lifespans, or `async with`, on one batcher: the last to leave closes it."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from models.base import Echo
+from models.ordinary import Gated
+from sessions import session_of
+from waits import Gate, Watch, call, outcome, until
+
+from fast_batcher import BatcherClosedError, DynBatcher
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+def make_app(batcher: DynBatcher[Any, Any], lifespan: Any = None) -> FastAPI:
+    app = FastAPI(lifespan=lifespan or batcher.lifespan)
+
+    @app.get("/")
+    async def echo(value: str) -> Any:
+        return await batcher.process_batched(value)
+
+    return app
+
+
+@contextlib.asynccontextmanager
+async def running(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+    """A client of an app whose lifespan has begun, on this loop."""
+    transport = httpx2.ASGITransport(app=app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx2.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        yield client
+
+
+async def answer(client: httpx2.AsyncClient, value: str) -> Any:
+    return (await client.get("/", params={"value": value})).json()
+
+
+@pytest.mark.parametrize("first", [0, 1], ids=["first in, first out", "first in, last out"])
+async def test_two_apps_share_a_batcher_until_the_last_of_them_ends(first: int) -> None:
+    batcher = DynBatcher(Echo)
+    apps = [running(make_app(batcher)) for _ in range(2)]
+    clients = [await app.__aenter__() for app in apps]
+    (worker,) = session_of(batcher).pool.live.remaining()
+    assert worker.pid is not None
+    await apps[first].__aexit__(None, None, None)
+    assert batcher.state == "open"
+    assert await answer(clients[1 - first], "still served") == "still served"
+    with Watch([worker.pid]) as watch:
+        await apps[1 - first].__aexit__(None, None, None)
+        assert watch.survivors(0.0) == []
+    assert batcher.state == "closed"
+
+
+@pytest.mark.parametrize("end", ["aclose", "stop"])
+async def test_an_explicit_end_is_the_end_for_all_and_counts_nobody_the_next_time(
+    end: str,
+) -> None:
+    batcher = DynBatcher(Echo, stop_timeout=0.0)
+    before = contextlib.AsyncExitStack()
+    async with batcher:
+        await before.enter_async_context(batcher)
+        await before.enter_async_context(batcher.lifespan()(None))
+        if end == "aclose":
+            await batcher.aclose()
+        else:
+            batcher.stop()
+        with pytest.raises(BatcherClosedError):
+            await batcher.process_batched("after the end")
+    assert batcher.state == "closed"
+    # Two of the last opening have not left yet, and they close nothing that is not theirs.
+    async with batcher:
+        await before.aclose()
+        assert await batcher.process_batched("of the next opening") == "of the next opening"
+    assert batcher.state == "closed"
+    async with batcher:
+        assert await batcher.process_batched("and again") == "and again"
+        # Who entered before an end closes nothing that was opened after it.
+        await batcher.aclose()
+        await batcher.open()
+    assert batcher.state == "open"
+    await batcher.aclose()
+
+
+async def test_one_that_comes_while_the_last_is_closing_is_refused_and_harms_no_call(
+    gate: Gate,
+) -> None:
+    batcher = DynBatcher(Gated, model_args=(gate.path,))
+    await batcher.__aenter__()
+    accepted = call(batcher, "accepted")
+    visit = await gate.visit()
+    closing = asyncio.create_task(batcher.__aexit__(None, None, None))
+    await until(lambda: batcher.state == "draining")
+    with pytest.raises(BatcherClosedError):
+        await batcher.__aenter__()
+    visit.let_on()
+    assert await outcome(accepted) == "accepted"
+    await closing
+    assert batcher.state == "closed"
+
+
+async def test_a_block_on_another_loop_is_refused_and_ends_no_batcher_of_this_one() -> None:
+    batcher = DynBatcher(Echo)
+    await batcher.open()
+
+    async def elsewhere() -> None:
+        async with batcher:
+            raise AssertionError("it belongs to a loop that lives")
+
+    with pytest.raises(RuntimeError, match="another event loop"):
+        await asyncio.to_thread(asyncio.run, elsewhere())
+    assert await batcher.process_batched("still served") == "still served"
+    await batcher.aclose()

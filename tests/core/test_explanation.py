@@ -1,0 +1,209 @@
+"""`explain` names the cause of the batch sizes in constructed situations, in virtual time."""
+
+from collections.abc import Callable, Sequence
+from math import inf
+from random import Random
+from typing import Any
+
+import pytest
+from schedulers import make
+from virtual_time import poisson, with_knee
+
+from fast_batcher._core.adaptive import make_policy
+from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.explanation import BatchSample, Setup, explain
+from fast_batcher._core.messages import Batch, Dispatch, Group, Release, Request
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher.stats import Explanation
+
+SIZE = 32
+# Requests per second that a worker computes in full batches.
+CAPACITY = SIZE / with_knee(SIZE)
+
+
+class Shell:
+    """Serves arrivals with one worker; batches of more than `room` requests run out of memory.
+
+    Each of the `clients` asks again some 0.2 ms after its answer.
+    """
+
+    def __init__(self, scheduler: Scheduler, room: float = inf, clients: int = 0) -> None:
+        self.scheduler = scheduler
+        self.samples: list[BatchSample] = []
+        self._room, self._clients = room, clients
+        self._due = [0.0] * clients
+        self._running: list[Batch] = []
+        self._done_at = self._wake_at = inf
+        self._random = Random(5)
+
+    def run(self, arrivals: Sequence[float], make_request: Callable[[int], Request]) -> None:
+        self._due += arrivals
+        until = max(arrivals, default=3.0)
+        made = 0
+        while (now := min([self._done_at, self._wake_at, *self._due])) <= until:
+            if now == self._done_at:
+                self._finish(now)
+            arrived = [moment for moment in self._due if moment <= now]
+            self._due = [moment for moment in self._due if moment > now]
+            for _ in arrived:
+                self.scheduler.submit(now, [make_request(made)])
+                made += 1
+            actions, wake_at = self.scheduler.poll(now)
+            self._wake_at = inf if wake_at is None else wake_at
+            self._running += [one.batch for one in actions if isinstance(one, Dispatch)]
+            if self._done_at == inf and self._running:
+                self._done_at = now + with_knee(len(self._running[0].requests))
+
+    def _finish(self, now: float) -> None:
+        batch, self._done_at = self._running.pop(0), inf
+        has_raised = len(batch.requests) > self._room
+        assert self.scheduler.batch_done(now, 0, batch.id, has_raised) is batch
+        if has_raised:
+            self.scheduler.batch_raised(now, batch, out_of_memory=True, is_fatal=False)
+        else:
+            waited, size = batch.wait_until(batch.began_at)
+            took = (batch.began_at, now, size, batch.release, batch.left_waiting)
+            self.samples.append(BatchSample(*took, waited, now - batch.began_at))
+            if self._clients:
+                self._due += [now + self._random.uniform(1e-4, 3e-4) for _ in range(size)]
+        if self._running:
+            self._done_at = now + with_knee(len(self._running[0].requests))
+
+
+def run(
+    scheduler: Scheduler,
+    arrivals: Sequence[float],
+    *,
+    make_request: Callable[[int], Request] = lambda number: Request(number, None),
+    room: float = inf,
+    clients: int = 0,
+) -> list[BatchSample]:
+    shell = Shell(scheduler, room, clients)
+    shell.run(arrivals, make_request)
+    return shell.samples
+
+
+def arrive(share: float, seconds: float = 2.0) -> list[float]:
+    """Poisson arrivals at a share of the capacity."""
+    return poisson(share * CAPACITY, seconds, seed=3)
+
+
+def grouped(number: int) -> Request:
+    request = Request(number, None)
+    request.group = GROUPS[number % len(GROUPS)]
+    return request
+
+
+def priced(number: int) -> Request:
+    request = Request(number, None)
+    request.cost = 10.0
+    return request
+
+
+GROUPS = [Group(key) for key in range(6)]
+
+
+def few_arrivals() -> list[BatchSample]:
+    return run(make(max_batch_size=SIZE), arrive(0.2))
+
+
+def overload() -> list[BatchSample]:
+    return run(make(max_batch_size=SIZE, max_queue_size=100), arrive(2.0))
+
+
+def cost_limit() -> list[BatchSample]:
+    packer = BatchPacker(80.0, is_padded=False)
+    return run(make(max_batch_size=SIZE, packer=packer), arrive(0.5), make_request=priced)
+
+
+def groups() -> list[BatchSample]:
+    return run(make(max_batch_size=SIZE, is_grouped=True), arrive(0.6), make_request=grouped)
+
+
+def hold() -> list[BatchSample]:
+    policy = make_policy("adaptive", None)
+    return run(make(policy, max_batch_size=64), [], clients=32)
+
+
+def window() -> list[BatchSample]:
+    return run(make(make_policy("fixed", 0.02), max_batch_size=SIZE), arrive(0.1))
+
+
+def memory() -> list[BatchSample]:
+    return run(make(max_batch_size=SIZE, max_queue_size=100), arrive(1.0), room=8)
+
+
+def nothing() -> list[BatchSample]:
+    return run(make(), [])
+
+
+SITUATIONS: list[tuple[Callable[[], list[BatchSample]], str, dict[str, Any], str]] = [
+    (few_arrivals, "arrivals", {}, "nothing to change"),
+    (overload, "max_batch_size", {}, "larger batches would not help"),
+    (cost_limit, "cost", {"has_cost_limit": True}, "a higher max_batch_cost"),
+    (groups, "groups", {"is_grouped": True}, "fewer different keys"),
+    (hold, "hold", {"max_batch_size": 64}, "nothing to change: the hold"),
+    (window, "window", {}, "policy='adaptive' sends at once"),
+    (memory, "memory", {}, "the model ran out of memory"),
+    (nothing, "no data", {}, ""),
+]
+
+
+def explained(samples: list[BatchSample], **setup: Any) -> Explanation:
+    known = {"max_batch_size": SIZE, "num_workers": 1, "has_cost_limit": False, "is_grouped": False}
+    return explain(samples, Setup(**(known | setup)))
+
+
+@pytest.mark.parametrize(
+    ("situation", "cause", "setup", "advice"),
+    SITUATIONS,
+    ids=[situation.__name__ for situation, *_ in SITUATIONS],
+)
+def test_the_cause_is_named(
+    situation: Callable[[], list[BatchSample]], cause: str, setup: dict[str, Any], advice: str
+) -> None:
+    found = explained(situation(), **setup)
+    assert (found.cause, found.advice.startswith(advice)) == (cause, True), found
+    assert str(found).endswith(".")
+
+
+def test_the_figures_are_those_of_the_run() -> None:
+    found = explained(few_arrivals())
+    assert found.requests_per_second == pytest.approx(0.2 * CAPACITY, rel=0.1)
+    assert found.load is not None
+    assert 0.1 < found.load < 0.4
+    assert found.load < found.busy < 1
+    busy = explained(overload())
+    assert busy.busy == pytest.approx(1, abs=0.02)
+    assert busy.mean_batch_size > SIZE - 1
+    assert busy.capacity == pytest.approx(CAPACITY, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("release", "size", "setup", "cause"),
+    [
+        (Release.RETRY, 4, {}, "retries"),
+        (Release.DEADLINE, 4, {}, "deadline"),
+        (Release.IDLE, 4, {"has_cost_limit": True}, "cost"),
+        (Release.FULL, SIZE, {}, "max_batch_size"),
+    ],
+)
+def test_idle_workers_need_no_change(
+    release: Release, size: int, setup: dict[str, Any], cause: str
+) -> None:
+    samples = [BatchSample(number, number + 0.1, size, release, 1, 0.0, 0.1) for number in range(9)]
+    found = explained(samples, **setup)
+    assert found.cause == cause
+    if cause == "max_batch_size":
+        assert found.advice == "nothing to change: the workers have time left"
+
+
+def test_a_larger_size_is_advised_where_it_is_predicted_to_gain() -> None:
+    samples = [
+        BatchSample(number, number + 0.9 + size / 1000, size, Release.FULL, 9, 0.0, 0.9)
+        for number, size in enumerate([8, 16, SIZE] * 10)
+    ]
+    assert explained(samples).cause == "max_batch_size"
+    full = [one for one in samples if one.size == SIZE]
+    found = explained([*samples, *full])
+    assert found.advice.startswith("max_batch_size=64 is predicted to raise the capacity by 9")

@@ -1,0 +1,103 @@
+"""Answers with many numbers: JSON and base64 of arrays, in the worker and over HTTP."""
+
+import base64
+import json
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from programs import run_command
+from pydantic import BaseModel
+
+from fast_batcher.encoding import to_base64, to_json
+from fast_batcher.fastapi import ArrayResponse
+
+FLOATS = np.array([0.1, -1e-30, 1.0, 1 / 3])
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i1", "u8", "bool"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), ()])
+def test_numbers_come_back_as_they_were(dtype: str, shape: tuple[int, ...]) -> None:
+    array = FLOATS.astype(dtype)[: math.prod(shape)].reshape(shape)
+    found = json.loads(to_json({"row": array}))["row"]
+    assert np.array_equal(np.array(found, dtype), array)
+    assert np.shape(found) == shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_tensors_are_written_as_arrays(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0.5, -2.0, 3.0]).to(dtype).requires_grad_(dtype.is_floating_point)
+    assert json.loads(to_json([tensor, tensor.detach()[1]])) == [tensor.tolist(), tensor[1].item()]
+
+
+def test_what_json_has_no_number_for_is_null() -> None:
+    assert to_json(np.array([np.nan, np.inf, 1.0], "f4")) == b"[null,null,1.0]"
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {"a": 1j}, np.array([1j]), np.ones(2, ">f4"), [{1, 2}]]
+)
+def test_what_is_no_json_is_an_error(value: Any) -> None:
+    with pytest.raises(TypeError):
+        to_json(value)
+
+
+@pytest.mark.parametrize(
+    "numbers", [[1, 2.5], np.array([1, 2.5]), torch.tensor([1, 2.5]).bfloat16()]
+)
+def test_base64_is_float32_with_the_least_significant_byte_first(numbers: Any) -> None:
+    assert base64.b64decode(to_base64(numbers)) == b"\0\0\x80?\0\0 @"
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[1j], np.ones(1, "M8[s]"), np.ones(1, "m8[s]"), ["1"], [None], torch.ones(1) * 1j],
+)
+def test_base64_refuses_what_is_no_real_number(numbers: Any) -> None:
+    with pytest.raises(TypeError, match="give real numbers"):
+        to_base64(numbers)
+
+
+class Query(BaseModel):
+    size: int
+
+
+class Answer(BaseModel):
+    row: list[float]
+
+
+def test_the_response_is_sent_as_it_is_and_documented_as_declared() -> None:
+    app = FastAPI()
+
+    @app.post("/row", response_model=Answer)
+    async def row(query: Query) -> ArrayResponse:
+        return ArrayResponse({"row": np.ones(query.size, "f4")})
+
+    @app.post("/bytes", response_model=Answer)
+    async def encoded(query: Query) -> ArrayResponse:
+        return ArrayResponse(to_json({"row": np.ones(query.size, "f4")}))
+
+    client = TestClient(app)
+    for path in ("/row", "/bytes"):
+        response = client.post(path, json={"size": 2})
+        assert response.json() == {"row": [1.0, 1.0]}
+        assert response.headers["content-type"] == "application/json"
+    shown = app.openapi()["paths"]["/row"]["post"]["responses"]["200"]["content"]
+    assert shown["application/json"]["schema"] == {"$ref": "#/components/schemas/Answer"}
+
+
+@pytest.mark.slow
+def test_without_orjson_the_error_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['orjson'] = None\n"
+        "from fast_batcher.encoding import to_json\n"
+        "to_json([1])"
+    )
+    command = [sys.executable, "-c", code]
+    ended = run_command(command)
+    assert "pip install 'fast_batcher[json]'" in ended.stderr.splitlines()[-1]

@@ -1,0 +1,317 @@
+"""Whole servers: Ctrl-C, SIGTERM, reloading, recycling; real processes, signals and load."""
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+from paths import SUPPORT
+from servers import Gate, Server, find_free_port, gate, serve, thread
+from waits import LIMIT, measured
+
+__all__ = ["gate", "serve", "thread"]
+
+URL = r"(?i:running on|listening at:) (http://[\d.:]+)"
+GUNICORN = ["gunicorn", "--worker-class", "uvicorn_worker.UvicornWorker", "--chdir", str(SUPPORT)]
+GUNICORN += ["--bind", "127.0.0.1:0", "--workers", "2"]
+SAID = r"server (\d+) has worker (\d+) of (\d+)"
+
+pytestmark = pytest.mark.slow
+
+
+def workers_below(pid: int) -> list[psutil.Process]:
+    """Processes of ours, however deep below this one."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        try:
+            if "from multiprocessing.spawn import spawn_main" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def end_quietly(server: Server) -> None:
+    """End a server without load with SIGTERM; all its processes end."""
+    everyone = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_for_exit() in (0, -signal.SIGTERM)
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+
+
+def test_readiness_ends_with_the_signal_and_what_runs_is_answered(
+    serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
+) -> None:
+    """Fault F41."""
+    server = serve("apps.draining:app")
+    url = server.wait_for(URL)[1]
+    with httpx2.Client(base_url=url, timeout=LIMIT) as client:
+        assert client.get("/readyz").status_code == 200
+        running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
+        gate.wait_for_visitor()
+        workers = workers_below(server.process.pid)
+        asking = thread.submit(httpx2.get, f"{url}/readiness-after", timeout=LIMIT)
+        server.wait_for("asked")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for("not ready any more")
+        # What the server has accepted is still answered.
+        assert asking.result(LIMIT).json() == 503
+        gate.let_on()
+        assert running.result(LIMIT).status_code == 200
+    server.wait_for_exit()
+    assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
+
+
+def test_the_first_ctrl_c_drains_and_the_second_ends(
+    serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
+) -> None:
+    """Fault F42."""
+    server = serve("apps.whole:app")
+    url = server.wait_for(URL)[1]
+    running = thread.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)
+    gate.wait_for_visitor()
+    workers = workers_below(server.process.pid)
+    # To the whole group, as a terminal does.
+    os.killpg(server.process.pid, signal.SIGINT)
+    server.wait_for("Waiting for connections to close|Shutting down")
+    assert all(worker.is_running() for worker in workers)
+    with measured(3.0, "a second Ctrl-C ends the server and its workers"):
+        os.killpg(server.process.pid, signal.SIGINT)
+        server.wait_for_exit()
+        assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
+    # The caller is told, or its connection is gone.
+    error = running.exception(LIMIT)
+    assert isinstance(error, httpx2.TransportError) or running.result().status_code in (500, 503)
+    # Tracebacks in the log are uvicorn's, of tasks that it cancels; none is of an error of ours.
+    assert not re.search(r"fast_batcher\.errors|Exception ignored|leaked", server.output)
+
+
+def test_sigterm_to_the_group_leaves_the_worker_to_answer_what_was_accepted(
+    serve: Callable[..., Server], gate: Gate
+) -> None:
+    """As systemd sends it by default: to the server and to the worker, whose model loads once."""
+    server = serve("apps.grouped:app")
+    url = server.wait_for(URL)[1]
+    with ThreadPoolExecutor() as pool:
+        calls = [pool.submit(httpx2.get, f"{url}/pass/{gate.port}", timeout=LIMIT)]
+        gate.wait_for_visitor()
+        # These wait in the app, for the worker is not free.
+        calls += [pool.submit(httpx2.get, f"{url}/pass/0", timeout=LIMIT) for _ in range(4)]
+        while httpx2.get(f"{url}/accepted", timeout=LIMIT).json() < len(calls):
+            pass
+        (worker,) = workers_below(server.process.pid)
+        os.killpg(server.process.pid, signal.SIGTERM)
+        server.wait_for("Shutting down")
+        gate.let_on()
+        assert [one.result(LIMIT).json() for one in calls] == [worker.pid] * len(calls)
+    server.wait_for_exit()
+    assert psutil.wait_procs([worker], timeout=LIMIT)[1] == []
+    assert not re.search("is replaced|ended with|Traceback", server.output)
+
+
+def test_reloading_leaves_the_number_of_workers_unchanged(
+    serve: Callable[..., Server], tmp_path: Path
+) -> None:
+    """Fault F57."""
+    shutil.copy(SUPPORT / "apps" / "whole.py", tmp_path / "reloaded.py")
+    options = ["--reload", "--reload-dir", str(tmp_path)]
+    reloaded = serve("reloaded:app", *options, folder=tmp_path)
+    url = reloaded.wait_for(URL)[1]
+    seen: set[str] = set()
+    for number in range(6):
+        seen.add(reloaded.wait_for(SAID)[2])
+        reloaded.wait_for("Application startup complete")
+        assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+        # Two batchers with a worker each, and the server itself, which uvicorn spawns as well.
+        assert len(workers_below(reloaded.process.pid)) == 3
+        if number < 5:
+            with (tmp_path / "reloaded.py").open("a") as file:
+                file.write(f"# {number}\n")
+    assert len(seen) == 6
+    end_quietly(reloaded)
+
+
+@pytest.mark.parametrize(
+    ("command", "count"),
+    [
+        (["uvicorn", "apps.whole:app", "--port", "0", "--workers", "4"], 4),
+        ([*GUNICORN, "--preload", "apps.whole:app"], 2),
+    ],
+    ids=["uvicorn", "gunicorn, preloaded"],
+)
+def test_each_process_of_a_server_has_a_batcher_of_its_own(
+    serve: Callable[..., Server], command: list[str], count: int
+) -> None:
+    """Faults F49 and F57: preloaded, it is constructed before the fork and opened after it."""
+    server = serve("", command=command)
+    url = server.wait_for(URL)[1]
+    said = [server.wait_for(SAID).groups() for _ in range(count)]
+    assert len({one for one, _, _ in said}) == len({worker for _, worker, _ in said}) == count
+    assert all(parent == one for one, _, parent in said)
+    server.wait_for("Application startup complete")
+    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+    end_quietly(server)
+    assert not re.search("Traceback|leaked", server.output)
+
+
+# --- under load -----------------------------------------------------------------------------------
+
+# Clients of a load: more than the server processes, so that each of those has some.
+CLIENTS = 6
+# Answers after which a load is under way: a dozen batches.
+UNDER_WAY = 100
+BEGINS = r"server (\d+) begins"
+ENDS = r"server \d+ has answered (\d+) of (\d+)"
+APP = "apps.counted:app"
+UVICORN = ["uvicorn", APP, "--port", "0", "--no-use-colors", "--no-access-log"]
+
+
+class Load:
+    """Clients of `apps.counted` that ask without a pause until they are told to stop.
+
+    Every second one has a connection of its own for each request. A connection that is refused, or
+    is closed before an answer, is within the rules of a server that ends: the client tries again.
+    Every answer has to be the right one, and has to come.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._numbers = itertools.count()
+        self._stopped = threading.Event()
+        # Guards what the clients have seen.
+        self._changed = threading.Condition()
+        self.answered = 0
+        self.wrong: list[str] = []
+        self._clients = ThreadPoolExecutor(CLIENTS)
+        for number in range(CLIENTS):
+            self._clients.submit(self._ask, keeps=number % 2)
+
+    def wait_for(self, answers: int) -> None:
+        """Wait until there are this many more answers."""
+        with self._changed:
+            wanted = self.answered + answers
+            is_there = self._changed.wait_for(lambda: self.answered >= wanted, LIMIT)
+        assert is_there, (self.answered, self.wrong)
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._clients.shutdown()
+
+    def _ask(self, keeps: int) -> None:
+        limits = httpx2.Limits(max_keepalive_connections=keeps)
+        with httpx2.Client(base_url=self._url, timeout=LIMIT, limits=limits) as client:
+            while not self._stopped.is_set():
+                number = next(self._numbers)
+                try:
+                    response = client.get(f"/double/{number}")
+                except httpx2.TimeoutException as error:
+                    self._note(f"no answer to {number}: {error!r}")
+                except httpx2.TransportError:
+                    self._stopped.wait(0.01)  # leave the cores to the server
+                else:
+                    is_right = response.status_code == 200 and response.json() == 2 * number
+                    self._note("" if is_right else f"{number}: {response} {response.text}")
+
+    def _note(self, wrong: str) -> None:
+        with self._changed:
+            if wrong:
+                self.wrong.append(wrong)
+            else:
+                self.answered += 1
+                self._changed.notify_all()
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[[str], Load]]:
+    loads: list[Load] = []
+
+    def start(url: str) -> Load:
+        loads.append(Load(url))
+        return loads[-1]
+
+    yield start
+    for load in loads:
+        load.stop()
+
+
+def end(server: Server, load: Load, *, is_group: bool = True) -> None:
+    """End a server under load with SIGTERM, as a supervisor does; all its processes end.
+
+    systemd, unless it is told otherwise, sends the signal to all processes of a service.
+    """
+    load.wait_for(UNDER_WAY)
+    everyone = psutil.Process(server.process.pid).children(recursive=True)
+    (os.killpg if is_group else os.kill)(server.process.pid, signal.SIGTERM)
+    server.wait_for_exit()
+    load.stop()
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+    assert load.wrong == []
+
+
+def assert_nothing_was_lost(server: Server, load: Load) -> None:
+    """Each request that an endpoint began with was answered, and each answer reached its client."""
+    counts = [(int(answered), int(begun)) for answered, begun in re.findall(ENDS, server.output)]
+    assert len(counts) == len(re.findall(BEGINS, server.output))
+    assert all(answered == begun for answered, begun in counts), counts
+    assert sum(answered for answered, _ in counts) == load.answered
+    # No worker was lost on the way, and nothing else went wrong.
+    complaint = r".*(?:Traceback|Exception ignored|leaked|SlowDoubler: ).*"
+    assert re.findall(complaint, server.output) == []
+
+
+GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
+
+
+@pytest.mark.parametrize(
+    ("command", "is_group"),
+    [
+        pytest.param(UVICORN, True, id="uvicorn"),
+        pytest.param([*UVICORN, "--workers", "2"], True, id="uvicorn, two workers"),
+        pytest.param([*GUNICORN, "--preload", APP], True, id="gunicorn, preloaded"),
+        pytest.param(GRANIAN, False, id="granian"),
+        pytest.param(GRANIAN, True, id="granian, to the group"),
+    ],
+)
+def test_sigterm_loses_nothing_that_was_accepted(
+    serve: Callable[..., Server],
+    load: Callable[[str], Load],
+    command: list[str],
+    *,
+    is_group: bool,
+) -> None:
+    if command is GRANIAN:
+        command = [*GRANIAN, str(find_free_port())]
+    server = serve("", command=[*command])
+    clients = load(server.wait_for(URL)[1])
+    end(server, clients, is_group=is_group)
+    assert_nothing_was_lost(server, clients)
+
+
+def test_nothing_of_hypercorn_is_left_when_sigterm_reaches_its_group(
+    serve: Callable[..., Server], load: Callable[[str], Load]
+) -> None:
+    """Its server processes handle no SIGTERM, so they end at once and their connections close.
+
+    What it answers at its end is its own affair, with one process too; S9 of the soaks tells.
+    """
+    server = serve("", command=["hypercorn", "--workers", "2", "--bind", "127.0.0.1:0", APP])
+    end(server, load(server.wait_for(URL)[1]))
+
+
+def test_gunicorn_that_recycles_its_processes_loses_nothing(
+    serve: Callable[..., Server], load: Callable[[str], Load]
+) -> None:
+    server = serve("", command=[*GUNICORN, "--max-requests", "40", APP])
+    clients = load(server.wait_for(URL)[1])
+    for _ in range(4):  # two at first, then one for each that has ended
+        server.wait_for(BEGINS)
+    end(server, clients)
+    assert_nothing_was_lost(server, clients)

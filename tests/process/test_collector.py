@@ -1,0 +1,101 @@
+"""The garbage collector while an app serves. Each test runs in a process of its own."""
+
+import asyncio
+import gc
+
+import pytest
+from programs import run_program
+
+from fast_batcher import DynBatcher, InferenceModel
+
+pytestmark = pytest.mark.slow
+
+START = "import gc\nfrom fast_batcher._collector import frozen\n"
+
+
+class FrozenCounter(InferenceModel[None, int]):
+    """Answers how many objects its process has frozen."""
+
+    def infer(self, inputs: list[None]) -> list[int]:
+        return [gc.get_freeze_count() for _ in inputs]
+
+
+def run(program: str) -> None:
+    """Run a program; what it asserts fails the test."""
+    done = run_program(START + program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_live_objects_are_frozen_until_the_end_and_thresholds_stay() -> None:
+    run("""
+before = gc.get_threshold()
+with frozen():
+    assert gc.get_freeze_count() > 1000
+    assert gc.get_threshold() == before
+assert gc.get_freeze_count() == 0
+""")
+
+
+def test_cycles_that_are_garbage_at_the_start_are_collected_and_not_frozen() -> None:
+    run("""
+import weakref
+class Node: pass
+node = Node(); node.itself = node
+gone = weakref.ref(node)
+del node
+with frozen():
+    assert gone() is None
+""")
+
+
+@pytest.mark.parametrize("first_to_end", [0, 1])
+def test_several_blocks_freeze_and_the_last_to_end_unfreezes(
+    first_to_end: int,
+) -> None:
+    run(f"""
+blocks = [frozen(), frozen()]
+for block in blocks:
+    block.__enter__()
+blocks.pop({first_to_end}).__exit__(None, None, None)
+assert gc.get_freeze_count()
+blocks.pop().__exit__(None, None, None)
+assert gc.get_freeze_count() == 0
+""")
+
+
+def test_what_the_app_has_frozen_stays_frozen() -> None:
+    run("""
+gc.freeze()
+count = gc.get_freeze_count()
+with frozen():
+    made = [[] for _ in range(5000)]
+    assert gc.get_freeze_count() <= count
+assert gc.get_freeze_count() > count - 100
+""")
+
+
+@pytest.mark.parametrize("freeze_gc", [True, False])
+def test_a_worker_freezes_its_model_unless_it_is_told_not_to(freeze_gc: bool) -> None:
+    async def ask() -> int:
+        async with DynBatcher(FrozenCounter, freeze_gc=freeze_gc) as batcher:
+            return await batcher.process_batched(None)
+
+    assert (asyncio.run(ask()) > 1000) is freeze_gc
+
+
+@pytest.mark.parametrize("freeze_gc", [True, False])
+def test_a_lifespan_freezes_the_app_until_it_ends_unless_it_is_told_not_to(freeze_gc: bool) -> None:
+    run(f"""
+import asyncio
+from fast_batcher import DynBatcher
+from models.base import Echo
+async def serve():
+    batcher = DynBatcher(Echo)
+    async with batcher.lifespan(freeze_gc={freeze_gc})(None):
+        assert bool(gc.get_freeze_count()) is {freeze_gc}
+        assert await batcher.process_batched(1) == 1
+if __name__ == "__main__":
+    for _ in range(3):
+        asyncio.run(serve())
+        assert not gc.get_freeze_count()
+""")

@@ -1,0 +1,69 @@
+"""Processes that a model has started: they end with its worker, if they are of its session."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+from models.children import Executes, StartsProcesses
+from sessions import session_of
+from waits import LIMIT, Watch, one_loop
+
+from fast_batcher import DynBatcher
+
+pytestmark = [pytest.mark.anyio, one_loop, pytest.mark.slow]
+
+COMMANDS = {
+    "a child": "echo $$; exec sleep 1000",
+    "one that ignores SIGTERM": "trap '' TERM; echo $$; exec sleep 1000",
+    "a grandchild": "sleep 1000 & echo $!; wait",
+}
+commands = pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+
+
+async def close(batcher: DynBatcher[Any, Any]) -> None:
+    async with asyncio.timeout(LIMIT):
+        await batcher.aclose()
+
+
+async def test_a_model_with_an_executor_is_closed_at_once_and_its_processes_are_gone() -> None:
+    batcher = DynBatcher(Executes, stop_timeout=10 * LIMIT)
+    pids = await batcher.process_batched(None)
+    assert len(pids) == 2
+    with Watch(pids) as processes:
+        await close(batcher)
+        assert processes.survivors(0.0) == []
+
+
+@commands
+async def test_what_the_model_has_started_ends_with_its_worker(command: str) -> None:
+    batcher = DynBatcher(StartsProcesses, stop_timeout=10 * LIMIT)
+    pid = await batcher.process_batched(command)
+    with Watch([pid]) as process:
+        await close(batcher)
+        assert process.survivors(0.0) == []
+
+
+@commands
+async def test_what_the_model_has_started_ends_with_a_worker_that_is_killed(command: str) -> None:
+    async with DynBatcher(StartsProcesses) as batcher:
+        pid = await batcher.process_batched(command)
+        with Watch([pid]) as process:
+            (handle,) = session_of(batcher).pool.live.remaining()
+            handle.kill()
+            await process.until_dead()
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
+async def test_what_the_model_has_started_in_a_session_of_its_own_lives_on(is_killed: bool) -> None:
+    batcher = DynBatcher(StartsProcesses, model_kwargs={"in_own_session": True})
+    pid = await batcher.process_batched(COMMANDS["a child"])
+    with Watch([pid]) as process:
+        if is_killed:
+            (handle,) = session_of(batcher).pool.live.remaining()
+            handle.kill()
+        await close(batcher)
+        assert process.survivors(0.0) == [pid]
+        os.kill(pid, signal.SIGKILL)
+        assert process.survivors(LIMIT) == []

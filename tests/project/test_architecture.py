@@ -1,0 +1,445 @@
+"""The walls of the house: who imports whom, and what no file of ours may do.
+
+Reads the source; where that cannot tell, starts a fresh interpreter and looks what it has loaded.
+"""
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import ROOT
+from programs import run_command
+
+PACKAGE = "fast_batcher"
+
+# From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
+FLOORS: dict[str, int] = {
+    "errors": 0,
+    "_clock": 0,
+    "_collector": 0,
+    "_fork": 0,
+    "_suggestions": 0,
+    "observing": 0,
+    "_observers": 2,
+    "model": 0,
+    "stats": 0,
+    "settings": 0,
+    "model_spec": 0,
+    "types": 0,
+    "encoding": 0,
+    "_arrays": 0,
+    "_descendants": 0,
+    "_core": 1,
+    "_transport": 2,
+    "_shared_memory": 2,
+    "_parent": 3,
+    "_worker": 3,
+    "_asyncio": 4,
+    "batcher": 4,
+    "_local": 4,
+    "dynamic": 4,
+    "inference": 4,
+    "aio": 4,
+    "fastapi": 5,
+    "prometheus": 5,
+    # Other names for things inside, for users alone.
+    "dyn_batcher": 5,
+    "inference_template": 5,
+    "": 5,
+}
+LEAVES = 0
+EDGE = 5
+
+# All that the core may use of Python: nothing of it waits, sends, logs or tells the time.
+CORE_MAY_IMPORT = {
+    *("abc", "bisect", "collections", "dataclasses", "enum", "heapq", "itertools", "math"),
+    *("operator", "typing"),
+}
+MAY_IMPORT = {
+    "_core": CORE_MAY_IMPORT,
+    # The libraries of arrays are used where they are loaded.
+    "_arrays": CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "sys")},
+}
+# What no part of a worker may load: an event loop costs it time and memory, and has no use there.
+NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
+NOT_OF_OURS_IN_WORKER = {
+    "batcher",
+    "_asyncio",
+    "_parent",
+    "fastapi",
+}
+# What `import fast_batcher` must not load: whoever needs it has it and loads it himself.
+HEAVY = {"fastapi", "numpy", "torch", "prometheus_client", "pydantic", "starlette"}
+# "__mp_main__" is another name that multiprocessing gives to "__main__".
+PYTHON_AND_OURS = {*sys.stdlib_module_names, PACKAGE, "__main__", "__mp_main__"}
+# Calls that are wrong everywhere in a library like this, and why.
+FORBIDDEN_CALLS = {
+    "time.time": "the wall clock jumps",
+    "datetime.datetime.now": "the wall clock jumps",
+    "multiprocessing.set_start_method": "it changes the whole program",
+    "asyncio.get_event_loop": "it may make a loop that nobody closes",
+    "asyncio.set_event_loop": "the loop is the program's",
+    "asyncio.run": "the loop is the program's",
+    "logging.basicConfig": "the program says where its log goes",
+    "time.sleep": "nothing waits without being woken",
+    "eval": "no text is code",
+    "exec": "no text is code",
+    "print": "the library logs",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, as a dotted name."""
+
+    module: str
+    line: int
+    # Runs when the file is loaded: not inside a function, not for the type checker alone.
+    is_eager: bool
+    # For the type checker alone.
+    is_typing: bool
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file of the package, parsed."""
+
+    # Dotted, below the package: "_core.scheduler", "" for the package itself.
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        """The first word of its name, which has a floor."""
+        return self.name.partition(".")[0]
+
+    def imports(self) -> Iterator[Import]:
+        """Every import, wherever it stands."""
+        yield from _imports_in(self.tree, is_eager=True, is_typing=False)
+
+
+def _imports_in(node: ast.AST, *, is_eager: bool, is_typing: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            for alias in child.names:
+                yield Import(alias.name, child.lineno, is_eager, is_typing)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, "imports are absolute"
+            assert child.module is not None
+            for alias in child.names:
+                target = f"{child.module}.{alias.name}"
+                module = target if _is_ours(target) else child.module
+                yield Import(module, child.lineno, is_eager, is_typing)
+        else:
+            in_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for_types = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"
+            yield from _imports_in(
+                child,
+                is_eager=is_eager and not in_function and not for_types,
+                is_typing=is_typing or for_types,
+            )
+
+
+def _is_ours(dotted: str) -> bool:
+    return dotted.removeprefix(f"{PACKAGE}.") in SOURCES
+
+
+def _read() -> dict[str, Source]:
+    sources = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT / PACKAGE).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        sources[name] = Source(name, path, ast.parse(path.read_text()))
+    return sources
+
+
+SOURCES: dict[str, Source] = _read()
+every_source = pytest.mark.parametrize("name", SOURCES)
+
+
+def ours(target: Import) -> str | None:
+    """The name below the package, None if it is not ours."""
+    if target.module == PACKAGE:
+        return ""
+    inside = target.module.removeprefix(f"{PACKAGE}.")
+    return None if inside == target.module else inside
+
+
+def run_python(program: str, *options: str) -> Any:
+    """What a fresh interpreter prints, as JSON."""
+    done = run_command([sys.executable, *options, "-c", program])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def modules_after(statement: str, options: tuple[str, ...] = ("-I", "-S")) -> set[str]:
+    """What is loaded after it; by default Python itself and this package alone are on the path."""
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); {statement}\n"
+        "import json; print(json.dumps(sorted(sys.modules)))"
+    )
+    modules = run_python(program, *options)
+    assert isinstance(modules, list)
+    return set(modules)
+
+
+def top_levels(modules: set[str]) -> set[str]:
+    return {module.partition(".")[0] for module in modules}
+
+
+# Floors.
+
+
+@every_source
+def test_a_file_imports_from_its_own_floor_or_below(name: str) -> None:
+    """Each thing at the edge can be left out: it is imported by itself alone.
+
+    So can the package's own `__init__` be left out, which the integration imports.
+    """
+    source = SOURCES[name]
+    for target in source.imports():
+        inside = ours(target)
+        if inside is not None:
+            part = inside.partition(".")[0]
+            where = f"{source.path.name}:{target.line} imports {target.module}"
+            assert FLOORS[part] <= FLOORS[source.part], where
+            is_at_edge = FLOORS[part] == EDGE and part != source.part
+            assert not is_at_edge or (source.part, part) == ("fastapi", ""), where
+
+
+# What a leaf may import of the others; one that is not named: nothing.
+LEAF_MAY_IMPORT: dict[str, set[str]] = {
+    "settings": {"errors", "_suggestions", "observing"},
+    "model_spec": {"errors", "_arrays.collation", "_suggestions", "model"},
+    "model": {"_arrays.collation"},
+    "_arrays": {"errors"},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if FLOORS[SOURCES[name].part] == LEAVES])
+def test_a_leaf_imports_at_most_errors_and_its_like(name: str) -> None:
+    inside = {inside for target in SOURCES[name].imports() if (inside := ours(target)) is not None}
+    part = SOURCES[name].part
+    like = {one for one in inside if one.partition(".")[0] == part}
+    assert inside - like <= LEAF_MAY_IMPORT.get(part, set())
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if SOURCES[name].part in MAY_IMPORT])
+def test_the_core_and_what_joins_arrays_use_little_of_python(name: str) -> None:
+    for target in SOURCES[name].imports():
+        assert ours(target) != "_clock"
+        if ours(target) is None:
+            assert target.module.partition(".")[0] in MAY_IMPORT[SOURCES[name].part], (
+                f"{SOURCES[name].path.name}:{target.line} imports {target.module}"
+            )
+
+
+def direct_imports(name: str) -> set[str]:
+    """What a file loads of ours when it is loaded."""
+    found = set()
+    for target in SOURCES[name].imports():
+        inside = ours(target)
+        if inside is not None and target.is_eager:
+            assert inside in SOURCES, f"{target.module} is a module"
+            found.add(inside)
+    return found
+
+
+def reachable_from(name: str) -> set[str]:
+    """What is loaded of ours because of it, itself included."""
+    reached: set[str] = set()
+    todo = {name}
+    while todo:
+        one = todo.pop()
+        reached.add(one)
+        todo |= direct_imports(one) - reached
+    return reached
+
+
+# The core.
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("_core")])
+def test_the_core_has_no_coroutines(name: str) -> None:
+    kinds = (ast.AsyncFunctionDef, ast.Await, ast.AsyncFor, ast.AsyncWith)
+    assert not [node for node in ast.walk(SOURCES[name].tree) if isinstance(node, kinds)]
+
+
+# The worker.
+
+
+def test_nothing_that_the_worker_loads_is_of_the_parents_half() -> None:
+    reached = reachable_from("_worker.main")
+    assert "_transport.blocking_channel" in reached
+    assert not {name.split(".")[0] for name in reached} & NOT_OF_OURS_IN_WORKER
+    for name in reached:
+        modules = {target.module for target in SOURCES[name].imports() if not target.is_typing}
+        assert not top_levels(modules) & NOT_IN_WORKER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "statement",
+    [
+        # What a spawned process loads before it loads the model; and what a model's file loads.
+        "import multiprocessing.spawn, fast_batcher._worker.main",
+        "from fast_batcher import InferenceModel, errors",
+    ],
+)
+def test_a_worker_has_no_event_loop(statement: str) -> None:
+    loaded = modules_after(statement)
+    assert not top_levels(loaded) & (NOT_IN_WORKER | HEAVY)
+    assert not loaded & {f"{PACKAGE}.{name}" for name in NOT_OF_OURS_IN_WORKER}
+
+
+# The package.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [("-I", "-S"), ()], ids=["Python alone", "all is installed"])
+def test_the_package_and_the_batcher_load_python_and_themselves_alone(
+    options: tuple[str, ...],
+) -> None:
+    # What is installed may load more of its own when the interpreter starts.
+    before = modules_after("pass", options)
+    loaded = modules_after("from fast_batcher import DynBatcher", options)
+    assert f"{PACKAGE}.batcher" in loaded
+    assert top_levels(loaded - before) <= PYTHON_AND_OURS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["dynamic", "inference", "aio", "aio.inference"])
+def test_a_decorator_loads_neither_processes_nor_what_makes_them(module: str) -> None:
+    loaded = modules_after(f"import fast_batcher.{module}")
+    assert f"{PACKAGE}._local.batcher" in loaded
+    assert top_levels(loaded) <= PYTHON_AND_OURS
+    assert not loaded & {f"{PACKAGE}.batcher", f"{PACKAGE}._parent", f"{PACKAGE}._worker"}
+    assert not top_levels(loaded) & {*HEAVY, "multiprocessing"}
+
+
+@pytest.mark.slow
+def test_importing_starts_nothing_and_changes_nothing() -> None:
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import asyncio, json, logging, multiprocessing, os, signal, threading, time\n"
+        "def look():\n"
+        "    handlers = [str(signal.getsignal(n)) for n in signal.valid_signals()]\n"
+        "    descriptors = sorted(os.listdir('/proc/self/fd'))\n"
+        "    method = multiprocessing.get_start_method(allow_none=True)\n"
+        "    logs = [str(h) for h in logging.getLogger().handlers]\n"
+        "    return [handlers, descriptors, method, logs, threading.active_count(),\n"
+        "            dict(os.environ)]\n"
+        "before = look()\n"
+        "import fast_batcher; fast_batcher.DynBatcher\n"
+        "import fast_batcher._parent.pool\n"
+        "print(json.dumps([before, look()]))"
+    )
+    before, after = run_python(program)
+    assert after == before
+
+
+# Every file.
+
+
+@every_source
+def test_every_file_says_what_it_is_for(name: str) -> None:
+    docstring = ast.get_docstring(SOURCES[name].tree)
+    assert docstring is not None
+    assert docstring.splitlines()[0].endswith((".", ":"))
+
+
+@every_source
+def test_nobody_calls_what_is_forbidden(name: str) -> None:
+    assert forbidden_uses(SOURCES[name].tree) == []
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ("import time\ntime.time()", "time.time"),
+        ("import time as clock\nclock.time()", "time.time"),
+        ("from time import time\nnow = time()", "time.time"),
+        ("from time import time as now", "time.time"),
+        ("import multiprocessing as mp\nmp.set_start_method('fork')", "set_start_method"),
+        ("import asyncio\nget = asyncio.get_event_loop", "get_event_loop"),
+        ("from datetime import datetime\ndatetime.now()", "datetime.now"),
+        ("print('here')", "print"),
+    ],
+)
+def test_the_search_for_it_finds_it(program: str, found: str) -> None:
+    """A check that cannot find anything would be worse than none."""
+    (use,) = set(forbidden_uses(ast.parse(program)))
+    assert found in use
+
+
+def forbidden_uses(tree: ast.Module) -> list[str]:
+    """Every use of a forbidden name, under whatever name it was imported."""
+    meanings: dict[str, str] = {}
+    uses = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                meanings[alias.asname or alias.name.partition(".")[0]] = (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                meanings[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                uses.append(f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, _, rest = ast.unparse(node).partition(".")
+            uses.append(".".join(filter(None, [meanings.get(first, first), rest])))
+    return [use for use in uses if use in FORBIDDEN_CALLS]
+
+
+# Tests.
+
+# Where each package and each module beside them is tested, through what others use of it.
+TESTS = {
+    "": "project/test_public_api.py",
+    "_arrays": "arrays",
+    "_asyncio": "asyncio_shell",
+    "_clock": "asyncio_shell/test_clock.py",
+    "_collector": "process/test_collector.py",
+    "_core": "core",
+    "_descendants": "process/test_descendants.py",
+    "_fork": "shared_memory",
+    "_local": "local",
+    "_observers": "asyncio_shell/test_observing.py",
+    "_parent": "parent",
+    "_shared_memory": "shared_memory",
+    "_suggestions": "asyncio_shell/test_batcher_settings.py",
+    "_transport": "transport",
+    "_worker": "worker",
+    "aio": "local/test_aio.py",
+    "batcher": "asyncio_shell/test_batcher.py",
+    "dyn_batcher": "project/test_public_api.py",
+    "dynamic": "local/test_dynamic.py",
+    "encoding": "fastapi/test_encoding.py",
+    "errors": "process/test_errors.py",
+    "fastapi": "fastapi/test_fastapi.py",
+    "inference": "local/test_inference.py",
+    "inference_template": "project/test_public_api.py",
+    "model": "project/test_public_api.py",
+    "model_spec": "asyncio_shell/test_model_spec.py",
+    "observing": "asyncio_shell/test_observing.py",
+    "prometheus": "edge",
+    "settings": "asyncio_shell/test_batcher_settings.py",
+    "stats": "asyncio_shell/test_stats.py",
+    "types": "local/test_aio.py",
+}
+
+
+def test_every_package_has_its_tests() -> None:
+    """So that one knows where to look, and what a new package lacks."""
+    assert sorted({source.part for source in SOURCES.values()}) == sorted(TESTS)
+    for place in TESTS.values():
+        path = ROOT / "tests" / place
+        assert path.is_file() or [*path.glob("test_*.py")], place

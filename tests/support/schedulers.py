@@ -1,0 +1,112 @@
+"""How tests of the core drive a scheduler: every moment is an argument. No process, no clock."""
+
+from collections.abc import Callable, Sequence
+
+from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.limits import Limits
+from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fail, Request
+from fast_batcher._core.policy import GreedyPolicy, Policy
+from fast_batcher._core.scheduler import Scheduler
+
+# What a lost worker gives back when all of it is tried again.
+# The requests of a dead worker that fail: not to be computed twice, and with too many deaths.
+Lost = tuple[list[Request], list[Request]]
+NOTHING: Lost = ([], [])
+
+
+def make(
+    policy: Policy | None = None,
+    *,
+    max_batch_size: int = 2,
+    max_queue_size: int = 100,
+    max_queue_bytes: int | None = None,
+    measure_size: Callable[[object], int] | None = None,
+    timeout: float | None = None,
+    max_latency: float | None = None,
+    infer_timeout: float | None = None,
+    idempotent: bool = True,
+    isolate_errors: bool = True,
+    packer: BatchPacker | None = None,
+    is_grouped: bool = False,
+    workers: int = 1,
+) -> Scheduler:
+    """A scheduler whose workers are ready since moment 0."""
+    scheduler = Scheduler(
+        policy or GreedyPolicy(),
+        Limits(
+            max_batch_size=max_batch_size,
+            max_queue_size=max_queue_size,
+            max_queue_bytes=max_queue_bytes,
+            timeout=timeout,
+            max_latency=max_latency,
+            infer_timeout=infer_timeout,
+            idempotent=idempotent,
+            isolate_errors=isolate_errors,
+        ),
+        measure_size=measure_size,
+        packer=packer,
+        is_grouped=is_grouped,
+    )
+    for worker in range(workers):
+        scheduler.worker_ready(0.0, worker)
+    return scheduler
+
+
+def reject(scheduler: Scheduler, now: float, requests: list[Request]) -> list[Request]:
+    """The requests that are not accepted of those that arrive together."""
+    return [request for request, _ in scheduler.submit(now, requests)]
+
+
+def submit(
+    scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None
+) -> list[Request]:
+    """Requests that arrive together and are all accepted."""
+    requests = [Request(f"input {number}", None, deadline) for number in range(count)]
+    assert scheduler.submit(now, requests) == []
+    return requests
+
+
+def dispatched(actions: Sequence[Action]) -> list[Batch]:
+    """The batches that leave, where nothing else happens."""
+    batches = []
+    for action in actions:
+        assert isinstance(action, Dispatch)
+        batches.append(action.batch)
+    return batches
+
+
+def poll_batches(scheduler: Scheduler, now: float) -> list[Batch]:
+    actions, _ = scheduler.poll(now)
+    return dispatched(actions)
+
+
+def run(scheduler: Scheduler, now: float, count: int = 1, deadline: float | None = None) -> Batch:
+    """Requests that arrive together and leave at once as one batch."""
+    requests = submit(scheduler, now, count, deadline)
+    (batch,) = poll_batches(scheduler, now)
+    assert batch.requests == requests
+    return batch
+
+
+def told(actions: Sequence[Action]) -> list[object]:
+    """Actions in a form that can be compared."""
+    plain: list[object] = []
+    for action in actions:
+        if isinstance(action, Dispatch):
+            plain.append(action.batch.requests)
+        elif isinstance(action, Expire):
+            plain.append((action.reason, action.request))
+        elif isinstance(action, Fail):
+            plain.append((action.error, action.requests))
+        else:
+            plain.append((type(action), action.worker))
+    return plain
+
+
+def settle(scheduler: Scheduler, now: float, batch: Batch) -> list[Request]:
+    """What a shell does with an answered batch; those that have their outcome from it."""
+    assert scheduler.batch_done(now, batch.worker, batch.id) is batch
+    answered = [request for request in batch.requests if not request.is_settled]
+    for request in answered:
+        request.is_settled = True
+    return answered

@@ -1,0 +1,266 @@
+"""Batches through shared memory without a worker, and what tests ask of a batcher that has it."""
+
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from sessions import session_of
+from waits import LIMIT, assert_balance, until
+
+from fast_batcher import DynBatcher
+from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._parent.batch_sender import BatchSender
+from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.views import SlabViews
+from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.loop_channel import Reservation
+from fast_batcher._worker.serving import InputReader
+from fast_batcher.errors import BatcherError
+from fast_batcher.settings import Settings
+
+MEBI = 2**20
+SIZE = 16 * MEBI
+MAX_FRAME_BYTES = 8 * MEBI
+# A batch of one that the loop copies, and one that the copier thread copies.
+SMALL, LARGE = 300_000, MOST_AT_ONCE + 1
+
+
+class Worker:
+    """A worker that reads frames when it is told to, and what a `BatchSender` needs of it."""
+
+    outbox = None
+
+    def __init__(self, id: int, slabs: Slabs) -> None:
+        self.id = id
+        self.views = SlabViews(os.dup(slabs._fd), SIZE)
+        # Frames that it has not read, and reservations.
+        self.queue: list[Any] = []
+        self._reader = InputReader(self.views)
+
+    def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
+        assert len(body) <= MAX_FRAME_BYTES
+        self.queue.append((kind, batch_id, body))
+
+    def reserve(self) -> Reservation:
+        reservation = Reservation()
+        self.queue.append(reservation)
+        return reservation
+
+    def fill(self, reservation: Reservation, frames: Iterable[tuple[Kind, int, bytes]]) -> None:
+        index = self.queue.index(reservation)
+        self.queue[index : index + 1] = frames
+
+    def read(self) -> list[Any]:
+        """The values of the batch that was sent first."""
+        kind, batch_id, body = self.queue.pop(0)
+        while kind is Kind.INPUTS_FRAGMENT:
+            self._reader.keep_fragment(Frame(kind, batch_id, 0.0, body))
+            kind, batch_id, body = self.queue.pop(0)
+        values, failures = self._reader.read(Frame(kind, batch_id, 0.0, body))
+        self._reader.forget_lent()
+        assert not failures
+        return values
+
+
+class SenderHarness:
+    """A `BatchSender` with real slabs, one worker, and the jobs of the copier thread."""
+
+    def __init__(self, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.slabs = Slabs(SIZE)
+        self.jobs: list[tuple[Callable[[], None], Callable[[BaseException | None], None]]] = []
+        # The requests that turned out not to be sendable, with the reasons.
+        self.refused: list[Any] = []
+        settings = Settings(
+            max_frame_bytes=max_frame_bytes, shared_memory_threshold=4096, max_batch_size=8
+        )
+        memory: Any = self
+        self.sender = BatchSender(settings, memory, self, "name")
+        self.arena = self.sender.arena
+        self._next_batch = 0
+        self.worker = Worker(3, self.slabs)
+        self.sender.add_worker(self.worker)
+
+    def inputs_unsendable(self, _: Batch, refused: list[tuple[Request, BatcherError]]) -> None:
+        self.refused += refused
+
+    def replace_worker(self) -> None:
+        """The worker is dead, and another is ready."""
+        self.sender.remove_worker(self.worker.id, None)
+        self.worker = Worker(self.worker.id + 1, self.slabs)
+        self.sender.add_worker(self.worker)
+
+    def run_in_thread(self, job: Any, done: Any) -> None:
+        self.jobs.append((job, done))
+
+    def arrive(self, *values: Any) -> list[Request]:
+        """A request for each value, staged if it is to be, each in a turn of the loop."""
+        requests = [Request(value, None, deadline=1.0) for value in values]
+        for request in requests:
+            self.arena.end_turn()
+            if type(request.value) in self.arena.probes:
+                request.staged = self.arena.stage(request.value)
+        return requests
+
+    def batch(self, *values: Any) -> Batch:
+        """Send a batch of inputs that are not staged."""
+        return self.dispatch([Request(value, None, deadline=1.0) for value in values])
+
+    def dispatch(self, requests: list[Request]) -> Batch:
+        """Send a batch of requests; those whose input cannot be sent are in `refused`."""
+        batch = Batch(
+            self._next_batch, self.worker.id, requests, Release.FULL, 1.0, len(requests), 0.0
+        )
+        self._next_batch += 1
+        self.refused += self.sender.send(batch)
+        return batch
+
+    def run_jobs(self, count: int | None = None) -> None:
+        """Do the first jobs, or all, as the copier thread does them."""
+        for _ in range(len(self.jobs) if count is None else count):
+            job, done = self.jobs.pop(0)
+            error = None
+            try:
+                job()
+            except OSError as caught:
+                error = caught.with_traceback(None)
+            done(error)
+
+    @property
+    def queue(self) -> list[Any]:
+        """Frames that the worker has not read, and reservations."""
+        return self.worker.queue
+
+    @property
+    def kinds(self) -> list[Kind | None]:
+        """Of the frames that the worker has not read; None stands for a reservation."""
+        return [None if isinstance(one, Reservation) else one[0] for one in self.queue]
+
+    def read(self) -> list[Any]:
+        """The values of the batch that was sent first, as the worker reads them."""
+        return self.worker.read()
+
+    def free(self, *batch_ids: int) -> None:
+        """The worker says of which batches no view is left, or names these."""
+        freed = [*batch_ids] or self.worker.views.take_freed()
+        self.sender.free(self.worker.id, Frame(Kind.FREED, 0, 0.0, dumps(freed)))
+
+    def close(self) -> None:
+        self.slabs.close()
+        gc.collect()
+        self.worker.views.close()
+
+
+@pytest.fixture
+def harness() -> Iterator[SenderHarness]:
+    """One that has been told that large inputs come."""
+    harness = SenderHarness()
+    harness.arena.enable()
+    yield harness
+    harness.close()
+
+
+def filled(number: int, size: int = SMALL) -> Any:
+    """An input of so many bytes."""
+    return np.full(size, number, np.uint8)
+
+
+def sums(values: list[Any]) -> list[int]:
+    """What they are filled with."""
+    return [int(value[0]) for value in values if value.min() == value.max()]
+
+
+@asynccontextmanager
+async def opened(
+    model: Any, *args: Any, stages: bool = False, **settings: Any
+) -> AsyncIterator[DynBatcher[Any, Any]]:
+    """A batcher whose counters balance at the end.
+
+    Args:
+        model: Its model.
+        args: The model's.
+        stages: Whether large inputs are staged at once, and not only after the first large batch.
+        settings: The batcher's.
+    """
+    async with DynBatcher(model, model_args=args, **settings) as batcher:
+        if stages:
+            stage_inputs(batcher)
+        yield batcher
+        assert_balance(batcher)
+
+
+def stage_inputs(batcher: DynBatcher[Any, Any]) -> None:
+    """Large inputs are staged from now on."""
+    session_of(batcher).sender.arena.enable()
+
+
+def slabs_of(batcher: DynBatcher[Any, Any]) -> Slabs:
+    slabs = session_of(batcher).memory.slabs
+    assert isinstance(slabs, Slabs)
+    return slabs
+
+
+def has_slabs(batcher: DynBatcher[Any, Any]) -> bool:
+    return session_of(batcher).memory.slabs is not None
+
+
+def is_free(batcher: DynBatcher[Any, Any]) -> bool:
+    """Whether all slabs have come back, except those that are open for more inputs."""
+    return slabs_of(batcher).count == len(session_of(batcher).sender.arena._open)
+
+
+async def free(batcher: DynBatcher[Any, Any]) -> None:
+    """Wait until it `is_free`."""
+    await until(lambda: is_free(batcher))
+
+
+def give_back_unused(batcher: DynBatcher[Any, Any]) -> None:
+    """The pool's heartbeat gives memory back that was not used for long."""
+    session_of(batcher).memory.give_back_unused()
+
+
+@contextmanager
+def copier_held(batcher: DynBatcher[Any, Any]) -> Iterator[None]:
+    """The copier thread does nothing meanwhile."""
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        is_over.wait(LIMIT)
+
+    session_of(batcher).memory.run_in_thread(hold, lambda _: None)
+    assert is_held.wait(LIMIT)
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+async def until_copying(batcher: DynBatcher[Any, Any]) -> None:
+    """Wait until the copier thread, which is held, has a job."""
+    await until(lambda: not session_of(batcher).memory._copier._jobs.empty())
+
+
+def wait_until_copied(batcher: DynBatcher[Any, Any]) -> None:
+    """Wait until the copier thread has done all its jobs, whether or not a loop has heard of it."""
+    is_over = threading.Event()
+    session_of(batcher).memory.run_in_thread(is_over.set, lambda _: None)
+    assert is_over.wait(LIMIT)
+
+
+@contextmanager
+def no_threads() -> Iterator[None]:
+    """The system has no memory for the stack of another thread."""
+    before = threading.stack_size(2**46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=lambda: None).start()
+        yield
+    finally:
+        threading.stack_size(before)

@@ -1,0 +1,174 @@
+"""Servers in processes of their own, models that wait at a gate, and clients that go away."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+from paths import SUPPORT
+from waits import LIMIT
+
+
+class Gate:
+    """Where a model waits until the test lets it on; the input or argument is the gate's port."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(LIMIT)
+        self._visitors: list[socket.socket] = []
+        self.port: int = self._listener.getsockname()[1]
+
+    def wait_for_visitor(self) -> None:
+        visitor, _ = self._listener.accept()
+        self._visitors.append(visitor)
+
+    def let_on(self) -> None:
+        self._visitors[-1].sendall(b".")
+
+    def close(self) -> None:
+        for end in (self._listener, *self._visitors):
+            end.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
+
+
+class Server:
+    """A uvicorn in a process of its own; both its streams can be read line by line.
+
+    Args:
+        app: What it serves, as "module:name" below `tests/support`.
+        options: More of its command line.
+        folder: Where the module is, if not here.
+        command: Another server, with its whole command line.
+        python: The interpreter; another one than that of these tests sees no path of theirs.
+    """
+
+    def __init__(
+        self,
+        app: str,
+        *options: str,
+        folder: Path | None = None,
+        command: Sequence[str] = (),
+        python: str = sys.executable,
+    ) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+        if python != sys.executable:
+            environment = {}
+        if folder is not None:
+            options = (*options, "--app-dir", str(folder))
+        self.process = subprocess.Popen(
+            [python, *(["-m", *command] if command else uvicorn_command(app, *options)[1:])],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            # A group of its own, that a signal can be sent to.
+            start_new_session=True,
+        )
+        self.output = ""
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        assert self.process.stdout is not None
+        with self._killed_after_limit():
+            for line in self.process.stdout:
+                self.output += line
+                if match := re.search(pattern, line):
+                    return match
+        raise AssertionError(
+            f"the server ended, or was killed after {LIMIT:g} seconds, without a line like "
+            f"{pattern!r}:\n{self.output}"
+        )
+
+    def wait_for_exit(self) -> int:
+        assert self.process.stdout is not None
+        with self._killed_after_limit():
+            self.output += self.process.stdout.read()
+            return self.process.wait()
+
+    def url(self) -> str:
+        """Where it listens, once it does."""
+        return str(self.wait_for(r"running on (http://[\d.:]+)")[1])
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    @contextmanager
+    def _killed_after_limit(self) -> Iterator[None]:
+        """Guard one wait: a server may live as long as the tests that share it."""
+        watchdog = threading.Timer(LIMIT, self.process.kill)
+        watchdog.start()
+        try:
+            yield
+        finally:
+            watchdog.cancel()
+            watchdog.join()
+
+
+def find_free_port() -> int:
+    """A port for a server that does not tell which one it has chosen."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+def uvicorn_command(app: str, *options: str) -> list[str]:
+    where = ["--app-dir", str(SUPPORT), "--host", "127.0.0.1", "--port", "0", "--no-use-colors"]
+    return [sys.executable, "-m", "uvicorn", app, *where, *options]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers: list[Server] = []
+
+    def start(app: str, *options: str, **more: Any) -> Server:
+        servers.append(Server(app, *options, **more))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def thread() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor
+
+
+def post_and_stay(url: str, path: str, gate: int) -> socket.socket:
+    """A client that has asked and does not read the answer."""
+    address = urlsplit(url)
+    assert address.port is not None
+    client = socket.create_connection(("127.0.0.1", address.port), timeout=LIMIT)
+    body = json.dumps({"gate": gate}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
+    client.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    return client
+
+
+def ask_until(url: str, **wanted: int) -> dict[str, int]:
+    """Ask for the app's counts until they are as wanted; nothing tells when they are."""
+    deadline = monotonic() + LIMIT
+    while True:
+        stats: dict[str, int] = httpx2.get(f"{url}/stats", timeout=LIMIT).json()
+        if {name: stats[name] for name in wanted} == wanted:
+            return stats
+        assert monotonic() < deadline, stats
