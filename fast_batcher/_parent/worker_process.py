@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from fast_batcher._descendants import opened_descendants, send_signal
 from fast_batcher._parent.child_process import ChildProcess
+from fast_batcher._parent.log_receiver import LogReceiver
 from fast_batcher._parent.thread_limits import worker_environment
 from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerState
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
@@ -23,9 +24,11 @@ from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport import codec
 from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.log_records import open_log_sockets
 from fast_batcher._transport.loop_channel import Frames, LoopChannel, Reservation
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
+from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.main import worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model_spec import ModelSpec
@@ -49,6 +52,7 @@ class _LiveProcess(NamedTuple):
     child: ChildProcess
     channel: LoopChannel
     progress: WorkerProgress
+    logs: LogReceiver
 
 
 class WorkerProcess:
@@ -117,8 +121,9 @@ class WorkerProcess:
         """
         settings = self._settings
         ours, theirs = open_pipes(_context)
+        receiver, sender = open_log_sockets()
         with contextlib.ExitStack() as undo:
-            for end in (*ours, *theirs):
+            for end in (*ours, *theirs, receiver, sender):
                 undo.callback(end.close)
             progress = WorkerProgress()
             undo.callback(progress.close)
@@ -133,7 +138,7 @@ class WorkerProcess:
                     progress,
                     settings.max_frame_bytes,
                     settings.max_batch_size,
-                    os.getpid(),
+                    LogSettings.of_this_process(sender),
                     self._slabs,
                     outbox,
                     settings.freeze_gc,
@@ -146,6 +151,7 @@ class WorkerProcess:
             child = ChildProcess(process, environment)
             undo.pop_all()
         # The child has its own copies of these.
+        sender.close()
         for end in theirs:  # while they are open here, no read returns an end of file
             end.close()
         progress.close_fd()
@@ -154,13 +160,16 @@ class WorkerProcess:
             self.outbox = outbox
         self.pid = child.pid
         # Last: from now on `is_alive` is True for the loop's thread.
-        self._live = _LiveProcess(child, channel, progress)
+        attributes = {"worker": self.index, "worker_pid": self.pid, "model": self._name}
+        logs = LogReceiver(receiver, progress, attributes)
+        self._live = _LiveProcess(child, channel, progress, logs)
 
     def attach(self, loop: AbstractEventLoop) -> None:
         """Watch the worker from this event loop; the previous loop, if any, is closed."""
         assert self._live is not None, "attached while it is alive"
         self._loop = loop
         self._live.channel.attach(loop)
+        self._live.logs.attach(loop)
         if not self.is_attached:
             self.is_attached = True
             self.send(Kind.LOAD, 0, self._model_spec.pickled)
@@ -294,7 +303,7 @@ class WorkerProcess:
         """Release the resources of the dead worker; None if that was done before."""
         if self._live is None:
             return None
-        child, channel, progress = self._live
+        child, channel, progress, logs = self._live
         self._live = None
         if self._loop is not None and not self._loop.is_closed():
             self._loop.remove_reader(child.death_fd)
@@ -312,6 +321,7 @@ class WorkerProcess:
         )
         child.close()
         channel.close()
+        logs.close()
         progress.close()
         if self.outbox is not None and not self.outbox.is_used:
             self.outbox.close()

@@ -1,8 +1,8 @@
 """Progress of a worker (its current batches), in memory that it shares with the parent.
 
 The parent reads the batch ids here after the worker has died. A message before every batch would
-cost a system call. One number goes in the other direction: a flag set by the parent that lets
-SIGTERM end the worker.
+cost a system call. The worker also counts the log records here that it could not send. One number
+goes in the other direction: a flag set by the parent that lets SIGTERM end the worker.
 """
 
 import os
@@ -11,9 +11,10 @@ from typing import Any
 
 from fast_batcher._transport.memory_file import make_memory_file, map_file
 
-# Four unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, and a flag.
-_SIZE = 32
+# Five unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, a flag, and a count.
+_SIZE = 40
 _IS_TO_END = 3
+_LOST_RECORDS = 4
 
 
 class _BatchId:
@@ -64,6 +65,15 @@ class WorkerProgress:
     def let_sigterm_end(self) -> None:
         """Let the next SIGTERM end the worker; called before the parent sends it."""
         self.numbers[_IS_TO_END] = 1
+
+    @property
+    def lost_records(self) -> int:
+        """Log records that the worker could not send."""
+        return self.numbers[_LOST_RECORDS]
+
+    @lost_records.setter
+    def lost_records(self, count: int) -> None:
+        self.numbers[_LOST_RECORDS] = count
 
     def close_fd(self) -> None:
         """Close the descriptor, so that no other process inherits it; may be called again.

@@ -12,6 +12,7 @@ when the parent is dead.
 """
 
 import logging
+import multiprocessing
 import multiprocessing.util
 import sys
 from typing import Any
@@ -25,8 +26,9 @@ from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.collated_model import collate
+from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.model_loading import load_model
-from fast_batcher._worker.process_setup import end_with_parent, log_to_stderr, set_signals
+from fast_batcher._worker.process_setup import end_with_parent, set_signals
 from fast_batcher._worker.replies import ReplyEncoder
 from fast_batcher._worker.serving import BatchLoop, InputReader
 from fast_batcher._worker.warm_up import warm_up
@@ -42,7 +44,7 @@ def worker_main(
     progress: WorkerProgress,
     max_frame_bytes: int,
     max_batch_size: int,
-    parent_pid: int,
+    logs: LogSettings,
     slabs: SlabViews | OSError | None,
     outbox: OutboxWriter | OSError | None,
     freeze_gc: bool,
@@ -54,16 +56,19 @@ def worker_main(
         progress: Shared memory in which the worker records the batches it has.
         max_frame_bytes: Longest frame body in both directions.
         max_batch_size: Inputs of a full batch, for the warm-up.
-        parent_pid: Id of the parent process, with which this one ends.
+        logs: The socket and the levels of the worker's log.
         slabs: Shared memory for large inputs, None if the settings turn it off, an error if this
             process may not map it.
         outbox: Shared memory for large answers, None if the settings turn it off, an error if it
             could not be made.
         freeze_gc: Exclude the loaded model and its libraries from garbage collections.
     """
-    set_signals(progress, parent_pid)
-    end_with_parent(parent_pid)
-    log_to_stderr()
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "this is a child process"
+    assert parent.pid is not None, "it was started"
+    set_signals(progress, parent.pid)
+    end_with_parent(parent.pid)
+    logs.apply(progress)
     channel = BlockingChannel(ends, max_frame_bytes)
     # Kept open until the process ends: the parent kills a worker that has closed its ends, and exit
     # hooks of the model's libraries would not run.

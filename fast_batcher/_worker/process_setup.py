@@ -1,7 +1,6 @@
-"""Set-up of a worker process before the model is loaded: signals, parent's death, logging."""
+"""Set-up of a worker process before the model is loaded: signals, and the parent's death."""
 
 import ctypes
-import logging
 import multiprocessing
 import os
 import signal
@@ -81,14 +80,3 @@ def _watch_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def log_to_stderr() -> None:
-    """Write the library's log to stderr: the program's log handlers exist in the parent only."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(
-        logging.Formatter("%(levelname)s %(processName)s (pid %(process)d): %(message)s")
-    )
-    library = logging.getLogger("fast_batcher")
-    library.addHandler(handler)
-    library.propagate = False  # a model that configures logging would write it twice

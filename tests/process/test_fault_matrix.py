@@ -85,7 +85,7 @@ async def test_a_call_ends_with_its_error_and_harms_no_other_call(where: str, ho
 
 @pytest.mark.parametrize("how", IN_WORKER)
 async def test_a_model_that_fails_in_close_leaves_no_process(
-    how: str, capfd: pytest.CaptureFixture[str]
+    how: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     with measured(10.0, f"close x {how}"):
         async with asyncio.timeout(LIMIT):
@@ -94,4 +94,4 @@ async def test_a_model_that_fails_in_close_leaves_no_process(
                 assert await batcher.process_batched("first") == "first"
                 pids = pids_of(batcher)
     assert not any(map(psutil.pid_exists, pids))
-    assert how not in HERE or "boom" in capfd.readouterr().err
+    assert how not in HERE or "boom" in caplog.text + capfd.readouterr().err

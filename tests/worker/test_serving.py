@@ -21,8 +21,10 @@ from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.log_records import open_log_sockets
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
+from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.main import worker_main
 from fast_batcher._worker.replies import ReplyEncoder
 from fast_batcher._worker.serving import BatchLoop, InputReader
@@ -132,10 +134,12 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     # One page, so that the worker waits in the middle of its answer until somebody reads.
     fcntl.fcntl(ours[0].fileno(), fcntl.F_SETPIPE_SZ, 4096)
     progress = WorkerProgress()
-    arguments = (theirs, progress, MEBI, 32, os.getpid(), None, None, True)
+    receiver, sender = open_log_sockets()
+    logs = LogSettings.of_this_process(sender)
+    arguments = (theirs, progress, MEBI, 32, logs, None, None, True)
     process = context.Process(target=worker_main, args=arguments)
     process.start()
-    for end in theirs:
+    for end in (*theirs, receiver, sender):
         end.close()
     channel = BlockingChannel(ours, MEBI)
     channel.send(Kind.LOAD, 0, codec.dumps((Alarmed, (gate.path,), {})))

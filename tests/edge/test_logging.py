@@ -1,0 +1,88 @@
+"""Log records of workers reach the loggers of the app, and never hold the model up."""
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from time import monotonic
+
+import pytest
+from logging_models import Floods, Logs
+from waits import LIMIT, MEASURED, both_loops
+
+from fast_batcher import DynBatcher
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture
+def _captured_warnings() -> Iterator[None]:
+    logging.captureWarnings(True)
+    yield
+    logging.captureWarnings(False)
+
+
+@both_loops
+@pytest.mark.usefixtures("_captured_warnings")
+async def test_records_arrive_with_their_level_attributes_and_worker(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.ERROR, "fast_batcher")
+    caplog.set_level(logging.INFO)
+    async with DynBatcher(Logs, name="tiny") as batcher:
+        assert await batcher.process_batched("one") == "one"
+    records = [one for one in caplog.records if one.process != os.getpid()]
+    texts = [one.getMessage()[:30] for one in records]
+    assert texts[:3] == ["loaded", "1 inputs", "caught"]
+    assert texts[3].startswith("long long")
+    assert "UserWarning: old argument" in records[4].getMessage()
+    assert texts[5:] == ["closed"]
+    for one in records:
+        assert (one.worker, one.worker_pid, one.model) == (0, one.process, "tiny")  # type: ignore[attr-defined]
+    assert (records[1].tenant, records[1].odd) == ({"id": 7}, "{1}")  # type: ignore[attr-defined]
+    assert "KeyError: 'lost key'" in logging.Formatter().format(records[2])
+    assert records[3].getMessage().endswith("[shortened]")
+    assert [one.name for one in records] == [*["models.tiny"] * 4, "py.warnings", "models.tiny"]
+    assert capfd.readouterr().err == "printed\nprinted natively\n"
+
+
+@both_loops
+async def test_a_flood_of_records_loses_no_answer_and_the_lost_records_are_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    received: Counter[str] = Counter()
+
+    class Counts(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            received[record.getMessage()] += 1
+
+    lags = []
+
+    async def measure_lag() -> None:
+        while True:
+            due = monotonic() + 0.005
+            await asyncio.sleep(0.005)
+            lags.append(monotonic() - due)
+
+    flood, counting = logging.getLogger("flood"), Counts()
+    flood.addHandler(counting)
+    flood.propagate = False
+    try:
+        async with asyncio.timeout(LIMIT), DynBatcher(Floods, 8) as batcher:
+            lag = asyncio.create_task(measure_lag())
+            started = monotonic()
+            assert await batcher.process_many([1000] * 100) == [1000] * 100
+            seconds = monotonic() - started
+            lag.cancel()
+            with suppress(asyncio.CancelledError):
+                await lag
+    finally:
+        flood.removeHandler(counting)
+        flood.propagate = True
+    lost = [one.args[1] for one in caplog.records if "records of worker" in one.msg]  # type: ignore[index]
+    assert received.total() + sum(lost) == 100_000  # type: ignore[arg-type]
+    assert received.total() > 0
+    MEASURED.append(("a worker logs 100,000 records", seconds, 2.0))
+    MEASURED.append(("the loop's longest lag meanwhile", max(lags), 0.02))
