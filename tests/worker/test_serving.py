@@ -5,7 +5,6 @@ What it does to its process (signals, the end with the parent) is tested with re
 
 import fcntl
 import multiprocessing
-import os
 import threading
 from collections.abc import Iterator
 from typing import Any
