@@ -1,6 +1,7 @@
 """`explain` names the cause of the batch sizes in constructed situations, in virtual time."""
 
 from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
 from typing import Any
@@ -38,14 +39,14 @@ class Shell:
 
     def run(self, arrivals: Sequence[float], make_request: Callable[[int], Request]) -> None:
         self._due += arrivals
+        heapify(self._due)
         until = max(arrivals, default=3.0)
         made = 0
-        while (now := min([self._done_at, self._wake_at, *self._due])) <= until:
+        while (now := min(self._done_at, self._wake_at, *self._due[:1])) <= until:
             if now == self._done_at:
                 self._finish(now)
-            arrived = [moment for moment in self._due if moment <= now]
-            self._due = [moment for moment in self._due if moment > now]
-            for _ in arrived:
+            while self._due and self._due[0] <= now:
+                heappop(self._due)
                 self.scheduler.submit(now, [make_request(made)])
                 made += 1
             actions, wake_at = self.scheduler.poll(now)
@@ -64,8 +65,8 @@ class Shell:
             waited, size = batch.wait_until(batch.began_at)
             took = (batch.began_at, now, size, batch.release, batch.left_waiting)
             self.samples.append(BatchSample(*took, waited, now - batch.began_at))
-            if self._clients:
-                self._due += [now + self._random.uniform(1e-4, 3e-4) for _ in range(size)]
+            for _ in range(size if self._clients else 0):
+                heappush(self._due, now + self._random.uniform(1e-4, 3e-4))
         if self._running:
             self._done_at = now + with_knee(len(self._running[0].requests))
 
