@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from math import inf
+from typing import Any
 
 import pytest
 from schedulers import NOTHING, make, poll_batches, reject, run, settle, submit, told
@@ -12,6 +13,7 @@ from fast_batcher._core.messages import (
     Batch,
     ExpiryReason,
     Group,
+    Rejection,
     Release,
     Replace,
     Request,
@@ -467,3 +469,51 @@ def test_the_first_costs_tell_what_the_batches_of_the_warm_up_may_be_charged() -
     scheduler.submit(0.0, costly(20.0))
     times = [packer.service.median(charge) for charge in (10.0, 40.0)]
     assert times == pytest.approx([1.0, 2.5], rel=0.01)
+
+
+# What the shell tells between two polls.
+
+
+def test_a_poll_is_due_after_an_answer_if_requests_wait() -> None:
+    scheduler = make(max_batch_size=1)
+    batch = run(scheduler, 0.0)
+    was_due = scheduler.is_poll_due
+    submit(scheduler, 1.0, 1)
+    assert (was_due, scheduler.is_poll_due) == (False, True)
+    settle(scheduler, 2.0, batch)
+    assert len(poll_batches(scheduler, 2.0)) == 1
+
+
+def test_a_batch_that_is_sent_late_has_its_time_from_then_on_unless_it_has_begun() -> None:
+    scheduler = make(infer_timeout=4.0)
+    batch = run(scheduler, 0.0)
+    scheduler.workers.not_sent_yet(3.0, 0, begun=None)
+    assert scheduler.poll(4.0) == ([], 7.0)
+    scheduler.workers.not_sent_yet(6.0, 0, begun=batch.id)
+    actions, _ = scheduler.poll(7.0)
+    assert told(actions) == [(ExpiryReason.INFER_TIMEOUT, batch.requests[0]), (Replace, 0)]
+    scheduler.workers.not_sent_yet(8.0, 0, begun=None)  # it is being replaced
+    assert scheduler.poll(20.0)[0] == []
+
+
+def test_what_is_told_of_a_worker_or_batch_that_is_gone_changes_nothing() -> None:
+    scheduler = make()
+    batch = run(scheduler, 0.0, 2)
+    assert scheduler.batch_done(1.0, 0, batch.id) is batch
+    scheduler.cancel(batch.requests[0])
+    scheduler.workers.retire(7)
+    scheduler.workers.not_sent_yet(1.0, 7, begun=None)
+    assert (scheduler.workers.running, scheduler.workers.ready_count) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (BatcherClosedError, "closed"),
+        (QueueFullError, "queue full"),
+        (DeadlineExceededError, "unreachable"),
+    ],
+)
+def test_a_rejection_has_a_reason_for_observers(kind: Any, reason: str) -> None:
+    rejection = Rejection(kind, "text")
+    assert (rejection.reason, type(rejection.to_error())) == (reason, kind)
