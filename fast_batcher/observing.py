@@ -42,9 +42,9 @@ class BatchAnswered:
     worker: int
     # Increases with each batch of the batcher.
     batch_id: int
-    # Requests in the batch when it was sent, and the sum of their costs, if there are costs.
+    # Requests in the batch when it was sent, and the sum of their costs: 1 each without costs.
     size: int
-    cost: float | None
+    cost: float
     # Why it left: "full", "idle", "hold", "window", "deadline", "drain" or "retry".
     release: str
     # Moments of `time.monotonic`: it was sent; its worker began with it; it was answered.

@@ -91,6 +91,8 @@ class Pump:
 
         Called in the caller's context, which the user's functions see.
         """
+        if self._observers.active:
+            request.context = self._observers.copy_context()
         if self._evaluator.is_needed:
             error = self._evaluator.find_fault(request)
             if error is not None:
@@ -100,8 +102,6 @@ class Pump:
             self._scheduler.rank_requests()
         if type(request.value) in self._staged_types and self._has_queue_room():
             request.staged = self._arena.stage(request.value)
-        if self._observers.active:
-            request.context = self._observers.copy_context()
         self.arrivals.append(request)
         if not self._is_scheduled:
             self.run_soon()

@@ -118,8 +118,10 @@ class Engine:
     def submit(self, calls: Sequence[list[Request]]) -> None:
         """Enqueue the requests of each call; a call is rejected whole if not all of them fit."""
         accepted: list[Request] = []
-        rejected: list[Request] = []
+        # The first requests of rejected calls with the errors of their callers, and all requests.
+        first: list[Request] = []
         errors: list[Failure] = []
+        rejected: list[Request] = []
         with self._lock:
             if max(map(len, calls)) > self._settings.ranks_above:
                 # Only when the first such call comes: a ranked queue costs every request some
@@ -131,15 +133,17 @@ class Engine:
                 if len(accepted) + len(requests) <= room:
                     accepted += requests
                 else:
-                    rejected.append(requests[0])
+                    first.append(requests[0])
+                    rejected += requests
                     errors.append(self._reject(requests, waiting + len(accepted)))
             now = monotonic()
             self._scheduler.submit(now, accepted)
             batch = self._poll(now)
+            reason = "closed" if self._is_closing else "queue full"
         if batch is not None:
             self.worker.compute(batch)
-        deliver(rejected, errors)
-        self._tell_ended(rejected, "rejected", "closed" if self._is_closing else "queue full")
+        deliver(first, errors)
+        self._tell_ended(rejected, "rejected", reason)
 
     def keep_context(self, requests: list[Request]) -> None:
         """Keep the context of the caller of requests that are about to be submitted."""
@@ -165,7 +169,7 @@ class Engine:
         """Cancel requests whose caller has gone; the output of a running request is dropped."""
         with self._lock:
             gone = [request for request in requests if self._scheduler.cancel(request)]
-        self._tell_ended(gone, "cancelled", "running or waiting")
+        self._tell_ended(gone, "cancelled", "waiting or running")
 
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
         """Settle a batch for which the function has returned; return the next batch, if any."""

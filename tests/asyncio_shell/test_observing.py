@@ -168,6 +168,31 @@ def test_a_decorated_function_tells_its_batches_and_failures() -> None:
     assert {one.model.rpartition(".")[2] for one in recorder.of(BatchAnswered)} == {"halve"}
 
 
+def test_each_item_of_a_rejected_call_is_told_with_the_context_of_its_caller() -> None:
+    recorder = Recorder(needs_context=True)
+    caller.set("a caller")
+
+    @dynamically(observers=[recorder], max_queue_size=2)
+    def echo(items: list[int]) -> list[int]:
+        return items
+
+    with echo, pytest.raises(QueueFullError):
+        echo([1, 2, 3])
+    assert recorder.outcomes() == Counter(rejected=3)
+    assert {one.context[caller] for one in recorder.of(RequestEnded)} == {"a caller"}
+
+
+@both_loops
+async def test_an_invalid_input_is_told_with_the_context_of_its_caller() -> None:
+    recorder = Recorder(needs_context=True)
+    caller.set("a caller")
+    async with DynBatcher(Echo, cost=len, observers=[recorder]) as batcher:
+        with pytest.raises(ConfigurationError):
+            await batcher.process_batched(5)
+    (told,) = recorder.of(RequestEnded)
+    assert (told.reason, told.context[caller]) == ("invalid input", "a caller")
+
+
 @pytest.mark.parametrize("observers", [Recorder, [Recorder], 5, "text"])
 def test_what_is_no_observer_is_an_error(observers: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"observers=.*fast_batcher\.observing\.Observer"):
