@@ -2,7 +2,8 @@
 
 Runs in the API process, on the event loop's thread; `submit` and `stop` on any thread. A `Session`
 (`_asyncio/session.py`), made anew by each opening, does the work: this module queues and dispatches
-nothing itself.
+nothing itself. `Status` holds the one state of a batcher; whether it takes calls, is draining or
+has ended is derived from it.
 """
 
 import asyncio
@@ -25,12 +26,14 @@ from typing import Any, Generic, Self, Unpack, overload
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
+from fast_batcher._asyncio.local_session import LocalSession
 from fast_batcher._asyncio.many import process_many
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.owners import Owners
 from fast_batcher._asyncio.session import Session
 from fast_batcher._asyncio.signals import call_on_sigterm
 from fast_batcher._asyncio.status import Status
+from fast_batcher._asyncio.thread_calls import ThreadCalls
 from fast_batcher._clock import monotonic
 from fast_batcher._collector import frozen
 from fast_batcher._core.explanation import Setup, explain
@@ -60,6 +63,9 @@ from fast_batcher.settings import (
 from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
+
+# On Python 3.11 a member of an enumeration costs as much as a call.
+_OPEN = State.OPEN
 
 
 class DynBatcher(Generic[InputT, OutputT]):
@@ -157,6 +163,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None
+        # Done when the running `aclose` ends; None without one.
+        self._closing: Future[None] | None = None
+        self._thread_calls = ThreadCalls(self._accepting_session)
         self._owners = Owners()
         if auto_open:
             with suppress(RuntimeError):  # no event loop runs here
@@ -212,7 +221,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         """
         loop = get_running_loop()
         session = self._session
-        if session is None or session.serving_loop is not loop:
+        if session is None or session.binding.loop is not loop or self._status.state is not _OPEN:
             session = self._find_session()
         deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: Future[OutputT] = Future(loop=loop)
@@ -221,12 +230,12 @@ class DynBatcher(Generic[InputT, OutputT]):
             request.timeout = timeout
         if priority != 0:
             request.priority = checked_priority(priority)
-        session.pump.accept(request)
+        session.accept(request)
         try:
             return await future
         except BaseException:
             if not request.is_settled:
-                session.pump.abandon(request)
+                session.abandon(request)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
@@ -327,13 +336,10 @@ class DynBatcher(Generic[InputT, OutputT]):
             NotReadyError: The batcher has not been opened, or its event loop is closed.
             BatcherClosedError: The batcher is draining or closed.
         """
-        session = self._session
-        if session is not None:
-            session.require_own_process()
-        if session is None or session.serving_loop is None:
-            self._status.reject_call(
-                "submit() needs a batcher that has been opened on an event loop"
-            )
+        self._require_own_process()
+        session = self._accepting_session(
+            "submit() needs a batcher that has been opened on an event loop"
+        )
         deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
         future: concurrent.futures.Future[OutputT] = concurrent.futures.Future()
         request = Request(value, ThreadCaller(future), deadline)
@@ -346,10 +352,10 @@ class DynBatcher(Generic[InputT, OutputT]):
         def abandon_if_cancelled(future: concurrent.futures.Future[OutputT]) -> None:
             request = held.pop()
             if future.cancelled():
-                session.binding.call(session.pump.abandon, request)
+                session.binding.call(session.abandon, request)
 
         future.add_done_callback(abandon_if_cancelled)
-        if not session.submit(request):
+        if not self._thread_calls.submit(request, session.binding):
             raise NotReadyError(f"{self.name}: the event loop that served it is closed")
         return future
 
@@ -381,8 +387,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         sizes = to_shape(shape)
         array = None
         session = self._session
-        is_served = session is not None and session.serving_loop is get_running_loop()
-        if session is not None and is_served and min(sizes, default=0) > 0:
+        loop = get_running_loop()
+        is_served = self._status.takes_calls and min(sizes, default=0) > 0
+        if session is not None and is_served and session.binding.loop is loop:
             array = session.allocate_input(numpy.dtype(dtype), sizes)
         return numpy.empty(sizes, dtype) if array is None else array
 
@@ -406,17 +413,16 @@ class DynBatcher(Generic[InputT, OutputT]):
         Cancellation: safe; the workers continue to load.
         """
         if self._session is not None and self._status.state is State.BROKEN:
-            await self._session.pool.aclose()
+            await self._session.aclose()
         # During that wait another call may have opened the batcher.
         session = self._begin_open()
-        loop = get_running_loop()
-        if session.serving_loop is not loop and self._status.state is not State.BROKEN:
+        if self._status.state is not State.BROKEN:
             session = self._find_session()
         if wait_ready:
             await session.wait_ready()
         broken_error = self._status.broken_error()
         if broken_error is not None:
-            await session.pool.aclose()
+            await session.aclose()
             raise broken_error
         if wait_ready and self._status.state is not State.OPEN:  # it was closed meanwhile
             self._status.reject_call("it was not ready")
@@ -443,23 +449,27 @@ class DynBatcher(Generic[InputT, OutputT]):
         session = self._session
         if session is None:
             self._end(grace=0.0)
-        if session is None or session.has_ended or session.is_foreign:
+        if session is None or self._status.state is State.CLOSED or session.binding.is_forked:
             return
-        if session.closing is not None and session.closing.get_loop() is loop:
-            await asyncio.wait([session.closing])
+        if self._closing is not None and self._closing.get_loop() is loop:
+            await asyncio.wait([self._closing])
             return
         if session.binding.loop is not loop:
             session.binding.require_closed_loop("aclose()")
             self.stop()
             return
-        closing = session.closing = loop.create_future()
+        closing = self._closing = loop.create_future()
         try:
             self.begin_drain()
-            await session.aclose()
+            await session.wait_until_drained()
+            if self._is_present(session):
+                await session.aclose()
         finally:
             # If the wait was cancelled, end without waiting.
-            if not session.has_ended:
+            if self._is_present(session):
                 self._end(grace=0.0)
+            if self._closing is closing:
+                self._closing = None
             closing.set_result(None)
 
     def stop(self) -> None:
@@ -471,7 +481,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         another thread it runs on the loop's thread, and waits for it.
         """
         session, grace = self._session, self._settings.stop_timeout
-        if session is not None and session.is_foreign:
+        if session is not None and session.binding.is_forked:
             return
         if session is not None and session.binding.runs_elsewhere:
             # Futures and file descriptors belong to the loop's thread, so that thread has to do it.
@@ -651,15 +661,15 @@ class DynBatcher(Generic[InputT, OutputT]):
     def _begin_open(self) -> Session:
         """Make a session and start its workers, unless there is one; return the session."""
         session = self._session
-        if self._status.state is State.BROKEN:
-            assert session is not None, "a session has broken"
-            session.fail_open_requests()
-        elif session is not None and self._status.state is not State.CLOSED:
+        is_new = self._status.state in (State.NEW, State.CLOSED, State.BROKEN)
+        if session is not None and not is_new:
             return session
-        elif self._status.state not in (State.NEW, State.CLOSED):
+        if not is_new:
             self._status.reject_call("it was not opened")  # draining without having been opened
         _check_platform()
-        self._session = session = Session(self._model, self._settings, self._status, self._ledger)
+        self._session = session = LocalSession(
+            self._model, self._settings, self._status, self._ledger
+        )
         session.begin()
         return session
 
@@ -671,26 +681,40 @@ class DynBatcher(Generic[InputT, OutputT]):
             RuntimeError: The batcher belongs to another open event loop, or to another process.
         """
         loop = get_running_loop()
-        if self._session is not None:
-            self._session.require_own_process()
+        self._require_own_process()
         if self._status.state is State.NEW:
             if not self._settings.auto_open:
                 self._status.reject_call("it has not been opened")
             self._begin_open()
         session = self._session
-        if session is None or self._status.state not in (State.OPENING, State.OPEN):
-            if (
-                session is not None
-                and self._status.is_given_up
-                and session.binding.loop.is_closed()
-            ):
-                # The timer of the next try is lost with that loop.
+        if session is not None and session.binding.loop is not loop:
+            is_trying = self._status.is_given_up and session.binding.loop.is_closed()
+            # The timer of the next try is lost with that loop.
+            if self._status.takes_calls or is_trying:
+                session.binding.require_closed_loop("this call")
+                logger.info("%s: goes on with another event loop", self.name)
                 session.rebind(loop)
-                session.serving_loop = None
-            self._status.reject_call("it takes no calls")
-        if session.binding.loop is not loop:
-            session.rebind(loop)
-        return session
+                self._thread_calls.take()
+        return self._accepting_session()
+
+    def _accepting_session(self, reason: str = "it takes no calls") -> Session:
+        """Return the session if calls are accepted, on any thread.
+
+        Raises:
+            BatcherError: The batcher accepts no calls.
+        """
+        if self._session is None or not self._status.takes_calls:
+            self._status.reject_call(reason)
+        return self._session
+
+    def _require_own_process(self) -> None:
+        """Raise if the session belongs to the process that this one was forked from."""
+        if self._session is not None and self._is_present(self._session):
+            self._session.binding.require_own_process()
+
+    def _is_present(self, session: Session) -> bool:
+        """Return whether a session has neither ended nor been replaced by another one."""
+        return self._session is session and self._status.state is not State.CLOSED
 
     async def _enter(self, *, wait_ready: bool) -> None:
         """Register an owner and open the batcher; a call of `__aexit__` must follow."""
@@ -724,7 +748,8 @@ class DynBatcher(Generic[InputT, OutputT]):
             return
         self._status.end()
         self._owners.note_end()
-        if self._session is not None and not self._session.has_ended:
+        self._thread_calls.take()
+        if self._session is not None:
             self._session.end(grace)
 
 

@@ -36,8 +36,12 @@ class LoopBinding:
         """Whether this is a forked copy: workers and event loop belong to another process."""
         return self._pid != os.getpid()
 
-    def reject_fork(self) -> NoReturn:
-        """Raise the error for calls in a forked copy."""
+    def require_own_process(self) -> None:
+        """Raise if this is a forked copy."""
+        if self.is_forked:
+            self._reject_fork()
+
+    def _reject_fork(self) -> NoReturn:
         raise RuntimeError(
             f"{self._name}: this DynBatcher was opened in another process (pid {self._pid}) "
             "and does not survive a fork; open one in each process, for example in the lifespan"

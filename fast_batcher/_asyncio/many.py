@@ -57,12 +57,12 @@ async def process_many(
             if timeout is None:
                 request.target = math.inf  # the default timeout is no target
             while session and in_flight:
-                if len(in_flight) < most_in_flight and session.pump.has_room(request):
+                if len(in_flight) < most_in_flight and session.has_room(request):
                     break
                 outputs.append(await in_flight[0].caller)
                 in_flight.popleft()
             session = find_session()
-            session.pump.accept(request)
+            session.accept(request)
             in_flight.append(request)
         while in_flight:
             outputs.append(await in_flight[0].caller)
@@ -70,7 +70,7 @@ async def process_many(
     finally:
         for request in in_flight:
             assert session is not None, "it has accepted them"
-            session.pump.abandon(request)
+            session.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
                 request.caller.exception()  # mark as retrieved, so that asyncio does not log it
     return outputs

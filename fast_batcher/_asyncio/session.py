@@ -1,365 +1,73 @@
-"""Session: everything that `open` creates and the next close releases.
+"""`Session`: the interface between `DynBatcher` and whatever computes its requests.
 
-    DynBatcher --accept--> Pump --submit, poll--> Scheduler
-                            | Dispatch                ^
-                            v                         | batch_done
-                        BatchSender ==> worker ==> Answers --settle--> callers
-
-Runs in the API process, on the event loop's thread. A session connects the parts of the figure,
-reacts to the workers' coming and going, and closes everything in order; the next opening makes
-another session. It neither queues requests (`Pump`, `Scheduler`) nor starts processes (`Pool`).
-
-Callbacks of the event loop run in an empty context (`contextvars`): by default they would see, and
-keep, the context variables of the first caller of a turn.
+A session exists from one opening of a batcher to the next close. `LocalSession` schedules the
+requests in this process and owns the workers; `HostSession` passes them to the host process of a
+shared batcher.
+API process. Every method runs on the event loop's thread, except `end`, which may run on any thread
+once the loop is closed.
 """
 
-import asyncio
-import contextlib
-import logging
-from collections import deque
-from typing import Any
+from asyncio import AbstractEventLoop
+from typing import Any, Protocol
 
-from fast_batcher._asyncio.answers import Answers
 from fast_batcher._asyncio.binding import LoopBinding
-from fast_batcher._asyncio.cost_evaluator import CostEvaluator
-from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
-from fast_batcher._asyncio.pump import Pump
-from fast_batcher._asyncio.reports import Reports
-from fast_batcher._asyncio.status import Status
-from fast_batcher._clock import monotonic
-from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.lifecycle import Event, State
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Batch, Request, settle
-from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._parent.batch_sender import BatchSender
-from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._parent.pool import Pool
-from fast_batcher._parent.worker import Exit, WorkerLink
-from fast_batcher._transport.codec import measure_size
-from fast_batcher._transport.frames import Frame
-from fast_batcher.errors import (
-    BatcherClosedError,
-    BatcherError,
-    PoisonRequestError,
-    WorkerLostError,
-    WorkerStartupError,
-)
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher._core.messages import Request
 from fast_batcher.settings import Settings
 
-logger = logging.getLogger("fast_batcher")
 
+class Session(Protocol):
+    """An opening of a batcher, bound to one event loop at a time."""
 
-class Session:
-    """An opening of a batcher, bound to one event loop; `rebind` binds it to another.
-
-    Args:
-        model_spec: The model that the workers load.
-        settings: The batcher's settings.
-        status: The batcher's state, which the session changes, and its name.
-        ledger: Settles and counts the requests.
-    """
-
-    def __init__(
-        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
-    ) -> None:
-        self.settings = settings
-        self._status = status
-        self._ledger = ledger
-        name = self._name = status.name
-        self.binding = LoopBinding(name)
-        # The binding's loop while calls are accepted; None while draining, broken or ended.
-        self.serving_loop: asyncio.AbstractEventLoop | None = self.binding.loop
-        self.has_ended = False
-        # Done when the running `aclose` ends; None without one.
-        self.closing: asyncio.Future[None] | None = None
-        # Requests of other threads that the loop's thread has not taken yet.
-        self._submitted: deque[Request] = deque()
-        # Indexes of workers that were ready once: when all are in it, the batcher is open.
-        self._seen_ready: set[int] = set()
-        # Futures of the running `wait_ready` calls.
-        self._ready_waiters: list[asyncio.Future[None]] = []
-
-        reports = self._reports = Reports(name, settings)
-        self.scheduler = _make_scheduler(settings)
-        self.memory = MemoryService(self.binding.loop, settings.max_shared_bytes, name)
-        self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, name)
-        self.sender = BatchSender(settings, self.memory, self, name)
-        evaluator = CostEvaluator(settings, name)
-        self.pump: Pump = Pump(
-            self.scheduler,
-            self.sender,
-            self.pool,
-            ledger,
-            evaluator,
-            status,
-            reports,
-            self.binding.loop,
-        )
-        self._answers = Answers(
-            self.scheduler, ledger, self.pump, self.sender, self.pool, self.memory, reports
-        )
+    @property
+    def binding(self) -> LoopBinding:
+        """Process, event loop and thread of the session."""
 
     @property
     def load(self) -> tuple[int, int, int]:
         """Numbers of ready workers, waiting requests and running requests."""
-        workers = self.scheduler.workers
-        return workers.ready_count, self.scheduler.waiting, workers.running
-
-    # Opening.
 
     def begin(self) -> None:
-        """Start the workers, which report to `worker_ready` and `worker_failed_to_start`."""
-        self._status.begin()
-        self._ledger.observers.watch_collector()
-        self.pool.open()
+        """Start the workers, without waiting for them."""
 
     async def wait_ready(self) -> None:
-        """Wait until the batcher is open, broken or ended."""
-        if self._status.state is State.OPENING:
-            waiter = self.binding.loop.create_future()
-            self._ready_waiters.append(waiter)
-            await waiter
+        """Wait until the batcher is open, broken or closed."""
 
-    def _wake_ready_waiters(self) -> None:
-        for waiter in self._ready_waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._ready_waiters.clear()
+    def accept(self, request: Request) -> None:
+        """Take over a request, whose caller gets exactly one outcome.
 
-    def reconfigure(self, settings: Settings) -> None:
-        """Apply changed settings, which were checked before.
-
-        Raises:
-            RuntimeError: The calling thread is not that of the event loop.
+        Called in the caller's context, which the user's functions see.
         """
-        if self.binding.runs_elsewhere:
-            raise RuntimeError(
-                f"{self._name}: reconfigure() belongs to the thread of the event loop; from "
-                "another one use loop.call_soon_threadsafe"
-            )
-        keeps_policy = settings.max_delay == self.settings.max_delay
-        policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
-        self.settings = settings
-        self.sender.arena.batch_size = settings.max_batch_size
-        self.scheduler.reconfigure(_limits_of(settings), policy)
-        if self.serving_loop is not None and not self.serving_loop.is_closed():
-            # The waiting requests may be a full batch now, or have waited long enough.
-            self.pump.run_soon()
+
+    def abandon(self, request: Request) -> None:
+        """Cancel a request whose caller has gone; must not await."""
+
+    def has_room(self, request: Request) -> bool:
+        """Return whether the queue has room for a request that has not been accepted yet."""
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
-        self.pump.run_soon()  # its run ends the arena's turn
-        self.sender.arena.enable()
-        return self.sender.arena.allocate(dtype, shape)
 
-    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Continue on another event loop, if the previous loop is closed.
-
-        Callers that waited on the closed loop get no outcome.
-        """
-        self.binding.require_closed_loop("this call")
-        logger.info("%s: goes on with another event loop", self._name)
-        self.binding.rebind(loop)
-        self.serving_loop = loop
-        self._ready_waiters.clear()
-        self.pump.rebind(loop)
-        self.pool.rebind(loop)
-        self._take_submitted()
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether this is a forked copy: workers and event loop belong to another process."""
-        return not self.has_ended and self.binding.is_forked
-
-    def require_own_process(self) -> None:
-        """Raise if this is a forked copy."""
-        if self.is_foreign:
-            self.binding.reject_fork()
-
-    # Calls from other threads.
-
-    def submit(self, request: Request) -> bool:
-        """Queue a request from any thread; False if the event loop is closed."""
-        self._submitted.append(request)
-        if not self.binding.call(self._take_submitted):
-            with contextlib.suppress(ValueError):  # another loop has just taken it
-                self._submitted.remove(request)
-                return False
-        return True
-
-    def _take_submitted(self) -> None:
-        """Accept the requests that other threads have submitted."""
-        while self._submitted:
-            request = self._submitted.popleft()
-            try:
-                if self.serving_loop is None:
-                    self._status.reject_call("it takes no calls")
-                request.caller.context.run(self.pump.accept, request)
-            except BatcherError as error:  # the call has been counted
-                settle(request)
-                set_exception(request, error)
-            except Exception as error:  # noqa: BLE001  every call must end
-                self.pump.reject([request], error)
-
-    # Events of the pool and of the sender.
-
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
-        """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
-        self.sender.add_worker(worker)
-        self._answers.add_worker(worker)
-        self.scheduler.worker_ready(monotonic(), worker.id, times)
-        index = self._reports.index(worker.id)
-        if index in self._seen_ready:
-            self._ledger.counters.restarts += 1
-        self._seen_ready.add(index)
-        if self._status.state is State.OPENING:
-            if len(self._seen_ready) == self.settings.num_workers:
-                self._status.move(Event.ALL_READY)
-                self._wake_ready_waiters()
-        elif self._status.state is State.BROKEN:
-            self._status.recover()
-            self.serving_loop = self.binding.loop
-        self.pump.advance(monotonic())
-
-    def worker_lost(self, worker: int, exit: Exit) -> None:
-        """Retry the requests of a dead worker, or fail them."""
-        self.sender.remove_worker(worker, exit.inherited)
-        self._answers.remove_worker(worker)
-        failed, poisonous = self.scheduler.worker_lost(
-            worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
-        )
-        how = f"worker {self._reports.index(worker)} ended with {exit.text}"
-        for request in failed:
-            error = WorkerLostError(f"{how} while it had this request")
-            self._ledger.fail(request, error, "worker lost")
-        for request in poisonous:
-            text = f"{how} while it had this request, as another had before; it is not tried again"
-            self._ledger.fail(request, PoisonRequestError(text), "poison request")
-        self.pump.advance(monotonic())
-
-    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
-        """Break the batcher while it opens; afterwards only log, because the pool tries again."""
-        if self._status.state is not State.OPENING:
-            logger.warning("%s: %s; trying again", self._name, error, exc_info=error)
-            return
-        # If a caller waits in `open`, the error is raised there.
-        if all(waiter.done() for waiter in self._ready_waiters):
-            logger.error(
-                "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
-            )
-        self.serving_loop = None
-        self._status.fail_start(error)
-        self.pool.abandon()
-        self.fail_open_requests()
-        self._wake_ready_waiters()
-
-    def workers_given_up(self, reason: str, seconds: float) -> None:
-        """Break the batcher: calls fail at once until the next try of a worker succeeds."""
-        self.serving_loop = None
-        self._status.give_up(reason, seconds)
-        self.pump.take_arrivals(monotonic())
-        self._fail(self.scheduler.give_up())
-        self._wake_ready_waiters()
-        self.pump.notice_drained()
-
-    def frame_arrived(self, worker: int, frame: Frame) -> None:
-        """Handle a frame of a ready worker."""
-        self._answers.take(worker, frame)
-
-    def worker_retired(self, worker: int) -> None:
-        """Give a worker no more batches: another has taken its place."""
-        self.scheduler.workers.retire(worker)
-
-    def inputs_unsendable(
-        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
-    ) -> None:
-        """Fail requests of a batch whose inputs could not be sent."""
-        self.pump.withdraw(batch, unsendable)
-
-    def idle_workers(self) -> list[int]:
-        """Return the ready workers without a batch."""
-        return self.scheduler.workers.idle_workers
-
-    # Ending.
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply changed settings, which were checked before."""
 
     def begin_drain(self) -> None:
-        """Reject new requests, and finish the accepted ones."""
-        self.serving_loop = None
-        self.pump.take_arrivals(monotonic())
-        self.scheduler.begin_drain()
-        if not self.binding.loop.is_closed():
-            self._wake_ready_waiters()
-            self.pump.run_soon()
+        """Expect no further requests, and finish the accepted ones."""
 
-    def fail_open_requests(self) -> None:
-        """Fail every request that has not been answered."""
-        while self._submitted:
-            self.pump.arrivals.append(self._submitted.popleft())
-        self.pump.take_arrivals(monotonic())
-        self._fail(self.scheduler.close())
-
-    def _fail(self, requests: list[Request]) -> None:
-        """Fail requests because the batcher is broken or is being closed."""
-        for request in requests:
-            if is_beyond_reach(request):
-                self._ledger.cancel(request, "event loop closed")
-            else:
-                broken_error = self._status.broken_error()
-                error = broken_error or BatcherClosedError(
-                    f"{self._name} was closed before it had answered"
-                )
-                self._ledger.fail(request, error, "broken" if broken_error else "closed")
+    async def wait_until_drained(self) -> None:
+        """Wait at most `drain_timeout` until no accepted request is left."""
 
     async def aclose(self) -> None:
-        """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
-        await self.pump.wait_until_drained(self.settings.drain_timeout)
-        # While this waited, another caller may have stopped the batcher.
-        if not self.has_ended:
-            self.fail_open_requests()
-            await self.pool.aclose()
+        """Fail the requests that are left, and end the workers."""
 
     def end(self, grace: float) -> None:
-        """Close the session, and block until the workers are dead.
+        """Release everything, and block until the workers are dead.
 
         Args:
             grace: Seconds that the workers may take to end by themselves.
         """
-        self.has_ended = True
-        self.serving_loop = None
-        self._ledger.observers.unwatch_collector()
-        self.fail_open_requests()
-        self.pump.stop()
-        self.pool.stop(grace)
-        if not self.binding.loop.is_closed():
-            self._wake_ready_waiters()
-            self.pump.notice_drained()
 
+    def rebind(self, loop: AbstractEventLoop) -> None:
+        """Continue on another event loop; the previous loop is closed.
 
-def _make_scheduler(settings: Settings) -> Scheduler:
-    packer = None
-    if settings.cost is not None:
-        packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
-    return Scheduler(
-        make_policy(settings.policy, settings.max_delay),
-        _limits_of(settings),
-        measure_size=measure_size,
-        packer=packer,
-        is_grouped=settings.group_by is not None,
-    )
-
-
-def _limits_of(settings: Settings) -> Limits:
-    """Select the settings of the scheduler."""
-    return Limits(
-        max_batch_size=settings.max_batch_size,
-        max_queue_size=settings.queue_limit,
-        max_queue_bytes=settings.max_queue_bytes,
-        timeout=settings.timeout,
-        max_latency=settings.max_latency,
-        infer_timeout=settings.infer_timeout,
-        idempotent=settings.idempotent,
-        isolate_errors=settings.isolate_errors,
-    )
+        Callers that waited on the closed loop get no outcome.
+        """

@@ -85,6 +85,11 @@ class Status:
         self.move(Event.CLOSE)
 
     @property
+    def takes_calls(self) -> bool:
+        """Whether calls are accepted."""
+        return self.state is State.OPEN or self.state is State.OPENING
+
+    @property
     def is_given_up(self) -> bool:
         """Whether every worker has spent its restarts, and another try is to come."""
         return self._given_up is not None

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from sessions import session_of
+
 from fast_batcher import (
     BatcherError,
     DynBatcher,
@@ -106,9 +108,7 @@ class Run:
     def leave(self, task: asyncio.Future[Any]) -> None:
         """Cancel a call, and add the chance that a worker has it by now."""
         if not task.done():
-            session = self.batcher._session
-            assert session is not None
-            scheduler = session.scheduler  # `stats` would cost too much
+            scheduler = session_of(self.batcher).scheduler  # `stats` would cost too much
             running = scheduler.workers.running
             self.in_flight += running / max(1, running + scheduler.waiting)
             task.cancel()

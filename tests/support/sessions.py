@@ -3,12 +3,12 @@
 from typing import Any
 
 from fast_batcher import DynBatcher
-from fast_batcher._asyncio.session import Session
+from fast_batcher._asyncio.local_session import LocalSession
 
 
-def session_of(batcher: DynBatcher[Any, Any]) -> Session:
+def session_of(batcher: DynBatcher[Any, Any]) -> LocalSession:
     """The session of a batcher that has been opened."""
-    assert batcher._session is not None
+    assert isinstance(batcher._session, LocalSession)
     return batcher._session
 
 

@@ -1,0 +1,325 @@
+"""LocalSession: a session whose scheduler and workers belong to this process.
+
+    DynBatcher --accept--> Pump --submit, poll--> Scheduler
+                            | Dispatch                ^
+                            v                         | batch_done
+                        BatchSender ==> worker ==> Answers --settle--> callers
+
+Runs in the API process or in the host process, on the event loop's thread. A session connects the
+parts of the figure, reacts to the workers' coming and going, and closes everything in order; the
+next opening makes another session. It neither queues requests (`Pump`, `Scheduler`) nor starts
+processes (`Pool`).
+
+Callbacks of the event loop run in an empty context (`contextvars`): by default they would see, and
+keep, the context variables of the first caller of a turn.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from fast_batcher._asyncio.answers import Answers
+from fast_batcher._asyncio.binding import LoopBinding
+from fast_batcher._asyncio.cost_evaluator import CostEvaluator
+from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach
+from fast_batcher._asyncio.pump import Pump
+from fast_batcher._asyncio.reports import Reports
+from fast_batcher._asyncio.status import Status
+from fast_batcher._clock import monotonic
+from fast_batcher._core.adaptive import make_policy
+from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.lifecycle import Event, State
+from fast_batcher._core.limits import Limits
+from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._parent.batch_sender import BatchSender
+from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.worker import Exit, WorkerLink
+from fast_batcher._transport.codec import measure_size
+from fast_batcher._transport.frames import Frame
+from fast_batcher.errors import (
+    BatcherClosedError,
+    BatcherError,
+    PoisonRequestError,
+    WorkerLostError,
+    WorkerStartupError,
+)
+from fast_batcher.model_spec import ModelSpec
+from fast_batcher.settings import Settings
+
+logger = logging.getLogger("fast_batcher")
+
+
+class LocalSession:
+    """A `Session` with workers of its own.
+
+    Args:
+        model_spec: The model that the workers load.
+        settings: The batcher's settings.
+        status: The batcher's state, which the session changes, and its name.
+        ledger: Settles and counts the requests.
+    """
+
+    def __init__(
+        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
+    ) -> None:
+        self.settings = settings
+        self._status = status
+        self._ledger = ledger
+        name = self._name = status.name
+        self.binding = LoopBinding(name)
+        # Indexes of workers that were ready once: when all are in it, the batcher is open.
+        self._seen_ready: set[int] = set()
+        # Futures of the running `wait_ready` calls.
+        self._ready_waiters: list[asyncio.Future[None]] = []
+
+        reports = self._reports = Reports(name, settings)
+        self.scheduler = _make_scheduler(settings)
+        self.memory = MemoryService(self.binding.loop, settings.max_shared_bytes, name)
+        self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, name)
+        self.sender = BatchSender(settings, self.memory, self, name)
+        evaluator = CostEvaluator(settings, name)
+        self.pump: Pump = Pump(
+            self.scheduler,
+            self.sender,
+            self.pool,
+            ledger,
+            evaluator,
+            status,
+            reports,
+            self.binding.loop,
+        )
+        self._answers = Answers(
+            self.scheduler, ledger, self.pump, self.sender, self.pool, self.memory, reports
+        )
+
+    @property
+    def load(self) -> tuple[int, int, int]:
+        """Numbers of ready workers, waiting requests and running requests."""
+        workers = self.scheduler.workers
+        return workers.ready_count, self.scheduler.waiting, workers.running
+
+    # Opening.
+
+    def begin(self) -> None:
+        """Start the workers, which report to `worker_ready` and `worker_failed_to_start`."""
+        self._status.begin()
+        self._ledger.observers.watch_collector()
+        self.pool.open()
+
+    async def wait_ready(self) -> None:
+        """Wait until the batcher is open, broken or ended."""
+        if self._status.state is State.OPENING:
+            waiter = self.binding.loop.create_future()
+            self._ready_waiters.append(waiter)
+            await waiter
+
+    def _wake_ready_waiters(self) -> None:
+        for waiter in self._ready_waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._ready_waiters.clear()
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply changed settings, which were checked before.
+
+        Raises:
+            RuntimeError: The calling thread is not that of the event loop.
+        """
+        if self.binding.runs_elsewhere:
+            raise RuntimeError(
+                f"{self._name}: reconfigure() belongs to the thread of the event loop; from "
+                "another one use loop.call_soon_threadsafe"
+            )
+        keeps_policy = settings.max_delay == self.settings.max_delay
+        policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
+        self.settings = settings
+        self.sender.arena.batch_size = settings.max_batch_size
+        self.scheduler.reconfigure(_limits_of(settings), policy)
+        if not self.binding.loop.is_closed():
+            # The waiting requests may be a full batch now, or have waited long enough.
+            self.pump.run_soon()
+
+    def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """Make an array in shared memory; None if the caller must make an ordinary one."""
+        self.pump.run_soon()  # its run ends the arena's turn
+        self.sender.arena.enable()
+        return self.sender.arena.allocate(dtype, shape)
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Continue on another event loop; the previous loop is closed.
+
+        Callers that waited on the closed loop get no outcome.
+        """
+        self.binding.rebind(loop)
+        self._ready_waiters.clear()
+        self.pump.rebind(loop)
+        self.pool.rebind(loop)
+
+    # Calls.
+
+    def accept(self, request: Request) -> None:
+        """Add a request to the queue; called in the caller's context."""
+        self.pump.accept(request)
+
+    def abandon(self, request: Request) -> None:
+        """Cancel a request whose caller has gone; must not await."""
+        self.pump.abandon(request)
+
+    def has_room(self, request: Request) -> bool:
+        """Return whether the queue has room for a request that has not been accepted yet."""
+        return self.pump.has_room(request)
+
+    # Events of the pool and of the sender.
+
+    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
+        """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
+        self.sender.add_worker(worker)
+        self._answers.add_worker(worker)
+        self.scheduler.worker_ready(monotonic(), worker.id, times)
+        index = self._reports.index(worker.id)
+        if index in self._seen_ready:
+            self._ledger.counters.restarts += 1
+        self._seen_ready.add(index)
+        if self._status.state is State.OPENING:
+            if len(self._seen_ready) == self.settings.num_workers:
+                self._status.move(Event.ALL_READY)
+                self._wake_ready_waiters()
+        elif self._status.state is State.BROKEN:
+            self._status.recover()
+        self.pump.advance(monotonic())
+
+    def worker_lost(self, worker: int, exit: Exit) -> None:
+        """Retry the requests of a dead worker, or fail them."""
+        self.sender.remove_worker(worker, exit.inherited)
+        self._answers.remove_worker(worker)
+        failed, poisonous = self.scheduler.worker_lost(
+            worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
+        )
+        how = f"worker {self._reports.index(worker)} ended with {exit.text}"
+        for request in failed:
+            error = WorkerLostError(f"{how} while it had this request")
+            self._ledger.fail(request, error, "worker lost")
+        for request in poisonous:
+            text = f"{how} while it had this request, as another had before; it is not tried again"
+            self._ledger.fail(request, PoisonRequestError(text), "poison request")
+        self.pump.advance(monotonic())
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        """Break the batcher while it opens; afterwards only log, because the pool tries again."""
+        if self._status.state is not State.OPENING:
+            logger.warning("%s: %s; trying again", self._name, error, exc_info=error)
+            return
+        # If a caller waits in `open`, the error is raised there.
+        if all(waiter.done() for waiter in self._ready_waiters):
+            logger.error(
+                "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
+            )
+        self._status.fail_start(error)
+        self.pool.abandon()
+        self._fail_open_requests()
+        self._wake_ready_waiters()
+
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        """Break the batcher: calls fail at once until the next try of a worker succeeds."""
+        self._status.give_up(reason, seconds)
+        self.pump.take_arrivals(monotonic())
+        self._fail(self.scheduler.give_up())
+        self._wake_ready_waiters()
+        self.pump.notice_drained()
+
+    def frame_arrived(self, worker: int, frame: Frame) -> None:
+        """Handle a frame of a ready worker."""
+        self._answers.take(worker, frame)
+
+    def worker_retired(self, worker: int) -> None:
+        """Give a worker no more batches: another has taken its place."""
+        self.scheduler.workers.retire(worker)
+
+    def inputs_unsendable(
+        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]
+    ) -> None:
+        """Fail requests of a batch whose inputs could not be sent."""
+        self.pump.withdraw(batch, unsendable)
+
+    def idle_workers(self) -> list[int]:
+        """Return the ready workers without a batch."""
+        return self.scheduler.workers.idle_workers
+
+    # Ending.
+
+    def begin_drain(self) -> None:
+        """Reject new requests, and finish the accepted ones."""
+        self.pump.take_arrivals(monotonic())
+        self.scheduler.begin_drain()
+        if not self.binding.loop.is_closed():
+            self._wake_ready_waiters()
+            self.pump.run_soon()
+
+    def _fail_open_requests(self) -> None:
+        """Fail every request that has not been answered."""
+        self.pump.take_arrivals(monotonic())
+        self._fail(self.scheduler.close())
+
+    def _fail(self, requests: list[Request]) -> None:
+        """Fail requests because the batcher is broken or is being closed."""
+        for request in requests:
+            if is_beyond_reach(request):
+                self._ledger.cancel(request, "event loop closed")
+            else:
+                broken_error = self._status.broken_error()
+                error = broken_error or BatcherClosedError(
+                    f"{self._name} was closed before it had answered"
+                )
+                self._ledger.fail(request, error, "broken" if broken_error else "closed")
+
+    async def wait_until_drained(self) -> None:
+        """Wait at most `drain_timeout` for the accepted requests."""
+        await self.pump.wait_until_drained(self.settings.drain_timeout)
+
+    async def aclose(self) -> None:
+        """Fail the requests that are left, and end the workers."""
+        self._fail_open_requests()
+        await self.pool.aclose()
+
+    def end(self, grace: float) -> None:
+        """Close the session, and block until the workers are dead.
+
+        Args:
+            grace: Seconds that the workers may take to end by themselves.
+        """
+        self._ledger.observers.unwatch_collector()
+        self._fail_open_requests()
+        self.pump.stop()
+        self.pool.stop(grace)
+        if not self.binding.loop.is_closed():
+            self._wake_ready_waiters()
+            self.pump.notice_drained()
+
+
+def _make_scheduler(settings: Settings) -> Scheduler:
+    packer = None
+    if settings.cost is not None:
+        packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
+    return Scheduler(
+        make_policy(settings.policy, settings.max_delay),
+        _limits_of(settings),
+        measure_size=measure_size,
+        packer=packer,
+        is_grouped=settings.group_by is not None,
+    )
+
+
+def _limits_of(settings: Settings) -> Limits:
+    """Select the settings of the scheduler."""
+    return Limits(
+        max_batch_size=settings.max_batch_size,
+        max_queue_size=settings.queue_limit,
+        max_queue_bytes=settings.max_queue_bytes,
+        timeout=settings.timeout,
+        max_latency=settings.max_latency,
+        infer_timeout=settings.infer_timeout,
+        idempotent=settings.idempotent,
+        isolate_errors=settings.isolate_errors,
+    )
