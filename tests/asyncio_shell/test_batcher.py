@@ -909,7 +909,9 @@ async def test_stop_fails_what_is_running_and_waiting_and_ends_the_worker(
     for future in submitted:
         assert isinstance(await asyncio.wrap_future(_errors_of(future)), BatcherClosedError)
     stats = assert_balance(batcher)
-    assert (stats.submitted, stats.failed) == (7, 7)
+    # The loop's thread may not have taken the last call of the other thread.
+    assert stats.submitted == stats.failed
+    assert stats.failed + stats.rejected == 7
     batcher.stop()
 
 
