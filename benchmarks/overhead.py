@@ -63,7 +63,7 @@ def main() -> int:
     arguments = parse_arguments(
         "overhead",
         __doc__ or "",
-        systems=("floor", "ours", "ours with Prometheus, scraped each second", *PEER_BARS),
+        systems=("floor", "ours", "ours with Prometheus and traces of 1 %", *PEER_BARS),
         callers=(CALLERS,),
         seconds=2.0,
         quick_seconds=0.5,

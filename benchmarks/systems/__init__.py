@@ -62,7 +62,7 @@ COMPARED = tuple(SYSTEMS)
 # take there, seconds.
 _WAIT = 1.0
 SYSTEMS |= {
-    "ours with Prometheus, scraped each second": System("ours_prometheus"),
+    "ours with Prometheus and traces of 1 %": System("ours_observed"),
     "ours greedy": System("ours", {"policy": "greedy"}),
     "memcpy": System("floor"),
     "ours, full batches": System("ours", {"policy": "fixed", "max_delay": _WAIT}),

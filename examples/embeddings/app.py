@@ -4,6 +4,7 @@ Start it with `uvicorn examples.embeddings.app:app`. An app of your own needs on
 second one is here to be compared with.
 """
 
+import logging
 import os
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -21,7 +22,9 @@ from fast_batcher.fastapi import (
     error_responses,
     health_router,
     install_exception_handlers,
+    status_router,
 )
+from fast_batcher.prometheus import instrument, metrics_router
 
 # The model reads 256 tokens and ignores the rest without a word. A text of this length is read to
 # its end: 1000 characters of the sentences beside this file are 223 tokens at most.
@@ -77,6 +80,20 @@ app = FastAPI(
 install_exception_handlers(app)
 app.add_middleware(LimitBody)
 app.include_router(health_router(*batchers))
+
+# What an operator looks at: log records, also of the workers; the page `/batchers`; and `/metrics`.
+log = logging.StreamHandler()
+log.setFormatter(
+    logging.Formatter(
+        "%(levelname)s %(name)s [%(model)s %(worker)s] %(message)s",
+        defaults={"model": "app", "worker": "-"},  # a record of a worker has its own
+    )
+)
+logging.basicConfig(level=logging.INFO, handlers=[log])
+app.include_router(status_router(*batchers))
+app.include_router(metrics_router())
+for batcher in batchers:
+    instrument(batcher)
 
 
 @app.post("/embed", response_model=Embedding, responses=error_responses(503, 504))

@@ -22,7 +22,9 @@ from fast_batcher.fastapi import (
     install_exception_handlers,
     read_array,
     read_body,
+    status_router,
 )
+from fast_batcher.prometheus import instrument, metrics_router
 
 # A photo of 50 megapixels is about as large.
 MAX_BYTES = 20 * 2**20
@@ -46,6 +48,9 @@ batcher: Classifier = DynBatcher(
 app = FastAPI(title="Image classification", lifespan=batcher.lifespan)
 install_exception_handlers(app)
 app.include_router(health_router(batcher))
+app.include_router(status_router(batcher))
+app.include_router(metrics_router())
+instrument(batcher)
 
 
 @app.exception_handler(NotAnImageError)

@@ -6,6 +6,7 @@
     bodies          limits on the bytes and the time of request bodies
     errors          one table from errors to HTTP statuses, for answers and for OpenAPI
     health          the two routes for a supervisor's probes
+    status          the status page of batchers
     json_endpoint   JSON endpoints without FastAPI's request handling
     arrays          JSON answers with arrays
 
@@ -42,6 +43,7 @@ from fast_batcher.fastapi.errors import (
 from fast_batcher.fastapi.health import BROKEN_TIMEOUT, health_router
 from fast_batcher.fastapi.json_endpoint import JsonEndpoint
 from fast_batcher.fastapi.lifespan import combine_lifespans
+from fast_batcher.fastapi.status import status_router
 
 __all__ = [
     "ANSWERS",
@@ -63,4 +65,5 @@ __all__ = [
     "read_array",
     "read_body",
     "request_timeout",
+    "status_router",
 ]

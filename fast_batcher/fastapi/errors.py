@@ -26,6 +26,7 @@ from starlette.websockets import WebSocket, WebSocketState
 
 from fast_batcher import errors
 from fast_batcher.fastapi.bodies import BodyError
+from fast_batcher.fastapi.recent_errors import recent_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,9 +131,10 @@ def install_exception_handlers(
             if inspect.iscoroutinefunction(own):
                 return await own(connection, error)
             return await run_in_threadpool(own, connection, error)
-        response, reason = _make_response(error, queue_full_status, debug=debug)
+        response, code, error_id = _make_response(error, queue_full_status, debug=debug)
+        recent_errors.note(error, connection, response.status_code, code, error_id)
         if isinstance(connection, WebSocket):
-            return await _end_websocket(connection, response, reason)
+            return await _end_websocket(connection, response, f"{code} {error_id}")
         return response
 
     app.add_exception_handler(errors.BatcherError, answer)
@@ -196,8 +198,8 @@ def find_answer(error: errors.BatcherError | BodyError, queue_full_status: int) 
 
 def _make_response(
     error: errors.BatcherError | BodyError, queue_full_status: int, *, debug: bool
-) -> tuple[Response, str]:
-    """Log an error; return its answer, and its code and id in one line for a WebSocket."""
+) -> tuple[Response, str, str]:
+    """Log an error; return its answer, its code and its id."""
     status, code, detail, may_pass_later = find_answer(error, queue_full_status)
     headers: Mapping[str, str] | None = None
     if isinstance(error, HTTPException):
@@ -220,7 +222,7 @@ def _make_response(
     if status in (503, 429) and may_pass_later:
         seconds = math.ceil(retry_after or 0)
         response.headers.setdefault("Retry-After", str(max(RETRY_AFTER, seconds)))
-    return response, f"{code} {error_id}"
+    return response, code, error_id
 
 
 async def _end_websocket(websocket: WebSocket, response: Response, reason: str) -> None:

@@ -1,0 +1,196 @@
+"""Keeps the last five minutes of a batcher's events, in bounded memory. API process.
+
+Durations are counted in buckets that are 5 % wide, in slots of five seconds: whatever the load,
+a slot holds at most some hundred numbers.
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import exp, log
+from typing import Any, Literal
+
+from fast_batcher._clock import monotonic
+from fast_batcher.batcher import DynBatcher
+from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
+from fast_batcher.stats import weighted_quantiles
+
+# Seconds of a slot, and slots that are kept: five minutes, and on the page a point each 5 pixels.
+SLOT_SECONDS = 5.0
+SLOTS = 60
+# Buckets per factor e: 5 % each, which is less than one sees.
+_RESOLUTION = 1 / log(1.05)
+# The shortest duration that is told from zero: a microsecond.
+_SHORTEST = 1e-6
+SHARES = (0.50, 0.95, 0.99)
+
+Quantiles = list[float | None]
+# "retired" is a worker of a batcher that was closed.
+SeatState = Literal["unknown", "loading", "ready", "lost", "retired"]
+
+
+def _buckets(durations: Iterable[float]) -> list[int]:
+    return [int(log(max(one, _SHORTEST)) * _RESOLUTION // 1) for one in durations]
+
+
+def quantiles(counts: Counter[int]) -> Quantiles:
+    """Return the 50, 95 and 99 % quantiles of counted durations, in seconds; None without any."""
+    middles = [(exp((bucket + 0.5) / _RESOLUTION), count) for bucket, count in counts.items()]
+    return weighted_quantiles(middles, SHARES)
+
+
+@dataclass(slots=True)
+class Slot:
+    """Counts of events within five seconds, or their sums over several slots."""
+
+    # Its moment in units of `SLOT_SECONDS`.
+    number: int = 0
+    # Durations in buckets: of requests until their worker began, of batches in the model, and of
+    # requests until they were answered.
+    queue_wait: Counter[int] = field(default_factory=Counter)
+    infer: Counter[int] = field(default_factory=Counter)
+    total: Counter[int] = field(default_factory=Counter)
+    # Answered batches.
+    sizes: Counter[int] = field(default_factory=Counter)
+    releases: Counter[str] = field(default_factory=Counter)
+    # Ended requests by outcome and reason; the reason of an answer is "".
+    ends: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # Quantiles of `total`, kept once the slot is over.
+    quantiles: Quantiles | None = None
+
+    def add(self, other: "Slot") -> None:
+        """Add the counts of another slot."""
+        self.queue_wait.update(other.queue_wait)
+        self.infer.update(other.infer)
+        self.total.update(other.total)
+        self.sizes.update(other.sizes)
+        self.releases.update(other.releases)
+        self.ends.update(other.ends)
+
+
+@dataclass(slots=True)
+class Seat:
+    """One of the workers of a batcher, held by one process after another."""
+
+    state: SeatState = "unknown"
+    pid: int | None = None
+    # When it came into this state.
+    since: float = 0.0
+    # Batches that the present process has answered.
+    batches: int = 0
+    # Processes that were lost or recycled; how the last one ended, and when.
+    exits: int = 0
+    exit_text: str = ""
+    exited_at: float = 0.0
+
+    def exit(self, text: str, now: float) -> None:
+        """Note the end of a process."""
+        self.exits += 1
+        self.exit_text, self.exited_at = text, now
+
+    def move(self, state: SeatState, pid: int | None, now: float) -> None:
+        """Note a new state, and its process."""
+        self.state, self.pid, self.since = state, pid, now
+
+
+class Recorder(Observer):
+    """What the status page shows of one batcher's past.
+
+    Args:
+        batcher: The batcher; its workers' ends while it closes are no losses.
+        num_workers: Its workers.
+    """
+
+    def __init__(self, batcher: DynBatcher[Any, Any], num_workers: int) -> None:
+        self._batcher = batcher
+        self.slots: deque[Slot] = deque(maxlen=SLOTS)
+        self._first = int(monotonic() // SLOT_SECONDS)
+        self.seats = [Seat() for _ in range(num_workers)]
+        # Moments at which workers were lost; more than this in five minutes is as bad.
+        self.losses: deque[float] = deque(maxlen=100)
+
+    def _slot(self, now: float) -> Slot:
+        number = int(now // SLOT_SECONDS)
+        if not self.slots or self.slots[-1].number != number:
+            self.slots.append(Slot(number))
+        return self.slots[-1]
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Count a batch and its requests."""
+        slot, requests = self._slot(event.answered_at), event.requests
+        slot.sizes[event.size] += 1
+        slot.releases[event.release] += 1
+        slot.infer.update(_buckets([event.infer_seconds]))
+        slot.queue_wait.update(_buckets([one.queue_wait for one in requests]))
+        slot.total.update(_buckets([one.total for one in requests]))
+        slot.ends.update([(one.outcome, "") for one in requests])
+        self.seats[event.worker].batches += 1
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Count a request that had no answer."""
+        self._slot(monotonic()).ends[event.outcome, event.reason] += 1
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Note which process a worker has, and how the one before it ended."""
+        seat, now = self.seats[event.worker], monotonic()
+        # Beside a worker that is ready, another is started to take its place: it is recycled.
+        if event.change == "started" and (
+            seat.state != "ready" or self._batcher.state == "opening"
+        ):
+            seat.move("loading", event.pid, now)
+        elif event.change == "ready":
+            seat.move("ready", event.pid, now)
+            seat.batches = 0
+        elif event.change == "recycled":
+            seat.exit("recycled", now)
+        elif event.change == "lost" and event.pid == seat.pid:
+            is_loss = self._batcher.state not in ("draining", "closed")
+            seat.move("lost" if is_loss else "retired", None, now)
+            if is_loss:
+                seat.exit(event.exit_text, now)
+                self.losses.append(now)
+
+    def read(self, now: float, slots: int = SLOTS) -> Slot:
+        """Add up the last slots."""
+        first = int(now // SLOT_SECONDS) - slots + 1
+        total = Slot()
+        for slot in self.slots:
+            if slot.number >= first:
+                total.add(slot)
+        return total
+
+    def lost_since(self, moment: float) -> int:
+        """Return how many workers were lost since a moment, at most 100."""
+        return sum(at >= moment for at in self.losses)
+
+    def rates(self, now: float) -> list[float | None]:
+        """Return the ended requests per second of each slot, oldest first; the last goes on.
+
+        None for the slots before the first one.
+        """
+        current = int(now // SLOT_SECONDS)
+        age = current - self._first
+        rates: list[float | None] = [0.0 if back <= age else None for back in range(SLOTS)][::-1]
+        for slot in self.slots:
+            if (back := current - slot.number) < SLOTS:
+                rates[SLOTS - 1 - back] = slot.ends.total() / SLOT_SECONDS
+        return rates
+
+    def rate(self, now: float) -> float:
+        """Return the ended requests per second of the last five to ten seconds."""
+        return self.read(now, 2).ends.total() / (SLOT_SECONDS + now % SLOT_SECONDS)
+
+    def quantiles_of_total(self, now: float) -> list[Quantiles]:
+        """Return the quantiles of the requests' times of each slot, oldest first."""
+        points: list[Quantiles] = [[None] * len(SHARES) for _ in range(SLOTS)]
+        current = int(now // SLOT_SECONDS)
+        for slot in self.slots:
+            if slot.quantiles is None:
+                found = quantiles(slot.total)
+                if slot.number < current:
+                    slot.quantiles = found
+            else:
+                found = slot.quantiles
+            if (back := current - slot.number) < SLOTS:
+                points[SLOTS - 1 - back] = found
+        return points

@@ -1,0 +1,333 @@
+"""OpenTelemetry traces, with the SDK in this process and in the workers."""
+
+import asyncio
+import logging
+import os
+import random
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, ParentBased, TraceIdRatioBased
+from opentelemetry.trace import StatusCode
+from programs import run_command
+from sessions import pids_of
+from tracing_models import BadContext, GatedEcho, MakesSpans
+from waits import Gate, both_loops, outcome, until
+
+from fast_batcher import (
+    DynBatcher,
+    InferenceError,
+    PoisonRequestError,
+    UnsendableValueError,
+    aio,
+    dynamically,
+)
+from fast_batcher.observing import BatchDispatched, Observer
+from fast_batcher.opentelemetry import OpenTelemetryObserver, instrument
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+class Recording(SpanProcessor):
+    """A tracer provider's spans: those that are recorded, and those that have ended."""
+
+    def __init__(self, sampler: Any = ALWAYS_ON) -> None:
+        self.provider = TracerProvider(sampler=sampler)
+        self.provider.add_span_processor(self)
+        self.tracer = self.provider.get_tracer("app")
+        self.started = 0
+        self.ended: list[ReadableSpan] = []
+
+    def on_start(self, span: Span, parent_context: Any = None) -> None:
+        self.started += 1
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self.ended.append(span)
+
+    def named(self, name: str) -> list[ReadableSpan]:
+        """The spans of a name, in the order of their ends; none of any name may be open."""
+        assert self.started == len(self.ended)
+        return [one for one in self.ended if one.name == name]
+
+    async def request(self, batcher: Callable[[Any], Any], value: Any) -> Any:
+        """Call within a span of the name "request"."""
+        with self.tracer.start_as_current_span("request"):
+            return await batcher(value)
+
+
+def id_of(span: ReadableSpan) -> int:
+    context = span.get_span_context()
+    assert context is not None
+    return context.span_id
+
+
+def links_of(span: ReadableSpan) -> list[int]:
+    return [one.context.span_id for one in span.links]
+
+
+def is_failed(span: ReadableSpan) -> bool:
+    return span.status.status_code is StatusCode.ERROR
+
+
+def times_of(span: ReadableSpan) -> tuple[int, int]:
+    assert span.start_time is not None
+    assert span.end_time is not None
+    return span.start_time, span.end_time
+
+
+@both_loops
+async def test_a_batch_is_linked_with_its_requests_and_has_the_spans_of_its_model() -> None:
+    recording = Recording()
+    batcher = DynBatcher(MakesSpans, 4, name="model")
+    instrument(batcher, recording.provider)
+    async with batcher:
+        calls = [recording.request(batcher.process_batched, "fine") for _ in range(4)]
+        made = set(await asyncio.gather(*calls))
+    (batch,) = recording.named("model batch")
+    requests = {id_of(one): one for one in recording.named("request")}
+    assert sorted(links_of(batch)) == sorted(requests)
+    attributes = dict(batch.attributes or {})
+    assert attributes.pop("fast_batcher.batch.release") in ("full", "idle")
+    assert attributes == {
+        "fast_batcher.model": "model",
+        "fast_batcher.worker": 0,
+        "fast_batcher.batch.id": 0,
+        "fast_batcher.batch.size": 4,
+        "fast_batcher.batch.cost": 4.0,
+    }
+    context = batch.get_span_context()
+    assert context is not None
+    assert made == {(context.trace_id, context.span_id, True)}
+    for name in ("queue", "infer"):
+        spans = recording.named(name)
+        assert sorted(one.parent.span_id for one in spans if one.parent) == sorted(requests)
+        assert {tuple(links_of(one)) for one in spans} == {(id_of(batch),) * (name == "infer")}
+    for queue, infer in zip(recording.named("queue"), recording.named("infer"), strict=True):
+        assert queue.parent == infer.parent
+        assert queue.parent is not None
+        request = requests[queue.parent.span_id]
+        moments = [*times_of(queue), *times_of(infer)]
+        assert moments[1] == moments[2]
+        assert sorted(moments) == moments
+        assert times_of(request)[0] <= moments[0]
+        assert moments[3] <= times_of(batch)[1] <= times_of(request)[1]
+
+
+@both_loops
+async def test_what_fails_or_is_tried_again_fails_in_its_span() -> None:
+    recording = Recording()
+    batcher = DynBatcher(MakesSpans, 4, name="model", restart_backoff=0.01, max_restarts=None)
+    instrument(batcher, recording.provider)
+    async with batcher:
+        for word, error in (("bad", InferenceError), ("deadly", PoisonRequestError)):
+            words = ["fine", word]
+            calls = [recording.request(batcher.process_batched, one) for one in words]
+            fine, failed = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(failed, error)
+            assert isinstance(fine, tuple)
+    batches = recording.named("model batch")
+    told = [(len(one.links), is_failed(one), one.status.description) for one in batches]
+    again = "0 requests failed, 2 are tried again"
+    assert told[:3] == [
+        (2, True, again),
+        (1, False, None),
+        (1, True, "1 requests failed, 0 are tried again"),
+    ]
+    assert told[3] == (2, True, "worker lost")
+    assert sorted(told[4:], key=str) == [(1, False, None), (1, True, "worker lost")]
+    assert sorted(map(is_failed, recording.named("infer"))) == [False, False, True]
+
+
+@both_loops
+@pytest.mark.parametrize("is_in_span", [True, False])
+async def test_a_batch_without_sampled_callers_records_nothing(is_in_span: bool) -> None:
+    recording = Recording(ParentBased(ALWAYS_OFF))
+    batcher = DynBatcher(MakesSpans, 4)
+    instrument(batcher, recording.provider)
+    async with batcher:
+        process = batcher.process_batched
+        call = recording.request(process, "fine") if is_in_span else process("fine")
+        _, _, is_recorded = await call
+    assert recording.started == 0
+    # Without any span of a caller the worker's own sampler decides.
+    assert is_recorded is not is_in_span
+
+
+@both_loops
+async def test_a_batch_is_linked_with_its_sampled_callers_alone() -> None:
+    recording = Recording(ParentBased(TraceIdRatioBased(0.5)))
+    batcher = DynBatcher(MakesSpans, 64, name="model")
+    instrument(batcher, recording.provider)
+    async with batcher:
+        calls = [recording.request(batcher.process_batched, "fine") for _ in range(64)]
+        made = await asyncio.gather(*calls)
+    requests = [id_of(one) for one in recording.named("request")]
+    linked = [one for batch in recording.named("model batch") for one in links_of(batch)]
+    assert sorted(linked) == sorted(requests)
+    assert len(recording.named("infer")) == len(requests) < 64
+    assert all(is_recorded for *_, is_recorded in made)
+
+
+@both_loops
+@pytest.mark.parametrize(
+    ("end", "value"),
+    [("cancel", 1), ("cancel", numpy.zeros(100_000)), ("stop", 1)],
+    ids=["small", "large", "stop"],
+)
+async def test_a_batch_whose_callers_have_gone_ends_its_span(
+    gate: Gate, end: str, value: Any
+) -> None:
+    recording = Recording()
+    batcher = DynBatcher(GatedEcho, 1, model_args=(gate.path,), name="model")
+    instrument(batcher, recording.provider)
+    async with batcher:
+        request = asyncio.create_task(recording.request(batcher.process_batched, value))
+        visit = await gate.visit()
+        if end == "cancel":
+            request.cancel()
+            await outcome(request)
+            visit.let_on()
+            await until(lambda: len(recording.ended) == 2)
+        else:
+            batcher.stop()
+            await outcome(request)
+    (batch,) = recording.named("model batch")
+    assert batch.status.description == (None if end == "cancel" else "closed")
+
+
+@both_loops
+async def test_the_context_of_a_batch_that_is_not_sent_reaches_no_other_batch() -> None:
+    recording = Recording()
+    batcher = DynBatcher(MakesSpans, 1, name="model")
+    instrument(batcher, recording.provider)
+    async with batcher:
+        with pytest.raises(UnsendableValueError):
+            await recording.request(batcher.process_batched, lambda: None)
+        assert (await batcher.process_batched("fine"))[1:] == (None, True)
+        _, large, _ = await recording.request(batcher.process_batched, bytes(2_000_000))
+    unsent, sent = recording.named("model batch")
+    assert unsent.status.description == "not sendable"
+    assert (sent.status.description, id_of(sent)) == (None, large)
+
+
+@both_loops
+@pytest.mark.parametrize("where", ["pickle", "unpickle", "enter", "exit"])
+async def test_a_context_that_raises_is_logged_once_and_harms_no_batch(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bad(Observer):
+        needs_context = True
+
+        def batch_dispatched(self, event: BatchDispatched) -> BadContext:
+            return BadContext(where)
+
+    @aio.dynamically(observers=[Bad()])
+    def echo(items: list[int]) -> list[int]:
+        return items
+
+    async with DynBatcher(MakesSpans, observers=[Bad()]) as batcher:
+        for number in range(2):
+            *_, is_recorded = await batcher.process_batched("fine")
+            assert is_recorded
+            assert await echo(number) == number
+    await echo.shutdown()
+    logged = [one for one in caplog.records if "an observer" in one.getMessage()]
+    # In the worker, and on the function's thread, where nothing is pickled.
+    assert len(logged) == (1 if "pickle" in where else 2)
+    assert all("ZeroDivisionError" in logging.Formatter().format(one) for one in logged)
+
+
+def numbers_of_spans(items: list[Any]) -> list[Any]:
+    if "bad" in items:
+        raise ValueError("bad")
+    span: Any = trace.get_current_span()
+    span.set_attribute("seen", len(items))
+    return [id_of(span) for _ in items]
+
+
+async def numbers_of_spans_on_the_loop(items: list[Any]) -> list[Any]:
+    await asyncio.sleep(0)
+    return numbers_of_spans(items)
+
+
+@both_loops
+@pytest.mark.parametrize("decorator", [dynamically, aio.dynamically])
+@pytest.mark.parametrize("function", [numbers_of_spans, numbers_of_spans_on_the_loop])
+async def test_a_decorated_function_runs_in_the_span_of_its_batch(
+    decorator: Any, function: Any
+) -> None:
+    recording = Recording()
+    observer = OpenTelemetryObserver(recording.provider)
+    decorated = decorator(batch_size=4, observers=[observer], isolate_errors=False)(function)
+    is_aio = decorator is aio.dynamically
+    process = decorated if is_aio else lambda items: asyncio.to_thread(decorated, items)
+    try:
+        seen = [(await recording.request(process, ["a", "b"]))[0] for _ in range(2)]
+        with pytest.raises(ValueError, match="bad"):
+            await recording.request(process, ["bad"])
+        assert not trace.get_current_span().get_span_context().is_valid
+    finally:
+        await decorated.shutdown() if is_aio else await asyncio.to_thread(decorated.shutdown)
+    batches = recording.named(f"{function.__name__} batch")
+    requests = [[id_of(one)] for one in recording.named("request")]
+    assert [links_of(one) for one in batches] == requests
+    assert [id_of(one) for one in batches[:2]] == seen
+    assert [(one.attributes or {}).get("seen") for one in batches] == [2, 2, None]
+    assert [is_failed(one) for one in batches] == [False, False, True]
+    # Items of one caller in one batch share its two spans.
+    assert len(recording.named("queue")) == len(recording.named("infer")) == 3
+
+
+@both_loops
+async def test_each_request_is_linked_from_one_successful_batch_whatever_dies() -> None:
+    recording = Recording()
+    options: Any = {"max_restarts": None, "restart_backoff": 0.01, "num_workers": 2}
+    batcher = DynBatcher(MakesSpans, 16, max_queue_size=10_000, name="model", **options)
+    instrument(batcher, recording.provider)
+    chance = random.Random(5)
+    missing = 10_000
+    async with batcher:
+
+        async def calls() -> None:
+            nonlocal missing
+            while missing > 0:
+                missing -= 1
+                with suppress(PoisonRequestError):
+                    await recording.request(batcher.process_batched, "fine")
+                    continue
+                missing += 1
+
+        async def kill() -> None:
+            while True:
+                await asyncio.sleep(chance.uniform(0.05, 0.3))
+                with suppress(ProcessLookupError):
+                    os.kill(chance.choice(pids_of(batcher)), signal.SIGKILL)
+
+        killing = asyncio.create_task(kill())
+        await asyncio.gather(*[calls() for _ in range(64)])
+        killing.cancel()
+        stats = batcher.stats
+    batches = recording.named("model batch")
+    failed = [one for one in batches if is_failed(one)]
+    assert {one.status.description for one in failed} == {"worker lost"}
+    answered = Counter(one for batch in batches if not is_failed(batch) for one in links_of(batch))
+    parents = [one.parent.span_id for one in recording.named("infer") if one.parent]
+    assert set(answered.values()) == {1}
+    assert len(answered) == stats.completed == 10_000
+    assert sorted(answered) == sorted(parents)
+    requests = {id_of(one) for one in recording.named("request") if not is_failed(one)}
+    assert set(answered) == requests
+
+
+def test_a_missing_package_is_named() -> None:
+    program = "import sys; sys.modules['opentelemetry'] = None; import fast_batcher.opentelemetry"
+    done = run_command([sys.executable, "-c", program])
+    assert "pip install 'fast_batcher[opentelemetry]'" in done.stderr

@@ -1,0 +1,172 @@
+"""The status page in a real browser: Debian's Chromium, driven by Playwright."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from servers import Server, serve
+from waits import LIMIT, measured
+
+__all__ = ["serve"]
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright's package is needed")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is needed: apt-get install chromium"),
+]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # Root may start no sandbox.
+        options = ["--no-sandbox"] if os.getuid() == 0 else []
+        with playwright.chromium.launch(executable_path=CHROMIUM, args=options) as chromium:
+            yield chromium
+
+
+class Page:
+    """An open status page, with all that it has asked for and complained about."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.view = browser.new_page(**options)
+        self.view.set_default_timeout(1000 * LIMIT)
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.view.on("request", lambda request: self.requests.append(request.url))
+        self.view.on("console", lambda message: self.complaints.append(message.text))
+        self.view.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.view.goto(f"{url}/inside/batchers")
+        self.wait_for("#link", "Live")
+
+    def wait_for(self, selector: str, text: str) -> None:
+        self.view.locator(selector).filter(has_text=text).first.wait_for()
+
+    def has_focus(self, text: str) -> bool:
+        return bool(self.view.evaluate("document.activeElement.textContent") == text)
+
+    def measure(self, expression: str) -> Any:
+        return self.view.evaluate(expression)
+
+
+@pytest.fixture
+def server(serve: Callable[..., Server]) -> tuple[Server, str]:
+    # As behind a proxy that removes a part of the path.
+    options = ("--root-path", "/proxy", "--no-access-log")
+    server = serve("status_app:app", *options, folder=Path(__file__).parent)
+    return server, server.url()
+
+
+def call(url: str, path: str) -> None:
+    httpx2.post(f"{url}/call/{path}", timeout=LIMIT)
+
+
+def test_figures_change_under_load_and_a_killed_worker_is_seen_in_time(
+    server: tuple[Server, str], browser: Any
+) -> None:
+    url = server[1]
+    page = Page(browser, url)
+    page.wait_for(".verdict", "All is well")
+    assert page.view.locator("section.batcher h2").all_inner_texts() == [
+        *("first", "second", "third", "Error answers")
+    ]
+    for count in (300, 1000):
+        call(url, f"second/fine?count={count}")
+        page.wait_for("#batcher-1", f"{300 if count == 300 else 1300:,} answered")
+    call(url, "third/raise")
+    page.wait_for(".verdict .warning", "1 request failed within a minute")
+    page.wait_for("table", "ValueError")
+
+    data = httpx2.get(f"{url}/inside/batchers.json", timeout=LIMIT).json()
+    os.kill(data["batchers"][0]["workers"][1]["pid"], signal.SIGKILL)
+    with measured(2.0, "from a worker's death to the status page"):
+        page.wait_for(".verdict", "signal 9 (SIGKILL")
+    assert page.view.title().startswith("(")
+    page.wait_for("#batcher-0 table", "signal 9 (SIGKILL")
+
+    assert all(one.startswith(url) for one in page.requests), page.requests
+    assert page.complaints == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_can_be_read_in_both_themes_and_a_phone_shows_the_whole_width(
+    server: tuple[Server, str], browser: Any, theme: str
+) -> None:
+    url = server[1]
+    call(url, "first/fine?count=100")
+    call(url, "second/raise")
+    page = Page(browser, url, color_scheme=theme, viewport={"width": 375, "height": 812})
+    page.wait_for(".verdict", "1 request failed")
+    assert page.measure("document.documentElement.scrollWidth") == 375
+    assert page.measure("getComputedStyle(document.body).backgroundColor") == (
+        "rgb(246, 247, 249)" if theme == "light" else "rgb(17, 20, 24)"
+    )
+    poor = {text: ratio for text, ratio in page.measure(CONTRASTS).items() if ratio < 4.5}
+    assert poor == {}
+    assert page.complaints == []
+
+
+# The contrast of each text with what is behind it, as WCAG 2.1 defines it.
+CONTRASTS = """() => {
+  const numbers = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => numbers(color).slice(0, 3)
+    .map((one) => one / 255)
+    .map((one) => one <= 0.03928 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, one, index) => sum + one * [0.2126, 0.7152, 0.0722][index], 0);
+  const ground = (node) => {
+    const color = getComputedStyle(node).backgroundColor;
+    return numbers(color)[3] === 0 && node.parentElement ? ground(node.parentElement) : color;
+  };
+  const found = {};
+  for (const node of document.body.querySelectorAll("*:not(script, noscript, svg, svg *)")) {
+    if (![...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim())) continue;
+    const [a, b] = [light(getComputedStyle(node).color), light(ground(node))].sort((x, y) => y - x);
+    found[node.textContent] = (a + 0.05) / (b + 0.05);
+  }
+  return found;
+}"""
+
+
+def test_the_keyboard_reaches_all_that_can_be_used(
+    server: tuple[Server, str], browser: Any
+) -> None:
+    page = Page(browser, server[1])
+    page.wait_for(".verdict", "All is well")
+    reached = []
+    for _ in range(5):
+        page.view.keyboard.press("Tab")
+        reached.append(page.measure("document.activeElement.textContent"))
+    assert reached == ["Skip to the figures", "Pause", "first", "second", "third"]
+    page.view.keyboard.press("Enter")
+    page.wait_for("#batcher-2:target", "third")
+    for _ in "1234":
+        page.view.keyboard.press("Shift+Tab")
+        if page.has_focus("Pause"):
+            break
+    page.view.keyboard.press("Space")
+    page.wait_for("#link", "Paused")
+    assert page.has_focus("Go on")
+    call(server[1], "first/fine?count=77")
+    page.view.keyboard.press("Space")
+    page.wait_for("#batcher-0", "77 answered")
+
+
+def test_old_figures_are_told_and_a_server_that_comes_back_is_found(
+    server: tuple[Server, str], serve: Callable[..., Server], browser: Any
+) -> None:
+    process, url = server
+    page = Page(browser, url)
+    process.process.terminate()
+    process.wait_for_exit()
+    page.wait_for("#link", "figures are old")
+    assert page.measure("document.body.classList.contains('stale')")
+    port = url.rpartition(":")[2]
+    serve("status_app:app", "--port", port, folder=Path(__file__).parent).url()
+    page.wait_for("#link", "Live")
+    assert not page.measure("document.body.classList.contains('stale')")
