@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.stacking import stack
+from fast_batcher._version import __version__ as __version__
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from fast_batcher import aio, inference
     from fast_batcher.batcher import DynBatcher
     from fast_batcher.dynamic import dynamically
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BatcherClosedError",

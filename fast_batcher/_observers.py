@@ -3,15 +3,19 @@
 import gc
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import Context, copy_context
 from time import perf_counter
+from typing import Any, TypeVar
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher.observing import (
     AnsweredRequest,
     BatchAnswered,
+    BatchDispatched,
+    BatchLost,
     CollectionPaused,
     Observer,
     Outcome,
@@ -21,9 +25,11 @@ from fast_batcher.observing import (
 
 logger = logging.getLogger("fast_batcher")
 
-Event = BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused
+Event = BatchAnswered | BatchLost | RequestEnded | WorkerChanged | CollectionPaused
 # Pauses that are kept until the next event; a process has some in a second.
 MAX_PAUSES = 1000
+
+_GivenT = TypeVar("_GivenT")
 
 
 def describe_answer(
@@ -51,6 +57,8 @@ def describe_answer(
             )
             for request, outcome in ended
         ],
+        retried=sum([not request.is_settled for request in batch.requests]),
+        dispatched=batch.dispatched,
     )
 
 
@@ -64,7 +72,9 @@ class Observers:
 
     def __init__(self, name: str, observers: Iterable[Observer] = ()) -> None:
         self._name = name
-        self.active = list(observers)
+        self.active: list[Observer] = []
+        # Observers that need the contexts of callers, and follow batches from their dispatch.
+        self._followers: list[Observer] = []
         # Observers that have raised; the log has the first error of each.
         self._faulty: set[int] = set()
         # Pauses of the garbage collector since the last event. A collection may begin while an
@@ -72,14 +82,69 @@ class Observers:
         self._pauses: deque[CollectionPaused] = deque(maxlen=MAX_PAUSES)
         self._pause_began = 0.0
         self._watches = False
+        for observer in observers:
+            self.add(observer)
 
     def add(self, observer: Observer) -> None:
         """Call an observer from now on."""
         self.active.append(observer)
+        if observer.needs_context:
+            self._followers.append(observer)
 
     def copy_context(self) -> Context | None:
         """Copy the context of a caller if an observer needs it."""
-        return copy_context() if any(one.needs_context for one in self.active) else None
+        return copy_context() if self._followers else None
+
+    def follow(
+        self,
+        batch: Batch,
+        convert: Callable[[AbstractContextManager[Any]], _GivenT],
+        worker: int = 0,
+    ) -> list[_GivenT]:
+        """Tell the observers that follow batches that one is dispatched.
+
+        Args:
+            batch: The batch.
+            convert: Called with each context manager for the computation of the batch.
+            worker: Index of the batch's worker.
+
+        Returns:
+            The converted context managers.
+        """
+        if not self._followers:
+            return []
+        event = batch.dispatched = BatchDispatched(
+            model=self._name,
+            worker=worker,
+            batch_id=batch.id,
+            size=len(batch.requests),
+            cost=sum([request.cost for request in batch.requests]),
+            release=str(batch.release),
+            dispatched_at=batch.sent_at,
+            contexts=[request.context for request in batch.requests],
+        )
+        return Context().run(self._follow, event, convert)
+
+    def _follow(
+        self,
+        event: BatchDispatched,
+        convert: Callable[[AbstractContextManager[Any]], _GivenT],
+    ) -> list[_GivenT]:
+        given: list[_GivenT] = []
+        for observer in self._followers:
+            try:
+                context = observer.batch_dispatched(event)
+                if context is not None:
+                    given.append(convert(context))
+            except Exception as error:  # noqa: BLE001  it must harm no request
+                self._log(observer, error)
+        return given
+
+    def lose(self, batches: Iterable[Batch], reason: str) -> None:
+        """Tell the observers of batches that end without an answer, if they follow them."""
+        for batch in batches:
+            if batch.dispatched is not None:
+                self.tell(BatchLost(batch.dispatched, reason))
 
     def watch_collector(self) -> None:
         """Note the pauses of the garbage collector from now on."""
@@ -114,6 +179,8 @@ class Observers:
             try:
                 if isinstance(event, BatchAnswered):
                     observer.batch_answered(event)
+                elif isinstance(event, BatchLost):
+                    observer.batch_lost(event)
                 elif isinstance(event, RequestEnded):
                     observer.request_ended(event)
                 elif isinstance(event, WorkerChanged):

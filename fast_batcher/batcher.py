@@ -36,7 +36,6 @@ from fast_batcher._asyncio.status import Status
 from fast_batcher._asyncio.thread_calls import ThreadCalls
 from fast_batcher._clock import monotonic
 from fast_batcher._collector import frozen
-from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
 from fast_batcher._shared_memory.layouts import to_shape
@@ -419,7 +418,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._status.state is not State.BROKEN:
             session = self._find_session()
         if wait_ready:
-            await session.wait_ready()
+            await self._status.wait_while_opening()
         broken_error = self._status.broken_error()
         if broken_error is not None:
             await session.aclose()
@@ -587,14 +586,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             Figures and a cause; `str` gives them in sentences. The load and the gains are
             predictions from the times of the batches so far.
         """
-        settings = self._settings
-        setup = Setup(
-            settings.max_batch_size,
-            settings.num_workers,
-            settings.max_batch_cost is not None,
-            settings.group_by is not None,
-        )
-        return explain(self._ledger.counters.samples, setup)
+        return Explanation() if self._session is None else self._session.explain()
 
     def add_observer(self, observer: Observer) -> None:
         """Call an observer from now on, as if it had been given at construction.
@@ -634,13 +626,14 @@ class DynBatcher(Generic[InputT, OutputT]):
     @property
     def stats(self) -> BatcherStats:
         """A snapshot of counts and quantiles."""
-        workers_ready, waiting, running = self._load
+        if self._session is not None:
+            return self._session.read_stats()
         return self._ledger.counters.snapshot(
             state=self.state,
-            workers_ready=workers_ready,
+            workers_ready=0,
             num_workers=self._settings.num_workers,
-            waiting=waiting,
-            running=running,
+            waiting=0,
+            running=0,
         )
 
     def __repr__(self) -> str:
@@ -667,11 +660,18 @@ class DynBatcher(Generic[InputT, OutputT]):
         if not is_new:
             self._status.reject_call("it was not opened")  # draining without having been opened
         _check_platform()
-        self._session = session = LocalSession(
-            self._model, self._settings, self._status, self._ledger
-        )
+        self._session = session = self._make_session()
         session.begin()
         return session
+
+    def _make_session(self) -> Session:
+        parts = self._model, self._settings, self._status, self._ledger
+        if not self._settings.shared:
+            return LocalSession(*parts)
+        # Most programs need no host.
+        from fast_batcher._host.session import RemoteSession
+
+        return RemoteSession(*parts)
 
     def _find_session(self) -> Session:
         """Return the session for calls on the running event loop; open a new batcher first.

@@ -41,6 +41,8 @@ class ModelSpec:
 
     name: str
     pickled: bytes
+    # Dotted name of the module that has the class.
+    module: str = ""
 
 
 def check_model(
@@ -80,7 +82,8 @@ def check_model(
             f"model_args and model_kwargs take {len(pickled)} bytes, more than max_frame_bytes="
             f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
         )
-    return ModelSpec(name=name, pickled=pickled)
+    module = model.__module__ if isinstance(model, type) else str(model).partition(":")[0]
+    return ModelSpec(name=name, pickled=pickled, module=module)
 
 
 def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:

@@ -1,18 +1,48 @@
 """The `Observer` protocol: events of a batcher for metrics, traces and pages.
 
 An observer is called in the process that schedules the batches: on the event loop's thread for a
-`DynBatcher`, on the thread that has computed the batch for a decorated function. The calls run in
+`DynBatcher`, on the thread that computes the batch for a decorated function. The calls run in
 an empty context (`contextvars`), after the callers have their outcomes. An observer must be quick
 and must not wait; an exception that it raises is logged once, and harms no request.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import Context
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Outcome = Literal["completed", "failed", "expired", "cancelled", "rejected"]
 WorkerChange = Literal["started", "ready", "lost", "recycled"]
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class BatchDispatched:
+    """A batch is about to be sent to its worker, or to be computed by the decorated function.
+
+    Events are compared by identity: the event that ends the batch refers to this object.
+    """
+
+    # As in `BatchAnswered`.
+    model: str
+    worker: int
+    batch_id: int
+    size: int
+    cost: float
+    release: str
+    dispatched_at: float
+    # The context variables of the caller of each request; None for a request that is older than the
+    # observer.
+    contexts: Sequence[Context | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLost:
+    """A batch has ended without an answer; its requests may be tried again in other batches."""
+
+    dispatched: BatchDispatched
+    # For example "worker lost", "not sendable", "closed".
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +84,10 @@ class BatchAnswered:
     # Seconds that the model took, as the worker measured them.
     infer_seconds: float
     requests: Sequence[AnsweredRequest]
+    # Requests that will be tried again in other batches, because the model has raised.
+    retried: int = 0
+    # The event of its dispatch, where an observer follows batches: see `Observer`.
+    dispatched: BatchDispatched | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +131,21 @@ class Observer:
     Every request is told once: in the `requests` of its batch, or as a `RequestEnded`.
     """
 
-    # Whether the events carry the context of each caller, for traces. It costs each call a copy.
+    # Whether it follows requests and batches, for traces: the events carry the context of each
+    # caller, which costs each call a copy, and every batch is told when it is dispatched and,
+    # without an answer, when it is lost.
     needs_context = False
+
+    def batch_dispatched(self, event: BatchDispatched) -> AbstractContextManager[Any] | None:
+        """Take note of a batch before it is sent; called if `needs_context` is True.
+
+        Returns:
+            None, or a context manager that is entered around the computation of the batch: in the
+            worker process, for which it is pickled, or on the decorated function's thread.
+        """
+
+    def batch_lost(self, event: BatchLost) -> None:
+        """Take note of a batch that ends without an answer; called if `needs_context` is True."""
 
     def batch_answered(self, event: BatchAnswered) -> None:
         """Take note of an answered batch; called once per batch."""

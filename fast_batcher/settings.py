@@ -105,6 +105,10 @@ class BatcherOptions(TypedDict, total=False):
             collection in a worker that has imported torch takes tens of milliseconds. Default True.
         observers: Observers of the batcher (`fast_batcher.observing.Observer`), for metrics and
             traces. More can be added with `add_observer`. Default ().
+        shared: Whether all processes of one server share one set of workers: a host process has
+            the queue and the workers, and this process sends it the requests. A name instead of
+            True is for all processes of this user that give it. Default False. See
+            docs/server_processes.md.
     """
 
     start_timeout: float
@@ -126,6 +130,7 @@ class BatcherOptions(TypedDict, total=False):
     shared_memory_threshold: int
     freeze_gc: bool
     observers: Sequence[Observer]
+    shared: bool | str
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -224,6 +229,12 @@ def check_observers(name: str, value: Any) -> None:
         )
 
 
+def _check_shared(name: str, value: object) -> None:
+    is_name = isinstance(value, str) and value.strip() and value.isprintable()
+    if not isinstance(value, bool) and not is_name:
+        raise ConfigurationError(f"{name}={value!r}: give True, False or a printable name")
+
+
 def checked_timeout(timeout: Any) -> float:
     """Check and return the timeout of a call: seconds, or `math.inf` for no limit.
 
@@ -291,6 +302,7 @@ class Settings:
     ] = SHARED_MEMORY_THRESHOLD
     freeze_gc: Annotated[bool, _check_switch] = True
     observers: Annotated[Sequence[Observer], check_observers] = ()
+    shared: Annotated[bool | str, _check_shared] = False
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""

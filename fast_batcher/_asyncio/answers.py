@@ -37,6 +37,21 @@ RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 FAILURE_KINDS = RAISED_KINDS | {Kind.FAILED}
 
 
+class OutcomeReader:
+    """Turns what a worker has pickled for one request into its outcome."""
+
+    def read_item(self, item: bytes) -> Any:
+        """Return the output in a separate pickle, or the `Failure` of one that cannot be read."""
+        try:
+            return loads(item)
+        except BaseException as error:  # noqa: BLE001  unpickling is the user's code
+            return _unreadable(error)
+
+    def read_error(self, error: SerializedError) -> Failure:
+        """Return the failure for one request."""
+        return Failure(error.to_error())
+
+
 class Answers:
     """Reads the answers of one session's workers, and settles the requests.
 
@@ -48,6 +63,7 @@ class Answers:
         pool: Counts answered batches and pings; replaces workers.
         memory: Copies large answers on its thread.
         reports: Writes log lines.
+        reader: Reads outputs and errors.
     """
 
     def __init__(
@@ -59,6 +75,7 @@ class Answers:
         pool: Pool,
         memory: MemoryService,
         reports: Reports,
+        reader: OutcomeReader,
     ) -> None:
         self._scheduler = scheduler
         self._ledger = ledger
@@ -67,6 +84,7 @@ class Answers:
         self._pool = pool
         self._memory = memory
         self._reports = reports
+        self._reader = reader
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
         # Outcomes from OUTPUTS_FRAGMENT frames, by worker, until the last frame of their batch:
@@ -112,7 +130,7 @@ class Answers:
                 self._collect(frame, batch)
             else:
                 earlier = self._fragments.pop(worker, None)
-                outcomes = read_outcomes(frame, earlier, len(requests))
+                outcomes = read_outcomes(frame, earlier, len(requests), self._reader)
                 self._ledger.answer(batch, requests, outcomes)
         except Exception as error:
             self._fail(batch, requests, error)
@@ -162,6 +180,7 @@ class Answers:
         shared = read_shared_outcomes(frame, self._links[batch.worker].outbox)
         if all(request.is_settled for request in batch.requests):
             shared.answer.release()
+            self._ledger.answer(batch, [], [])
         elif shared.answer.size <= MOST_AT_ONCE:
             self._settle_shared(batch, shared)
         else:
@@ -189,13 +208,16 @@ class Answers:
         self._pump.notice_drained()
 
 
-def read_outcomes(frame: Frame, earlier: list[Any] | None, count: int) -> list[Any]:
+def read_outcomes(
+    frame: Frame, earlier: list[Any] | None, count: int, reader: OutcomeReader
+) -> list[Any]:
     """Read the outcomes of a batch, by position.
 
     Args:
         frame: The last frame of the batch's answer.
         earlier: Outcomes from earlier frames, or None.
         count: Number of requests in the batch.
+        reader: Reads outputs and errors.
 
     Raises:
         TransportError: The frame is no answer, or has another number of outcomes.
@@ -204,10 +226,15 @@ def read_outcomes(frame: Frame, earlier: list[Any] | None, count: int) -> list[A
     if frame.kind is _OUTPUT_ATOMS:
         outcomes = loads(frame.body)
     elif frame.kind is Kind.OUTPUTS:
-        outcomes = [_read_item(item) for item in (earlier or []) + loads(frame.body)]
+        outcomes = [
+            reader.read_item(item)
+            if isinstance(item, bytes)
+            else reader.read_error(_read_error(item))
+            for item in (earlier or []) + loads(frame.body)
+        ]
     elif frame.kind in FAILURE_KINDS:
         error = SerializedError(*loads(frame.body))
-        outcomes = [Failure(error.to_error()) for _ in range(count)]
+        outcomes = [reader.read_error(error) for _ in range(count)]
     else:
         raise TransportError(f"a worker answered with {frame.kind.name}")
     if len(outcomes) != count:
@@ -254,14 +281,12 @@ def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOut
     return SharedOutcomes(outbox.find(start, sizes, frozen, items), errors)
 
 
-def _read_item(item: Any) -> Any:
-    """Read the outcome of one request, which was pickled separately."""
+def _read_error(item: Any) -> SerializedError:
     try:
-        if isinstance(item, bytes):
-            return loads(item)
-        return Failure(SerializedError(*item).to_error())
-    except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-        return _unreadable(error)
+        return SerializedError(*item)
+    except TypeError:
+        text = f"the output cannot be unpickled: it is a {type(item).__name__}"
+        return SerializedError(text, "", None)
 
 
 def _wrong_count(found: int, count: int) -> TransportError:

@@ -55,6 +55,14 @@ class LoopBinding:
                 "which is still alive; from other threads use submit()"
             )
 
+    def require_own_thread(self, what: str) -> None:
+        """Raise if this is another thread than the event loop's."""
+        if self.runs_elsewhere:
+            raise RuntimeError(
+                f"{self._name}: {what} belongs to the thread of the event loop; from another one "
+                "use loop.call_soon_threadsafe"
+            )
+
     def call(self, function: Callable[..., None], *args: Any) -> bool:
         """Call a function on the loop's thread, from any thread; False if the loop is closed."""
         try:

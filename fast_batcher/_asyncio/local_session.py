@@ -16,9 +16,10 @@ keep, the context variables of the first caller of a turn.
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import Any
 
-from fast_batcher._asyncio.answers import Answers
+from fast_batcher._asyncio.answers import Answers, OutcomeReader
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach
@@ -28,11 +29,12 @@ from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._parent.batch_sender import BatchSender
+from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
@@ -47,8 +49,34 @@ from fast_batcher.errors import (
 )
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
+from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
+
+
+class ValueAccess:
+    """Access of a session to the inputs and outputs of its requests.
+
+    A host process, which must not import the types of the app, has another one.
+    """
+
+    reader = OutcomeReader()
+
+    def open_memory(
+        self, loop: asyncio.AbstractEventLoop, settings: Settings, name: str
+    ) -> MemoryService:
+        """Open the memory that is shared with the workers."""
+        return MemoryService(loop, settings.max_shared_bytes, name)
+
+    def make_sender(
+        self, settings: Settings, memory: MemoryService, events: SenderEvents, name: str
+    ) -> BatchSender:
+        """Make the sender of batches."""
+        return BatchSender(settings, memory, events, name)
+
+    def make_evaluator(self, settings: Settings, name: str) -> CostEvaluator:
+        """Make the evaluator of costs and groups."""
+        return CostEvaluator(settings, name)
 
 
 class LocalSession:
@@ -59,11 +87,18 @@ class LocalSession:
         settings: The batcher's settings.
         status: The batcher's state, which the session changes, and its name.
         ledger: Settles and counts the requests.
+        access: Access to inputs and outputs.
     """
 
     def __init__(
-        self, model_spec: ModelSpec, settings: Settings, status: Status, ledger: Ledger
+        self,
+        model_spec: ModelSpec,
+        settings: Settings,
+        status: Status,
+        ledger: Ledger,
+        access: ValueAccess | None = None,
     ) -> None:
+        access = access or ValueAccess()
         self.settings = settings
         self._status = status
         self._ledger = ledger
@@ -71,27 +106,31 @@ class LocalSession:
         self.binding = LoopBinding(name)
         # Indexes of workers that were ready once: when all are in it, the batcher is open.
         self._seen_ready: set[int] = set()
-        # Futures of the running `wait_ready` calls.
-        self._ready_waiters: list[asyncio.Future[None]] = []
 
         reports = self._reports = Reports(name, settings)
         self.scheduler = _make_scheduler(settings)
-        self.memory = MemoryService(self.binding.loop, settings.max_shared_bytes, name)
+        self.memory = access.open_memory(self.binding.loop, settings, name)
         self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, name)
-        self.sender = BatchSender(settings, self.memory, self, name)
-        evaluator = CostEvaluator(settings, name)
+        self.sender = access.make_sender(settings, self.memory, self, name)
         self.pump: Pump = Pump(
             self.scheduler,
             self.sender,
             self.pool,
             ledger,
-            evaluator,
+            access.make_evaluator(settings, name),
             status,
             reports,
             self.binding.loop,
         )
         self._answers = Answers(
-            self.scheduler, ledger, self.pump, self.sender, self.pool, self.memory, reports
+            self.scheduler,
+            ledger,
+            self.pump,
+            self.sender,
+            self.pool,
+            self.memory,
+            reports,
+            access.reader,
         )
 
     @property
@@ -99,6 +138,29 @@ class LocalSession:
         """Numbers of ready workers, waiting requests and running requests."""
         workers = self.scheduler.workers
         return workers.ready_count, self.scheduler.waiting, workers.running
+
+    def read_stats(self) -> BatcherStats:
+        """Return a snapshot of the counts and the load."""
+        workers_ready, waiting, running = self.load
+        return self._ledger.counters.snapshot(
+            state=str(self._status.state),
+            workers_ready=workers_ready,
+            num_workers=self.settings.num_workers,
+            waiting=waiting,
+            running=running,
+        )
+
+    def explain(self) -> Explanation:
+        """Explain the size of the recent batches."""
+        settings = self.settings
+        setup = Setup(
+            settings.max_batch_size,
+            settings.num_workers,
+            settings.max_batch_cost is not None,
+            settings.group_by is not None,
+        )
+        explained = explain(self._ledger.counters.samples, setup)
+        return replace(explained, service_times=self.scheduler.service.points())
 
     # Opening.
 
@@ -108,30 +170,13 @@ class LocalSession:
         self._ledger.observers.watch_collector()
         self.pool.open()
 
-    async def wait_ready(self) -> None:
-        """Wait until the batcher is open, broken or ended."""
-        if self._status.state is State.OPENING:
-            waiter = self.binding.loop.create_future()
-            self._ready_waiters.append(waiter)
-            await waiter
-
-    def _wake_ready_waiters(self) -> None:
-        for waiter in self._ready_waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._ready_waiters.clear()
-
     def reconfigure(self, settings: Settings) -> None:
         """Apply changed settings, which were checked before.
 
         Raises:
             RuntimeError: The calling thread is not that of the event loop.
         """
-        if self.binding.runs_elsewhere:
-            raise RuntimeError(
-                f"{self._name}: reconfigure() belongs to the thread of the event loop; from "
-                "another one use loop.call_soon_threadsafe"
-            )
+        self.binding.require_own_thread("reconfigure()")
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
         self.settings = settings
@@ -153,7 +198,6 @@ class LocalSession:
         Callers that waited on the closed loop get no outcome.
         """
         self.binding.rebind(loop)
-        self._ready_waiters.clear()
         self.pump.rebind(loop)
         self.pool.rebind(loop)
 
@@ -185,7 +229,6 @@ class LocalSession:
         if self._status.state is State.OPENING:
             if len(self._seen_ready) == self.settings.num_workers:
                 self._status.move(Event.ALL_READY)
-                self._wake_ready_waiters()
         elif self._status.state is State.BROKEN:
             self._status.recover()
         self.pump.advance(monotonic())
@@ -194,6 +237,9 @@ class LocalSession:
         """Retry the requests of a dead worker, or fail them."""
         self.sender.remove_worker(worker, exit.inherited)
         self._answers.remove_worker(worker)
+        running = self.scheduler.workers.batches.values()
+        lost = [batch for batch in running if batch.worker == worker]
+        self._ledger.observers.lose(lost, "worker lost")
         failed, poisonous = self.scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
@@ -212,21 +258,19 @@ class LocalSession:
             logger.warning("%s: %s; trying again", self._name, error, exc_info=error)
             return
         # If a caller waits in `open`, the error is raised there.
-        if all(waiter.done() for waiter in self._ready_waiters):
+        if not self._status.has_waiters:
             logger.error(
                 "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
             )
         self._status.fail_start(error)
         self.pool.abandon()
         self._fail_open_requests()
-        self._wake_ready_waiters()
 
     def workers_given_up(self, reason: str, seconds: float) -> None:
         """Break the batcher: calls fail at once until the next try of a worker succeeds."""
         self._status.give_up(reason, seconds)
         self.pump.take_arrivals(monotonic())
         self._fail(self.scheduler.give_up())
-        self._wake_ready_waiters()
         self.pump.notice_drained()
 
     def frame_arrived(self, worker: int, frame: Frame) -> None:
@@ -254,12 +298,12 @@ class LocalSession:
         self.pump.take_arrivals(monotonic())
         self.scheduler.begin_drain()
         if not self.binding.loop.is_closed():
-            self._wake_ready_waiters()
             self.pump.run_soon()
 
     def _fail_open_requests(self) -> None:
         """Fail every request that has not been answered."""
         self.pump.take_arrivals(monotonic())
+        self._ledger.observers.lose(self.scheduler.workers.all_batches(), "closed")
         self._fail(self.scheduler.close())
 
     def _fail(self, requests: list[Request]) -> None:
@@ -294,7 +338,6 @@ class LocalSession:
         self.pump.stop()
         self.pool.stop(grace)
         if not self.binding.loop.is_closed():
-            self._wake_ready_waiters()
             self.pump.notice_drained()
 
 

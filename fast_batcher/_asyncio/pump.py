@@ -29,6 +29,7 @@ from fast_batcher._core.messages import (
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.pool import Pool
+from fast_batcher._transport.codec import dumps
 from fast_batcher.errors import BatcherError
 
 # An answer that is larger than a pipe is not late as long as each further part of it arrives within
@@ -219,9 +220,13 @@ class Pump:
         if isinstance(action, Dispatch):
             batch = action.batch
             self._ledger.counters.count_batch(len(batch.requests), batch.release)
-            unsendable = self._sender.send(action.batch)
+            contexts: list[bytes] = []
+            if self._observers.active:
+                worker = self._reports.index(batch.worker)
+                contexts = self._observers.follow(batch, dumps, worker)
+            unsendable = self._sender.send(batch, contexts)
             if unsendable:
-                self.withdraw(action.batch, unsendable)
+                self.withdraw(batch, unsendable)
         elif isinstance(action, Expire):
             error = self._reports.expiry_error(action)
             self._ledger.expire(action.request, error, str(action.reason))
@@ -242,6 +247,8 @@ class Pump:
         errors = dict(unsendable)
         for request in self._scheduler.workers.withdraw(monotonic(), batch, list(errors)):
             self._ledger.fail(request, errors[request], "not sendable")
+        if not batch.requests:
+            self._observers.lose([batch], "not sendable")
         # If no request of the batch is left, its worker is free.
         self.run_soon()
 

@@ -1,7 +1,7 @@
 """`Session`: the interface between `DynBatcher` and whatever computes its requests.
 
 A session exists from one opening of a batcher to the next close. `LocalSession` schedules the
-requests in this process and owns the workers; `HostSession` passes them to the host process of a
+requests in this process and owns the workers; `RemoteSession` passes them to the host process of a
 shared batcher.
 API process. Every method runs on the event loop's thread, except `end`, which may run on any thread
 once the loop is closed.
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._core.messages import Request
 from fast_batcher.settings import Settings
+from fast_batcher.stats import BatcherStats, Explanation
 
 
 class Session(Protocol):
@@ -26,11 +27,14 @@ class Session(Protocol):
     def load(self) -> tuple[int, int, int]:
         """Numbers of ready workers, waiting requests and running requests."""
 
+    def read_stats(self) -> BatcherStats:
+        """Return a snapshot of counts and quantiles."""
+
+    def explain(self) -> Explanation:
+        """Explain the size of the recent batches."""
+
     def begin(self) -> None:
         """Start the workers, without waiting for them."""
-
-    async def wait_ready(self) -> None:
-        """Wait until the batcher is open, broken or closed."""
 
     def accept(self, request: Request) -> None:
         """Take over a request, whose caller gets exactly one outcome.

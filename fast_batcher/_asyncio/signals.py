@@ -1,4 +1,4 @@
-"""Runs a callback on SIGTERM, then the previous handler. API process, main thread."""
+"""Runs a callback on a signal, then the previous handler. API process, main thread."""
 
 import asyncio
 import logging
@@ -37,7 +37,24 @@ def call_on_sigterm(
         )
         yield
         return
-    before = signal.getsignal(signal.SIGTERM)
+    with call_on_signal(signal.SIGTERM, loop, function):
+        yield
+
+
+@contextmanager
+def call_on_signal(
+    number: signal.Signals, loop: asyncio.AbstractEventLoop, function: Callable[[], object]
+) -> Iterator[None]:
+    """Call a function on the loop at each such signal during the block, then the previous handler.
+
+    Only in the main thread.
+
+    Args:
+        number: The signal.
+        loop: The event loop on which the function is called.
+        function: The function.
+    """
+    before = signal.getsignal(number)
 
     def handle(number: int, frame: FrameType | None) -> None:
         with suppress(RuntimeError):  # the loop is closed, and so is the batcher
@@ -46,14 +63,14 @@ def call_on_sigterm(
             before(number, frame)
         elif before is signal.SIG_DFL:
             # Nothing else would end the program.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.raise_signal(signal.SIGTERM)
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
-    signal.signal(signal.SIGTERM, handle)
+    signal.signal(number, handle)
     try:
         yield
     finally:
         # A handler that was set meanwhile stays. A previous handler that was not set from Python
         # (None) cannot be restored.
-        if signal.getsignal(signal.SIGTERM) is handle and before is not None:
-            signal.signal(signal.SIGTERM, before)
+        if signal.getsignal(number) is handle and before is not None:
+            signal.signal(number, before)

@@ -4,6 +4,7 @@ A `Status` lives as long as its batcher; sessions come and go. Only this module 
 and it logs every change.
 """
 
+import asyncio
 import copy
 import logging
 import sys
@@ -16,7 +17,6 @@ from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
     NotReadyError,
-    WorkerStartupError,
 )
 
 logger = logging.getLogger("fast_batcher")
@@ -44,10 +44,12 @@ class Status:
         # True after SIGTERM: calls are still answered, but probes report not ready.
         self.is_leaving = False
         # The error of the last failed start, None otherwise.
-        self._start_error: WorkerStartupError | None = None
+        self._start_error: BatcherError | None = None
         # Reason for which the pool has given up for now, or None; and the moment of the next try.
         self._given_up: str | None = None
         self._next_try = 0.0
+        # Futures of the running `wait_while_opening` calls.
+        self._waiters: list[asyncio.Future[None]] = []
         # The moment at which the batcher broke, None while it is not broken.
         self._broken_since: float | None = None
 
@@ -62,14 +64,30 @@ class Status:
         before, self.state = self.state, MOVES[self.state, event]
         self._broken_since = monotonic() if self.state is State.BROKEN else None
         logger.info("%s: %s -> %s (%s)", self.name, before.value, self.state.value, event.value)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
 
-    def fail_start(self, error: WorkerStartupError) -> None:
-        """Break: a worker could not load its model."""
+    async def wait_while_opening(self) -> None:
+        """Wait until the batcher is open, broken, draining or closed."""
+        if self.state is State.OPENING:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    @property
+    def has_waiters(self) -> bool:
+        """Whether a caller waits for the end of the opening, and gets its error."""
+        return any(not waiter.done() for waiter in self._waiters)
+
+    def fail_start(self, error: BatcherError) -> None:
+        """Break: a worker could not load its model, or no host process could be started."""
         self._start_error = error
         self.move(Event.START_FAILED)
 
     def give_up(self, reason: str, seconds: float) -> None:
-        """Break: every worker has spent its restarts, and the next try is `seconds` away."""
+        """Break: all restarts are spent, and the next try is `seconds` away."""
         self._given_up, self._next_try = reason, monotonic() + seconds
         if self.state in (State.OPENING, State.OPEN):
             self.move(Event.GIVEN_UP)
@@ -88,6 +106,16 @@ class Status:
     def takes_calls(self) -> bool:
         """Whether calls are accepted."""
         return self.state is State.OPEN or self.state is State.OPENING
+
+    @property
+    def given_up_reason(self) -> str | None:
+        """Reason for which the pool has given up for now, None if it has not."""
+        return self._given_up
+
+    @property
+    def has_failed_to_start(self) -> bool:
+        """Whether the last start has failed."""
+        return self._start_error is not None
 
     @property
     def is_given_up(self) -> bool:

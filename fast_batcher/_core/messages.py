@@ -210,6 +210,8 @@ class Batch:
     left_waiting: int = 0
     # Until this moment a batch that is tried again is divided if `infer` raises for it.
     isolate_until: float = inf
+    # The event of its dispatch, None if no observer follows batches. The shell sets it.
+    dispatched: Any = None
 
     @property
     def is_retry(self) -> bool:

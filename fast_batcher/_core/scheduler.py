@@ -79,6 +79,8 @@ class Scheduler:
         # The most requests that a batch may have now.
         self._size_cap = SizeCap(limits.max_batch_size)
         self._times = BatchTimes(self._size_cap, packer)
+        # The seconds of batches by their size, as far as they were learned.
+        self.service = self._times.by_size
         self._admission = Admission(limits, self._times, self.workers, self._retries, measure_size)
         self._deadline_batches = DeadlineBatches(self._times, self._size_cap)
         self._deadline_batches.has_set_targets = limits.max_latency is not None

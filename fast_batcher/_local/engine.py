@@ -10,10 +10,12 @@ import concurrent.futures
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Protocol
 
+from fast_batcher._batch_contexts import BatchContexts
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Dispatch, Fail, Failure, Request, settle_open
@@ -87,6 +89,7 @@ class Engine:
     ) -> None:
         self.function = function
         self.observers = Observers(function.name, settings.observers)
+        self._contexts = BatchContexts()
         self._settings = settings
         self._most_waiting = settings.max_queue_size or sys.maxsize
         length = settings.max_batch_length
@@ -171,6 +174,10 @@ class Engine:
             gone = [request for request in requests if self._scheduler.cancel(request)]
         self._tell_ended(gone, "cancelled", "waiting or running")
 
+    def around(self, batch: Batch) -> AbstractContextManager[None]:
+        """Tell observers that a batch begins; return the context manager for its computation."""
+        return self._contexts.give(self.observers.follow(batch, lambda context: context))
+
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
         """Settle a batch for which the function has returned; return the next batch, if any."""
         try:
@@ -232,7 +239,9 @@ class Engine:
         """Fail all requests: the event loop of the worker has ended, or does not run."""
         with self._lock:
             self._is_closing = True
+            running = [*self._scheduler.workers.all_batches()]
             unanswered = self._scheduler.close()
+        self.observers.lose(running, "closed")
         self._fail_as_closed(unanswered, "the event loop that computed it has ended")
 
     def _fail_as_closed(self, requests: list[Request], why: str) -> None:

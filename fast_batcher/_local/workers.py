@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Awaitable
 from contextlib import closing
-from contextvars import Context
+from contextvars import Context, copy_context
 from queue import SimpleQueue
 from time import monotonic
 from typing import Any
@@ -90,12 +90,15 @@ def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batc
 
     A separate function, so that its frame releases the inputs before the next wait.
     """
+    around = engine.around(batch)
     started = monotonic()
     try:
         # In this frame, which `fail` removes from the traceback.
-        result = engine.function.call([request.value for request in batch.requests])
-        if inspect.isawaitable(result):
-            result = runner.run(_as_coroutine(result))
+        with around:
+            result = engine.function.call([request.value for request in batch.requests])
+            if inspect.isawaitable(result):
+                # By default the runner keeps the context of its first batch.
+                result = runner.run(_as_coroutine(result), context=copy_context())
     except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
         following = engine.fail(batch, error, monotonic() - started)
         # The error refers to the function's frame, and so to this one: drop the batch from it.
@@ -144,12 +147,14 @@ class TaskWorker:
             self._next = None
             running = RunningBatch(self._engine)
             running_batch.set(running)
+            around = self._engine.around(batch)
             started = monotonic()
             try:
                 # In this frame, which `fail` removes from the traceback.
-                result = self._engine.function.call([request.value for request in batch.requests])
-                if inspect.isawaitable(result):
-                    result = await result
+                with around:
+                    result = self._engine.function.call([one.value for one in batch.requests])
+                    if inspect.isawaitable(result):
+                        result = await result
             except BaseException as error:
                 running.has_ended = True
                 self._next = self._engine.fail(batch, error, monotonic() - started)

@@ -7,6 +7,7 @@ batches, which the scheduler does, and does not read answers, which `Answers` do
 """
 
 import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fast_batcher._core.messages import Batch, Request
@@ -41,6 +42,18 @@ class SenderEvents(Protocol):
         """Inputs of a batch that `send` has taken turn out not to be sendable."""
 
 
+class InputPickler(Protocol):
+    """Pickles inputs; see `OutOfBandPickler`."""
+
+    def pickle(
+        self, values: list[Any], may_share: Callable[[], bool]
+    ) -> list[bytes] | OutOfBandPickle:
+        """Pickle the values of a batch, in one of two forms."""
+
+    def dumps(self, value: Any) -> bytes:
+        """Pickle one value in-band."""
+
+
 class BatchSender:
     """Sends batches to ready workers, and ends their leases on shared inputs.
 
@@ -49,14 +62,16 @@ class BatchSender:
         memory: Memory that is shared with the workers, and the thread for large copies.
         events: The listener.
         name: The batcher's name, for logs.
+        pickler: Pickles the inputs.
     """
 
     def __init__(
         self,
         settings: Settings,
         memory: MemoryService,
-        events: "SenderEvents",
+        events: SenderEvents,
         name: str,
+        pickler: InputPickler | None = None,
     ) -> None:
         self._max_frame_bytes = settings.max_frame_bytes
         self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
@@ -65,7 +80,7 @@ class BatchSender:
         self._events = events
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
-        self._pickler = OutOfBandPickler(settings.shared_memory_threshold, makes_writable=True)
+        self._pickler: InputPickler = pickler or make_pickler(settings)
 
     def add_worker(self, link: WorkerLink) -> None:
         """Add a worker that is ready."""
@@ -83,8 +98,14 @@ class BatchSender:
         self._links.pop(worker_id, None)
         self._shared_inputs.remove_worker(worker_id, inherited)
 
-    def send(self, batch: Batch) -> list[tuple[Request, BatcherError]]:
+    def send(
+        self, batch: Batch, contexts: Sequence[bytes] = ()
+    ) -> list[tuple[Request, BatcherError]]:
         """Send a batch to its worker.
+
+        Args:
+            batch: The batch.
+            contexts: Pickled context managers for its computation.
 
         Returns:
             Requests whose input cannot be sent, each with its error. The caller removes them from
@@ -92,6 +113,8 @@ class BatchSender:
         """
         requests = batch.requests
         link = self._links[batch.worker]
+        if contexts:
+            link.send(Kind.CONTEXTS, batch.id, dumps(contexts))
         if requests[0].staged is not None and self._shared_inputs.send_staged(batch, link):
             return []
         values = [*map(_value_of, requests)]
@@ -138,7 +161,7 @@ class BatchSender:
         items: list[bytes | SerializedError] = []
         unsendable: list[tuple[Request, BatcherError]] = []
         for request in batch.requests:
-            item = self._dump_item(request.value)
+            item = dump_input(self._pickler, request.value, self._max_frame_bytes)
             if isinstance(item, bytes):
                 items.append(item)
             else:
@@ -158,20 +181,26 @@ class BatchSender:
         """
         self._shared_inputs.free(worker_id, loads(frame.body))
 
-    def _dump_item(self, value: Any) -> bytes | BatcherError:
-        try:
-            item = self._pickler.dumps(value)
-        except BaseException as error:  # noqa: BLE001  pickling is the user's code
-            unsendable_error = UnsendableValueError(
-                f"the input, a {type(value).__qualname__}, cannot be pickled "
-                f"({codec.one_line(error)}), so "
-                "it cannot reach the worker process; send plain data instead"
-            )
-            unsendable_error.__cause__ = error
-            return unsendable_error
-        if not codec.fits(len(item), self._max_frame_bytes):
-            return RequestTooLargeError(
-                f"the input takes {len(item)} bytes, more than max_frame_bytes="
-                f"{self._max_frame_bytes} allows"
-            )
-        return item
+
+def make_pickler(settings: Settings) -> OutOfBandPickler:
+    """Make the pickler of inputs, which arrive in the worker as writable arrays."""
+    return OutOfBandPickler(settings.shared_memory_threshold, makes_writable=True)
+
+
+def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes | BatcherError:
+    """Pickle one input, or return the error of an input that cannot be sent."""
+    try:
+        item = pickler.dumps(value)
+    except BaseException as error:  # noqa: BLE001  pickling is the user's code
+        unsendable_error = UnsendableValueError(
+            f"the input, a {type(value).__qualname__}, cannot be pickled "
+            f"({codec.one_line(error)}), so "
+            "it cannot reach the worker process; send plain data instead"
+        )
+        unsendable_error.__cause__ = error
+        return unsendable_error
+    if not codec.fits(len(item), max_frame_bytes):
+        return RequestTooLargeError(
+            f"the input takes {len(item)} bytes, more than max_frame_bytes={max_frame_bytes} allows"
+        )
+    return item

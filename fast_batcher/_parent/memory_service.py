@@ -19,7 +19,8 @@ class MemoryService:
 
     Args:
         loop: The event loop, which is running.
-        max_shared_bytes: Most bytes of large inputs together; 0 for no shared memory.
+        max_shared_bytes: Most bytes of large inputs together; 0 for no shared memory, or for
+            memory that `slabs` is set to later.
         name: The batcher's name, for the thread.
     """
 

@@ -73,14 +73,19 @@ class Slabs:
 
     Args:
         size: Most bytes in all slabs together.
+        fd: Descriptor of a file of another process, owned by this object from now on; -1 makes a
+            file.
+        base: Start of the range of that file, in bytes; a whole number of pages. Positions in the
+            memory count from here.
 
     Raises:
         OSError: The system does not provide such memory, or not of this size.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, fd: int = -1, base: int = 0) -> None:
         # Most bytes in all slabs together.
         self.size = size
+        self.base = base
         self._ranges = Ranges(size)
         # Starts of slabs without a reference: added by any thread, freed by the loop's.
         self._ended: deque[int] = deque()
@@ -88,8 +93,8 @@ class Slabs:
         self._used_end = 0
         # The system has provided all memory up to here, or is about to.
         self._committed_end = 0
-        self._fd = make_shared_file(size)
-        self._memory = map_file(self._fd, size)
+        self._fd = make_shared_file(size) if fd < 0 else fd
+        self._memory = map_file(self._fd, size, base)
         self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._memory))
         # Protects the next two attributes. Held for moments only.
         self._lock = threading.Lock()
@@ -100,6 +105,15 @@ class Slabs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open_passed, (SlabViews, reduction.DupFd(self._fd), self.size)
+
+    def duplicate_fd(self) -> int:
+        """Return a descriptor of the file for another process.
+
+        Raises:
+            OSError: The slabs have been closed, or the process has too many descriptors.
+        """
+        with self._in_use():
+            return os.dup(self._fd)
 
     @property
     def count(self) -> int:
@@ -206,7 +220,7 @@ class Slabs:
             OSError: The system cannot take it back, or the slabs have been closed.
         """
         with self._in_use():
-            punch(self._fd, section.start, section.length)
+            punch(self._fd, self.base + section.start, section.length)
 
     def close(self) -> None:
         """Unmap all memory as soon as no thread writes it; may be called again.
@@ -232,7 +246,7 @@ class Slabs:
         if section.fresh_from < end:
             # With the page before: allocation may have failed for a section that ends in it.
             begin = max(section.start, section.fresh_from - PAGE)
-            os.posix_fallocate(self._fd, begin, end - begin)
+            os.posix_fallocate(self._fd, self.base + begin, end - begin)
 
     def _write_piece(self, start: int, piece: bytes | memoryview, *, releases_gil: bool) -> None:
         if releases_gil and isinstance(piece, memoryview) and is_volatile(piece):
@@ -249,7 +263,7 @@ class Slabs:
         """
         while piece:
             try:
-                written = os.pwrite(self._fd, piece, start)
+                written = os.pwrite(self._fd, piece, self.base + start)
             except OSError as error:
                 if error.errno == errno.EFAULT:
                     error.strerror = "an input was resized while it was copied"

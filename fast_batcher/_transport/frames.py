@@ -44,6 +44,9 @@ class Kind(IntEnum):
     PING = 6  # answer with PONG
     SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
     ROWS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
+    # The pickled list of pickled context managers of the observers that follow batches; the batch
+    # with this id comes next.
+    CONTEXTS = 9
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up
     STARTUP_FAILED = 17  # one pickled SerializedError
@@ -60,6 +63,25 @@ class Kind(IntEnum):
     RAISED = 24  # `infer` raised
     OUT_OF_MEMORY = 25  # `infer` ran out of memory
     FATAL = 26  # `infer` raised, and the process cannot use its device any more
+    # API process to host; see `_host/protocol.py`
+    HELLO = 32  # the first frame: the pickled fields of a `Hello`
+    CALLS = 33  # requests whose inputs are all in `codec.ATOMS`
+    ITEM_CALLS = 34  # requests with inputs pickled separately, or in shared memory
+    ABANDON = 35  # a pickled list: ids of requests whose callers have gone
+    RESENT = 36  # pickled (id, pickled input or None)
+    RECONFIGURE = 37  # the pickled changes of the settings
+    OBSERVE = 38  # send events from now on
+    GOODBYE = 39  # the batcher is closed
+    # host to API process
+    WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
+    ANSWERS = 49  # outputs that are all in `codec.ATOMS`
+    ITEM_ANSWERS = 50  # outputs pickled separately, and errors
+    STATE = 51  # the pickled fields of a `HostState`
+    RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more
+    FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
+    LOG = 54  # a log record
+    EVENT = 55  # a pickled event for observers
+    FAREWELL = 56  # the answer to GOODBYE, the last frame: as STATE
 
 
 _find_kind: Final = {int(kind): kind for kind in Kind}.get
@@ -77,6 +99,19 @@ class Frame(NamedTuple):
 
 # Packs a header: kind, body length, batch id, seconds.
 pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
+
+
+def unpack_header(header: bytes) -> tuple[Kind, int]:
+    """Return the kind and the length of the body of a frame that was read apart.
+
+    Raises:
+        TransportError: The bytes are not the header of a frame.
+    """
+    magic, number, length, _, _ = _HEADER.unpack(header)
+    kind = _find_kind(number)
+    if magic != _MAGIC or kind is None:
+        raise TransportError("the channel carries something that is not a message of ours")
+    return kind, length
 
 
 class FrameReader:

@@ -1,9 +1,9 @@
-"""The parent's side of a worker's pipes: non-blocking reads and writes of frames.
+"""Non-blocking reads and writes of frames: the parent's side of a worker's pipes, or a socket.
 
-Runs in the API process, on the event loop's thread, and never blocks: bytes that the pipe does not
-take at once are kept, and written when it is writable again. A channel does not know batches, and
-does not pickle. The loop calls it back in an empty context, whatever context of a caller was active
-when the channel was attached.
+Runs in the API process or the host, on the event loop's thread, and never blocks: bytes that the
+pipe does not take at once are kept, and written when it is writable again. A channel does not know
+batches, and does not pickle. The loop calls it back in an empty context, whatever context of a
+caller was active when the channel was attached.
 """
 
 import io
@@ -12,13 +12,23 @@ from asyncio import AbstractEventLoop
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
+from typing import Protocol
 
 from fast_batcher._transport.frames import MAX_JOINED, Frame, FrameReader, Kind, pack_header
-from fast_batcher._transport.pipes import Ends
 from fast_batcher.errors import TransportError
 
 # Each is a kind, a batch id and a body.
 Frames = Iterable[tuple[Kind, int, bytes]]
+
+
+class End(Protocol):
+    """An end of a pipe, or a socket."""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+
+    def close(self) -> None:
+        """Close the descriptor; may be called again."""
 
 
 class Reservation:
@@ -35,7 +45,8 @@ class LoopChannel:
     """Sends frames to one worker, and dispatches the frames from it.
 
     Args:
-        ends: The parent's ends of the pipes; the channel owns them from now on.
+        ends: Ends to read from and to write to, which may be one socket; the channel owns them from
+            now on.
         max_frame_bytes: Longest body that is accepted.
         on_frame: Called with each frame, whose body is valid during the call only.
         on_end: Called once: with None if the worker has closed its end, or with the error that ends
@@ -44,7 +55,7 @@ class LoopChannel:
 
     def __init__(
         self,
-        ends: Ends,
+        ends: tuple[End, End],
         max_frame_bytes: int,
         on_frame: Callable[[Frame], None],
         on_end: Callable[[Exception | None], None],

@@ -47,14 +47,14 @@ def make_shared_file(size: int) -> int:
     return make_memory_file(size)
 
 
-def map_file(fd: int, size: int) -> mmap.mmap:
-    """Map a file into memory; close its descriptor on failure.
+def map_file(fd: int, size: int, start: int = 0) -> mmap.mmap:
+    """Map a part of a file into memory; close its descriptor on failure.
 
     Raises:
         OSError: This process may not map that much memory.
     """
     try:
-        return mmap.mmap(fd, size)
+        return mmap.mmap(fd, size, offset=start)
     except OSError:
         os.close(fd)
         raise

@@ -5,11 +5,13 @@ requests: the parent forms batches, and decides what follows from a failure.
 """
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
 
 from fast_batcher._arrays import stacking
 from fast_batcher._arrays.outputs import list_outputs
+from fast_batcher._batch_contexts import BatchContexts
 from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
@@ -115,6 +117,8 @@ def _unpickle_item(item: bytes) -> Any:
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _STOP, _PING, _INPUTS_FRAGMENT, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_FRAGMENT, Kind.FATAL
+_CONTEXTS = Kind.CONTEXTS
+_NO_CONTEXTS = nullcontext()
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -150,6 +154,10 @@ class BatchLoop:
         self._progress = progress
         self._inputs = inputs
         self._encoder = encoder
+        self._contexts = BatchContexts()
+        # The contexts that came last, by the id of their batch, which may not come: it is withdrawn
+        # if its inputs turn out not to be sendable.
+        self._given: dict[int, AbstractContextManager[None]] = {}
 
     def run(self) -> None:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error."""
@@ -166,6 +174,9 @@ class BatchLoop:
                 self._encoder.give_back_unused()
             elif frame.kind is _INPUTS_FRAGMENT:
                 self._inputs.keep_fragment(frame)
+            elif frame.kind is _CONTEXTS:
+                contexts = self._contexts.give_pickled(codec.loads(frame.body))
+                self._given = {frame.batch_id: contexts}
             elif self._answer(frame) is _FATAL:
                 return
 
@@ -181,7 +192,7 @@ class BatchLoop:
             forget_frames(error)
         else:
             self._progress.begun = batch_id
-            frames, seconds = self._compute(inputs, errors)
+            frames, seconds = self._compute(batch_id, inputs, errors)
             del inputs
         self._inputs.forget_lent()
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
@@ -192,11 +203,12 @@ class BatchLoop:
         return frames[-1][0]
 
     def _compute(
-        self, inputs: list[Any], errors: dict[int, SerializedError]
+        self, batch_id: int, inputs: list[Any], errors: dict[int, SerializedError]
     ) -> tuple[Reply, float]:
         """Call the model's `infer` on a batch, and encode its outputs or its error.
 
         Args:
+            batch_id: The batch.
             inputs: The inputs that could be read.
             errors: Errors of the other inputs, by position in the batch.
 
@@ -207,7 +219,8 @@ class BatchLoop:
         count = len(inputs)
         started = monotonic()
         try:
-            outputs = self._model.infer(inputs) if inputs else []
+            with self._given.pop(batch_id, _NO_CONTEXTS):
+                outputs = self._model.infer(inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             seconds = monotonic() - started
             kind, failure = _judge(error)

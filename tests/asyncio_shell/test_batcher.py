@@ -682,6 +682,7 @@ async def test_constructing_without_a_loop_starts_nothing_and_the_end_is_the_end
 
 
 async def test_without_auto_open_a_call_says_what_to_do() -> None:
+    pytest.importorskip("fastapi")  # with it, the message has the remedy of an app
     batcher = DynBatcher(Echo, auto_open=False)
     await asyncio.sleep(0)
     assert batcher.state == "new"

@@ -120,6 +120,11 @@ TABLE: dict[str, Row] = {
         [5, "text", Observer, [Observer]],
         "give a list of instances of fast_batcher.observing.Observer",
     ),
+    "shared": Row(
+        [True, False, "one name"],
+        [0, 1, "", "  ", "two\nlines", b"name", ["name"]],
+        "give True, False or a printable name",
+    ),
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from models.returning import BrokenOnArrival
 
-from fast_batcher._asyncio.answers import read_outcomes
+from fast_batcher._asyncio.answers import OutcomeReader, read_outcomes
 from fast_batcher._core.messages import Failure
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
@@ -13,7 +13,9 @@ from fast_batcher.errors import InferenceError, TransportError
 
 
 def read(kind: Kind, content: Any, count: int, earlier: list[Any] | None = None) -> list[Any]:
-    return read_outcomes(Frame(kind, 17, 0.0, codec.dumps(content)), earlier, count)
+    return read_outcomes(
+        Frame(kind, 17, 0.0, codec.dumps(content)), earlier, count, OutcomeReader()
+    )
 
 
 def error_of(outcome: Any) -> Any:

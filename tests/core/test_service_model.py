@@ -36,6 +36,11 @@ def test_nothing_is_known_before_the_first() -> None:
     assert model_of((1, 0.5)).is_known
 
 
+def test_the_points_are_the_learned_sizes_in_order() -> None:
+    assert ServiceModel().points() == []
+    assert model_of((8, 0.2), (1, 0.1)).points() == [(1, 0.1, 0.1), (8, 0.2, 0.2)]
+
+
 @pytest.mark.parametrize("took", [0.0, -1.0, nan, inf, -inf])
 def test_a_time_that_cannot_be_is_ignored(took: float) -> None:
     assert not model_of((1, took)).is_known

@@ -20,10 +20,12 @@ PACKAGE = "fast_batcher"
 # From the ground up. A file imports from its own or a lower floor. Source: the design, section 3.
 FLOORS: dict[str, int] = {
     "errors": 0,
+    "_batch_contexts": 0,
     "_clock": 0,
     "_collector": 0,
     "_fork": 0,
     "_suggestions": 0,
+    "_version": 0,
     "observing": 0,
     "_observers": 2,
     "model": 0,
@@ -40,12 +42,14 @@ FLOORS: dict[str, int] = {
     "_parent": 3,
     "_worker": 3,
     "_asyncio": 4,
+    "_host": 4,
     "batcher": 4,
     "_local": 4,
     "dynamic": 4,
     "inference": 4,
     "aio": 4,
     "fastapi": 5,
+    "opentelemetry": 5,
     "prometheus": 5,
     # Other names for things inside, for users alone.
     "dyn_batcher": 5,
@@ -74,7 +78,7 @@ NOT_OF_OURS_IN_WORKER = {
     "fastapi",
 }
 # What `import fast_batcher` must not load: whoever needs it has it and loads it himself.
-HEAVY = {"fastapi", "numpy", "torch", "prometheus_client", "pydantic", "starlette"}
+HEAVY = {"fastapi", "numpy", "opentelemetry", "prometheus_client", "pydantic", "starlette", "torch"}
 # "__mp_main__" is another name that multiprocessing gives to "__main__".
 PYTHON_AND_OURS = {*sys.stdlib_module_names, PACKAGE, "__main__", "__mp_main__"}
 # Calls that are wrong everywhere in a library like this, and why.
@@ -406,17 +410,20 @@ TESTS = {
     "": "project/test_public_api.py",
     "_arrays": "arrays",
     "_asyncio": "asyncio_shell",
+    "_batch_contexts": "edge/test_opentelemetry.py",
     "_clock": "asyncio_shell/test_clock.py",
     "_collector": "process/test_collector.py",
     "_core": "core",
     "_descendants": "process/test_descendants.py",
     "_fork": "shared_memory",
+    "_host": "host",
     "_local": "local",
     "_observers": "asyncio_shell/test_observing.py",
     "_parent": "parent",
     "_shared_memory": "shared_memory",
     "_suggestions": "asyncio_shell/test_batcher_settings.py",
     "_transport": "transport",
+    "_version": "project/test_public_api.py",
     "_worker": "worker",
     "aio": "local/test_aio.py",
     "batcher": "asyncio_shell/test_batcher.py",
@@ -430,6 +437,7 @@ TESTS = {
     "model": "project/test_public_api.py",
     "model_spec": "asyncio_shell/test_model_spec.py",
     "observing": "asyncio_shell/test_observing.py",
+    "opentelemetry": "edge/test_opentelemetry.py",
     "prometheus": "edge",
     "settings": "asyncio_shell/test_batcher_settings.py",
     "stats": "asyncio_shell/test_stats.py",

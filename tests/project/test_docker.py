@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from dockerfile_parse import DockerfileParser  # type: ignore[import-untyped]
 from paths import ROOT
+from programs import run_command
 
 from fast_batcher.settings import Settings
 
@@ -29,10 +31,15 @@ def values(path: Path, instruction: str) -> list[str]:
     return [value for name, value in read_steps(path) if name == instruction]
 
 
+def read_yaml(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "docker" / name).read_text())
+    return content
+
+
 def read_services() -> dict[str, Any]:
-    services: dict[str, Any]
-    services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
-    return services
+    """The services that are built here."""
+    services = read_yaml("compose.yaml")["services"]
+    return {name: one for name, one in services.items() if "build" in one}
 
 
 @each_image
@@ -73,3 +80,42 @@ def test_the_services_are_hardened_and_built_from_the_images() -> None:
         assert service["init"] is service["read_only"] is True
         assert (service["tmpfs"], service["cap_drop"]) == (["/tmp"], ["ALL"])
         assert service["build"]["dockerfile"] == f"docker/{name}.Dockerfile"
+
+
+@pytest.mark.slow
+def test_the_profile_scrapes_the_apps_and_shows_the_dashboard(tmp_path: Path) -> None:
+    content = read_yaml("compose.yaml")
+    services = content["services"].items()
+    profile = {name: one for name, one in services if "profiles" in one}
+    assert [*profile] == ["prometheus", "grafana"]
+    mounted = {}
+    for service in profile.values():
+        assert service["profiles"] == ["observability"]
+        assert service["read_only"] is True
+        assert re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"])
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        for volume in service["volumes"]:
+            source, target, *_ = volume.split(":")
+            if source in content["volumes"]:
+                continue
+            assert (ROOT / "docker" / source).exists(), source
+            mounted[target] = (ROOT / "docker" / source).resolve()
+    # What the files name is where it is mounted, and is reached under its name.
+    (dashboards,) = read_yaml("grafana/dashboards.yml")["providers"]
+    assert (mounted[dashboards["options"]["path"]] / "fast_batcher.json").exists()
+    (datasource,) = read_yaml("grafana/datasources.yml")["datasources"]
+    assert (datasource["type"], datasource["isDefault"]) == ("prometheus", True)
+    assert datasource["url"] == "http://prometheus:9090"
+    config = read_yaml("prometheus.yml")
+    (scraped,) = config["scrape_configs"]
+    (lookup,) = scraped["dns_sd_configs"]
+    assert (lookup["names"], lookup["port"]) == ([*read_services()], 8000)
+    for path in DOCKERFILES:
+        (command,) = values(path, "CMD")
+        module = json.loads(command)[1].partition(":")[0].replace(".", "/")
+        assert "include_router(metrics_router())" in (ROOT / f"{module}.py").read_text()
+    for name in ("prometheus.yml", *config["rule_files"]):
+        shutil.copy(mounted[f"/etc/prometheus/{name}"], tmp_path / name)
+    if shutil.which("promtool") is not None:
+        done = run_command(["promtool", "check", "config", str(tmp_path / "prometheus.yml")])
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -215,3 +215,17 @@ def test_the_demonstration_finds_all_answers_right() -> None:
     assert "Right: 64 answers" in done.stdout
     assert "The server ended cleanly" in done.stdout
     assert re.search(r"Batched is \d+\.\d+ times as fast", done.stdout)
+
+
+@pytest.mark.slow
+def test_an_operator_of_the_embeddings_sees_both_batchers(embeddings: httpx2.Client) -> None:
+    assert embeddings.get("/batchers").headers["Content-Type"].startswith("text/html")
+    shown = embeddings.get("/batchers.json").json()["batchers"]
+    assert [(one["name"], one["state"]) for one in shown] == [
+        ("batched", "open"),
+        ("unbatched", "open"),
+    ]
+    metrics = embeddings.get("/metrics").text
+    assert all(
+        f'fast_batcher_workers_ready{{model="{one["name"]}"}} 1.0' in metrics for one in shown
+    )

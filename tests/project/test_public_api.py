@@ -166,6 +166,7 @@ def test_the_options() -> None:
         "shared_memory_threshold": 16 * 2**10,
         "freeze_gc": True,
         "observers": (),
+        "shared": False,
     }
 
 

@@ -29,7 +29,10 @@ MANY_PARAMETERS: dict[str, str] = {
     "_arrays/collation.py:pad": "public: `Collation.pad` takes what `batched` and PyTorch take",
 }
 # Names that are public in more than one module.
-NAMES_DEFINED_TWICE = {"dynamically": "the decorator, with and without asyncio, as in `batched`"}
+NAMES_DEFINED_TWICE = {
+    "dynamically": "the decorator, with and without asyncio, as in `batched`",
+    "instrument": "of one vendor each, as in their own libraries",
+}
 # Where objects of the whole process are listed, or hooks of the whole process are set.
 PROCESS_WIDE = {
     "_fork.py": "what a forked child has to close",

@@ -123,6 +123,8 @@ def test_the_wheel_has_the_package_and_nothing_else_of_the_checkout(
     )
     path, others = done.stdout.splitlines()
     assert Path(path).is_relative_to(Path(installed).parents[1])
+    page = Path(path).parent / "fastapi" / "status"
+    assert all((page / name).exists() for name in ("page.html", "style.css", "script.js"))
     assert others == "None None"
 
 

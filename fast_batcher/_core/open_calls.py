@@ -1,0 +1,137 @@
+"""Requests that an API process has given to a host process. Pure: time is an argument.
+
+The host decides about deadlines and retries, as the scheduler does in a process of its own. This
+ledger decides what the host cannot: which requests end because the host does not answer, and which
+are sent again because it has died.
+"""
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from itertools import chain, count
+from math import inf
+from typing import Final, NamedTuple
+
+from fast_batcher._core.messages import Phase, Request, settle_open
+
+# Seconds after a deadline for which the host may still answer: it reports an expired request itself
+# unless it is stopped or stuck.
+GRACE: Final = 0.1
+# A request fails after this many hosts died while they had it: it is sent again once.
+MOST_LOSSES: Final = 2
+
+# Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
+_SENT = Phase.SENT
+
+
+class HostLoss(NamedTuple):
+    """Consequences of the death of a host."""
+
+    # To be sent to the next host, in their order.
+    again: list[Request]
+    # Settled: they must not be computed twice.
+    failed: list[Request]
+    # Settled: two hosts have died with them.
+    poisonous: list[Request]
+
+
+class OpenCalls:
+    """Requests without an outcome, by id.
+
+    Args:
+        timeout: Seconds until a request without a deadline of its own ends, or None.
+        idempotent: Whether a request may be computed twice.
+    """
+
+    def __init__(self, timeout: float | None, *, idempotent: bool) -> None:
+        self._timeout = inf if timeout is None else timeout
+        self._idempotent = idempotent
+        self._ids = count()
+        # In order of arrival, which is also the order of their deadlines.
+        self._plain: dict[int, Request] = {}
+        # With deadlines of their own: these are also in the heap.
+        self._timed: dict[int, Request] = {}
+        # Entries of requests that have ended stay until they reach the top or are the majority.
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._plain) + len(self._timed)
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain(self._plain.values(), self._timed.values())
+
+    def add(self, now: float, request: Request) -> None:
+        """Add a request that has just arrived, and give it its id."""
+        request.id = next(self._ids)
+        request.arrival = now
+        if request.has_explicit_deadline:
+            self._timed[request.id] = request
+            heappush(self._deadlines, (request.deadline, request.id))
+        else:
+            request.deadline = now + self._timeout
+            self._plain[request.id] = request
+
+    def find(self, id: int) -> Request | None:
+        """Return a request, None if it has ended."""
+        return self._plain.get(id) or self._timed.get(id)
+
+    def remove(self, id: int) -> Request | None:
+        """Remove and return a request, None if it has ended."""
+        request = self._plain.pop(id, None)
+        if request is None:
+            request = self._timed.pop(id, None)
+            if len(self._deadlines) > 2 * len(self._timed) + 1000:
+                self._deadlines = [(one.deadline, one.id) for one in self._timed.values()]
+                heapify(self._deadlines)
+        return request
+
+    @property
+    def next_expiry(self) -> float:
+        """Earliest moment at which a request may end without an answer of the host."""
+        plain = next(iter(self._plain.values()), None)
+        earliest = inf if plain is None else plain.deadline
+        if self._deadlines:
+            earliest = min(earliest, self._deadlines[0][0])
+        return earliest + GRACE
+
+    def expire(self, now: float) -> list[Request]:
+        """Settle and return the requests that the host should have ended before."""
+        expired = []
+        for request in self._plain.values():
+            if request.deadline + GRACE > now:
+                break
+            expired.append(request)
+        while self._deadlines and self._deadlines[0][0] + GRACE <= now:
+            request_id = heappop(self._deadlines)[1]
+            if request_id in self._timed:
+                expired.append(self._timed[request_id])
+        for request in expired:
+            self.remove(request.id)
+        return settle_open(expired)
+
+    def host_lost(self) -> HostLoss:
+        """Sort the requests that a dead host had; those that were not sent yet do not change."""
+        again: list[Request] = []
+        failed: list[Request] = []
+        poisonous: list[Request] = []
+        for request in sorted(self, key=lambda one: one.id):
+            if request.phase is not _SENT:
+                continue
+            request.losses += 1
+            if not self._idempotent:
+                failed.append(request)
+            elif request.losses >= MOST_LOSSES:
+                poisonous.append(request)
+            else:
+                request.phase = Phase.RETRYING
+                again.append(request)
+        for request in failed + poisonous:
+            self.remove(request.id)
+        return HostLoss(again, settle_open(failed), settle_open(poisonous))
+
+    def take_all(self) -> list[Request]:
+        """Remove, settle and return every request."""
+        left = sorted(self, key=lambda one: one.id)
+        self._plain.clear()
+        self._timed.clear()
+        self._deadlines.clear()
+        return settle_open(left)

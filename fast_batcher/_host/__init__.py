@@ -1,0 +1,13 @@
+"""One set of workers for all processes of a server: the host process and the way to it.
+
+    server process                                               host process
+    identity     the key: who shares a host
+    rendezvous   finds the key's host, or starts it
+    launch       the process, its output and its end     ------>  inherited    the listener, stderr
+                                                                  main
+
+The rendezvous takes place in a private directory (`directory`), under a lock. The starter of a host
+binds its socket, listens, and connects before the host exists; the host inherits the listener.
+Whoever connects meanwhile waits in the socket's backlog, so that nobody polls, and reads an end of
+file or a reset if the host dies.
+"""

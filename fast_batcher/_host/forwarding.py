@@ -1,0 +1,84 @@
+"""Passes log records and events of the host to one API process. Host process."""
+
+import asyncio
+import logging
+import threading
+from contextvars import Context
+from typing import Protocol
+
+from fast_batcher._host.tenant import Tenant
+from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.log_records import pack_record
+from fast_batcher.observing import (
+    BatchAnswered,
+    CollectionPaused,
+    Observer,
+    RequestEnded,
+    WorkerChanged,
+)
+
+
+class FindReporter(Protocol):
+    """Returns the API process that logs and observes for all of them."""
+
+    def __call__(self, *, observes: bool = False) -> Tenant | None:
+        """Return it, None without one; with `observes`, one that has observers."""
+
+
+class LogForwarder(logging.Handler):
+    """Handler that passes records on; without an API process they go to stderr.
+
+    Args:
+        find_reporter: Finds the API process.
+        loop: The event loop, on whose thread records are sent.
+    """
+
+    def __init__(self, find_reporter: FindReporter, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._find_reporter = find_reporter
+        self._loop = loop
+        self._thread = threading.get_ident()
+        self._stderr = logging.StreamHandler()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send a record; any thread."""
+        if threading.get_ident() == self._thread:
+            self._send(record)
+        else:
+            self._loop.call_soon_threadsafe(self._send, record, context=Context())
+
+    def _send(self, record: logging.LogRecord) -> None:
+        reporter = self._find_reporter()
+        if reporter is None:
+            self._stderr.handle(record)
+        else:
+            reporter.send(Kind.LOG, pack_record(record))
+
+
+class EventForwarder(Observer):
+    """Observer that passes events on.
+
+    Args:
+        find_reporter: Finds the API process.
+    """
+
+    def __init__(self, find_reporter: FindReporter) -> None:
+        self._find_reporter = find_reporter
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Pass on an answered batch."""
+        self._send(event)
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Pass on the end of a request."""
+        self._send(event)
+
+    def worker_changed(self, event: WorkerChanged) -> None:
+        """Pass on a change of a worker."""
+        self._send(event)
+
+    def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused) -> None:
+        reporter = self._find_reporter(observes=True)
+        if reporter is not None:
+            reporter.send(Kind.EVENT, dumps(event))

@@ -1,0 +1,311 @@
+"""The connection of one API process to its host: joins it, pings it, and notices its death.
+
+API process. Joining blocks, and runs on a thread of its own; everything else runs on the event
+loop's thread.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable
+from contextvars import Context
+from typing import NamedTuple, Protocol
+
+from fast_batcher._clock import monotonic
+from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
+from fast_batcher._host.identity import HostKey
+from fast_batcher._host.launch import HostProcess, launch_host
+from fast_batcher._host.protocol import Hello, Welcome
+from fast_batcher._host.rendezvous import Joined, connect
+from fast_batcher._parent.background import JobThread
+from fast_batcher._transport.codec import dumps, loads
+from fast_batcher._transport.frames import HEADER_SIZE, Frame, Kind, pack_header, unpack_header
+from fast_batcher._transport.log_records import unpack_record
+from fast_batcher._transport.loop_channel import LoopChannel
+from fast_batcher.errors import NotReadyError, TransportError
+
+logger = logging.getLogger("fast_batcher")
+
+# Hosts that may end, one after the other, while this process joins them: each had been started by
+# another process, and ended with its last API process.
+MOST_TRIES = 10
+
+
+class Reached(NamedTuple):
+    """A host that has welcomed this process."""
+
+    connection: socket.socket
+    welcome: Welcome
+    # Descriptor of the host's memory, -1 without any.
+    memory: int
+    # The host if this process has started it.
+    process: HostProcess | None
+
+
+class LinkEvents(Protocol):
+    """Events that a link reports to its session, on the event loop's thread."""
+
+    def host_joined(self, welcome: Welcome, memory: int, /) -> None:
+        """Handle a host that has welcomed this process; `memory` is a descriptor or -1."""
+
+    def host_unreachable(self, error: BaseException, /) -> None:
+        """Handle that no host could be joined."""
+
+    def host_lost(self) -> None:
+        """Handle the end of the connection."""
+
+    def frame_arrived(self, frame: Frame, /) -> None:
+        """Handle a frame, whose body is valid during the call only."""
+
+
+class HostLink:
+    """A connection to the host of a key, on one event loop at a time.
+
+    Args:
+        key: The key of the host.
+        hello: Makes the first frame.
+        max_frame_bytes: Longest body of a frame.
+        start_timeout: Seconds that a host may take for its welcome.
+        events: The session.
+        loop: The event loop, which is running.
+        name: The batcher's name, for threads and logs.
+    """
+
+    def __init__(
+        self,
+        key: HostKey,
+        hello: Callable[[], Hello],
+        max_frame_bytes: int,
+        start_timeout: float,
+        events: LinkEvents,
+        loop: asyncio.AbstractEventLoop,
+        name: str,
+    ) -> None:
+        self._key = key
+        self._hello = hello
+        self._limits = max_frame_bytes, start_timeout
+        self._events = events
+        self._loop = loop
+        self._name = name
+        self._thread = JobThread(loop, f"fast_batcher-host-{name}")
+        self._reached: Reached | None = None
+        # Whether the host has said that it ends with this connection.
+        self.host_ends = False
+        # The socket on which the thread waits for a welcome.
+        self._waiting: socket.socket | None = None
+        self._channel: LoopChannel | None = None
+        self._heartbeat = Heartbeat()
+        self._timer: asyncio.TimerHandle | None = None
+        # Set while the next join is to come.
+        self._join_timer: asyncio.TimerHandle | None = None
+        self._is_leaving = self._is_closed = False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a host, as far as is known."""
+        return self._channel is not None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the host, None without one."""
+        return None if self._reached is None else self._reached.welcome.pid
+
+    def join(self) -> None:
+        """Connect to the host, or start it; `host_joined` or `host_unreachable` follows."""
+        self._join_timer = None
+        self._thread.run(self._join, self._finish_join)
+
+    def join_later(self, seconds: float) -> None:
+        """Join after a delay."""
+        self._join_timer = self._loop.call_later(seconds, self.join, context=Context())
+
+    def send(self, kind: Kind, body: bytes = b"") -> None:
+        """Send a frame without waiting; without a host it is dropped."""
+        if self._channel is not None:
+            self._channel.send(kind, 0, body)
+
+    def read_all(self) -> None:
+        """Handle the frames that have arrived. Do not call it while a frame is handled."""
+        if self._channel is not None:
+            self._channel.drain()
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Continue on another event loop; the previous loop is closed, and its timers with it."""
+        self._loop = loop
+        self._thread.rebind(loop)
+        if self._channel is not None:
+            self._channel.attach(loop)
+            self._beat()
+        if self._join_timer is not None:
+            self.join()
+
+    def begin_goodbye(self) -> None:
+        """Say goodbye; the host answers with FAREWELL, and hangs up."""
+        if not self._is_leaving:
+            self._is_leaving = True
+            self.send(Kind.GOODBYE)
+
+    def say_goodbye(self, seconds: float) -> None:
+        """Say goodbye without an event loop, and block until the host has hung up.
+
+        Args:
+            seconds: Longest time. A host that has not read the goodbye by then takes this process
+                for dead, when the connection is closed.
+        """
+        if self._channel is None or self._reached is None:
+            return
+        connection = self._reached.connection
+        until = monotonic() + seconds
+        self.begin_goodbye()
+        poll = select.poll()
+        while self.is_connected:
+            is_sending = self._channel.is_sending()
+            poll.register(connection, select.POLLIN | (select.POLLOUT if is_sending else 0))
+            if not poll.poll(1000 * max(0.0, until - monotonic())):
+                return
+            self.read_all()
+
+    def close(self) -> None:
+        """Close the connection, and join no host any more; may be called again."""
+        self._is_closed = True
+        if self._join_timer is not None:
+            self._join_timer.cancel()
+        waiting = self._waiting
+        if waiting is not None:
+            with contextlib.suppress(OSError):  # the thread has just closed it
+                waiting.shutdown(socket.SHUT_RDWR)
+        self._hang_up()
+        self._thread.stop()
+        if self._reached is not None:  # it was reached, and the loop was not told
+            self._forget(self._reached)
+
+    # Joining.
+
+    def _join(self) -> None:
+        """Connect to the host, or start it. Thread of the link.
+
+        Raises:
+            BatcherError: The host has ended before its welcome, or no host can be had.
+            OSError: The system has no room for another process or socket.
+        """
+        for _ in range(MOST_TRIES):
+            if self._is_closed:
+                break
+            joined = connect(self._key, launch_host)
+            self._waiting = joined.connection
+            try:
+                self._reached = self._shake_hands(joined)
+            except (EOFError, ConnectionError):
+                joined.connection.close()
+                if joined.process is not None:
+                    error = joined.process.make_startup_error()
+                    joined.process.close()
+                    raise error from None
+            except BaseException:
+                joined.connection.close()
+                raise
+            else:
+                return
+            finally:
+                self._waiting = None
+        raise NotReadyError(f"{self._name}: {MOST_TRIES} host processes ended before they answered")
+
+    def _shake_hands(self, joined: Joined) -> Reached:
+        connection, process = joined
+        connection.settimeout(self._limits[1])
+        body = dumps(self._hello())
+        connection.sendall(pack_header(Kind.HELLO, len(body), 0, 0.0) + body)
+        header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, 1)
+        header += _receive_exactly(connection, HEADER_SIZE - len(header))
+        kind, length = unpack_header(header)
+        if kind is not Kind.WELCOME:
+            raise TransportError("the host process has not answered with a welcome")
+        welcome = Welcome(*loads(_receive_exactly(connection, length)))
+        if process is not None:
+            process.close()
+        return Reached(connection, welcome, fds[0] if fds else -1, process)
+
+    def _finish_join(self, error: BaseException | None) -> None:
+        reached = self._reached
+        if error is not None or reached is None:
+            self._events.host_unreachable(error or NotReadyError("no host"))
+            return
+        connection = reached.connection
+        ends = (connection, connection)
+        self._channel = LoopChannel(ends, self._limits[0], self._take, self._hung_up)
+        self._heartbeat = Heartbeat()
+        self._events.host_joined(reached.welcome, reached.memory)
+        self._channel.attach(self._loop)
+        self._beat()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind is Kind.PONG:
+            self._heartbeat.answered(0)
+        elif frame.kind is Kind.LOG:
+            record = unpack_record(bytes(frame.body))
+            target = logging.getLogger(record.name)
+            if target.isEnabledFor(record.levelno):
+                target.handle(record)
+        else:
+            self._events.frame_arrived(frame)
+
+    # Death.
+
+    def _beat(self) -> None:
+        """Ping the host; kill a host that has not answered the last ping."""
+        to_ping, silent = self._heartbeat.tick(monotonic(), [0])
+        self._timer = self._loop.call_later(INTERVAL, self._beat, context=Context())
+        if silent and self._reached is not None:
+            pid = self._reached.welcome.pid
+            logger.error(
+                "%s: the host process (pid %d) has not answered for %g seconds and is killed",
+                *(self._name, pid, INTERVAL),
+            )
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        elif to_ping:
+            self.send(Kind.PING)
+
+    def _hung_up(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.error("%s: the host process broke the protocol", self._name, exc_info=error)
+        self.host_ends = self.host_ends or not self._is_leaving
+        self._hang_up()
+        self._events.host_lost()
+
+    def _hang_up(self) -> None:
+        """Close the connection."""
+        channel, self._channel = self._channel, None
+        reached, self._reached = self._reached, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if channel is not None:
+            channel.close()
+        if reached is not None:
+            self._forget(reached)
+
+    def _forget(self, reached: Reached) -> None:
+        reached.connection.close()
+        if reached.process is not None and self.host_ends:
+            reached.process.reap_soon()
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Receive exactly this many bytes.
+
+    Raises:
+        EOFError: The connection has ended.
+    """
+    parts = []
+    while count:
+        part = connection.recv(count)
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,174 @@
+"""Messages between API processes and their host, as frames over one socket.
+
+    API process                                   host
+    HELLO: settings, model                  -->   starts the workers, unless it has them
+                                            <--   WELCOME: its process, a range of shared memory
+    CALLS, ITEM_CALLS: ids, inputs, options -->
+                                            <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
+    ABANDON, RECONFIGURE, OBSERVE, PING     -->
+                                            <--   STATE, FREED_INPUTS, LOG, EVENT, PONG
+                                            <--   RESEND: ids
+    RESENT: id, input                       -->
+    GOODBYE                                 -->
+                                            <--   FAREWELL
+
+Both processes run the same version of the library, with the same settings. The requests of one turn
+of an event loop are one frame, and so are the answers. The host unpickles only what this module
+defines: inputs, outputs and exceptions of the app are bytes to it. Pure; API process and host.
+"""
+
+from math import inf
+from typing import Any, NamedTuple
+
+from fast_batcher._core.messages import Failure, Request
+from fast_batcher._transport.codec import ATOMS, SerializedError, dumps, loads
+from fast_batcher.errors import BatcherError, RemoteTraceback
+from fast_batcher.settings import MAX_FRAME_BYTES
+from fast_batcher.stats import BatcherStats, Explanation
+
+# Bytes of inputs or outputs after which another frame begins. Frames of other batchers' processes
+# wait behind it.
+FRAME_SIZE = 1024 * 1024
+# Room in a frame for ids and options besides `max_frame_bytes` of one value.
+FRAME_ROOM = 4 * FRAME_SIZE
+# An API process gets this much of the setting `max_shared_bytes`, and this many API processes get
+# shared memory at all: the host and every worker map all of it.
+SHARED_PART = 4
+MAX_RANGES = 16
+
+assert MAX_FRAME_BYTES > FRAME_SIZE, "one value may be a frame"
+
+
+class Hello(NamedTuple):
+    """An API process introduces itself."""
+
+    # Of the batcher: plain values only.
+    settings: dict[str, Any]
+    # Whether the settings have a function for costs, and one for groups.
+    has_costs: bool
+    has_groups: bool
+    name: str
+    model_name: str
+    model: bytes
+    sys_path: list[str]
+    # Levels of the root logger and of the library's, and `logging.captureWarnings`.
+    root_level: int
+    library_level: int
+    captures_warnings: bool
+    # Whether events are wanted.
+    observes: bool
+    # The process after whose death no further API process will come, or None.
+    supervisor: int | None
+
+
+class Welcome(NamedTuple):
+    """The host accepts an API process; a descriptor of the memory comes with the frame."""
+
+    pid: int
+    # The range of the memory that the API process may write, in bytes; no range if the length is 0.
+    start: int
+    length: int
+    # Requests for which the queue has room.
+    room: int
+
+
+class HostState(NamedTuple):
+    """State and statistics of a host."""
+
+    # A `State` of the batcher in the host.
+    state: str
+    workers_ready: int
+    stats: BatcherStats
+    explanation: Explanation
+    # The error and the traceback of a failed start; the reason and the seconds until the next try
+    # after all restarts were spent. Both None otherwise.
+    start_error: tuple[bytes, str] | None = None
+    given_up: tuple[str, float] | None = None
+
+
+class Pickled:
+    """A value of the app, which the host does not unpickle."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return len(self.data)
+
+
+class OpaqueError(BatcherError):
+    """An error of the app, which the host does not unpickle."""
+
+    def __init__(self, serialized: SerializedError) -> None:
+        super().__init__(serialized.text)
+        self.serialized = serialized
+
+
+# Requests. Of an input in shared memory: its layout, start and end.
+Row = tuple[bytes, int, int]
+
+
+def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
+    """Describe the requests that differ from an ordinary one, by position."""
+    return {
+        position: (
+            request.deadline if request.has_explicit_deadline or request.losses else None,
+            request.timeout,
+            # A resent request is not rejected as late: it was accepted before.
+            request.target == inf or bool(request.losses and not request.has_explicit_deadline),
+            request.priority,
+            request.cost,
+            None if request.group is None else dumps(request.group.key),
+        )
+        for position, request in enumerate(requests)
+        if request.has_explicit_deadline
+        or request.losses
+        or request.priority
+        or request.group is not None
+        or request.cost != 1.0
+    }
+
+
+# Outcomes.
+
+
+def pack_outcome(outcome: Any) -> bytes | tuple[Any, ...]:
+    """Pack an outcome of any kind for ITEM_ANSWERS."""
+    if type(outcome) is Pickled:
+        return outcome.data
+    if isinstance(outcome, OpaqueError):
+        return (*outcome.serialized,)
+    if isinstance(outcome, BaseException):
+        return (dumps(outcome),)
+    return dumps(outcome)
+
+
+def is_atom(outcome: Any) -> bool:
+    """Return whether an outcome may be in ANSWERS."""
+    return type(outcome) in ATOMS
+
+
+def unpack_failure(packed: tuple[Any, ...]) -> Failure:
+    """Make the failure for one caller from a tuple of `pack_outcome`."""
+    if len(packed) == 1:
+        error: BatcherError = loads(packed[0])
+        return Failure(error)
+    return Failure(SerializedError(*packed).to_error())
+
+
+def pack_start_error(error: BatcherError) -> tuple[bytes, str]:
+    """Pack the error of a failed start, and the traceback that is its cause."""
+    cause = error.__cause__
+    return dumps(error), cause.args[0] if isinstance(cause, RemoteTraceback) else ""
+
+
+def unpack_start_error(packed: tuple[bytes, str]) -> BatcherError:
+    """Make the error of a failed start."""
+    error: BatcherError = loads(packed[0])
+    if packed[1]:
+        error.__cause__ = RemoteTraceback(packed[1])
+    return error

@@ -1,0 +1,174 @@
+"""The way of server processes to the host of a key, which exists once. Any thread.
+
+    under the directory's lock:
+        connect to the key's socket     -> the host lives, or another process starts it just now
+        if nobody listens there:
+            unlink, bind, listen, connect
+            launch the host, which inherits the listener
+
+A starter that is killed leaves a socket to which nobody listens, and the next process replaces it.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from io import FileIO
+from operator import methodcaller
+from pathlib import Path
+from typing import NamedTuple
+
+from fast_batcher._fork import at_fork
+from fast_batcher._host.directory import check_length, locked, open_directory, take_lock
+from fast_batcher._host.identity import HostKey
+from fast_batcher._host.launch import HostProcess
+from fast_batcher._transport.descriptors import occupy_stdio
+from fast_batcher.errors import NotReadyError
+
+logger = logging.getLogger("fast_batcher")
+
+# Connections that the host has not accepted yet: more than the processes of any server. Systems
+# may allow less, Linux 4096.
+BACKLOG = 1024
+
+_locks_of_retired: list[FileIO] = []
+
+
+class Joined(NamedTuple):
+    """A connection to a host, which may not have accepted it yet."""
+
+    connection: socket.socket
+    # The host if this process has started it.
+    process: HostProcess | None
+
+
+def connect(key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joined:
+    """Connect to the host of a key; start the host if there is none. Blocks for the lock alone.
+
+    The connection reads an end of file or a reset before its first byte if the host dies, or ends,
+    before it accepts. Then call this again, unless this process has started the host: that failed.
+
+    Args:
+        key: The key of the host.
+        launch: Starts the host with the listening socket.
+
+    Raises:
+        ConfigurationError: No private directory for the socket can be had.
+        NotReadyError: The host does not accept, and `BACKLOG` others wait for it.
+        OSError: The host cannot be started, or the system has no room for a socket.
+    """
+    occupy_stdio()
+    directory = open_directory()
+    path = directory / key.file_name
+    check_length(path)
+    with locked(directory):
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            return Joined(_dial(path), None)
+        _sweep(directory, key)
+        return _start(path, launch)
+
+
+def check_peer(connection: socket.socket) -> None:
+    """Check that the process at the other end is this user's. Both sides.
+
+    Systems other than Linux do not tell; there the directory's permissions alone keep others out.
+
+    Raises:
+        PermissionError: It belongs to another user.
+    """
+    if sys.platform == "linux":
+        # The kernel's `struct ucred`. For a client the pid is that of the starter, who listened.
+        size = struct.calcsize("iII")
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        _, uid, _ = struct.unpack("iII", credentials)
+        if uid != os.geteuid():
+            raise PermissionError(
+                errno.EPERM,
+                f"the process at the other end belongs to user {uid}, not to this user, "
+                f"{os.geteuid()}",
+            )
+
+
+def retire(listener: socket.socket) -> None:
+    """Remove the host's socket. Host process, its last act: end the process at once.
+
+    The process holds the lock until it is dead, so that no other host starts before. Do not close
+    the listener: whoever waits in its backlog then finds no host, and starts the next one.
+    """
+    path = Path(listener.getsockname())
+    _locks_of_retired.append(take_lock(path.parent))
+    path.unlink(missing_ok=True)
+
+
+def _start(path: Path, launch: Callable[[socket.socket], HostProcess]) -> Joined:
+    with contextlib.ExitStack() as on_failure:
+        with _open_socket() as listener:
+            listener.bind(os.fspath(path))
+            on_failure.callback(path.unlink, missing_ok=True)
+            listener.listen(BACKLOG)
+            # Before the launch: a host that dies at once resets the connection.
+            connection = on_failure.enter_context(_dial(path))
+            process = launch(listener)
+        on_failure.pop_all()
+    return Joined(connection, process)
+
+
+def _dial(path: Path) -> socket.socket:
+    with contextlib.ExitStack() as on_failure:
+        connection = on_failure.enter_context(_open_socket())
+        # Not blocking: a stuck host whose backlog is full would block all openings of this user.
+        connection.setblocking(False)
+        try:
+            connection.connect(os.fspath(path))
+        except BlockingIOError:
+            raise NotReadyError(
+                f"the host process at {path} accepts no connection, and others wait for it already"
+            ) from None
+        connection.setblocking(True)
+        check_peer(connection)
+        on_failure.pop_all()
+    return connection
+
+
+def _open_socket() -> socket.socket:
+    opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # While a forked child of the app has a copy, the other side sees no end of file: a dead host
+    # would seem to listen, and a dead client to be there.
+    at_fork(opened, in_child=methodcaller("close"))
+    return opened
+
+
+def _is_bound(path: Path) -> bool:
+    """Return whether a living process has the socket open. The process notices nothing."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except OSError as error:
+            # The wrong type of socket, and nothing else is wrong.
+            if error.errno == errno.EPROTOTYPE:
+                return True
+            if error.errno not in (errno.ENOENT, errno.ECONNREFUSED):
+                raise
+    return False
+
+
+def _sweep(directory: Path, key: HostKey) -> None:
+    """Remove the sockets of dead hosts, this key's too; warn if others of its scope live."""
+    others = 0
+    for path in directory.glob("*.sock"):
+        if not _is_bound(path):
+            path.unlink(missing_ok=True)
+        elif path.name.startswith(f"{key.scope}-"):
+            others += 1
+    if others:
+        logger.warning(
+            "%s: %d other host processes of these server processes have other settings, another "
+            "state of the model's file, another working directory or another environment; one more "
+            "is started, with workers of its own",
+            key.name,
+            others,
+        )

@@ -1,0 +1,386 @@
+"""The host's server: accepts API processes, and connects them to the one session.
+
+    API processes ==> Tenant --accept--> LocalSession (scheduler, pool) ==> workers
+
+Host process, on the event loop's thread. The first API process brings settings and model; all that
+come later have the same, because these are part of the key of the host.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from contextvars import Context
+from typing import Any
+from weakref import WeakValueDictionary
+
+from fast_batcher._asyncio.ledger import Ledger
+from fast_batcher._asyncio.local_session import LocalSession
+from fast_batcher._asyncio.status import Status
+from fast_batcher._clock import monotonic
+from fast_batcher._core.lifecycle import State
+from fast_batcher._core.messages import Group
+from fast_batcher._core.tenancy import Tenancy
+from fast_batcher._host.forwarding import EventForwarder, LogForwarder
+from fast_batcher._host.protocol import (
+    FRAME_ROOM,
+    MAX_RANGES,
+    SHARED_PART,
+    Hello,
+    HostState,
+    Welcome,
+    pack_start_error,
+)
+from fast_batcher._host.rendezvous import check_peer
+from fast_batcher._host.tenant import Tenant
+from fast_batcher._host.values import HostAccess
+from fast_batcher._parent.worker import Exit, WorkerLink
+from fast_batcher._shared_memory.ranges import PAGE
+from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._transport.codec import dumps, loads
+from fast_batcher._transport.frames import Frame, Kind, pack_header
+from fast_batcher.errors import NotReadyError, WorkerStartupError
+from fast_batcher.model_spec import ModelSpec
+from fast_batcher.settings import MAX_FRAME_BYTES, Settings
+
+logger = logging.getLogger("fast_batcher")
+
+# Seconds between two states that are sent without a cause: statistics need not be newer.
+STATE_INTERVAL = 1.0
+
+
+class ReportingSession(LocalSession):
+    """A session that reports each change of its workers.
+
+    Args:
+        on_change: Called after each change.
+        arguments: Of `LocalSession`.
+    """
+
+    def __init__(self, on_change: Any, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._on_change = on_change
+
+    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
+        """Give a ready worker batches."""
+        super().worker_ready(worker, times)
+        self._on_change()
+
+    def worker_lost(self, worker: int, exit: Exit) -> None:
+        """Retry the requests of a dead worker, or fail them."""
+        super().worker_lost(worker, exit)
+        self._on_change()
+
+    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
+        """Break while opening."""
+        super().worker_failed_to_start(worker, error)
+        self._on_change()
+
+    def workers_given_up(self, reason: str, seconds: float) -> None:
+        """Break."""
+        super().workers_given_up(reason, seconds)
+        self._on_change()
+
+
+class HostServer:
+    """The server of one host process.
+
+    Args:
+        listener: The listening socket.
+        release_output: Called once the first API process is welcome.
+    """
+
+    def __init__(self, listener: socket.socket, release_output: Any) -> None:
+        self._listener = listener
+        self._release_output = release_output
+        listener.setblocking(False)
+        loop = self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = loop.create_future()
+        self._tenancy = Tenancy(monotonic())
+        self._tenants: dict[int, Tenant] = {}
+        self._next_id = 0
+        # Numbers of free ranges of the shared memory, and tenants that are gone with views left.
+        self._free_ranges = [*range(MAX_RANGES)]
+        self._leaving: list[Tenant] = []
+        self._range_size = 0
+        self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
+        self._has_groups = self._has_welcomed = False
+        # Set by the first API process.
+        self._session: ReportingSession | None = None
+        self._status: Status | None = None
+        self._ledger: Ledger | None = None
+        self._is_push_scheduled = False
+        self._supervisor = -1
+        self._end_timer: asyncio.TimerHandle | None = None
+        self._logs = LogForwarder(self._find_reporter, loop)
+        self._events = EventForwarder(self._find_reporter)
+        loop.add_reader(listener.fileno(), self._accept)
+        self._push_timer = loop.call_later(STATE_INTERVAL, self._tick, context=Context())
+        self._check_end()
+
+    # Tenants.
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone, or there are too many descriptors
+            return
+        try:
+            check_peer(connection)
+        except OSError as error:
+            logger.warning("a connection is refused: %s", error)
+            connection.close()
+            return
+        connection.setblocking(False)
+        tenant_id, self._next_id = self._next_id, self._next_id + 1
+        limit = MAX_FRAME_BYTES if self._session is None else self._session.settings.max_frame_bytes
+        tenant = Tenant(tenant_id, connection, limit + FRAME_ROOM, self._loop, self)
+        self._tenants[tenant_id] = tenant
+        self._tenancy.joined(tenant_id)
+
+    def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
+        """Handle a frame that is not about requests."""
+        kind = frame.kind
+        if kind is Kind.HELLO:
+            self._welcome(tenant, Hello(*loads(frame.body)))
+        elif kind is Kind.PING:
+            tenant.send(Kind.PONG)
+        elif kind is Kind.OBSERVE:
+            self._observe(tenant)
+        elif kind is Kind.RECONFIGURE and self._session is not None:
+            self._session.reconfigure(self._session.settings.changed(loads(frame.body)))
+        elif kind is Kind.GOODBYE:
+            self._see_off(tenant)
+
+    def tenant_vanished(self, tenant: Tenant) -> None:
+        """Cancel the requests of a process that is dead."""
+        if self._tenants.pop(tenant.id, None) is not None:
+            self._remove(tenant)
+            self._tenancy.vanished(monotonic(), tenant.id)
+            self._check_end()
+
+    def _remove(self, tenant: Tenant) -> None:
+        tenant.leave()
+        self._leaving.append(tenant)
+        self._reuse_ranges()
+
+    def _see_off(self, tenant: Tenant) -> None:
+        """Let a process go that has closed its batcher."""
+        self._tenants.pop(tenant.id, None)
+        self._remove(tenant)
+        self._tenancy.said_goodbye(monotonic(), tenant.id)
+        if self._tenancy.ends_at > monotonic():
+            tenant.send(Kind.FAREWELL, self._pack_state())
+            tenant.close()
+        else:
+            self._last = tenant
+        self._check_end()
+
+    def _welcome(self, tenant: Tenant, hello: Hello) -> None:
+        if self._session is None:
+            self._begin(hello)
+        assert self._session is not None, "it has just begun"
+        tenant.session = self._session
+        memory, start, length = self._take_range(tenant)
+        body = dumps(tuple(Welcome(os.getpid(), start, length, self.room)))
+        frame = pack_header(Kind.WELCOME, len(body), 0, 0.0) + body
+        try:
+            # The first bytes of the connection, and few: the socket takes them at once.
+            socket.send_fds(tenant.connection, [frame], [memory] if memory >= 0 else [])
+        except OSError:  # it is gone, which its channel notices
+            return
+        finally:
+            if memory >= 0:
+                os.close(memory)
+        if not self._has_welcomed:
+            self._has_welcomed = True
+            self._release_output()
+        if hello.observes:
+            self._observe(tenant)
+        tenant.send(Kind.STATE, self._pack_state())
+
+    def _take_range(self, tenant: Tenant) -> tuple[int, int, int]:
+        """Return a descriptor of the memory, and start and length of a range; or -1, 0 and 0."""
+        assert self._session is not None, "it has begun"
+        slabs = self._session.memory.slabs
+        if not isinstance(slabs, Slabs) or not self._free_ranges:
+            return -1, 0, 0
+        try:
+            memory = slabs.duplicate_fd()
+        except OSError:
+            return -1, 0, 0
+        tenant.range = self._free_ranges.pop(0)
+        return memory, tenant.range * self._range_size, self._range_size
+
+    def _reuse_ranges(self) -> None:
+        """Free the ranges of processes that are gone, once no worker views them any more."""
+        for tenant in [*self._leaving]:
+            tenant.report_freed()
+            if not tenant.has_rows:
+                self._leaving.remove(tenant)
+                if tenant.range is not None:
+                    self._free_ranges.append(tenant.range)
+
+    def find_group(self, key: bytes) -> Group:
+        """Return the group of requests with this pickled key."""
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = Group(key)
+        return group
+
+    @property
+    def room(self) -> int:
+        """Requests for which the queue has room."""
+        session = self._session
+        return 0 if session is None else session.settings.queue_limit - session.scheduler.waiting
+
+    # The session.
+
+    def _begin(self, hello: Hello) -> None:
+        """Start the workers."""
+        sys.path[:] = hello.sys_path
+        logging.getLogger().setLevel(hello.root_level)
+        logging.getLogger("fast_batcher").setLevel(hello.library_level)
+        logging.captureWarnings(hello.captures_warnings)
+        logging.getLogger().addHandler(self._logs)
+        shared = hello.settings["max_shared_bytes"] // SHARED_PART
+        self._range_size = shared // PAGE * PAGE
+        # Large outputs go through the pipe: a host cannot pass them on without a copy.
+        settings = Settings(
+            **{**hello.settings, "max_shared_bytes": 0},
+            cost=_called_before if hello.has_costs else None,
+            group_by=_called_before if hello.has_groups else None,
+        )
+        self._ledger = Ledger(hello.name, settings.num_workers)
+        self._status = Status(hello.name, self._ledger)
+        self._session = ReportingSession(
+            self.push_soon,
+            ModelSpec(hello.model_name, hello.model),
+            settings,
+            self._status,
+            self._ledger,
+            HostAccess(self._range_size),
+        )
+        self._watch_supervisor(hello.supervisor)
+        self._session.begin()
+
+    def _observe(self, tenant: Tenant) -> None:
+        assert self._ledger is not None, "it has begun"
+        tenant.observes = True
+        if self._events not in self._ledger.observers.active:
+            self._ledger.observers.add(self._events)
+
+    def _find_reporter(self, *, observes: bool = False) -> Tenant | None:
+        """Return the API process that gets logs, or events: the first one that is left."""
+        for tenant in self._tenants.values():
+            if tenant.session is not None and (tenant.observes or not observes):
+                return tenant
+        return None
+
+    def push_soon(self) -> None:
+        """Send the state to every API process at the end of this turn of the loop."""
+        if not self._is_push_scheduled:
+            self._is_push_scheduled = True
+            self._loop.call_soon(self._push, context=Context())
+
+    def _tick(self) -> None:
+        self._reuse_ranges()
+        self._push()
+        self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())
+
+    def _push(self) -> None:
+        self._is_push_scheduled = False
+        if self._session is None or not self._tenants:
+            return
+        body = self._pack_state()
+        for tenant in [*self._tenants.values()]:
+            if tenant.session is not None:
+                tenant.report_freed()
+                tenant.send(Kind.STATE, body)
+        if self._status is not None and self._status.has_failed_to_start:
+            self._end()
+
+    def _pack_state(self) -> bytes:
+        session, status = self._session, self._status
+        assert session is not None, "it has begun"
+        assert status is not None, "it has begun"
+        error = status.broken_error()
+        start_error = given_up = None
+        if isinstance(error, NotReadyError):
+            given_up = (status.given_up_reason or "", error.retry_after or 0.0)
+        elif error is not None:
+            start_error = pack_start_error(error)
+        state = HostState(
+            state=str(status.state),
+            workers_ready=session.load[0],
+            stats=session.read_stats(),
+            explanation=session.explain(),
+            start_error=start_error,
+            given_up=given_up,
+        )
+        return dumps(tuple(state))
+
+    # The end.
+
+    def asked_to_end(self) -> None:
+        """End with the last API process. Called at SIGTERM."""
+        self._tenancy.asked_to_end(monotonic())
+        self._check_end()
+
+    def _watch_supervisor(self, pid: int | None) -> None:
+        if pid is None or not hasattr(os, "pidfd_open"):
+            return
+        try:
+            self._supervisor = os.pidfd_open(pid)
+        except OSError:  # it is dead
+            self._supervisor_ended()
+        else:
+            self._loop.add_reader(self._supervisor, self._supervisor_ended)
+
+    def _supervisor_ended(self) -> None:
+        if self._supervisor >= 0:
+            self._loop.remove_reader(self._supervisor)
+            os.close(self._supervisor)
+            self._supervisor = -1
+        self._tenancy.supervisor_ended(monotonic())
+        self._check_end()
+
+    def _check_end(self) -> None:
+        """End now, or set a timer for the moment at which to look again."""
+        if self._end_timer is not None:
+            self._end_timer.cancel()
+            self._end_timer = None
+        seconds = self._tenancy.ends_at - monotonic()
+        if seconds <= 0:
+            self._end()
+        elif seconds != float("inf"):
+            self._end_timer = self._loop.call_later(seconds, self._check_end, context=Context())
+
+    _last: Tenant | None = None
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self._loop.remove_reader(self._listener.fileno())
+            self.ended.set_result(None)
+
+    async def aclose(self) -> None:
+        """End the workers, and tell the last API process."""
+        self._push_timer.cancel()
+        session, status = self._session, self._status
+        if session is not None and status is not None:
+            if status.state is not State.BROKEN:
+                session.begin_drain()
+            await session.aclose()
+            session.end(0.0)
+            for tenant in [self._last, *self._tenants.values()]:
+                if tenant is not None:
+                    tenant.send(Kind.FAREWELL, self._pack_state(), number=1)
+        with contextlib.suppress(ValueError):
+            logging.getLogger().removeHandler(self._logs)
+
+
+def _called_before(value: Any) -> Any:
+    """Stand for a function that the API processes call."""
+    raise AssertionError(value)

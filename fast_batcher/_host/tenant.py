@@ -1,0 +1,262 @@
+"""One API process, in the host: its requests, its range of shared memory, its connection.
+
+Host process, on the event loop's thread.
+"""
+
+import asyncio
+import functools
+import socket
+from collections import deque
+from contextvars import Context
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from fast_batcher._core.messages import Group, Request
+from fast_batcher._host.protocol import FRAME_SIZE, Pickled, is_atom, pack_outcome
+from fast_batcher._host.values import RowInput
+from fast_batcher._parent.input_arena import CopyState, StagedInput
+from fast_batcher._shared_memory.slabs import Slab
+from fast_batcher._transport.codec import dumps, loads
+from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.loop_channel import LoopChannel
+
+if TYPE_CHECKING:
+    from fast_batcher._asyncio.session import Session
+
+_CALLS, _ITEM_CALLS = Kind.CALLS, Kind.ITEM_CALLS
+
+
+class _Row(NamedTuple):
+    """An input in shared memory."""
+
+    staged: StagedInput
+    value: RowInput
+
+
+class HostCaller:
+    """The caller of a request in an API process, for the ledger."""
+
+    __slots__ = ("_id", "_tenant")
+
+    def __init__(self, tenant: "Tenant", id: int) -> None:
+        self._tenant = tenant
+        self._id = id
+
+    def set_result(self, outcome: Any) -> None:
+        """Send the output with the answers of this turn."""
+        self._tenant.answer(self._id, outcome)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Send the error with the answers of this turn."""
+        self._tenant.answer(self._id, error)
+
+
+class TenantEvents(Protocol):
+    """Events that a tenant reports to the server."""
+
+    def control_frame_arrived(self, tenant: "Tenant", frame: Frame, /) -> None:
+        """Handle a frame that is not about requests."""
+
+    def tenant_vanished(self, tenant: "Tenant", /) -> None:
+        """Handle the end of the connection, or a broken protocol."""
+
+    def find_group(self, key: bytes, /) -> Group:
+        """Return the group of requests with this key."""
+
+    @property
+    def room(self) -> int:
+        """Requests for which the queue has room."""
+
+
+class Tenant:
+    """One API process.
+
+    Args:
+        id: Number of the tenant, which no other tenant of this host has.
+        connection: Its connection, owned by this object from now on.
+        max_frame_bytes: Longest body of a frame.
+        loop: The event loop.
+        events: The server.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        connection: socket.socket,
+        max_frame_bytes: int,
+        loop: asyncio.AbstractEventLoop,
+        events: TenantEvents,
+    ) -> None:
+        self.id = id
+        self.connection = connection
+        self._loop = loop
+        self._events = events
+        # None until it has introduced itself.
+        self.session: Session | None = None
+        self.observes = False
+        # Number of its range of shared memory, None without one.
+        self.range: int | None = None
+        self._requests: dict[int, Request] = {}
+        # Answers of this turn of the loop.
+        self._ids: list[int] = []
+        self._outcomes: list[Any] = []
+        self._are_atoms = True
+        # Ids of requests whose rows no worker views any more; any thread may append.
+        self._freed: deque[int] = deque()
+        # Rows that workers may view.
+        self._rows = 0
+        self._channel = LoopChannel(
+            (connection, connection), max_frame_bytes, self._take, self._hung_up
+        )
+        self._channel.attach(loop)
+        self.is_gone = False
+
+    # Requests.
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind is _CALLS:
+            ids, body, options = loads(frame.body)
+            self._submit(ids, loads(body), options)
+        elif frame.kind is _ITEM_CALLS:
+            ids, packed, options = loads(frame.body)
+            self._submit(
+                ids, [self._unpack(*pair) for pair in zip(ids, packed, strict=True)], options
+            )
+        elif frame.kind is Kind.ABANDON:
+            for request_id in loads(frame.body):
+                request = self._requests.pop(request_id, None)
+                if request is not None and self.session is not None:
+                    self.session.abandon(request)
+        elif frame.kind is Kind.RESENT:
+            self._take_resent(*loads(frame.body))
+        else:
+            self._events.control_frame_arrived(self, frame)
+
+    def _submit(self, ids: list[int], values: list[Any], options: dict[int, Any]) -> None:
+        session = self.session
+        assert session is not None, "HELLO is the first frame"
+        for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
+            request = Request(value, HostCaller(self, request_id))
+            if position in options:
+                self._apply(request, *options[position])
+            if type(value) is _Row:
+                request.staged, request.value = value
+            self._requests[request_id] = request
+            session.accept(request)
+
+    def _apply(
+        self,
+        request: Request,
+        deadline: float | None,
+        timeout: float | None,
+        has_no_target: bool,
+        priority: int,
+        cost: float,
+        group: bytes | None,
+    ) -> None:
+        """Set what makes a request differ from an ordinary one."""
+        if deadline is not None:
+            request.deadline, request.has_explicit_deadline = deadline, True
+        request.timeout = timeout
+        if has_no_target:
+            request.target = float("inf")
+        request.priority = priority
+        request.cost = cost
+        if group is not None:
+            request.group = self._events.find_group(group)
+
+    def _unpack(self, request_id: int, packed: Any) -> Any:
+        if isinstance(packed, bytes):
+            return Pickled(packed)
+        layout, start, end = packed
+        self._rows += 1
+        staged = StagedInput(Slab(request_id, self._freed), start, end, layout, CopyState.COPIED)
+        ask = functools.partial(self._ask, request_id)
+        return _Row(staged, RowInput(end - start, ask))
+
+    def _ask(self, request_id: int) -> None:
+        if self.is_gone:
+            self._loop.call_soon(self._take_resent, request_id, None, context=Context())
+        else:
+            self.send(Kind.RESEND, dumps([request_id]))
+
+    def _take_resent(self, request_id: int, item: bytes | None) -> None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        value = request.value
+        if item is not None:
+            request.value = Pickled(item)
+        if type(value) is RowInput:
+            value.finish()
+
+    # Answers.
+
+    def answer(self, request_id: int, outcome: Any) -> None:
+        """Send an outcome with the others of this turn of the loop."""
+        self._requests.pop(request_id, None)
+        if self.is_gone:
+            return
+        if not self._ids:
+            self._loop.call_soon(self._flush, context=Context())
+        self._ids.append(request_id)
+        self._outcomes.append(outcome)
+        if not is_atom(outcome):
+            self._are_atoms = False
+
+    def _flush(self) -> None:
+        ids, outcomes, are_atoms = self._ids, self._outcomes, self._are_atoms
+        self._ids, self._outcomes, self._are_atoms = [], [], True
+        self.report_freed()
+        if are_atoms:
+            self.send(Kind.ANSWERS, dumps((ids, outcomes, self._events.room)))
+        else:
+            packed = [pack_outcome(outcome) for outcome in outcomes]
+            self._send_items(ids, packed)
+
+    def _send_items(self, ids: list[int], packed: list[Any]) -> None:
+        """Send outcomes in frames that are not longer than necessary."""
+        begin = size = 0
+        for position, one in enumerate(packed, 1):
+            size += len(one) if isinstance(one, bytes) else 0
+            if size >= FRAME_SIZE or position == len(packed):
+                body = dumps((ids[begin:position], packed[begin:position], self._events.room))
+                self.send(Kind.ITEM_ANSWERS, body)
+                begin, size = position, 0
+
+    def report_freed(self) -> None:
+        """Tell the API process which rows are free."""
+        if self._freed:
+            freed = [self._freed.popleft() for _ in range(len(self._freed))]
+            self._rows -= len(freed)
+            self.send(Kind.FREED_INPUTS, dumps(freed))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a worker may view its rows."""
+        return self._rows > 0
+
+    # The connection.
+
+    def send(self, kind: Kind, body: bytes = b"", number: int = 0) -> None:
+        """Send a frame without waiting; dropped if the process is gone."""
+        if not self.is_gone:
+            self._channel.send(kind, number, body)
+
+    def leave(self) -> None:
+        """Cancel its requests; the connection stays open for the farewell."""
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            if self.session is not None:
+                self.session.abandon(request)
+            if type(request.value) is RowInput:
+                request.value.finish()
+
+    def close(self) -> None:
+        """Close the connection; its process waits for that after its goodbye."""
+        self.is_gone = True
+        self._channel.close()
+
+    def _hung_up(self, error: Exception | None) -> None:
+        self.is_gone = True
+        self._channel.close()
+        self._events.tenant_vanished(self)

@@ -1,0 +1,477 @@
+"""Processes find or start one host; real processes, hosts of `tiny_host`."""
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from paths import PYTHONPATH
+from tiny_host import EARLY, LATE, ask, launch, open_host
+from waits import LIMIT
+
+from fast_batcher._host import directory as directories
+from fast_batcher._host import rendezvous
+from fast_batcher._host.directory import open_directory
+from fast_batcher._host.identity import HostKey, make_key
+from fast_batcher._host.launch import HostProcess, launch_host
+from fast_batcher._host.rendezvous import check_peer, connect
+from fast_batcher.errors import ConfigurationError, NotReadyError, WorkerStartupError
+
+SERVE = partial(launch, "serve")
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory of sockets, with a path that is short enough; hosts are killed at the end."""
+    runtime = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
+    yield Path(runtime, "fast_batcher")
+    for pid in pids_of("host", runtime):
+        with suppress(OSError):  # it is dead
+            if b"tiny_host" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(runtime)
+
+
+@pytest.fixture
+def key() -> HostKey:
+    return make_key(True, b"payload", None, "Tiny")
+
+
+def pids_of(note: str, runtime: str | Path) -> list[int]:
+    return [int(path.name.partition("-")[2]) for path in Path(runtime).rglob(f"{note}-*")]
+
+
+def start(
+    key: HostKey, launch: Callable[[socket.socket], HostProcess] = SERVE
+) -> tuple[socket.socket, HostProcess]:
+    connection, process = connect(key, launch)
+    assert process is not None
+    return connection, process
+
+
+def end(connection: socket.socket, process: HostProcess | None) -> None:
+    """Forget the host; kill it if this process has started it."""
+    connection.close()
+    if process is not None:
+        os.kill(process.pid, signal.SIGKILL)
+        process.reap()
+        process.close()
+
+
+class Opener:
+    """A child process that opens the host when it is told to."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "import tiny_host; tiny_host.run_opener()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        assert select.select([self.process.stdout], [], [], LIMIT)[0], "it does not answer"
+        return json.loads(self.process.stdout.readline())
+
+    def finish(self) -> None:
+        self.process.communicate(timeout=LIMIT)
+
+
+@pytest.fixture
+def openers(directory: Path) -> Iterator[Callable[[int], list[Opener]]]:
+    """Starts openers, and returns when all are ready."""
+    started: list[Opener] = []
+
+    def start(count: int) -> list[Opener]:
+        started.extend(Opener() for _ in range(count))
+        assert {one.hear() for one in started} == {"started"}
+        return started
+
+    yield start
+    for one in started:
+        one.finish()
+
+
+# --- one host -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_processes_that_open_at_once_get_one_host(
+    openers: Callable[[int], list[Opener]], directory: Path
+) -> None:
+    started = openers(12)
+    for one in started:
+        one.tell("close")
+    (pid,) = {one.hear() for one in started}
+    assert pids_of("host", directory) == [pid]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2))
+def test_all_who_open_get_answers_while_hosts_end_and_are_killed_and_two_never_live(
+    openers: Callable[[int], list[Opener]], directory: Path, key: HostKey, seed: int
+) -> None:
+    """40 openings by five processes; 8 hosts are killed, and some are ended by their clients."""
+    chance = random.Random(seed)
+    kills = set(chance.sample(range(2, 40), 8))
+    started = openers(5)
+    waiting: list[Opener] = []
+    killed = 0
+    for opening in range(40):
+        if len(waiting) == len(started):
+            one = waiting.pop(chance.randrange(len(waiting)))
+            assert one.hear() > 0
+        one = chance.choice([one for one in started if one not in waiting])
+        one.tell("end" if chance.random() < 0.2 else "close")
+        waiting.append(one)
+        if opening in kills:
+            # Opened here, too, so that there is a host to kill.
+            connection, process, pid = open_host(key)
+            (directory / f"killed-{pid}").touch()
+            with suppress(ProcessLookupError):  # another client has ended it
+                os.kill(pid, signal.SIGKILL)
+                killed += 1
+            end(connection, process)
+    assert all(one.hear() > 0 for one in waiting)
+    assert killed > 0
+    assert list(directory.glob("two-*")) == []
+
+
+@pytest.mark.slow
+def test_a_host_that_dies_before_it_accepts_resets_those_who_wait_and_they_elect_again(
+    directory: Path, key: HostKey, openers: Callable[[int], list[Opener]]
+) -> None:
+    started = openers(3)
+    asleep = start(key, partial(launch, "sleep"))
+    for one in started:
+        one.tell("close")
+    waiting = connect(key, SERVE)
+    assert waiting.process is None
+    end(*asleep)
+    assert ask(waiting.connection) is None
+    waiting.connection.close()
+    (pid,) = {one.hear() for one in started}
+    assert pids_of("host", directory) == [pid]
+
+
+@pytest.mark.slow
+def test_a_starter_that_is_killed_before_the_launch_is_replaced_even_if_its_forked_child_lives(
+    directory: Path, key: HostKey
+) -> None:
+    """The child has neither the lock nor the socket, which would seem to be a host's."""
+    program = (
+        "import os, signal\n"
+        "from fast_batcher._host.identity import HostKey\n"
+        "from fast_batcher._host.rendezvous import connect\n"
+        "def die(listener):\n"
+        "    if os.fork() == 0:\n"
+        "        os.write(1, b'x')\n"
+        "        os._exit(len(os.read(0, 1)))\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"connect({key!r}, die)\n"
+    )
+    starter = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert starter.stdout is not None
+    assert starter.stdout.read(1) == b"x"
+    assert starter.wait(LIMIT) == -signal.SIGKILL
+    assert (directory / key.file_name).is_socket()
+    connection, process = start(key)
+    assert ask(connection) == process.pid
+    end(connection, process)
+    starter.communicate(timeout=LIMIT)
+
+
+@pytest.mark.slow
+def test_a_host_that_retires_holds_the_lock_until_it_is_dead(directory: Path, key: HostKey) -> None:
+    connection, process = start(key, partial(launch, "retire"))
+    assert connection.recv(1) == b"r"
+    assert [path.name for path in directory.glob("*.sock")] == []
+    with open(directory / "lock") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        end(connection, process)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@pytest.mark.slow
+def test_the_last_client_ends_the_host_and_no_socket_is_left(directory: Path, key: HostKey) -> None:
+    connection, process = start(key)
+    connection.sendall(b"end")
+    assert process.reap() == "exit code 0"
+    assert [path.name for path in directory.glob("*.sock")] == []
+    connection.close()
+    process.close()
+
+
+@pytest.mark.slow
+def test_nothing_is_left_open(directory: Path, key: HostKey) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    connection, process = start(key)
+    second, no_process = connect(key, SERVE)
+    assert not connection.get_inheritable()
+    assert not second.get_inheritable()
+    assert ask(connection) == process.pid
+    for path in Path(f"/proc/{process.pid}/fdinfo").iterdir():
+        flags = int(path.read_text().split("flags:")[1].split()[0], 8)
+        assert bool(flags & os.O_CLOEXEC) is (int(path.name) > 2), path
+    end(second, no_process)
+    end(connection, process)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+# --- a host that cannot be had --------------------------------------------------------------------
+
+
+def test_a_failed_launch_leaves_no_socket(directory: Path, key: HostKey) -> None:
+    def fail(listener: socket.socket) -> HostProcess:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    for _ in range(2):
+        with pytest.raises(OSError, match="no more processes"):
+            connect(key, fail)
+        assert [path.name for path in directory.iterdir()] == ["lock"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "module", "text"),
+    [
+        (["3"], "tiny_host", f"exit code 3; its output:\n{EARLY}"),
+        (["-9"], "tiny_host", "exit code 247"),
+        ([], "no_such_module", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_host_that_dies_at_once_tells_its_starter_why(
+    directory: Path, key: HostKey, arguments: list[str], module: str, text: str
+) -> None:
+    connection, process = start(key, partial(launch_host, arguments=arguments, module=module))
+    assert ask(connection) is None
+    error = process.make_startup_error()
+    assert isinstance(error, WorkerStartupError)
+    assert text in str(error)
+    connection.close()
+    process.close()
+
+
+@pytest.mark.slow
+def test_the_end_of_a_host_is_told_by_its_signal_and_if_another_part_has_reaped_it(
+    directory: Path, key: HostKey
+) -> None:
+    for is_reaped, text in [(False, "signal 9 (SIGKILL"), (True, "unknown exit status")]:
+        connection, process = start(key, partial(launch, "sleep"))
+        os.kill(process.pid, signal.SIGKILL)
+        if is_reaped:
+            os.waitpid(process.pid, 0)
+        assert text in str(process.make_startup_error())
+        connection.close()
+        process.close()
+
+
+@pytest.mark.slow
+def test_a_host_writes_to_a_file_until_its_welcome_and_to_stderr_afterwards(
+    directory: Path, key: HostKey, capfd: pytest.CaptureFixture[str]
+) -> None:
+    connection, process = start(key)
+    assert ask(connection) == process.pid
+    connection.sendall(b"end")
+    assert process.reap() == "exit code 0"
+    assert process.read_output() == f"{EARLY}\n"
+    connection.close()
+    process.close()
+    assert capfd.readouterr() == ("", f"{LATE}\n")
+
+
+@pytest.mark.slow
+def test_a_starter_without_standard_streams_has_a_host(directory: Path, key: HostKey) -> None:
+    program = (
+        "import os, signal\n"
+        "os.closerange(0, 3)\n"
+        "from tiny_host import open_host\n"
+        "from fast_batcher._host.identity import make_key\n"
+        "connection, process, pid = open_host(make_key('name', b'payload', None, 'Tiny'))\n"
+        "os.kill(pid, signal.SIGKILL)\n"
+        "assert 'SIGKILL' in process.reap()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=LIMIT)
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+def test_a_host_uses_the_library_of_its_starter_and_none_of_the_working_directory(
+    directory: Path, key: HostKey, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although PYTHONPATH does not name it, and files there have names of Python's modules."""
+    (tmp_path / "logging.py").write_text("raise SystemExit('of the working directory')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"))
+    connection, process = start(key)
+    assert ask(connection) == process.pid
+    end(connection, process)
+
+
+def test_a_host_that_does_not_accept_is_an_error_when_its_backlog_is_full(
+    directory: Path, key: HostKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "BACKLOG", 0)
+    kept: list[socket.socket] = []
+
+    def keep(listener: socket.socket) -> Any:
+        kept.append(listener.dup())
+
+    kept.append(connect(key, keep).connection)
+    with pytest.raises(NotReadyError, match="accepts no connection"):
+        connect(key, keep)
+    for one in kept:
+        one.close()
+
+
+# --- siblings that differ -------------------------------------------------------------------------
+
+
+def test_one_warning_if_siblings_differ(
+    directory: Path, key: HostKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And none for a host that is dead, or of another scope; a dead one's socket is removed."""
+    listeners: list[socket.socket] = []
+
+    def keep(listener: socket.socket) -> Any:
+        listeners.append(listener.dup())
+
+    others = [
+        make_key(True, b"payload", None, "Other model"),
+        make_key("name", b"payload", None, "Tiny"),
+        make_key(True, b"dead", None, "Tiny"),
+    ]
+    connections = [connect(one, keep).connection for one in others]
+    listeners.pop().close()
+    with caplog.at_level(logging.WARNING):
+        connections += [connect(key, keep).connection for _ in range(2)]
+        assert caplog.messages == []
+        assert not (directory / others[2].file_name).exists()
+        changed = make_key(True, b"changed", None, "Tiny")
+        connections += [connect(changed, keep).connection for _ in range(2)]
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("Tiny: ")
+    for one in [*listeners, *connections]:
+        one.close()
+
+
+# --- the directory --------------------------------------------------------------------------------
+
+
+def make_link(path: Path) -> None:
+    path.parent.joinpath("real").mkdir(mode=0o700)
+    path.symlink_to("real")
+
+
+def make_open(path: Path) -> None:
+    path.mkdir()
+    path.chmod(0o750)
+
+
+def make_foreign(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can make it")
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    ("make", "fault"),
+    [
+        (make_link, "is a link or a file"),
+        (Path.touch, "is a link or a file"),
+        (make_open, "has mode 0750"),
+        (make_foreign, "belongs to user 12345"),
+    ],
+)
+def test_a_directory_that_others_may_use_is_refused(
+    directory: Path, key: HostKey, make: Callable[[Path], None], fault: str
+) -> None:
+    make(directory)
+    with pytest.raises(ConfigurationError, match=fault) as caught:
+        connect(key, SERVE)
+    assert str(directory) in str(caught.value)
+    assert "set XDG_RUNTIME_DIR" in str(caught.value)
+
+
+def test_the_directory_is_private_whatever_the_umask(directory: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert open_directory() == directory
+    finally:
+        os.umask(before)
+    assert directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("runtime", ["", "relative", "/no/such/directory"])
+def test_the_temporary_directory_is_used_without_a_runtime_directory(
+    directory: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory.parent))
+    assert open_directory() == directory.parent / f"fast_batcher-{os.geteuid()}"
+
+
+def test_a_directory_that_cannot_be_made_and_a_path_that_is_too_long_are_told(
+    directory: Path, key: HostKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = directory.parent / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    with pytest.raises(ConfigurationError, match=f"more than the {directories.MAX_PATH_BYTES}"):
+        connect(key, SERVE)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/directory")
+    with pytest.raises(ConfigurationError, match="can be made"):
+        connect(key, SERVE)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.slow
+def test_each_side_refuses_a_peer_of_another_user(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    listening, tell_listening = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as connection:
+        listener.bind(path)
+        child = os.fork()
+        if child == 0:
+            os.setuid(12345)
+            listener.listen()
+            os.write(tell_listening, b"x")
+            try:
+                check_peer(listener.accept()[0])
+            except PermissionError:
+                os._exit(7)
+            os._exit(0)
+        os.read(listening, 1)
+        connection.connect(path)
+        with pytest.raises(PermissionError, match="belongs to user 12345"):
+            check_peer(connection)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    os.close(listening)
+    os.close(tell_listening)
