@@ -46,6 +46,8 @@ STOP_LIMIT = 5.0
 POLL_INTERVAL = 0.01
 # Connections at most in an open loop, and seconds after which its clients give up.
 OPEN_CONNECTIONS, PATIENCE = 4096, 5.0
+# Of the systems with several API processes.
+API_PROCESSES = 4
 # Times the capacity, seconds after which clients give up, and what a server has of them for its
 # answer: the rest is for the way.
 OVERLOAD, LESS_PATIENCE, LIMIT = 3.0, 1.0, 0.85
@@ -57,6 +59,9 @@ SETTLING, KILLED_AT = 2.0, 3.5
 KILL_SECONDS = 4.0
 
 
+_UVICORN = ("uvicorn", "{module}:app", "--port", "{port}", *UVICORN_OPTIONS)
+
+
 @dataclass(frozen=True)
 class System:
     """One server with one choice of settings."""
@@ -66,7 +71,7 @@ class System:
     variant: str = ""
     # The peer's virtual environment under `.venv-peers`; None for the interpreter that runs us.
     environment: str | None = None
-    command: tuple[str, ...] = ("uvicorn", "{module}:app", "--port", "{port}", *UVICORN_OPTIONS)
+    command: tuple[str, ...] = _UVICORN
     body: bytes = b'{"text": "a short input"}'
 
     @property
@@ -108,6 +113,7 @@ UNTUNED, OURS, IN_PROCESS = "ours untuned", "ours", "ours without HTTP"
 BY_JSON = "ours by JsonEndpoint"
 FAST_DYNAMIC_BATCHER, BATCHED = "fast_dynamic_batcher", "batched.aio"
 LITSERVE, BENTOML, RAY = "LitServe", "BentoML", "Ray Serve"
+OURS_SHARED, LITSERVE_4 = "ours, 4 processes", "LitServe, 4 API processes"
 MOSEC, MOSEC_SHORT = "Mosec", "Mosec, short queue"
 SYSTEMS = {
     BARE: System("load.floor"),
@@ -122,6 +128,10 @@ SYSTEMS = {
     FAST_DYNAMIC_BATCHER: System("http_servers.fast_dynamic_batcher", "", "fast_dynamic_batcher"),
     BATCHED: System("http_servers.batched_aio", "", "batched"),
     LITSERVE: System("http_servers.litserve", "", "litserve", _PLAIN),
+    OURS_SHARED: System(
+        "http_servers.ours", "shared", command=(*_UVICORN, "--workers", str(API_PROCESSES))
+    ),
+    LITSERVE_4: System("http_servers.litserve", str(API_PROCESSES), "litserve", _PLAIN),
     BENTOML: System("http_servers.bento", "", "bentoml", _BENTO, b'{"text": ["a short input"]}'),
     MOSEC: System("http_servers.mosec", "", "mosec", _MOSEC),
     MOSEC_SHORT: System("http_servers.mosec", "short queue", "mosec", _MOSEC),
@@ -140,7 +150,8 @@ PUBLISHED_LOADS = (
     "bodies, 16 connections",
 )
 PUBLISHED_REPETITIONS = 3
-ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS, MOSEC_SHORT}
+SHARED = {OURS_SHARED, LITSERVE_4}
+ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS, MOSEC_SHORT} - SHARED
 BATCHERS = ECHOES - {BARE, FASTAPI, FUTURE, FUTURE_TUNED}
 READERS = {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC}
 RESTARTED = {OURS, LITSERVE, BENTOML, MOSEC}
@@ -186,6 +197,7 @@ def plan(systems: Collection[str], scenarios: Collection[str], seconds: float) -
     every = [
         make("echo", ECHOES, START),
         *(make("echo", ECHOES, COLUMNS, connections) for connections in (1, 32, 256)),
+        make("echo", SHARED, COLUMNS, 64),
         make("model", BATCHERS, FULL, 128),
         *(make_open("model", {*BATCHERS, IN_PROCESS}, share) for share in (0.3, 0.7, 0.9)),
         *(make("bodies", READERS, COLUMNS, connections) for connections in (1, 16)),
@@ -202,6 +214,7 @@ BARS: tuple[tuple[str, str, str | Compared, dict[str, float]], ...] = (
     (_FEW, BY_JSON, Compared(CPU, FASTAPI), {"at_most": 1.0}),
     (_FEW, OURS, Compared(CPU, FUTURE_TUNED), {"at_most": 1.15}),
     (_FEW, OURS, Compared(P99, UNTUNED), {"at_most": 0.35}),
+    ("echo, 64 connections", OURS_SHARED, Compared(CPU, LITSERVE_4), {"at_most": 0.5}),
     ("echo, 256 connections", OURS, OVER_P50, {"at_most": 1.5}),
     ("model, 128 connections", OURS, OF_CAPACITY, {"at_least": 97.0}),
     ("model, Poisson at 70%", OURS, Compared(P99, IN_PROCESS), {"at_most": 1.3}),
@@ -451,7 +464,7 @@ def main() -> int:
         found,
         find_versions() | {one: PEERS[one][0].split("==")[1] for one in environments if one},
     )
-    if "echo" in arguments.parts:
+    if "echo" in arguments.parts and not ECHOES.isdisjoint(arguments.systems):
         run.draw(arguments.json.with_suffix(".png"))
     return 1 if arguments.check and not all(verdict.holds for verdict in found) else 0
 

@@ -63,7 +63,7 @@ PARTS: dict[str, tuple[Load, tuple[str, ...], Columns]] = {
     ),
     "arrays": (Load("ArrayLabel", 32, 32, 0), (DIRECT, ONE, FOUR), CPU),
     "memory": (
-        Load("MiniLM", 32, 4, 0),
+        Load("MiniLM", 32, 16, 0),
         (DIRECT, FOUR_COPIES, FOUR),
         {"PSS of all processes, MB": MEMORY, "over direct": _over(MEMORY)},
     ),

@@ -1,4 +1,7 @@
-"""LitServe: an API process and a process for the model."""
+"""LitServe: an API process and a process for the model.
+
+Variants: ""; a number of API processes.
+"""
 
 import sys
 from typing import Any
@@ -34,4 +37,10 @@ if __name__ == "__main__":
     server = litserve.LitServer(
         api, accelerator="cpu", timeout=job.limit or 30, restart_workers=True
     )
-    server.run("127.0.0.1", int(sys.argv[1]), generate_client_file=False, access_log=False)
+    server.run(
+        "127.0.0.1",
+        int(sys.argv[1]),
+        num_api_servers=int(job.variant or 1),
+        generate_client_file=False,
+        access_log=False,
+    )

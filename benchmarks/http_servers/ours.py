@@ -1,6 +1,7 @@
 """fast_batcher in a FastAPI app, as its documentation has it. Runs under uvicorn.
 
-Variants: ""; "untuned" leaves the garbage collector alone; "json" has a `JsonEndpoint`.
+Variants: ""; "untuned" leaves the garbage collector alone; "json" has a `JsonEndpoint`; "shared" is
+for several processes of one server.
 """
 
 from functools import partial
@@ -24,7 +25,9 @@ async def read_pixels(request: Request) -> Any:
     return await fast_batcher.fastapi.read_array(request, JOB.shape, "<f4", into=batcher)
 
 
-batcher: DynBatcher[Any, Any] = DynBatcher(Model, JOB.max_batch_size, max_latency=JOB.limit)
+batcher: DynBatcher[Any, Any] = DynBatcher(
+    Model, JOB.max_batch_size, max_latency=JOB.limit, shared=JOB.variant == "shared"
+)
 app = FastAPI(lifespan=partial(batcher.lifespan, freeze_gc=JOB.variant != "untuned"))
 fast_batcher.fastapi.install_exception_handlers(app)
 if JOB.variant == "json" and not JOB.shape:
