@@ -21,6 +21,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from contextvars import Context
 from typing import Any, Generic, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
@@ -46,7 +47,7 @@ from fast_batcher.errors import (
     NotReadyError,
 )
 from fast_batcher.model import InferenceModel, InputT, OutputT
-from fast_batcher.model_spec import check_model, find_cost, warn_about_hooks
+from fast_batcher.model_spec import ModelSpec, check_model, find_cost, warn_about_hooks
 from fast_batcher.observing import Observer
 from fast_batcher.settings import (
     BatcherOptions,
@@ -154,6 +155,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             group_by=group_by,
             **options,
         )
+        self._model_class, self._arguments = model, (model_args, model_kwargs)
         self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
         self.name = self._model.name if name is None else name
         warn_about_workers(num_workers)
@@ -165,6 +167,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         # Done when the running `aclose` ends; None without one.
         self._closing: Future[None] | None = None
         self._thread_calls = ThreadCalls(self._accepting_session)
+        # The last reload, None before the first.
+        self._reload: asyncio.Task[None] | None = None
         self._owners = Owners()
         if auto_open:
             with suppress(RuntimeError):  # no event loop runs here
@@ -460,9 +464,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         closing = self._closing = loop.create_future()
         try:
             self.begin_drain()
-            await session.wait_until_drained()
-            if self._is_present(session):
-                await session.aclose()
+            await session.aclose()
         finally:
             # If the wait was cancelled, end without waiting.
             if self._is_present(session):
@@ -556,6 +558,42 @@ class DynBatcher(Generic[InputT, OutputT]):
                     await self.__aexit__()
 
         return run if app is None else run(app)
+
+    async def reload(
+        self,
+        *,
+        model_args: Sequence[Any] | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Replace the workers by workers whose model has other arguments, for example new weights.
+
+        One worker after the other is replaced, each when its successor has loaded the model: for a
+        while there is one more copy of it, and requests are answered by one model or the other. If
+        a successor cannot load it, all workers go back to the arguments of before.
+
+        Args:
+            model_args: Positional arguments of the model's constructor, None for the present ones.
+            model_kwargs: Keyword arguments of the model's constructor, None for the present ones.
+
+        Raises:
+            WorkerStartupError: A worker could not load the model; its cause is the traceback.
+            BatcherClosedError: The batcher is draining or closed, or was closed meanwhile.
+            NotReadyError: The batcher has not been opened, or is broken.
+            ConfigurationError: An argument is wrong; another reload runs; or the batcher is
+                `shared`.
+
+        Cancellation: safe; the reload goes on.
+        """
+        self._find_session()
+        await self._status.wait_while_opening()
+        session = self._accepting_session()
+        args = self._arguments[0] if model_args is None else model_args
+        kwargs = self._arguments[1] if model_kwargs is None else model_kwargs
+        spec = check_model(self._model_class, args, kwargs, self._settings.max_frame_bytes)
+        # A task of its own, because the caller may be cancelled.
+        self._reload = asyncio.create_task(session.reload(spec), context=Context())
+        self._reload.add_done_callback(lambda done: self._note_reload(done, spec, (args, kwargs)))
+        await asyncio.shield(self._reload)
 
     def reconfigure(self, **changes: Unpack[Reconfiguration]) -> None:
         """Change settings while the batcher runs: all given settings, or none if one is wrong.
@@ -672,6 +710,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         from fast_batcher._host.session import RemoteSession
 
         return RemoteSession(*parts)
+
+    def _note_reload(self, done: Future[None], spec: ModelSpec, arguments: tuple[Any, Any]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            self._model, self._arguments = spec, arguments
+            logger.info("%s: reloaded, generation %d", self.name, self.stats.generation)
 
     def _find_session(self) -> Session:
         """Return the session for calls on the running event loop; open a new batcher first.

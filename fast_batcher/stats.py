@@ -40,6 +40,8 @@ class BatcherStats:
     releases: dict[str, int]
     # Workers that were replaced, after their death or because they were due to be recycled.
     restarts: int
+    # Successful calls of `reload`: the generation of the model's arguments, from 0.
+    generation: int
     # Quantiles over recent answered batches, None before the first: seconds from a request's
     # arrival until its worker begins with its batch, and seconds of a batch in `infer`. The latency
     # of a request is their sum plus the transport in both directions.

@@ -142,7 +142,7 @@ class Answers:
         if frame.kind is Kind.FREED:
             self._sender.free(worker, frame)
         elif frame.kind is Kind.PONG:
-            self._pool.answered_ping(worker)
+            self._pool.heartbeat.answered(worker)
         elif self._scheduler.workers.find(worker, frame.batch_id) is None:
             self._reject_answer(frame)
         else:

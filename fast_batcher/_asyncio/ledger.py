@@ -57,6 +57,8 @@ class Counters:
     submitted: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
+    # Successful calls of `reload`.
+    generation: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
     # The last answered batches.
@@ -92,6 +94,7 @@ class Counters:
             batch_sizes=dict(sorted(self.batch_sizes.items())),
             releases={str(release): count for release, count in self.releases.items()},
             restarts=self.restarts,
+            generation=self.generation,
             queue_wait_p50=queue_wait_p50,
             queue_wait_p95=queue_wait_p95,
             infer_p50=infer_p50,

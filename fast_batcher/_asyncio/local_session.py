@@ -318,12 +318,14 @@ class LocalSession:
                 )
                 self._ledger.fail(request, error, "broken" if broken_error else "closed")
 
-    async def wait_until_drained(self) -> None:
-        """Wait at most `drain_timeout` for the accepted requests."""
-        await self.pump.wait_until_drained(self.settings.drain_timeout)
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Replace the workers by workers with another model."""
+        await self.pool.reload(model_spec)
+        self._ledger.counters.generation += 1
 
     async def aclose(self) -> None:
-        """Fail the requests that are left, and end the workers."""
+        """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
+        await self.pump.wait_until_drained(self.settings.drain_timeout)
         self._fail_open_requests()
         await self.pool.aclose()
 

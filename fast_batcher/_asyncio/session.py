@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._core.messages import Request
+from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -57,11 +58,11 @@ class Session(Protocol):
     def begin_drain(self) -> None:
         """Expect no further requests, and finish the accepted ones."""
 
-    async def wait_until_drained(self) -> None:
-        """Wait at most `drain_timeout` until no accepted request is left."""
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Replace the workers by workers with another model."""
 
     async def aclose(self) -> None:
-        """Fail the requests that are left, and end the workers."""
+        """Wait at most `drain_timeout` for the accepted requests, then end the workers."""
 
     def end(self, grace: float) -> None:
         """Release everything, and block until the workers are dead.

@@ -290,12 +290,16 @@ class RemoteSession:
     def begin_drain(self) -> None:
         """Do nothing: the batcher sends no further requests."""
 
-    async def wait_until_drained(self) -> None:
-        """Wait at most `drain_timeout` for the outcomes of the accepted requests."""
-        await self._calls.wait_until_drained()
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Refuse: the other API processes would go on with the arguments of before."""
+        raise ConfigurationError(
+            f"{self._name}: reload() works without shared={self._settings.shared!r} only; restart "
+            f"the server with other arguments for {model_spec.name}"
+        )
 
     async def aclose(self) -> None:
-        """Fail the requests that are left, and say goodbye; the last one waits for the workers."""
+        """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""
+        await self._calls.wait_until_drained()
         self._calls.fail_all(self._closed_error)
         if self._hung_up is None:
             self._hung_up = self.binding.loop.create_future()

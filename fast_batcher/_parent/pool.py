@@ -7,7 +7,6 @@ batches: its listener decides what the loss of a worker means for requests.
 
 import asyncio
 import functools
-import itertools
 import logging
 import signal
 from contextvars import Context
@@ -15,19 +14,21 @@ from contextvars import Context
 from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
-from fast_batcher._core.restarts import MAX_DELAY, Restarts
+from fast_batcher._core.restarts import MAX_DELAY
 from fast_batcher._observers import Observers
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.reloading import Reloading
+from fast_batcher._parent.replica import Replica
 from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
-from fast_batcher._parent.starter import Starter
+from fast_batcher._parent.starter import Starter, make_early_exit_error
 from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
 from fast_batcher._parent.worker_log import WorkerLog
 from fast_batcher._parent.worker_process import WorkerProcess
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport.frames import Kind
-from fast_batcher.errors import WorkerStartupError
-from fast_batcher.model_spec import ModelSpec, is_main_importable
+from fast_batcher.errors import BatcherClosedError, ConfigurationError, WorkerStartupError
+from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
@@ -35,30 +36,6 @@ logger = logging.getLogger("fast_batcher")
 # Heartbeats (a minute) after which shared memory that no batch has used is returned to the system.
 # Getting it again costs some milliseconds per batch of images, which is little once a minute.
 BEATS_TO_KEEP_MEMORY = 12
-# Remedy in the error of a worker that may have ended because it imported the program.
-MAIN_GUARD = (
-    ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
-    "worker imports it"
-)
-
-
-class _Replica:
-    """One of the `num_workers` workers that a batcher keeps up, by one process after another."""
-
-    def __init__(self, index: int, settings: Settings) -> None:
-        self.index = index
-        # Ids for the processes of this replica; no two processes of a pool share an id.
-        self.ids = itertools.count(index, settings.num_workers)
-        # None while the replica waits for a restart.
-        self.worker: WorkerHandle | None = None
-        # A process that loads its model while the worker that it will replace still serves.
-        self.successor: WorkerHandle | None = None
-        self.restart_timer: asyncio.TimerHandle | None = None
-        self.restarts = Restarts(
-            settings.max_restarts, settings.restart_window, settings.restart_backoff
-        )
-        # The restart budget is spent, and no worker has been ready since.
-        self.is_given_up = False
 
 
 class Pool:
@@ -84,7 +61,6 @@ class Pool:
         observers: Observers,
         name: str,
     ) -> None:
-        self._model_spec = model_spec
         self._settings = settings
         self._events = events
         self._memory = memory
@@ -94,7 +70,9 @@ class Pool:
         # True once no further worker is started.
         self.is_closing = False
 
-        self._replicas = [_Replica(index, settings) for index in range(settings.num_workers)]
+        self._replicas = [
+            Replica(index, model_spec, settings) for index in range(settings.num_workers)
+        ]
         # Every worker that is being started or has a process.
         self.live = LiveWorkers()
         self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
@@ -111,8 +89,10 @@ class Pool:
         self.recycles = self._recycling.is_wanted
         # Earliest moment of the next recycling; later after a successor has failed to start.
         self._recycle_at = 0.0
+        # The reload that runs, None without one.
+        self._reloading: Reloading | None = None
 
-        self._heartbeat = Heartbeat()
+        self.heartbeat = Heartbeat()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
         self._beats = 0
 
@@ -181,6 +161,7 @@ class Pool:
             )
         # One recycling at a time: the machine may have no room for two more copies of the model.
         is_free = not self._retired and all(one.successor is None for one in self._replicas)
+        is_free = is_free and self._reloading is None
         replica = self._replicas[worker.index]
         if is_due and is_free and replica.worker is worker and monotonic() >= self._recycle_at:
             self._start(replica)
@@ -204,10 +185,6 @@ class Pool:
         workers = [*self._serving.values()]
         return [(worker.id, worker.read_begun()) for worker in workers if worker.is_sending()]
 
-    def answered_ping(self, worker_id: int) -> None:
-        """Note that a worker has sent PONG."""
-        self._heartbeat.answered(worker_id)
-
     # Called by the workers.
 
     def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
@@ -220,12 +197,16 @@ class Pool:
         self._log.ready(worker)
         if worker is not replica.successor:
             self._events.worker_ready(worker, times)
+            if self._reloading is not None:
+                self._reloading.worker_ready(worker)
             return
         before, replica.worker, replica.successor = replica.worker, worker, None
         # In this order, so that there is a ready worker at every moment.
         self._events.worker_ready(worker, times)
         assert before is not None, "a replica has a successor only while it has a worker"
         self._retire(before)
+        if self._reloading is not None:
+            self._reloading.worker_ready(worker)
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
         """Kill a worker that could not be started or load its model, and schedule a restart."""
@@ -236,6 +217,8 @@ class Pool:
         worker.kill()
         if worker is replica.successor:
             replica.successor = None
+            if self._reloading is not None:
+                self._reloading.start_failed(worker, error)
             self._recycle_at = monotonic() + MAX_DELAY
             logger.warning(
                 "%s: %s; the worker before it goes on", self._name, error, exc_info=error
@@ -243,6 +226,8 @@ class Pool:
             return
         replica.worker = None
         if not self.is_closing:
+            if self._reloading is not None:
+                self._reloading.start_failed(worker, error)
             self._events.worker_failed_to_start(worker.id, error)
             self._restart_later(replica)
 
@@ -262,16 +247,30 @@ class Pool:
             self._lose(worker, exit)
             self._restart_later(replica)
         else:
-            hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
-            error = WorkerStartupError(
-                f"worker {worker.index} ended with {exit.text} before it had loaded "
-                f"{self._model_spec.name}; its output on stderr may tell why{hint}"
-            )
-            self.start_failed(worker, error)
+            self.start_failed(worker, make_early_exit_error(worker, exit))
 
     # Starting and replacing.
 
-    def _start(self, replica: _Replica) -> None:
+    async def reload(self, model_spec: ModelSpec) -> None:
+        """Replace the workers, one by one, by workers with another model.
+
+        Raises:
+            WorkerStartupError: A worker could not load it; all workers have the model of before.
+            BatcherClosedError: The pool was ended meanwhile.
+            ConfigurationError: A reload runs.
+        """
+        if self._reloading is not None:
+            raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
+        before = self._replicas[0].model_spec
+        reloading = self._reloading = Reloading(
+            self._replicas, before, model_spec, self._start, self._name
+        )
+        try:
+            await reloading.done
+        finally:
+            self._reloading = None
+
+    def _start(self, replica: Replica) -> None:
         """Start the worker of a replica without one, or the successor of its worker."""
         replica.restart_timer = None
         if self.is_closing:
@@ -280,7 +279,7 @@ class Pool:
         worker = WorkerProcess(
             next(replica.ids),
             replica.index,
-            self._model_spec,
+            replica.model_spec,
             self._settings,
             slabs if isinstance(slabs, Slabs) else None,
             self,
@@ -313,11 +312,11 @@ class Pool:
 
     def _lose(self, worker: WorkerHandle, exit: Exit) -> None:
         del self._serving[worker.id]
-        self._heartbeat.answered(worker.id)
+        self.heartbeat.answered(worker.id)
         self._log.lost(worker, exit, is_replaced=not (self.is_closing or exit.is_clean))
         self._events.worker_lost(worker.id, exit)
 
-    def _restart_later(self, replica: _Replica) -> None:
+    def _restart_later(self, replica: Replica) -> None:
         # The listener may have ended the pool when it was told of the loss.
         if self.is_closing:
             return
@@ -348,7 +347,7 @@ class Pool:
             for worker_id in self._events.idle_workers()
             if worker_id in serving and not serving[worker_id].was_asked_to_end
         ]
-        to_ping, silent = self._heartbeat.tick(monotonic(), idle)
+        to_ping, silent = self.heartbeat.tick(monotonic(), idle)
         for worker in [serving[worker_id] for worker_id in silent if worker_id in serving]:
             if worker.state is not WorkerState.ENDING:
                 text = "%s is replaced: it was idle and has not answered for %g seconds"
@@ -409,6 +408,9 @@ class Pool:
         self.live.discard(*self.live)
 
     def _cancel_timers(self) -> None:
+        """Cancel the restarts and the heartbeat; if the pool ends, the reload, too."""
+        if self._reloading is not None and self.is_closing:
+            self._reloading.fail(BatcherClosedError(f"{self._name} was closed while it reloaded"))
         for replica in self._replicas:
             if replica.restart_timer is not None:
                 replica.restart_timer.cancel()

@@ -10,9 +10,16 @@ from contextvars import Context
 
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.shutdown import LiveWorkers
-from fast_batcher._parent.worker import WorkerHandle, WorkerState
+from fast_batcher._parent.worker import Exit, WorkerHandle, WorkerState
 from fast_batcher._parent.worker_log import WorkerLog
 from fast_batcher.errors import WorkerStartupError
+from fast_batcher.model_spec import is_main_importable
+
+# Remedy in the error of a worker that may have ended because it imported the program.
+MAIN_GUARD = (
+    ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
+    "worker imports it"
+)
 
 
 class Starter:
@@ -83,3 +90,12 @@ class Starter:
             f"{self._timeout} seconds and was ended; raise start_timeout if the model needs longer"
         )
         self._start_failed(worker, error)
+
+
+def make_early_exit_error(worker: WorkerHandle, exit: Exit) -> WorkerStartupError:
+    """Make the error of a worker that has died before it was ready."""
+    hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
+    return WorkerStartupError(
+        f"worker {worker.index} ended with {exit.text} before it had loaded "
+        f"{worker.model_spec.name}; its output on stderr may tell why{hint}"
+    )

@@ -18,6 +18,7 @@ from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import Frames, Reservation
 from fast_batcher.errors import WorkerStartupError
+from fast_batcher.model_spec import ModelSpec
 
 
 class WorkerState(Enum):
@@ -87,6 +88,8 @@ class WorkerHandle(WorkerLink, Protocol):
 
     # Index among the batcher's workers, from 0; its replacement has the same index.
     index: int
+    # The model that it loads.
+    model_spec: ModelSpec
     # The process id; None before `spawn`.
     pid: int | None
     state: WorkerState

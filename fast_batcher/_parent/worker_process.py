@@ -82,7 +82,7 @@ class WorkerProcess:
     ) -> None:
         self.id = id
         self.index = index
-        self._model_spec = model_spec
+        self.model_spec = model_spec
         self._settings = settings
         self._slabs = slabs
         self._events = events
@@ -143,7 +143,7 @@ class WorkerProcess:
                     outbox,
                     settings.freeze_gc,
                 ),
-                name=f"fast_batcher-{self._model_spec.name}-{self.index}",
+                name=f"fast_batcher-{self.model_spec.name}-{self.index}",
                 # Not daemonic: a model may have children, for example those of a data loader.
                 daemon=False,
             )
@@ -172,7 +172,7 @@ class WorkerProcess:
         self._live.logs.attach(loop)
         if not self.is_attached:
             self.is_attached = True
-            self.send(Kind.LOAD, 0, self._model_spec.pickled)
+            self.send(Kind.LOAD, 0, self.model_spec.pickled)
         Context().run(loop.add_reader, self._live.child.death_fd, self._died)
 
     @property
@@ -221,7 +221,7 @@ class WorkerProcess:
         elif frame.kind is Kind.STARTUP_FAILED:
             failure = SerializedError(*codec.loads(frame.body))
             error = WorkerStartupError(
-                f"worker {self.index} could not load {self._model_spec.name}: {failure.text}"
+                f"worker {self.index} could not load {self.model_spec.name}: {failure.text}"
             )
             error.__cause__ = RemoteTraceback(failure.traceback)
             self._events.start_failed(self, error)

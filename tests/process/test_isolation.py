@@ -223,7 +223,7 @@ async def test_requests_sent_to_a_stopped_worker_are_answered_by_its_replacement
     async with DynBatcher(Whereabouts) as batcher:
         first = await batcher.process_batched(None)
         os.kill(first, signal.SIGSTOP)
-        await until(lambda: bool(session_of(batcher).pool._heartbeat._pending))
+        await until(lambda: bool(session_of(batcher).pool.heartbeat._pending))
         assert await batcher.process_batched(None) != first
 
 

@@ -206,7 +206,7 @@ def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
             "lifespan",
             "name",
         ),
-        *("open", "process_batched", "process_many", "process_rows", "reconfigure"),
+        *("open", "process_batched", "process_many", "process_rows", "reconfigure", "reload"),
         *("start_error", "state", "stats", "stop", "submit", "timeout"),
     ]
 
@@ -215,7 +215,7 @@ def test_the_statistics_are_these() -> None:
     assert list(inspect.signature(BatcherStats).parameters) == [
         *("state", "workers_ready", "num_workers", "waiting", "running"),
         *("submitted", "completed", "failed", "expired", "cancelled", "rejected"),
-        *("batches", "batch_sizes", "releases", "restarts"),
+        *("batches", "batch_sizes", "releases", "restarts", "generation"),
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
     ]
 
