@@ -160,8 +160,8 @@ class Pool:
                 self._settings.max_rss_bytes,
             )
         # One recycling at a time: the machine may have no room for two more copies of the model.
-        is_free = not self._retired and all(one.successor is None for one in self._replicas)
-        is_free = is_free and self._reloading is None
+        is_free = not (self._retired or self._reloading)
+        is_free = is_free and all(one.successor is None for one in self._replicas)
         replica = self._replicas[worker.index]
         if is_due and is_free and replica.worker is worker and monotonic() >= self._recycle_at:
             self._start(replica)
@@ -261,12 +261,9 @@ class Pool:
         """
         if self._reloading is not None:
             raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
-        before = self._replicas[0].model_spec
-        reloading = self._reloading = Reloading(
-            self._replicas, before, model_spec, self._start, self._name
-        )
+        self._reloading = Reloading(self._replicas, model_spec, self._start, self._name)
         try:
-            await reloading.done
+            await self._reloading.done
         finally:
             self._reloading = None
 

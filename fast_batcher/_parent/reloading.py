@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from fast_batcher._core.reload import Reload
 from fast_batcher._parent.replica import Replica
-from fast_batcher._parent.worker import WorkerHandle
+from fast_batcher._parent.worker import WorkerHandle, WorkerState
 from fast_batcher.model_spec import ModelSpec
 
 logger = logging.getLogger("fast_batcher")
@@ -21,7 +21,6 @@ class Reloading:
 
     Args:
         replicas: The pool's workers, by index.
-        before: The present model.
         after: The model to load.
         start: Starts the successor of a replica's worker.
         name: The batcher's name, for the log.
@@ -30,13 +29,12 @@ class Reloading:
     def __init__(
         self,
         replicas: Sequence[Replica],
-        before: ModelSpec,
         after: ModelSpec,
         start: Callable[[Replica], None],
         name: str,
     ) -> None:
         self._replicas = replicas
-        self._before, self._after = before, after
+        self._before, self._after = replicas[0].model_spec, after
         self._start = start
         self._name = name
         self._reload = Reload(len(replicas))
@@ -80,8 +78,10 @@ class Reloading:
             return
         replica = self._replicas[index]
         replica.model_spec = self._target
-        # Without a worker it is about to be restarted; with a successor, that comes first.
-        if replica.worker is not None and replica.successor is None:
+        worker = replica.worker
+        # A worker that loads, or will be restarted, comes first: `worker_ready` goes on.
+        is_serving = worker is not None and worker.state is WorkerState.READY
+        if is_serving and replica.successor is None:
             self._start(replica)
 
     def _finish(self) -> None:
