@@ -13,6 +13,7 @@ from soak.lives import s3, s5, s7
 from soak.payloads import s6
 from soak.report import Findings
 from soak.servers import s9
+from soak.shared import s10
 from soak.steady import s4
 from soak.steady_http import s8
 
@@ -26,9 +27,10 @@ SCENARIOS: dict[str, Callable[[bool, int], Coroutine[Any, Any, Findings]]] = {
     "S7": s7,
     "S8": s8,
     "S9": s9,
+    "S10": s10,
 }
-# Together half an hour. S8 takes an hour more, and runs where it is named.
-USUAL = [name for name in SCENARIOS if name != "S8"]
+# Together half an hour. S8 and S10 take an hour each, and run where they are named.
+USUAL = [name for name in SCENARIOS if name not in ("S8", "S10")]
 
 
 def run(name: str, short: bool, seed: int, loop: str) -> Findings:
