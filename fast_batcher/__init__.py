@@ -29,7 +29,7 @@ from fast_batcher.errors import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher.model import InferenceModel
+from fast_batcher.model import InferenceModel, batchable
 from fast_batcher.stats import BatcherStats
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ __all__ = [
     "WorkerLostError",
     "WorkerStartupError",
     "aio",
+    "batchable",
     "dynamically",
     "inference",
     "stack",

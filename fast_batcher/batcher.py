@@ -29,6 +29,7 @@ from fast_batcher._arrays.collation import Collation
 from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
 from fast_batcher._asyncio.local_session import LocalSession
 from fast_batcher._asyncio.many import process_many
+from fast_batcher._asyncio.methods import BatchMethods
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.owners import Owners
 from fast_batcher._asyncio.session import Session
@@ -169,6 +170,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._thread_calls = ThreadCalls(self._accepting_session)
         # The last reload, None before the first.
         self._reload: asyncio.Task[None] | None = None
+        names = [name for name, _ in self._model.methods if name != "infer"]
+        # The methods of the model that are marked with `batchable`, as attributes:
+        # `batcher.methods.embed_text.process_batched(text)`; `methods.find(Model.embed_text)` has
+        # the types of the method.
+        self.methods = BatchMethods(self, names)
         self._owners = Owners()
         if auto_open:
             with suppress(RuntimeError):  # no event loop runs here
@@ -222,27 +228,49 @@ class DynBatcher(Generic[InputT, OutputT]):
         input may be read for some milliseconds after the cancellation: until then a `bytearray`
         cannot be resized, and an array must not be resized with `refcheck=False`.
         """
-        loop = get_running_loop()
-        session = self._session
-        if session is None or session.binding.loop is not loop or self._status.state is not _OPEN:
-            session = self._find_session()
-        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
-        future: Future[OutputT] = Future(loop=loop)
-        request = Request(value, future, deadline)
-        if timeout is not None:
-            request.timeout = timeout
-        if priority != 0:
-            request.priority = checked_priority(priority)
-        session.accept(request)
+        session, request = self.accept_call(value, timeout, priority)
         try:
-            return await future
+            output: OutputT = await request.caller
+            return output  # noqa: TRY300  the path of every call
         except BaseException:
             if not request.is_settled:
                 session.abandon(request)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
-            del future, request
+            del request
+
+    def accept_call(
+        self, value: Any, timeout: float | None, priority: int, method: str | None = None
+    ) -> tuple[Session, Request]:
+        """Give a request to the session, opening a new batcher; for `BatchMethod`.
+
+        Args:
+            value: As for `process_batched`.
+            timeout: As for `process_batched`.
+            priority: As for `process_batched`.
+            method: Name of the method of a model that has several; None for `infer`.
+
+        Returns:
+            The session and the request, whose `caller` is the future of its outcome.
+
+        Raises:
+            BatcherError: The batcher accepts no calls.
+        """
+        loop = get_running_loop()
+        session = self._session
+        if session is None or session.binding.loop is not loop or self._status.state is not _OPEN:
+            session = self._find_session()
+        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
+        request = Request(value, Future(loop=loop), deadline)
+        if timeout is not None:
+            request.timeout = timeout
+        if priority != 0:
+            request.priority = checked_priority(priority)
+        if method is not None:
+            request.group = session.methods[method].group
+        session.accept(request)
+        return session, request
 
     async def process_many(
         self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0
@@ -268,8 +296,23 @@ class DynBatcher(Generic[InputT, OutputT]):
                 f"process_many: values is of type {type(values).__name__}: give a list of inputs; "
                 "process_batched takes one input"
             )
+        return await self.call_many(values, timeout, priority)
+
+    async def call_many(
+        self,
+        values: Iterable[Any],
+        timeout: float | None,
+        priority: int,
+        method: str | None = None,
+    ) -> list[Any]:
+        """Wait for the outputs of many inputs of one method; see `process_many`."""
         return await process_many(
-            self._find_session, values, self._settings, timeout=timeout, priority=priority
+            self._find_session,
+            values,
+            self._settings,
+            timeout=timeout,
+            priority=priority,
+            method=method,
         )
 
     async def process_rows(

@@ -1,13 +1,70 @@
 """`InferenceModel`, the base of the models that users write. Runs in the worker process."""
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from fast_batcher._arrays.collation import Collation
+from fast_batcher.errors import ConfigurationError
+
+# Attribute of marked functions.
+MARK = "_fast_batcher_method"
 
 InputT = TypeVar("InputT")
 OutputT = TypeVar("OutputT")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """Options of a method that is marked with `batchable`."""
+
+    # Most inputs of a batch, None for the batcher's `max_batch_size`.
+    max_batch_size: int | None = None
+    collation: Collation | None = None
+
+
+def batchable(
+    *, max_batch_size: int | None = None, collation: Collation | None = None
+) -> Callable[[FunctionT], FunctionT]:
+    """Mark a method of an `InferenceModel` whose calls are batched, besides `infer`.
+
+    The method takes and returns what `infer` does: a list with 1 to `max_batch_size` inputs, and
+    one output per input. Call it with `batcher.methods.NAME.process_batched(value)`. Batches of all
+    methods run on the same workers, one at a time, the oldest request first.
+
+    Args:
+        max_batch_size: Most inputs of a batch, 1 to 2**20, None for the batcher's.
+        collation: How inputs become one batch, as the attribute of that name for `infer`.
+
+    Raises:
+        ConfigurationError: A value is wrong.
+    """
+    is_size = isinstance(max_batch_size, int) and not isinstance(max_batch_size, bool)
+    if max_batch_size is not None and not (is_size and 1 <= max_batch_size <= 2**20):
+        raise ConfigurationError(f"max_batch_size={max_batch_size!r:.100}: give 1 to 2**20")
+    if collation is not None and not isinstance(collation, Collation):
+        raise ConfigurationError(
+            f"collation={collation!r:.100}: make one with Collation.stack() or Collation.pad()"
+        )
+
+    def mark(function: FunctionT) -> FunctionT:
+        vars(function)[MARK] = MethodOptions(max_batch_size, collation)
+        return function
+
+    return mark
+
+
+def find_methods(model: object) -> dict[str, MethodOptions]:
+    """Return the methods of a model class, or of a model, that are marked with `batchable`."""
+    found = {}
+    for name in dir(model):
+        options = getattr(inspect.getattr_static(model, name, None), MARK, None)
+        if isinstance(options, MethodOptions):
+            found[name] = options
+    return found
 
 
 class InferenceModel(ABC, Generic[InputT, OutputT]):
@@ -20,6 +77,12 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     # How inputs become one batch. `infer` then takes and returns one array, tensor or structure of
     # them instead of lists; with None it takes and returns lists. May be set in `__init__`.
     collation: Collation | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a class with `batchable` methods do without `infer`."""
+        super().__init_subclass__(**kwargs)
+        if cls.infer is InferenceModel.infer and find_methods(cls):
+            cls.infer = no_infer  # type: ignore[method-assign]
 
     @abstractmethod
     def infer(self, inputs: list[InputT]) -> Sequence[OutputT | Exception]:
@@ -57,3 +120,8 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
         After that, processes that the model started and did not end get SIGTERM, and SIGKILL half a
         second later, except for a process in another session (`start_new_session=True`).
         """
+
+
+def no_infer(self: Any, inputs: Any) -> Any:
+    """Stand for `infer` in a model that has `batchable` methods only."""
+    raise NotImplementedError(f"{type(self).__qualname__} has no infer")

@@ -17,7 +17,7 @@ from typing import Any
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._suggestions import find_misspelt
 from fast_batcher.errors import ConfigurationError
-from fast_batcher.model import InferenceModel
+from fast_batcher.model import InferenceModel, find_methods, no_infer
 
 # The error for a class or function of a `__main__` that no worker can import.
 NOT_IN_WORKER = (
@@ -43,6 +43,9 @@ class ModelSpec:
     pickled: bytes
     # Dotted name of the module that has the class.
     module: str = ""
+    # The methods of a model that has several, each with its `max_batch_size` or None for the
+    # batcher's; "infer" is among them if the model has it. Empty for an ordinary model.
+    methods: tuple[tuple[str, int | None], ...] = ()
 
 
 def check_model(
@@ -83,7 +86,15 @@ def check_model(
             f"{max_frame_bytes}; pass a path and load the data in the model's __init__"
         )
     module = model.__module__ if isinstance(model, type) else str(model).partition(":")[0]
-    return ModelSpec(name=name, pickled=pickled, module=module)
+    return ModelSpec(name=name, pickled=pickled, module=module, methods=_list_methods(model))
+
+
+def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
+    methods = find_methods(model) if isinstance(model, type) else {}
+    if not methods:
+        return ()
+    own = () if getattr(model, "infer", None) is no_infer else (("infer", None),)
+    return (*own, *((name, options.max_batch_size) for name, options in methods.items()))
 
 
 def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:

@@ -6,13 +6,14 @@ request alone.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 from weakref import WeakValueDictionary
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Group, Request
+from fast_batcher._core.methods import Method, method_of
 from fast_batcher.errors import BatcherError, ConfigurationError, RequestTooLargeError
 from fast_batcher.settings import Settings
 
@@ -33,27 +34,40 @@ class CostEvaluator:
         settings: Its `cost` returns a number above 0, at most `MOST_COST`; its `group_by` a key
             that is hashable and equal to itself; `max_request_cost` limits the cost.
         name: The batcher's name, for the log.
+        methods: The methods of a model that has several.
     """
 
-    def __init__(self, settings: Settings, name: str) -> None:
+    def __init__(self, settings: Settings, name: str, methods: Sequence[Method] = ()) -> None:
         self._cost = settings.cost
         self._group_by = settings.group_by
         self._max_request_cost = settings.max_request_cost
         self._name = name
         # Whether the user has given any function.
-        self.is_needed = self._cost is not None or self._group_by is not None
+        self.is_needed = self._cost is not None or self._group_by is not None or bool(methods)
+        self._methods = methods
+        named = {method.name: method for method in methods}
+        # The method of calls that name none.
+        self._infer = named.get("infer")
         # Groups by key, each as long as a request refers to it.
         self._groups: WeakValueDictionary[object, Group] = WeakValueDictionary()
         self._has_warned = False
 
     def find_fault(self, request: Request) -> BatcherError | None:
         """Set the request's cost and group; return an error if the request must be rejected."""
+        if self._methods and request.group is None:
+            if self._infer is None:
+                names = ", ".join(f"methods.{one.name}" for one in self._methods)
+                return ConfigurationError(
+                    f"{self._name}: the model has no infer; call process_batched of {names}"
+                )
+            request.group = self._infer.group
         began_at = monotonic()
         try:
             if self._cost is not None:
                 request.cost = self._checked_cost(_call("cost", self._cost, request.value))
             if self._group_by is not None:
-                request.group = self._group_of(_call("group_by", self._group_by, request.value))
+                key = _call("group_by", self._group_by, request.value)
+                request.group = self._group_of(key, method_of(request.group))
         except BatcherError as error:
             return error
         except BaseException as error:  # noqa: BLE001  even the repr of a result may raise
@@ -92,13 +106,13 @@ class CostEvaluator:
             )
         return number
 
-    def _group_of(self, key: Any) -> Group:
+    def _group_of(self, key: Any, method: Method | None) -> Group:
         # The key's own methods run here, and when the group is removed.
         try:
             is_itself = bool(key == key)  # NaN is not
-            group = self._groups.get(key) if is_itself else None
+            group = self._groups.get((method, key)) if is_itself else None
             if is_itself and group is None:
-                group = self._groups[key] = Group(key)
+                group = self._groups[method, key] = Group(key, method)
         except BaseException as error:
             raise ConfigurationError(
                 f"group_by returned a {type(key).__name__} that cannot be a key "

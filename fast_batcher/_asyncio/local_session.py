@@ -16,6 +16,7 @@ keep, the context variables of the first caller of a turn.
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.methods import Method
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService
@@ -74,9 +76,11 @@ class ValueAccess:
         """Make the sender of batches."""
         return BatchSender(settings, memory, events, name)
 
-    def make_evaluator(self, settings: Settings, name: str) -> CostEvaluator:
+    def make_evaluator(
+        self, settings: Settings, name: str, methods: Sequence[Method]
+    ) -> CostEvaluator:
         """Make the evaluator of costs and groups."""
-        return CostEvaluator(settings, name)
+        return CostEvaluator(settings, name, methods)
 
 
 class LocalSession:
@@ -108,7 +112,11 @@ class LocalSession:
         self._seen_ready: set[int] = set()
 
         reports = self._reports = Reports(name, settings)
-        self.scheduler = _make_scheduler(settings)
+        methods = [
+            Method(method, most, settings.max_batch_size) for method, most in model_spec.methods
+        ]
+        self.methods: Mapping[str, Method] = {method.name: method for method in methods}
+        self.scheduler = _make_scheduler(settings, methods)
         self.memory = access.open_memory(self.binding.loop, settings, name)
         self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, name)
         self.sender = access.make_sender(settings, self.memory, self, name)
@@ -117,7 +125,7 @@ class LocalSession:
             self.sender,
             self.pool,
             ledger,
-            access.make_evaluator(settings, name),
+            access.make_evaluator(settings, name, methods),
             status,
             reports,
             self.binding.loop,
@@ -343,7 +351,7 @@ class LocalSession:
             self.pump.notice_drained()
 
 
-def _make_scheduler(settings: Settings) -> Scheduler:
+def _make_scheduler(settings: Settings, methods: Sequence[Method]) -> Scheduler:
     packer = None
     if settings.cost is not None:
         packer = BatchPacker(settings.max_batch_cost, is_padded=settings.cost_is_padded)
@@ -353,6 +361,7 @@ def _make_scheduler(settings: Settings) -> Scheduler:
         measure_size=measure_size,
         packer=packer,
         is_grouped=settings.group_by is not None,
+        methods=methods,
     )
 
 

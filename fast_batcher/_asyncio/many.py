@@ -26,6 +26,7 @@ async def process_many(
     *,
     timeout: float | None,
     priority: int,
+    method: str | None = None,
 ) -> list[Any]:
     """Wait for the outputs of many inputs, in their order.
 
@@ -38,6 +39,7 @@ async def process_many(
         settings: The batcher's settings.
         timeout: Seconds for all inputs together, None for the batcher's `timeout`.
         priority: Priority of each input.
+        method: Name of the method of a model that has several; None for `infer`.
     """
     priority = checked_priority(priority)
     limit = settings.timeout if timeout is None else checked_timeout(timeout)
@@ -62,6 +64,7 @@ async def process_many(
                 outputs.append(await in_flight[0].caller)
                 in_flight.popleft()
             session = find_session()
+            request.group = None if method is None else session.methods[method].group
             session.accept(request)
             in_flight.append(request)
         while in_flight:

@@ -8,10 +8,12 @@ once the loop is closed.
 """
 
 from asyncio import AbstractEventLoop
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._core.messages import Request
+from fast_batcher._core.methods import Method
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
@@ -23,6 +25,10 @@ class Session(Protocol):
     @property
     def binding(self) -> LoopBinding:
         """Process, event loop and thread of the session."""
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """The methods of a model that has several, by name."""
 
     @property
     def load(self) -> tuple[int, int, int]:

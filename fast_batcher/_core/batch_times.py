@@ -151,11 +151,18 @@ class BatchTimes:
 
     def seconds_of(self, requests: list[Request]) -> float:
         """Predict the seconds of a batch of these requests; only if `is_known`."""
+        method = requests[0].group.method if requests[0].group is not None else None
+        if method is not None and self._packer is None and method.service.is_known:
+            seconds: float = method.service.high(len(requests))
+            return seconds
         return self.by_charge.high(self.charge(requests))
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from an answered batch."""
         self.by_size.observe(len(batch.requests), seconds)
+        group = batch.requests[0].group
+        if group is not None and group.method is not None:
+            group.method.service.observe(len(batch.requests), seconds)
         if self._packer is not None:
             self.by_charge.observe(self._packer.charge(batch.requests), seconds)
 

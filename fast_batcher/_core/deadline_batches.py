@@ -11,6 +11,7 @@ from math import inf
 
 from fast_batcher._core.batch_times import BatchTimes, SizeCap
 from fast_batcher._core.messages import Request, target_of
+from fast_batcher._core.methods import cap_of
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.workers import WorkerSlot
 
@@ -59,7 +60,8 @@ class DeadlineBatches:
         start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
         requests, is_smaller = self._choose(start, queue)
         is_other = is_smaller or bool(self.dropped)
-        if is_other and slot.batches and len(requests) < self._size_cap.size:
+        full = cap_of(requests[0].group, self._size_cap).size
+        if is_other and slot.batches and len(requests) < full:
             # A second batch is full, or waits in the queue for what arrives.
             slot.is_second_late = True
             return [], True
@@ -67,7 +69,7 @@ class DeadlineBatches:
 
     def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
         """Choose a batch that begins at `start`; the flag says that targets made it smaller."""
-        requests = queue.choose(self._size_cap.size)
+        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
         if not self._times.is_known:
             return requests, False
         while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
@@ -75,7 +77,7 @@ class DeadlineBatches:
                 return self._choose_of_last(start, queue, requests)
             # Others can run in their place.
             self._drop(queue, [one for one in requests if target_of(one) < finish])
-            requests = queue.choose(self._size_cap.size)
+            requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
         return requests, False
 
     def _choose_of_last(

@@ -69,10 +69,12 @@ class Group:
     objects, and comparing them may raise.
     """
 
-    __slots__ = ("__weakref__", "key")
+    __slots__ = ("__weakref__", "key", "method")
 
-    def __init__(self, key: Any) -> None:
+    def __init__(self, key: Any, method: Any = None) -> None:
         self.key: Final = key
+        # A `Method`, None if the model has only one.
+        self.method: Final = method
 
 
 class Phase(Enum):

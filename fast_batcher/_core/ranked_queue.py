@@ -117,6 +117,11 @@ class RankedQueue:
             self.bytes += request.size
             heappush(self._deadlines, (request.deadline, request.id, request))
 
+    @property
+    def next_group(self) -> Group | None:
+        """Group of the next batch; only if there are requests."""
+        return self._first().group
+
     def is_full(self, count: int) -> bool:
         """Whether the next batch would have `count` requests, or cost the most that it may."""
         if self._packer is None and self.size < count:
@@ -130,9 +135,12 @@ class RankedQueue:
         )
 
     def has_full_group(self, count: int) -> bool:
-        """Whether `count` requests of one group and priority wait."""
-        lanes = self._lanes.values()
-        return self.size >= count and any(len(lane.requests) >= count for lane in lanes)
+        """Whether a full batch of one group and priority waits; `count` is one without methods."""
+        return any(
+            len(lane.requests)
+            >= (count if group is None or group.method is None else group.method.size_cap.size)
+            for (_, group), lane in self._lanes.items()
+        )
 
     def ahead_of(self, priority: int) -> WorkAhead:
         """Estimate which part of the queue is served before a new request of this priority."""

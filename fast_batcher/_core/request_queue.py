@@ -26,8 +26,9 @@ class RequestQueue:
     majority. So every operation is O(1) amortised.
     """
 
-    # Only `RankedQueue` sums up sizes.
+    # Only `RankedQueue` sums up sizes, and has groups.
     bytes = 0
+    next_group = None
 
     def __init__(self) -> None:
         # Requests that wait.

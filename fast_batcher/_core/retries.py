@@ -16,6 +16,7 @@ from itertools import chain
 from math import inf
 from typing import Final
 
+from fast_batcher._core.batch_times import SizeCap
 from fast_batcher._core.messages import (
     Batch,
     BatchProgress,
@@ -24,6 +25,7 @@ from fast_batcher._core.messages import (
     RetryGroup,
     settle_open,
 )
+from fast_batcher._core.methods import cap_of
 
 # A request fails after this many workers died while computing it: it is tried again once.
 MOST_DEATHS: Final = 2
@@ -101,11 +103,16 @@ class Retries:
         self._put_first([waiting[:middle], waiting[middle:]], until)
         return []
 
-    def take(self, count: int) -> RetryGroup | None:
-        """Remove and return the next `count` requests of one group, None if there are none."""
+    def take(self, size_cap: SizeCap) -> RetryGroup | None:
+        """Remove and return the next batch of one group, None if there are none.
+
+        Args:
+            size_cap: Limits the batches of a model with one method.
+        """
         while self.groups:
             group = self.groups.popleft()
             requests = [request for request in group.requests if not request.is_settled]
+            count = cap_of(group.requests[0].group, size_cap).size
             if len(requests) > count:
                 self.groups.appendleft(group._replace(requests=requests[count:]))
             if requests:

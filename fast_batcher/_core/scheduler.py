@@ -10,7 +10,7 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 from then on its `is_settled` is True. An internal error does not change that: see `poll`.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -35,6 +35,7 @@ from fast_batcher._core.messages import (
     settle,
     settle_open,
 )
+from fast_batcher._core.methods import Method, cap_of, method_of
 from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
@@ -55,6 +56,7 @@ class Scheduler:
         is_grouped: Whether only requests of one `group` share a batch.
         measure_size: Returns the bytes of an input, for `max_queue_bytes`. None if every request
             has its `size`.
+        methods: Of a model that has several; every request must have a group of one of them.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Scheduler:
         packer: BatchPacker | None = None,
         is_grouped: bool = False,
         measure_size: Callable[[Any], int] | None = None,
+        methods: Sequence[Method] = (),
     ) -> None:
         self._policy = policy
         self._batches_per_worker = limits.batches_per_worker
@@ -72,7 +75,8 @@ class Scheduler:
         self._timeout = or_infinite(limits.timeout)
         self._packer = packer
         ranks = (packer, limits.max_latency, limits.max_queue_bytes)
-        is_ranked = is_grouped or ranks != (None, None, None)
+        self._methods = methods
+        is_ranked = is_grouped or bool(methods) or ranks != (None, None, None)
         self.queue: Queue = RankedQueue(packer) if is_ranked else RequestQueue()
         self.workers = WorkerTable(limits)
         self._retries = Retries(idempotent=limits.idempotent, isolate_errors=limits.isolate_errors)
@@ -174,6 +178,8 @@ class Scheduler:
         self._admission.reconfigure(limits)
         self._policy = policy or self._policy
         self._size_cap.limit(limits.max_batch_size)
+        for method in self._methods:
+            method.reconfigure(limits.max_batch_size)
 
     def rank_requests(self) -> None:
         """Use a `RankedQueue` from now on, for priorities, groups, costs and explicit deadlines.
@@ -232,7 +238,7 @@ class Scheduler:
             if batch.id == begun:
                 progress = BatchProgress.BEGUN
                 if out_of_memory and len(batch.requests) > 1:
-                    self._size_cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
+                    self._cap_of(batch).ran_out(len(batch.requests), is_retry=batch.is_retry)
             elif batch.id == taken:
                 progress = BatchProgress.TAKEN
             given_up = self._retries.after_loss(batch, progress)
@@ -279,7 +285,7 @@ class Scheduler:
             self._policy.batch_done(now, len(batch.requests), self._load())
         else:
             self._policy.batch_skipped()
-        self._size_cap.went_well(len(batch.requests))
+        self._cap_of(batch).went_well(len(batch.requests))
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
@@ -296,7 +302,7 @@ class Scheduler:
             The requests without a retry; the shell must settle them.
         """
         if out_of_memory:
-            self._size_cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
+            self._cap_of(batch).ran_out(len(batch.requests), is_retry=batch.is_retry)
         failed = self._retries.after_failure(now, batch, may_divide=not is_fatal)
         if not failed:
             self._next_expiry = min(self._next_expiry, batch.deadline)
@@ -373,7 +379,7 @@ class Scheduler:
         """Dispatch batches to workers; return the end of a hold, infinite without a hold."""
         # Retries go first, to idle workers. The size cap may have fallen below the group's size.
         while self._retries.groups and (slot := self.workers.least_loaded(1)) is not None:
-            group = self._retries.take(self._size_cap.size)
+            group = self._retries.take(self._size_cap)
             if group is None:
                 break
             self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
@@ -381,7 +387,7 @@ class Scheduler:
             slot = self.workers.least_loaded(self._batches_per_worker)
             if slot is None:
                 break
-            is_full = self.queue.is_full(self._size_cap.size)
+            is_full = self.queue.is_full(self._next_size())
             # A busy worker gets only full batches, and none while retries wait: these need an idle
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
@@ -400,7 +406,7 @@ class Scheduler:
         """Decide about a batch that is not full: its reason to leave, or the end of its hold."""
         if self._admission.is_draining:
             return Release.DRAIN
-        if self.queue.has_full_group(self._size_cap.size):
+        if self.queue.has_full_group(self._next_size()):
             return Release.IDLE  # so that a full batch of another group can follow
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
@@ -409,13 +415,23 @@ class Scheduler:
         return Release.DEADLINE if until <= now else min(decision, until)
 
     def _load(self) -> Load:
+        method = method_of(self.queue.next_group) if self._methods and self.queue.size else None
         return Load(
             self.queue.size,
             self.workers.running,
             len(self.workers.assignable),
-            self._size_cap.size,
-            self._times.by_size,
+            self._size_cap.size if method is None else method.size_cap.size,
+            self._times.by_size if method is None else method.service,
         )
+
+    def _next_size(self) -> int:
+        """Return the most requests of the next batch; only if requests wait."""
+        if not self._methods:
+            return self._size_cap.size
+        return cap_of(self.queue.next_group, self._size_cap).size
+
+    def _cap_of(self, batch: Batch) -> SizeCap:
+        return cap_of(batch.requests[0].group, self._size_cap)
 
     def _choose(
         self, now: float, slot: WorkerSlot, release: Release, actions: list[Action]

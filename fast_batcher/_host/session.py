@@ -11,6 +11,7 @@ import asyncio
 import logging
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
+from fast_batcher._core.methods import Method
 from fast_batcher._core.restarts import Restarts
 from fast_batcher._host.calls import HostCalls
 from fast_batcher._host.identity import HostKey, make_key
@@ -62,6 +64,11 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
         raise ConfigurationError(
             f"shared={settings.shared!r}: {model_spec.name} is defined in the program that is run, "
             "which the workers of another process cannot import; put it into a module of its own"
+        )
+    if model_spec.methods:
+        raise ConfigurationError(
+            f"shared={settings.shared!r}: {model_spec.name} has batchable methods, which a shared "
+            "batcher cannot call; give each method a model of its own, or omit shared"
         )
     found = sys.modules.get(module)
     payload = dumps((plain_settings(settings), model_spec.pickled))
@@ -110,6 +117,11 @@ class RemoteSession:
         self._hung_up: asyncio.Future[None] | None = None
 
     # What the batcher shows.
+
+    @property
+    def methods(self) -> Mapping[str, Method]:
+        """No methods: `find_key` refuses models that have several."""
+        return {}
 
     @property
     def load(self) -> tuple[int, int, int]:

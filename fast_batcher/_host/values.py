@@ -9,6 +9,7 @@ from fast_batcher._asyncio.answers import OutcomeReader
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._asyncio.local_session import ValueAccess
 from fast_batcher._core.messages import Batch, Failure, Request
+from fast_batcher._core.methods import Method
 from fast_batcher._host.protocol import MAX_RANGES, OpaqueError, Pickled
 from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService
@@ -156,6 +157,8 @@ class HostAccess(ValueAccess):
         """Make a sender of pickles."""
         return HostSender(settings, memory, events, name, OpaquePickler())
 
-    def make_evaluator(self, settings: Settings, name: str) -> CostEvaluator:
+    def make_evaluator(
+        self, settings: Settings, name: str, methods: Sequence[Method]
+    ) -> CostEvaluator:
         """Make an evaluator that calls nothing."""
         return _NoEvaluator(settings, name)

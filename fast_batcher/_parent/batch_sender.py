@@ -115,6 +115,9 @@ class BatchSender:
         link = self._links[batch.worker]
         if contexts:
             link.send(Kind.CONTEXTS, batch.id, dumps(contexts))
+        group = requests[0].group
+        if group is not None and group.method is not None:
+            link.send(Kind.METHOD, batch.id, group.method.name.encode())
         if requests[0].staged is not None and self._shared_inputs.send_staged(batch, link):
             return []
         values = [*map(_value_of, requests)]

@@ -47,6 +47,7 @@ class Kind(IntEnum):
     # The pickled list of pickled context managers of the observers that follow batches; the batch
     # with this id comes next.
     CONTEXTS = 9
+    METHOD = 10  # the name of the method that computes the batch with this id, which comes next
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up
     STARTUP_FAILED = 17  # one pickled SerializedError

@@ -4,13 +4,14 @@ Used for models with a `collation`; runs on the worker's main thread.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fast_batcher._arrays.batches import join_apart, split
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.rows import Row, describe_difference, make_row
 from fast_batcher.errors import CollationError, ConfigurationError, OutputMismatchError
+from fast_batcher.model import find_methods
 
 
 def collate(model: Any) -> Any:
@@ -28,6 +29,28 @@ def collate(model: Any) -> Any:
             "Collation.stack() or Collation.pad()"
         )
     return CollatedModel(model, collation)
+
+
+def collate_methods(model: Any) -> dict[str, Any]:
+    """Return the model for each of its methods by name, as `collate` does; "infer" is the first."""
+    methods = {
+        name: collate(OneMethod(getattr(model, name), options.collation))
+        for name, options in find_methods(model).items()
+    }
+    return {"infer": collate(model), **methods}
+
+
+class OneMethod:
+    """A model whose `infer` is a method of another model.
+
+    Args:
+        infer: The method.
+        collation: As for `InferenceModel`.
+    """
+
+    def __init__(self, infer: Callable[[Any], Any], collation: Collation | None) -> None:
+        self.infer = infer
+        self.collation = collation
 
 
 class CollatedModel:

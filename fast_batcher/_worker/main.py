@@ -25,7 +25,7 @@ from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.collated_model import collate
+from fast_batcher._worker.collated_model import collate_methods
 from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.model_loading import load_model
 from fast_batcher._worker.process_setup import end_with_parent, set_signals
@@ -100,8 +100,8 @@ def _load_and_serve(
     try:
         views = _check_slabs(slabs)
         model = load_model(first.body)
-        computing = collate(model)
-        times = warm_up(computing, max_batch_size)
+        models = collate_methods(model)
+        times = warm_up(models["infer"], max_batch_size)
         if freeze_gc:
             freeze_for_good()
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
@@ -111,7 +111,7 @@ def _load_and_serve(
         channel.send(Kind.READY, body=codec.dumps(times))
         if views is not None:
             views.report_forks(progress)
-        BatchLoop(channel, computing, progress, InputReader(views), encoder).run()
+        BatchLoop(channel, models, progress, InputReader(views), encoder).run()
     finally:
         _close_model(model)
     return 0

@@ -5,6 +5,7 @@ requests: the parent forms batches, and decides what follows from a failure.
 """
 
 import ctypes
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
 from typing import Any
@@ -117,7 +118,7 @@ def _unpickle_item(item: bytes) -> Any:
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _STOP, _PING, _INPUTS_FRAGMENT, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_FRAGMENT, Kind.FATAL
-_CONTEXTS = Kind.CONTEXTS
+_BEFORE_BATCH = frozenset({Kind.CONTEXTS, Kind.METHOD})
 _NO_CONTEXTS = nullcontext()
 
 # Texts of CUDA errors after which the process cannot use its device any more.
@@ -134,7 +135,7 @@ class BatchLoop:
 
     Args:
         channel: Channel to the parent.
-        model: The model, as `collate` returned it.
+        models: The model as `collate_methods` returned it, by the name of the method.
         progress: Shared memory from which the parent reads the current batches after this process
             has died.
         inputs: Reads the inputs of batches.
@@ -144,13 +145,13 @@ class BatchLoop:
     def __init__(
         self,
         channel: BlockingChannel,
-        model: Any,
+        models: Mapping[str, Any],
         progress: WorkerProgress,
         inputs: InputReader,
         encoder: ReplyEncoder,
     ) -> None:
         self._channel = channel
-        self._model = model
+        self._models = models
         self._progress = progress
         self._inputs = inputs
         self._encoder = encoder
@@ -158,6 +159,8 @@ class BatchLoop:
         # The contexts that came last, by the id of their batch, which may not come: it is withdrawn
         # if its inputs turn out not to be sendable.
         self._given: dict[int, AbstractContextManager[None]] = {}
+        # The method of the next batch by its id, of a model that has several.
+        self._method: dict[int, str] = {}
 
     def run(self) -> None:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error."""
@@ -174,11 +177,18 @@ class BatchLoop:
                 self._encoder.give_back_unused()
             elif frame.kind is _INPUTS_FRAGMENT:
                 self._inputs.keep_fragment(frame)
-            elif frame.kind is _CONTEXTS:
-                contexts = self._contexts.give_pickled(codec.loads(frame.body))
-                self._given = {frame.batch_id: contexts}
+            elif frame.kind in _BEFORE_BATCH:
+                self._prepare(frame)
             elif self._answer(frame) is _FATAL:
                 return
+
+    def _prepare(self, frame: Frame) -> None:
+        """Note what precedes a batch."""
+        if frame.kind is Kind.METHOD:
+            self._method = {frame.batch_id: bytes(frame.body).decode()}
+        else:
+            contexts = self._contexts.give_pickled(codec.loads(frame.body))
+            self._given = {frame.batch_id: contexts}
 
     def _answer(self, frame: Frame) -> Kind:
         """Compute a batch and send its outputs; return the kind of the last frame."""
@@ -220,7 +230,8 @@ class BatchLoop:
         started = monotonic()
         try:
             with self._given.pop(batch_id, _NO_CONTEXTS):
-                outputs = self._model.infer(inputs) if inputs else []
+                model = self._models[self._method.pop(batch_id, "infer")]
+                outputs = model.infer(inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             seconds = monotonic() - started
             kind, failure = _judge(error)

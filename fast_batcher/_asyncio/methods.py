@@ -1,0 +1,100 @@
+"""Calls of the `batchable` methods of a model. API process, on the event loop's thread."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol
+
+from fast_batcher._asyncio.session import Session
+from fast_batcher._core.messages import Request
+from fast_batcher.errors import ConfigurationError
+from fast_batcher.model import InputT, OutputT
+
+
+class Batcher(Protocol):
+    """Interface of a batcher for its methods."""
+
+    def accept_call(
+        self, value: Any, timeout: float | None, priority: int, method: str
+    ) -> tuple[Session, Request]:
+        """Give a request to the session."""
+
+    async def call_many(
+        self, values: Iterable[Any], timeout: float | None, priority: int, method: str
+    ) -> list[Any]:
+        """Wait for the outputs of many inputs."""
+
+
+class BatchMethod(Generic[InputT, OutputT]):
+    """A method of a model that is marked with `batchable`, for callers.
+
+    Args:
+        batcher: The batcher of the model.
+        name: The method's name.
+    """
+
+    def __init__(self, batcher: Batcher, name: str) -> None:
+        self._batcher = batcher
+        self._name = name
+
+    async def process_batched(
+        self, value: InputT, *, timeout: float | None = None, priority: int = 0
+    ) -> OutputT:
+        """Wait for the method's output for one input, as `DynBatcher.process_batched` does."""
+        session, request = self._batcher.accept_call(value, timeout, priority, self._name)
+        try:
+            output: OutputT = await request.caller
+        except BaseException:
+            if not request.is_settled:
+                session.abandon(request)
+            raise
+        else:
+            return output
+        finally:
+            # An error holds this frame, which must not hold the error.
+            del request
+
+    async def process_many(
+        self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0
+    ) -> list[OutputT]:
+        """Wait for the outputs of many inputs, in their order; see `DynBatcher.process_many`."""
+        return await self._batcher.call_many(values, timeout, priority, self._name)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name} of {self._batcher!r}>"
+
+
+class BatchMethods:
+    """The `batchable` methods of a model as attributes.
+
+    Args:
+        batcher: The batcher of the model.
+        names: Names of the methods.
+    """
+
+    def __init__(self, batcher: Batcher, names: Sequence[str]) -> None:
+        self._methods = {name: BatchMethod[Any, Any](batcher, name) for name in names}
+
+    def __getattr__(self, name: str) -> BatchMethod[Any, Any]:
+        method = self._methods.get(name)
+        if method is None:
+            known = ", ".join(self._methods) or "none; mark methods of the class with batchable()"
+            raise AttributeError(f"no batchable method {name!r}; the model has {known}")
+        return method
+
+    def __dir__(self) -> list[str]:
+        return sorted(self._methods)
+
+    def find(
+        self, function: Callable[[Any, list[InputT]], Sequence[OutputT | Exception]]
+    ) -> BatchMethod[InputT, OutputT]:
+        """Return the method of the model's class, with its types: `find(Embedder.embed_text)`.
+
+        Raises:
+            ConfigurationError: It is no batchable method of the model.
+        """
+        name = getattr(function, "__name__", "")
+        if name not in self._methods:
+            raise ConfigurationError(
+                f"function={function!r:.100}: give a batchable method of the model's class, one of "
+                f"{', '.join(self._methods) or 'none'}"
+            )
+        return self._methods[name]

@@ -1,0 +1,142 @@
+"""Several methods of one model: `batchable` and `batcher.methods`."""
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from models.methods import Both, OnlyMethods
+from sessions import pids_of
+from waits import ONE_LOOP, assert_balance
+
+from fast_batcher import (
+    Collation,
+    ConfigurationError,
+    DynBatcher,
+    InferenceModel,
+    batchable,
+)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: the core and the worker decide."""
+    return ONE_LOOP
+
+
+async def test_each_method_has_its_batches_and_its_size() -> None:
+    async with DynBatcher(Both, 4, model_args=(0.01,)) as batcher:
+        calls = {
+            "infer": batcher.process_batched,
+            "text": batcher.methods.text.process_batched,
+            "image": batcher.methods.image.process_batched,
+        }
+        names = [name for _ in range(20) for name in calls]
+        answers = await asyncio.gather(*(calls[name](at) for at, name in enumerate(names)))
+        assert [(name, at) for name, _, at in answers] == [
+            (name, at) for at, name in enumerate(names)
+        ]
+        largest = {name: max(n for method, n, _ in answers if method == name) for name in calls}
+        assert largest == {"infer": 4, "text": 2, "image": 4}
+        assert_balance(batcher)
+        batcher.reconfigure(max_batch_size=6)
+        answers = await batcher.methods.image.process_many(range(30))
+        assert max(size for _, size, _ in answers) == 6
+        answers = await batcher.methods.find(Both.text).process_many(range(10))
+        assert [one[2] for one in answers] == [*range(10)]
+        assert max(size for _, size, _ in answers) == 2
+
+
+async def test_a_method_that_is_called_rarely_does_not_starve() -> None:
+    async with DynBatcher(Both, 2, model_args=(0.002,)) as batcher:
+        counts: Counter[str] = Counter()
+
+        async def flood() -> None:
+            while not counts["text"]:
+                await batcher.methods.image.process_batched(1)
+                counts["image"] += 1
+
+        async def ask() -> None:
+            await batcher.methods.text.process_batched(1)
+            counts["text"] += 1
+
+        floods = [asyncio.create_task(flood()) for _ in range(20)]
+        while counts["image"] < 20:
+            await asyncio.sleep(0)
+        before = counts["image"]
+        await ask()
+        # The twenty that were before it, in batches of two, and those that came meanwhile.
+        assert counts["image"] - before <= 2 * 20
+        await asyncio.gather(*floods)
+
+
+async def test_groups_errors_and_cancellation_are_those_of_an_ordinary_batch() -> None:
+    async with DynBatcher(Both, 8, group_by=lambda value: str(value)[0]) as batcher:
+        image = batcher.methods.image.process_batched
+        answers = await asyncio.gather(
+            *(image(one) for one in (11, 21, 12, 22, "bad")), return_exceptions=True
+        )
+        wrong = answers.pop()
+        assert [size for _, size, _ in answers] == [2, 2, 2, 2]  # type: ignore[misc]
+        assert isinstance(wrong, ValueError)
+        task = asyncio.create_task(image(1))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        stats = assert_balance(batcher)
+        assert (stats.cancelled, stats.failed) == (1, 1)
+
+
+async def test_a_model_without_infer_names_its_methods() -> None:
+    async with DynBatcher(OnlyMethods, 8) as batcher:
+        with pytest.raises(ConfigurationError, match=r"no infer; call .* methods\.double"):
+            await batcher.process_batched(1)
+        doubled = await batcher.methods.double.process_batched(np.arange(3))
+        assert doubled.tolist() == [0, 2, 4]
+        assert await batcher.methods.name.process_batched("x") == "str"
+        with pytest.raises(AttributeError, match=r"no batchable method 'embed'; .* double, name"):
+            batcher.methods.embed  # noqa: B018
+        with pytest.raises(ConfigurationError, match="one of double, name"):
+            batcher.methods.find(Both.text)
+        assert dir(batcher.methods) == ["double", "name"]
+
+
+async def test_a_worker_that_dies_is_replaced_and_the_method_is_tried_again() -> None:
+    async with DynBatcher(Both, 4, model_args=(0.3,)) as batcher:
+        task = asyncio.create_task(batcher.methods.text.process_batched(7))
+        while not batcher.stats.running:
+            await asyncio.sleep(0)
+        os.kill(pids_of(batcher)[0], signal.SIGKILL)
+        assert await task == ("text", 1, 7)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "8", 2**21])
+def test_a_wrong_size_is_refused(size: Any) -> None:
+    with pytest.raises(ConfigurationError, match="max_batch_size="):
+        batchable(max_batch_size=size)
+
+
+def test_a_wrong_collation_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="collation=5"):
+        batchable(collation=5)  # type: ignore[arg-type]
+    assert batchable(collation=Collation.stack()) is not None
+
+
+def test_a_class_without_infer_and_methods_is_abstract() -> None:
+    class Nothing(InferenceModel[int, int]):
+        """Has neither."""
+
+    with pytest.raises(ConfigurationError, match="does not implement infer"):
+        DynBatcher(Nothing)
+
+
+async def test_a_shared_batcher_refuses_methods() -> None:
+    batcher = DynBatcher(Both, shared=True, auto_open=False)
+    with pytest.raises(ConfigurationError, match="batchable methods"):
+        await batcher.open()

@@ -1,0 +1,42 @@
+"""Models with several methods."""
+
+import time
+from typing import Any
+
+from fast_batcher import Collation, InferenceModel, batchable
+
+
+class Both(InferenceModel[Any, tuple[str, int, Any]]):
+    """Answers with the method, the size of the batch, and the input."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+
+    def infer(self, inputs: list[Any]) -> list[tuple[str, int, Any]]:
+        return self._answer("infer", inputs)
+
+    @batchable(max_batch_size=2)
+    def text(self, inputs: list[Any]) -> list[tuple[str, int, Any]]:
+        return self._answer("text", inputs)
+
+    @batchable()
+    def image(self, inputs: list[Any]) -> list[tuple[str, int, Any]]:
+        if "bad" in inputs:
+            raise ValueError("a bad image")
+        return self._answer("image", inputs)
+
+    def _answer(self, method: str, inputs: list[Any]) -> list[tuple[str, int, Any]]:
+        time.sleep(self._seconds)
+        return [(method, len(inputs), value) for value in inputs]
+
+
+class OnlyMethods(InferenceModel[Any, Any]):
+    """Has no `infer`; one method takes arrays."""
+
+    @batchable(collation=Collation.stack())
+    def double(self, batch: Any) -> Any:
+        return 2 * batch
+
+    @batchable()
+    def name(self, inputs: list[Any]) -> list[str]:
+        return [type(one).__name__ for one in inputs]
