@@ -174,7 +174,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # The methods of the model that are marked with `batchable`, as attributes:
         # `batcher.methods.embed_text.process_batched(text)`; `methods.find(Model.embed_text)` has
         # the types of the method.
-        self.methods = BatchMethods(self, names)
+        self.methods = BatchMethods(self._accept_call, self._call_many, names)
         self._owners = Owners()
         if auto_open:
             with suppress(RuntimeError):  # no event loop runs here
@@ -228,7 +228,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         input may be read for some milliseconds after the cancellation: until then a `bytearray`
         cannot be resized, and an array must not be resized with `refcheck=False`.
         """
-        session, request = self.accept_call(value, timeout, priority)
+        session, request = self._accept_call(value, timeout, priority)
         try:
             output: OutputT = await request.caller
             return output  # noqa: TRY300  the path of every call
@@ -240,7 +240,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             # An error holds this frame, which must not hold the error.
             del request
 
-    def accept_call(
+    def _accept_call(
         self, value: Any, timeout: float | None, priority: int, method: str | None = None
     ) -> tuple[Session, Request]:
         """Give a request to the session, opening a new batcher; for `BatchMethod`.
@@ -296,9 +296,9 @@ class DynBatcher(Generic[InputT, OutputT]):
                 f"process_many: values is of type {type(values).__name__}: give a list of inputs; "
                 "process_batched takes one input"
             )
-        return await self.call_many(values, timeout, priority)
+        return await self._call_many(values, timeout, priority)
 
-    async def call_many(
+    async def _call_many(
         self,
         values: Iterable[Any],
         timeout: float | None,

@@ -30,11 +30,11 @@ from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.batch_times import Method
 from fast_batcher._core.explanation import Setup, explain
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Request
-from fast_batcher._core.methods import Method
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService
@@ -112,10 +112,8 @@ class LocalSession:
         self._seen_ready: set[int] = set()
 
         reports = self._reports = Reports(name, settings)
-        methods = [
-            Method(method, most, settings.max_batch_size) for method, most in model_spec.methods
-        ]
-        self.methods: Mapping[str, Method] = {method.name: method for method in methods}
+        methods = [Method(*one, settings.max_batch_size) for one in model_spec.methods]
+        self.methods: Mapping[str, Method] = {one.name: one for one in methods}
         self.scheduler = _make_scheduler(settings, methods)
         self.memory = access.open_memory(self.binding.loop, settings, name)
         self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, name)

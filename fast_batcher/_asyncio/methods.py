@@ -9,37 +9,43 @@ from fast_batcher.errors import ConfigurationError
 from fast_batcher.model import InputT, OutputT
 
 
-class Batcher(Protocol):
-    """Interface of a batcher for its methods."""
+class AcceptCall(Protocol):
+    """Gives a request to the session; its `caller` is the future of its outcome."""
 
-    def accept_call(
-        self, value: Any, timeout: float | None, priority: int, method: str
+    def __call__(
+        self, value: Any, timeout: float | None, priority: int, method: str, /
     ) -> tuple[Session, Request]:
-        """Give a request to the session."""
+        """Give it."""
 
-    async def call_many(
-        self, values: Iterable[Any], timeout: float | None, priority: int, method: str
+
+class CallMany(Protocol):
+    """Waits for the outputs of many inputs."""
+
+    async def __call__(
+        self, values: Iterable[Any], timeout: float | None, priority: int, method: str, /
     ) -> list[Any]:
-        """Wait for the outputs of many inputs."""
+        """Wait."""
 
 
 class BatchMethod(Generic[InputT, OutputT]):
     """A method of a model that is marked with `batchable`, for callers.
 
     Args:
-        batcher: The batcher of the model.
+        accept: Gives a request to the batcher.
+        call_many: Waits for many outputs.
         name: The method's name.
     """
 
-    def __init__(self, batcher: Batcher, name: str) -> None:
-        self._batcher = batcher
+    def __init__(self, accept: AcceptCall, call_many: CallMany, name: str) -> None:
+        self._accept = accept
+        self._call_many = call_many
         self._name = name
 
     async def process_batched(
         self, value: InputT, *, timeout: float | None = None, priority: int = 0
     ) -> OutputT:
         """Wait for the method's output for one input, as `DynBatcher.process_batched` does."""
-        session, request = self._batcher.accept_call(value, timeout, priority, self._name)
+        session, request = self._accept(value, timeout, priority, self._name)
         try:
             output: OutputT = await request.caller
         except BaseException:
@@ -56,22 +62,23 @@ class BatchMethod(Generic[InputT, OutputT]):
         self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0
     ) -> list[OutputT]:
         """Wait for the outputs of many inputs, in their order; see `DynBatcher.process_many`."""
-        return await self._batcher.call_many(values, timeout, priority, self._name)
+        return await self._call_many(values, timeout, priority, self._name)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._name} of {self._batcher!r}>"
+        return f"<{type(self).__name__} {self._name!r}>"
 
 
 class BatchMethods:
     """The `batchable` methods of a model as attributes.
 
     Args:
-        batcher: The batcher of the model.
+        accept: Gives a request to the batcher.
+        call_many: Waits for many outputs.
         names: Names of the methods.
     """
 
-    def __init__(self, batcher: Batcher, names: Sequence[str]) -> None:
-        self._methods = {name: BatchMethod[Any, Any](batcher, name) for name in names}
+    def __init__(self, accept: AcceptCall, call_many: CallMany, names: Sequence[str]) -> None:
+        self._methods = {name: BatchMethod[Any, Any](accept, call_many, name) for name in names}
 
     def __getattr__(self, name: str) -> BatchMethod[Any, Any]:
         method = self._methods.get(name)

@@ -1,4 +1,7 @@
-"""Prediction of the seconds until a new request is answered. Pure; part of the scheduler.
+"""Sizes and times of batches, and the predictions made from them. Pure; part of the scheduler.
+
+A model may have several methods, each with a batch size and learned times of its own: requests of
+different methods never share a batch, because each request is in a group of its method.
 
 All predictions read the 95 % quantile of the measured times, unless they say otherwise.
 """
@@ -8,7 +11,7 @@ from math import ceil, inf
 from typing import Final, NamedTuple
 
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.messages import Batch, Group, Request
 from fast_batcher._core.ranked_queue import WorkAhead
 from fast_batcher._core.service_model import ServiceModel
 from fast_batcher._core.workers import WorkerSlot
@@ -94,6 +97,46 @@ class SizeCap:
         self.size = min(self._most, self.size + max(1, self.size // STEP_SHARE))
 
 
+class Method:
+    """A method of a model that has several.
+
+    Args:
+        name: Its name; "infer" for the unnamed one.
+        max_batch_size: Most requests in a batch, None for the batcher's.
+        default_size: The batcher's `max_batch_size`.
+    """
+
+    def __init__(self, name: str, max_batch_size: int | None, default_size: int) -> None:
+        self.name = name
+        self._max_batch_size = max_batch_size
+        self.size_cap = SizeCap(max_batch_size or default_size)
+        self.service = ServiceModel()
+        # The group of its requests, where there is no `group_by`.
+        self.group = Group(None, self)
+
+    def reconfigure(self, default_size: int) -> None:
+        """Use another `max_batch_size` of the batcher, unless the method has its own."""
+        if self._max_batch_size is None:
+            self.size_cap.limit(default_size)
+
+
+def method_of(group: Group | None) -> Method | None:
+    """Return the method of a group; None if the model has only one."""
+    return None if group is None else group.method
+
+
+def cap_of(group: Group | None, default: SizeCap) -> SizeCap:
+    """Return the limit of the batches of a group."""
+    method = method_of(group)
+    return default if method is None else method.size_cap
+
+
+def shrink(batch: Batch, default: SizeCap) -> None:
+    """Make batches smaller, because the model ran out of memory with this one."""
+    cap = cap_of(batch.requests[0].group, default)
+    cap.ran_out(len(batch.requests), is_retry=batch.is_retry)
+
+
 # A prediction is the estimate of the service model times this factor. Under overload every accepted
 # request is close to its target: the model is off by one or two percent, because of the way it
 # learns, and the event loop takes time before the scheduler sees an arrival and after its answer.
@@ -151,18 +194,17 @@ class BatchTimes:
 
     def seconds_of(self, requests: list[Request]) -> float:
         """Predict the seconds of a batch of these requests; only if `is_known`."""
-        method = requests[0].group.method if requests[0].group is not None else None
+        method = method_of(requests[0].group)
         if method is not None and self._packer is None and method.service.is_known:
-            seconds: float = method.service.high(len(requests))
-            return seconds
+            return method.service.high(len(requests))
         return self.by_charge.high(self.charge(requests))
 
     def observe(self, batch: Batch, seconds: float) -> None:
         """Learn from an answered batch."""
         self.by_size.observe(len(batch.requests), seconds)
-        group = batch.requests[0].group
-        if group is not None and group.method is not None:
-            group.method.service.observe(len(batch.requests), seconds)
+        method = method_of(batch.requests[0].group)
+        if method is not None:
+            method.service.observe(len(batch.requests), seconds)
         if self._packer is not None:
             self.by_charge.observe(self._packer.charge(batch.requests), seconds)
 

@@ -9,9 +9,8 @@ from bisect import bisect_left
 from itertools import accumulate
 from math import inf
 
-from fast_batcher._core.batch_times import BatchTimes, SizeCap
+from fast_batcher._core.batch_times import BatchTimes, SizeCap, cap_of
 from fast_batcher._core.messages import Request, target_of
-from fast_batcher._core.methods import cap_of
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.workers import WorkerSlot
 

@@ -119,8 +119,8 @@ class RankedQueue:
 
     @property
     def next_group(self) -> Group | None:
-        """Group of the next batch; only if there are requests."""
-        return self._first().group
+        """Group of the next batch, None also without requests."""
+        return self._first().group if self.size else None
 
     def is_full(self, count: int) -> bool:
         """Whether the next batch would have `count` requests, or cost the most that it may."""

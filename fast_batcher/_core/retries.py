@@ -16,7 +16,7 @@ from itertools import chain
 from math import inf
 from typing import Final
 
-from fast_batcher._core.batch_times import SizeCap
+from fast_batcher._core.batch_times import SizeCap, cap_of
 from fast_batcher._core.messages import (
     Batch,
     BatchProgress,
@@ -25,7 +25,6 @@ from fast_batcher._core.messages import (
     RetryGroup,
     settle_open,
 )
-from fast_batcher._core.methods import cap_of
 
 # A request fails after this many workers died while computing it: it is tried again once.
 MOST_DEATHS: Final = 2

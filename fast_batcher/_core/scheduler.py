@@ -17,7 +17,7 @@ from typing import Any
 
 from fast_batcher._core.admission import Admission
 from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import BatchTimes, SizeCap
+from fast_batcher._core.batch_times import BatchTimes, Method, SizeCap, cap_of, method_of, shrink
 from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.limits import Limits, or_infinite
 from fast_batcher._core.messages import (
@@ -35,7 +35,6 @@ from fast_batcher._core.messages import (
     settle,
     settle_open,
 )
-from fast_batcher._core.methods import Method, cap_of, method_of
 from fast_batcher._core.policy import Load, Policy
 from fast_batcher._core.ranked_queue import Queue, RankedQueue
 from fast_batcher._core.request_queue import RequestQueue
@@ -238,7 +237,7 @@ class Scheduler:
             if batch.id == begun:
                 progress = BatchProgress.BEGUN
                 if out_of_memory and len(batch.requests) > 1:
-                    self._cap_of(batch).ran_out(len(batch.requests), is_retry=batch.is_retry)
+                    shrink(batch, self._size_cap)
             elif batch.id == taken:
                 progress = BatchProgress.TAKEN
             given_up = self._retries.after_loss(batch, progress)
@@ -285,7 +284,7 @@ class Scheduler:
             self._policy.batch_done(now, len(batch.requests), self._load())
         else:
             self._policy.batch_skipped()
-        self._cap_of(batch).went_well(len(batch.requests))
+        cap_of(batch.requests[0].group, self._size_cap).went_well(len(batch.requests))
 
     def batch_raised(
         self, now: float, batch: Batch, *, out_of_memory: bool, is_fatal: bool
@@ -302,7 +301,7 @@ class Scheduler:
             The requests without a retry; the shell must settle them.
         """
         if out_of_memory:
-            self._cap_of(batch).ran_out(len(batch.requests), is_retry=batch.is_retry)
+            shrink(batch, self._size_cap)
         failed = self._retries.after_failure(now, batch, may_divide=not is_fatal)
         if not failed:
             self._next_expiry = min(self._next_expiry, batch.deadline)
@@ -387,7 +386,7 @@ class Scheduler:
             slot = self.workers.least_loaded(self._batches_per_worker)
             if slot is None:
                 break
-            is_full = self.queue.is_full(self._next_size())
+            is_full = self.queue.is_full(cap_of(self.queue.next_group, self._size_cap).size)
             # A busy worker gets only full batches, and none while retries wait: these need an idle
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
@@ -406,7 +405,7 @@ class Scheduler:
         """Decide about a batch that is not full: its reason to leave, or the end of its hold."""
         if self._admission.is_draining:
             return Release.DRAIN
-        if self.queue.has_full_group(self._next_size()):
+        if self.queue.has_full_group(self._size_cap.size):
             return Release.IDLE  # so that a full batch of another group can follow
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
@@ -415,23 +414,11 @@ class Scheduler:
         return Release.DEADLINE if until <= now else min(decision, until)
 
     def _load(self) -> Load:
-        method = method_of(self.queue.next_group) if self._methods and self.queue.size else None
-        return Load(
-            self.queue.size,
-            self.workers.running,
-            len(self.workers.assignable),
-            self._size_cap.size if method is None else method.size_cap.size,
-            self._times.by_size if method is None else method.service,
-        )
-
-    def _next_size(self) -> int:
-        """Return the most requests of the next batch; only if requests wait."""
-        if not self._methods:
-            return self._size_cap.size
-        return cap_of(self.queue.next_group, self._size_cap).size
-
-    def _cap_of(self, batch: Batch) -> SizeCap:
-        return cap_of(batch.requests[0].group, self._size_cap)
+        method = method_of(self.queue.next_group)
+        service = self._times.by_size if method is None else method.service
+        size = cap_of(self.queue.next_group, self._size_cap).size
+        ready = len(self.workers.assignable)
+        return Load(self.queue.size, self.workers.running, ready, size, service)
 
     def _choose(
         self, now: float, slot: WorkerSlot, release: Release, actions: list[Action]

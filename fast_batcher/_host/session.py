@@ -11,9 +11,8 @@ import asyncio
 import logging
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._asyncio.ledger import Ledger
@@ -21,7 +20,6 @@ from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
-from fast_batcher._core.methods import Method
 from fast_batcher._core.restarts import Restarts
 from fast_batcher._host.calls import HostCalls
 from fast_batcher._host.identity import HostKey, make_key
@@ -38,6 +36,9 @@ from fast_batcher.errors import (
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Reconfiguration, Settings
 from fast_batcher.stats import BatcherStats, Explanation
+
+if TYPE_CHECKING:
+    from fast_batcher._core.batch_times import Method
 
 logger = logging.getLogger("fast_batcher")
 
@@ -94,6 +95,8 @@ class RemoteSession:
         self._ledger = ledger
         name = self._name = status.name
         self._key = find_key(model_spec, settings, name)
+        # None: `find_key` refuses models that have several.
+        self.methods: dict[str, Method] = {}
         self.binding = LoopBinding(name)
         self._link = HostLink(
             self._key,
@@ -117,11 +120,6 @@ class RemoteSession:
         self._hung_up: asyncio.Future[None] | None = None
 
     # What the batcher shows.
-
-    @property
-    def methods(self) -> Mapping[str, Method]:
-        """No methods: `find_key` refuses models that have several."""
-        return {}
 
     @property
     def load(self) -> tuple[int, int, int]:

@@ -35,7 +35,8 @@ NAMES = [
     *("DynamicBatchIndexError", "InferenceError", "InferenceModel", "NotReadyError"),
     *("OutputMismatchError", "PoisonRequestError", "QueueFullError"),
     *("RequestTooLargeError", "TransportError", "UnsendableValueError", "WorkerError"),
-    *("WorkerLostError", "WorkerStartupError", "aio", "dynamically", "inference"),
+    *("WorkerLostError", "WorkerStartupError", "aio", "batchable"),
+    *("dynamically", "inference"),
     *("stack",),
 ]
 
@@ -204,6 +205,7 @@ def test_a_batcher_shows_its_users_these_names_and_no_others() -> None:
             "explain",
             "is_ready",
             "lifespan",
+            "methods",
             "name",
         ),
         *("open", "process_batched", "process_many", "process_rows", "reconfigure", "reload"),
