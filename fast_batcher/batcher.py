@@ -58,6 +58,7 @@ from fast_batcher.settings import (
     check_observers,
     checked_priority,
     checked_timeout,
+    refuse_followers,
     reject_unknown_options,
     warn_about_workers,
 )
@@ -673,9 +674,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Call an observer from now on, as if it had been given at construction.
 
         Raises:
-            ConfigurationError: It is no `fast_batcher.observing.Observer`.
+            ConfigurationError: It is no `fast_batcher.observing.Observer`; or it has
+                `needs_context`, and the batcher is `shared`.
         """
         check_observers("observer", [observer])
+        refuse_followers([observer], self._settings.shared)
         self._ledger.observers.add(observer)
 
     @property

@@ -229,6 +229,21 @@ def check_observers(name: str, value: Any) -> None:
         )
 
 
+def refuse_followers(observers: Sequence[Observer], shared: bool | str) -> None:
+    """Raise if an observer needs the contexts of callers, which a host process does not have.
+
+    Raises:
+        ConfigurationError: One does.
+    """
+    for observer in observers if shared else ():
+        if observer.needs_context:
+            raise ConfigurationError(
+                f"observers: {type(observer).__qualname__} needs the context of each caller "
+                f"(needs_context), which the host process of shared={shared!r} does not have; "
+                "remove the observer, or give shared=False"
+            )
+
+
 def _check_shared(name: str, value: object) -> None:
     is_name = isinstance(value, str) and value.strip() and value.isprintable()
     if not isinstance(value, bool) and not is_name:
@@ -311,6 +326,7 @@ class Settings:
             value = getattr(self, field.name)
             if value is not None or NoneType not in get_args(kind):
                 check(field.name, value)
+        refuse_followers(self.observers, self.shared)
         if self.policy == "fixed" and self.max_delay is None:
             raise ConfigurationError(
                 "max_delay=None: policy='fixed' waits for a full batch or max_delay seconds, so "

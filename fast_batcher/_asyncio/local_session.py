@@ -183,6 +183,7 @@ class LocalSession:
             RuntimeError: The calling thread is not that of the event loop.
         """
         self.binding.require_own_thread("reconfigure()")
+        self.pump.take_arrivals(monotonic())  # which came before the change
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
         self.settings = settings

@@ -19,8 +19,9 @@ from fast_batcher._core.messages import Failure, Phase, Request, settle
 from fast_batcher._core.open_calls import OpenCalls
 from fast_batcher._host.inputs import HostInputs
 from fast_batcher._host.link import HostLink
-from fast_batcher._host.protocol import FRAME_SIZE, pack_options, unpack_failure
-from fast_batcher._transport.codec import dump_atoms, dumps, loads
+from fast_batcher._host.protocol import unpack_failure
+from fast_batcher._host.sending import CallSender, keep_deadline, pack_group
+from fast_batcher._transport.codec import dumps, loads, measure_size
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
     BatcherError,
@@ -61,15 +62,14 @@ class HostCalls:
         self._ledger = ledger
         self._loop = loop
         self.inputs = HostInputs(settings, loop, name)
+        self._sender = CallSender(link, self.inputs, settings.queue_limit)
         self._open = OpenCalls(settings.timeout, idempotent=settings.idempotent)
         self._evaluator = CostEvaluator(settings, name)
         self._reader = OutcomeReader()
-        # Requests to be sent, and ids of sent requests whose callers have gone.
-        self._arrivals: list[Request] = []
+        # Requests to be sent, by id, and ids of sent requests whose callers have gone.
+        self._arrivals: dict[int, Request] = {}
         self._abandoned: list[int] = []
         self._is_scheduled = False
-        # Requests for which the host's queue has room, as far as is known.
-        self.room = settings.queue_limit
         # Whether the host sends events for the observers.
         self.is_observed = False
         # One timer for the earliest request that the host should have ended.
@@ -84,7 +84,7 @@ class HostCalls:
     def accept(self, request: Request) -> None:
         """Add a request to those of this turn; called in the caller's context."""
         if self._evaluator.is_needed:
-            error = self._evaluator.find_fault(request)
+            error = self._evaluator.find_fault(request) or pack_group(request)
             if error is not None:
                 self._ledger.reject(request, error, "invalid input")
                 return
@@ -92,22 +92,32 @@ class HostCalls:
             text = f"{len(self._open)} requests wait for the host process already"
             self._ledger.reject(request, QueueFullError(text), "queue full")
             return
+        if self._settings.max_queue_bytes is not None:
+            request.size = measure_size(request.value)
         self._open.add(monotonic(), request)
         copying = self.inputs.stage(request)
         if copying is None:
-            self._arrivals.append(request)
+            self._arrivals[request.id] = request
         else:
             copying.when_copied = functools.partial(self._send_later, request)
         self.run_soon()
 
     def _send_later(self, request: Request) -> None:
         """Send a request whose large input has been copied."""
-        self._arrivals.append(request)
-        self.run_soon()
+        if not request.is_settled:
+            keep_deadline(request, self._settings.max_latency)
+            self._arrivals[request.id] = request
+            self.run_soon()
 
     def has_room(self, request: Request) -> bool:
         """Return whether the host's queue has room, as far as is known."""
-        return self.room > len(self._arrivals)
+        most = self._settings.max_queue_bytes
+        if most is not None:
+            request.size = measure_size(request.value)
+            waiting = sum([one.size for one in self._open])
+            if waiting and waiting + request.size > most:
+                return False
+        return self._sender.room > len(self._arrivals)
 
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone; must not await."""
@@ -115,6 +125,9 @@ class HostCalls:
             if request.phase is _SENT:
                 self._abandoned.append(request.id)
                 self.run_soon()
+            else:
+                self._ledger.counters.submitted += 1
+                self._ledger.cancel(request, "waiting")
             self._remove(request)
 
     def run_soon(self) -> None:
@@ -127,49 +140,25 @@ class HostCalls:
         """Send what this turn of the loop has brought, and set the timer."""
         self._is_scheduled = False
         self.inputs.end_turn()
+        self.flush()
+        self._wake_at(self._open.next_expiry)
+
+    def flush(self) -> None:
+        """Send what there is, if there is a host."""
         if self._link.is_connected:
             if self._ledger.observers.active and not self.is_observed:
                 self.is_observed = True
                 self._link.send(Kind.OBSERVE)
             if self._arrivals:
-                arrivals, self._arrivals = self._arrivals, []
-                self._send([one for one in arrivals if not one.is_settled])
+                arrivals = [*self._arrivals.values()]
+                self._arrivals.clear()
+                for request, error in self._sender.send(arrivals):
+                    if settle(request):
+                        self._fail(request, error, "not sendable")
+                    self._remove(request)
             if self._abandoned:
                 abandoned, self._abandoned = self._abandoned, []
                 self._link.send(Kind.ABANDON, dumps(abandoned))
-        self._wake_at(self._open.next_expiry)
-
-    def _send(self, requests: list[Request]) -> None:
-        """Send requests: in one frame if their inputs are small."""
-        self.room -= len(requests)
-        ids = [request.id for request in requests]
-        body = dump_atoms([request.value for request in requests], FRAME_SIZE)
-        if body is not None:
-            for request in requests:
-                request.phase = _SENT
-            self._link.send(Kind.CALLS, dumps((ids, body, pack_options(requests))))
-            return
-        packed: list[Any] = []
-        sent: list[Request] = []
-        size = 0
-        for request in requests:
-            item = self.inputs.pack(request)
-            if isinstance(item, BatcherError):
-                self._fail(request, item)
-                continue
-            request.phase = _SENT
-            sent.append(request)
-            packed.append(item)
-            size += len(item) if isinstance(item, bytes) else 0
-            if size >= FRAME_SIZE:
-                self._send_items(sent, packed)
-                sent, packed, size = [], [], 0
-        if sent:
-            self._send_items(sent, packed)
-
-    def _send_items(self, requests: list[Request], packed: list[Any]) -> None:
-        ids = [request.id for request in requests]
-        self._link.send(Kind.ITEM_CALLS, dumps((ids, packed, pack_options(requests))))
 
     def _resend(self, request_id: int) -> None:
         """Send the input of a request once more: the worker that had it in its memory is dead."""
@@ -177,7 +166,9 @@ class HostCalls:
         item = None if request is None else self.inputs.pickle(request.value)
         if isinstance(item, BatcherError):
             assert request is not None, "it has an input"
-            self._fail(request, item)
+            if settle(request):
+                self._fail(request, item, "not sendable")
+            self._remove(request)
             item = None
         self._link.send(Kind.RESENT, dumps((request_id, item)))
 
@@ -186,19 +177,22 @@ class HostCalls:
     def take(self, frame: Frame) -> None:
         """Handle a frame about requests."""
         if frame.kind is _ANSWERS:
-            ids, outcomes, self.room = loads(frame.body)
-            self._answer(ids, outcomes, _same)
+            ids, outcomes, room = loads(frame.body)
+            self._answer(ids, outcomes, room, _same)
         elif frame.kind is Kind.ITEM_ANSWERS:
-            ids, outcomes, self.room = loads(frame.body)
-            self._answer(ids, outcomes, self._read_item)
+            ids, outcomes, room = loads(frame.body)
+            self._answer(ids, outcomes, room, self._read_item)
         elif frame.kind is Kind.FREED_INPUTS:
             self.inputs.free(loads(frame.body))
         elif frame.kind is Kind.RESEND:
             for request_id in loads(frame.body):
                 self._resend(request_id)
 
-    def _answer(self, ids: list[int], outcomes: list[Any], read: Callable[[Any], Any]) -> None:
+    def _answer(
+        self, ids: list[int], outcomes: list[Any], room: tuple[int, int], read: Callable[[Any], Any]
+    ) -> None:
         """Give callers the outcomes of their requests."""
+        self._sender.note_room(*room)
         calls = self._open
         for request_id, packed in zip(ids, outcomes, strict=True):
             request = calls.remove(request_id)
@@ -220,17 +214,20 @@ class HostCalls:
             self._reader.read_item(packed) if isinstance(packed, bytes) else unpack_failure(packed)
         )
 
-    def _fail(self, request: Request, error: BatcherError) -> None:
-        """Fail one request, unless it has ended."""
-        if settle(request):
+    def _fail(self, request: Request, error: BatcherError, reason: str) -> None:
+        """Give a caller an error; the request is settled. The host counts those that it has."""
+        if request.phase is _SENT:
             set_exception(request, error)
-        self._remove(request)
+        else:
+            self._ledger.counters.submitted += 1
+            self._ledger.fail(request, error, reason)
 
     def _remove(self, request: Request) -> None:
         """Forget a settled request."""
         if request.staged is not None:
             request.staged.release()
         self._open.remove(request.id)
+        self._arrivals.pop(request.id, None)
         self._notice_drained()
 
     def fail_all(self, make_error: Callable[[], BatcherError]) -> None:
@@ -240,7 +237,7 @@ class HostCalls:
             if request.staged is not None:
                 request.staged.release()
             if not is_beyond_reach(request):
-                set_exception(request, make_error())
+                self._fail(request, make_error(), "closed")
         self._notice_drained()
 
     # The timer.
@@ -261,15 +258,32 @@ class HostCalls:
         for request in self._open.expire(monotonic()):
             timeout = self._settings.timeout if request.timeout is None else request.timeout
             limit = f"its timeout of {timeout} seconds"
-            error: BatcherError = NotReadyError(f"no host process was there within {limit}")
-            if self._link.is_connected:
-                error = DeadlineExceededError(f"the host process had not answered within {limit}")
-            set_exception(request, error)
-            self._abandoned.append(request.id)
+            self._arrivals.pop(request.id, None)
+            if request.phase is _SENT:
+                text = f"the host process had not answered within {limit}"
+                set_exception(request, DeadlineExceededError(text))
+                self._abandoned.append(request.id)
+            else:
+                error = NotReadyError(f"no host process was there within {limit}")
+                self._ledger.counters.submitted += 1
+                self._ledger.expire(request, error, "not ready")
         self._notice_drained()
         self.run_soon()
 
     # The host, the loop and the end.
+
+    def host_joined(self, room: int) -> None:
+        """Send a new host the requests that wait."""
+        self._sender.begin(room)
+        for request in self._arrivals.values():
+            keep_deadline(request, self._settings.max_latency)
+        self.run_soon()
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Apply changed settings to requests that come from now on."""
+        self.flush()
+        self._settings = settings
+        self.inputs.reconfigure(settings.max_batch_size)
 
     def host_lost(self) -> None:
         """Send the requests of a dead host again once there is another, or fail them."""
@@ -278,12 +292,14 @@ class HostCalls:
             if request.staged is not None:
                 request.staged.release()
         loss = self._open.host_lost()
-        self._arrivals = loss.again + self._arrivals
+        self._arrivals = {one.id: one for one in loss.again} | self._arrivals
         for request in loss.failed:
-            set_exception(request, WorkerLostError("the host process died with this request"))
+            self._fail(
+                request, WorkerLostError("the host process died with this request"), "worker lost"
+            )
         for request in loss.poisonous:
             text = "two host processes died with this request; it is not sent again"
-            set_exception(request, PoisonRequestError(text))
+            self._fail(request, PoisonRequestError(text), "poison request")
         self._abandoned.clear()
         self._notice_drained()
 

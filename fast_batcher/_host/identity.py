@@ -9,6 +9,8 @@ import hashlib
 import os
 import sys
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from multiprocessing import spawn
 from pathlib import Path
 
@@ -68,6 +70,23 @@ def make_key(shared: bool | str, payload: bytes, module_file: str | None, name: 
         _find_file_state(module_file),
     )
     return HostKey(name, scope[:SCOPE_DIGITS], fingerprint[:FINGERPRINT_DIGITS], supervisor)
+
+
+def find_module_file(module: str) -> str | None:
+    """Return the file of a module without importing it; None if it has none.
+
+    Another process may have imported the module, and must find the same file.
+    """
+    found, path = None, None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        found = PathFinder.find_spec(name, path)
+        path = None if found is None else found.submodule_search_locations
+        if path is None:  # not a package
+            break
+    if found is not None and found.name == module and found.origin is not None:
+        return found.origin
+    # Import hooks may find modules elsewhere.
+    return getattr(sys.modules.get(module), "__file__", None)
 
 
 def read_start_time(pid: int) -> str | None:

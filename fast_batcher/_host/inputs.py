@@ -6,7 +6,6 @@ no worker views them any more.
 """
 
 import asyncio
-import functools
 import logging
 from typing import Any
 
@@ -39,6 +38,8 @@ class HostInputs:
         self._arena = InputArena(self._memory, settings, self._warn)
         # Memory of rows that a worker may view, by the request's id.
         self._rows: dict[int, Slab] = {}
+        # Memory of dead hosts that the copier thread has not unmapped yet.
+        self._lost: list[Slabs] = []
         self._has_large = False
         self._has_warned = False
 
@@ -64,7 +65,8 @@ class HostInputs:
         self._rows.clear()
         slabs, self._memory.slabs = self._memory.slabs, None
         if isinstance(slabs, Slabs):
-            self._memory.run_in_thread(slabs.close, lambda _: None)
+            self._lost.append(slabs)
+            self._memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
 
     def reconfigure(self, max_batch_size: int) -> None:
         """Keep inputs together for batches of this size."""
@@ -116,10 +118,16 @@ class HostInputs:
         """Continue on another event loop; the previous loop is closed."""
         self._memory.rebind(loop)
 
+    async def aclose(self) -> None:
+        """Unmap the memory on the copier thread."""
+        await self._memory.aclose()
+
     def close(self) -> None:
         """Unmap the memory and end the copier thread; may be called again."""
         self._rows.clear()
         self._memory.close()
+        for slabs in self._lost:
+            slabs.close()
 
     def _enable(self) -> None:
         if not self._has_large:
@@ -134,8 +142,3 @@ class HostInputs:
                 self._name,
                 str(reason),
             )
-
-
-def call_when_copied(staged: StagedInput, function: Any, request: Request) -> None:
-    """Call a function with a request once its input is copied, or the copy has failed."""
-    staged.when_copied = functools.partial(function, request)

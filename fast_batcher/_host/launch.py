@@ -76,7 +76,7 @@ class HostProcess:
         return self._exit_text
 
     def reap_soon(self) -> None:
-        """Reap the host, which is ending, on a thread."""
+        """Reap the host once it has ended, on a thread."""
         threading.Thread(target=self.reap, name="fast_batcher-reaper", daemon=True).start()
 
     def read_output(self) -> str:

@@ -257,6 +257,9 @@ class HostLink:
 
     def _beat(self) -> None:
         """Ping the host; kill a host that has not answered the last ping."""
+        self.read_all()  # this process may have been stopped
+        if not self.is_connected:
+            return
         to_ping, silent = self._heartbeat.tick(monotonic(), [0])
         self._timer = self._loop.call_later(INTERVAL, self._beat, context=Context())
         if silent and self._reached is not None:
@@ -291,7 +294,7 @@ class HostLink:
 
     def _forget(self, reached: Reached) -> None:
         reached.connection.close()
-        if reached.process is not None and self.host_ends:
+        if reached.process is not None:  # it may live on for other processes
             reached.process.reap_soon()
 
 

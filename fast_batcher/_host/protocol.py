@@ -17,11 +17,13 @@ of an event loop are one frame, and so are the answers. The host unpickles only 
 defines: inputs, outputs and exceptions of the app are bytes to it. Pure; API process and host.
 """
 
-from math import inf
+import hashlib
+import io
+import pickle
 from typing import Any, NamedTuple
 
 from fast_batcher._core.messages import Failure, Request
-from fast_batcher._transport.codec import ATOMS, SerializedError, dumps, loads
+from fast_batcher._transport.codec import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES
 from fast_batcher.stats import BatcherStats, Explanation
@@ -29,8 +31,12 @@ from fast_batcher.stats import BatcherStats, Explanation
 # Bytes of inputs or outputs after which another frame begins. Frames of other batchers' processes
 # wait behind it.
 FRAME_SIZE = 1024 * 1024
-# Room in a frame for ids and options besides `max_frame_bytes` of one value.
+# Room in a frame for ids, options and smaller values besides `max_frame_bytes` of one value.
 FRAME_ROOM = 4 * FRAME_SIZE
+# Most requests in a frame: the options of one take up to 200 bytes.
+MOST_IN_FRAME = 4096
+# Bytes of a group's pickled key from which on its digest is sent instead.
+MOST_OF_KEY = 64
 # An API process gets this much of the setting `max_shared_bytes`, and this many API processes get
 # shared memory at all: the host and every worker map all of it.
 SHARED_PART = 4
@@ -114,26 +120,51 @@ Row = tuple[bytes, int, int]
 
 def pack_options(requests: list[Request]) -> dict[int, tuple[Any, ...]]:
     """Describe the requests that differ from an ordinary one, by position."""
+    # The timeout may be of NumPy, which the host must not import.
     return {
         position: (
-            request.deadline if request.has_explicit_deadline or request.losses else None,
-            request.timeout,
-            # A resent request is not rejected as late: it was accepted before.
-            request.target == inf or bool(request.losses and not request.has_explicit_deadline),
+            float(request.deadline)
+            if request.has_explicit_deadline or request.target is not None
+            else None,
+            None if request.timeout is None else float(request.timeout),
+            request.target,
             request.priority,
             request.cost,
-            None if request.group is None else dumps(request.group.key),
+            None if request.group is None else request.group.key,
+            request.size,
         )
         for position, request in enumerate(requests)
         if request.has_explicit_deadline
-        or request.losses
+        or request.target is not None
         or request.priority
         or request.group is not None
         or request.cost != 1.0
+        or request.size >= 0
     }
 
 
+def pack_key(key: Any) -> bytes:
+    """Pickle the key of a group, so that equal keys of any two processes are equal bytes.
+
+    Raises:
+        Exception: The key cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, PROTOCOL)
+    # Without the memo, which would tell whether two parts of the key are one object.
+    pickler.fast = True
+    pickler.dump(key)
+    packed = buffer.getvalue()
+    return packed if len(packed) < MOST_OF_KEY else hashlib.sha256(packed).digest()
+
+
 # Outcomes.
+
+
+def measure_packed(packed: bytes | tuple[Any, ...]) -> int:
+    """Return about how many bytes a packed outcome takes in a frame."""
+    parts = (packed,) if isinstance(packed, bytes) else packed
+    return sum([16 + len(part or b"") for part in parts])
 
 
 def pack_outcome(outcome: Any) -> bytes | tuple[Any, ...]:

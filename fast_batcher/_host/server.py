@@ -17,7 +17,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from fast_batcher._asyncio.ledger import Ledger
-from fast_batcher._asyncio.local_session import LocalSession
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.lifecycle import State
@@ -34,14 +33,14 @@ from fast_batcher._host.protocol import (
     pack_start_error,
 )
 from fast_batcher._host.rendezvous import check_peer
+from fast_batcher._host.reporting import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
-from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import Frame, Kind, pack_header
-from fast_batcher.errors import NotReadyError, WorkerStartupError
+from fast_batcher.errors import NotReadyError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
@@ -49,39 +48,6 @@ logger = logging.getLogger("fast_batcher")
 
 # Seconds between two states that are sent without a cause: statistics need not be newer.
 STATE_INTERVAL = 1.0
-
-
-class ReportingSession(LocalSession):
-    """A session that reports each change of its workers.
-
-    Args:
-        on_change: Called after each change.
-        arguments: Of `LocalSession`.
-    """
-
-    def __init__(self, on_change: Any, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._on_change = on_change
-
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
-        """Give a ready worker batches."""
-        super().worker_ready(worker, times)
-        self._on_change()
-
-    def worker_lost(self, worker: int, exit: Exit) -> None:
-        """Retry the requests of a dead worker, or fail them."""
-        super().worker_lost(worker, exit)
-        self._on_change()
-
-    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
-        """Break while opening."""
-        super().worker_failed_to_start(worker, error)
-        self._on_change()
-
-    def workers_given_up(self, reason: str, seconds: float) -> None:
-        """Break."""
-        super().workers_given_up(reason, seconds)
-        self._on_change()
 
 
 class HostServer:
@@ -232,9 +198,13 @@ class HostServer:
 
     @property
     def room(self) -> int:
-        """Requests for which the queue has room."""
+        """Requests of one API process for which the queue has room."""
         session = self._session
-        return 0 if session is None else session.settings.queue_limit - session.scheduler.waiting
+        if session is None:
+            return 0
+        waiting = session.scheduler.waiting + len(session.pump.arrivals)
+        # Each API process may take its part before it hears of the others.
+        return (session.settings.queue_limit - waiting) // max(1, len(self._tenants))
 
     # The session.
 
@@ -274,8 +244,10 @@ class HostServer:
 
     def _find_reporter(self, *, observes: bool = False) -> Tenant | None:
         """Return the API process that gets logs, or events: the first one that is left."""
-        for tenant in self._tenants.values():
-            if tenant.session is not None and (tenant.observes or not observes):
+        for tenant in [*self._tenants.values(), self._last]:
+            if tenant is None or tenant.session is None:
+                continue
+            if tenant.observes or not observes:
                 return tenant
         return None
 
@@ -298,7 +270,7 @@ class HostServer:
         for tenant in [*self._tenants.values()]:
             if tenant.session is not None:
                 tenant.report_freed()
-                tenant.send(Kind.STATE, body)
+                tenant.tell(Kind.STATE, body)
         if self._status is not None and self._status.has_failed_to_start:
             self._end()
 

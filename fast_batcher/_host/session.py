@@ -22,7 +22,7 @@ from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
 from fast_batcher._core.restarts import Restarts
 from fast_batcher._host.calls import HostCalls
-from fast_batcher._host.identity import HostKey, make_key
+from fast_batcher._host.identity import HostKey, find_module_file, make_key
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_ROOM, Hello, HostState, Welcome, unpack_start_error
 from fast_batcher._transport.codec import dumps, loads
@@ -54,6 +54,11 @@ def plain_settings(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in names}
 
 
+def pack_changes(settings: Settings) -> bytes:
+    """Pickle the settings that `reconfigure` may have changed."""
+    return dumps({name: getattr(settings, name) for name in Reconfiguration.__annotations__})
+
+
 def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
     """Make the key of the host for a batcher of this process.
 
@@ -71,9 +76,8 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
             f"shared={settings.shared!r}: {model_spec.name} has batchable methods, which a shared "
             "batcher cannot call; give each method a model of its own, or omit shared"
         )
-    found = sys.modules.get(module)
     payload = dumps((plain_settings(settings), model_spec.pickled))
-    return make_key(settings.shared, payload, getattr(found, "__file__", None), name)
+    return make_key(settings.shared, payload, find_module_file(module), name)
 
 
 class RemoteSession:
@@ -113,6 +117,8 @@ class RemoteSession:
         )
         # The last state that the host has sent; None before the first, and without a host.
         self._host: HostState | None = None
+        # Whether the settings differ from those of a new host.
+        self._is_reconfigured = False
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
@@ -142,8 +148,17 @@ class RemoteSession:
         host = self._stats
         if host is None:
             return here
-        rejected = host.rejected + here.rejected
-        return replace(host, state=here.state, workers_ready=workers_ready, rejected=rejected)
+        # The host has not seen the requests that were counted here.
+        return replace(
+            host,
+            state=here.state,
+            workers_ready=workers_ready,
+            submitted=host.submitted + here.submitted,
+            failed=host.failed + here.failed,
+            expired=host.expired + here.expired,
+            cancelled=host.cancelled + here.cancelled,
+            rejected=host.rejected + here.rejected,
+        )
 
     def explain(self) -> Explanation:
         """Return the explanation of the host, which is up to a second old."""
@@ -182,9 +197,9 @@ class RemoteSession:
         """
         self.binding.require_own_thread("reconfigure()")
         self._settings = settings
-        self._calls.inputs.reconfigure(settings.max_batch_size)
-        names = Reconfiguration.__annotations__
-        self._link.send(Kind.RECONFIGURE, dumps({name: getattr(settings, name) for name in names}))
+        self._is_reconfigured = True
+        self._calls.reconfigure(settings)
+        self._link.send(Kind.RECONFIGURE, pack_changes(settings))
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Continue on another event loop; the previous loop is closed."""
@@ -216,9 +231,10 @@ class RemoteSession:
     def host_joined(self, welcome: Welcome, memory: int) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.pid)
-        self._calls.room = welcome.room
+        if self._is_reconfigured:
+            self._link.send(Kind.RECONFIGURE, pack_changes(self._settings))
         self._calls.inputs.use(memory, welcome.start, welcome.length)
-        self._calls.run_soon()
+        self._calls.host_joined(welcome.room)
 
     def host_unreachable(self, error: BaseException) -> None:
         """Break while opening; afterwards count it as the loss of a host."""
@@ -236,12 +252,14 @@ class RemoteSession:
     def host_lost(self) -> None:
         """Join the next host, which gets the requests of the dead one."""
         self._host = None
+        if self._hung_up is not None:  # after the goodbye; no request is left
+            if not self._hung_up.done():
+                self._hung_up.set_result(None)
+            return
         self._calls.host_lost()
-        if self._hung_up is None:
+        if not self._status.has_failed_to_start:  # a host ends when its model cannot be loaded
             logger.warning("%s: the host process has died; another takes its place", self._name)
             self._rejoin_later()
-        elif not self._hung_up.done():
-            self._hung_up.set_result(None)
 
     def _rejoin_later(self) -> None:
         delay, is_given_up = self._restarts.lost(monotonic())
@@ -272,7 +290,7 @@ class RemoteSession:
         state = self._status.state
         if host.start_error is not None and state is State.OPENING:
             self._fail_start(unpack_start_error(host.start_error))
-        elif host.given_up is not None and state is not State.DRAINING:
+        elif host.given_up is not None and (self._status.takes_calls or self._status.is_given_up):
             self._break(*host.given_up)
         elif host.state == State.OPEN:
             self._restarts.ready(monotonic())
@@ -282,6 +300,11 @@ class RemoteSession:
                 self._status.recover()
 
     def _fail_start(self, error: BatcherError) -> None:
+        # If a caller waits in `open`, the error is raised there.
+        if not self._status.has_waiters:
+            logger.error(
+                "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
+            )
         self._status.fail_start(error)
         self._calls.fail_all(self._closed_error)
 
@@ -318,13 +341,18 @@ class RemoteSession:
             else:
                 self._hung_up.set_result(None)
         await asyncio.wait([self._hung_up], timeout=self._settings.stop_timeout + END_GRACE)
+        await self._calls.inputs.aclose()
+        self.end(0.0)
 
     def end(self, grace: float) -> None:
-        """Say goodbye, unless that was done, and release everything; blocks."""
+        """Say goodbye, unless that was done, and release everything; blocks.
+
+        May be called again.
+        """
         self._calls.fail_all(self._closed_error)
-        self._calls.stop()
         if self._hung_up is None:
             self._hung_up = self.binding.loop.create_future()
             self._link.say_goodbye(grace + END_GRACE)
+        self._calls.stop()
         self._link.close()
         self._calls.inputs.close()

@@ -5,13 +5,20 @@ Host process, on the event loop's thread.
 
 import asyncio
 import functools
+import logging
 import socket
 from collections import deque
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from fast_batcher._core.messages import Group, Request
-from fast_batcher._host.protocol import FRAME_SIZE, Pickled, is_atom, pack_outcome
+from fast_batcher._host.protocol import (
+    FRAME_SIZE,
+    Pickled,
+    is_atom,
+    measure_packed,
+    pack_outcome,
+)
 from fast_batcher._host.values import RowInput
 from fast_batcher._parent.input_arena import CopyState, StagedInput
 from fast_batcher._shared_memory.slabs import Slab
@@ -22,7 +29,15 @@ from fast_batcher._transport.loop_channel import LoopChannel
 if TYPE_CHECKING:
     from fast_batcher._asyncio.session import Session
 
+logger = logging.getLogger("fast_batcher")
+
 _CALLS, _ITEM_CALLS = Kind.CALLS, Kind.ITEM_CALLS
+
+# Seconds for which a batch waits for an input that an API process sends once more: a process that
+# is stopped must not keep a worker from the others.
+RESEND_TIMEOUT = 5.0
+# Frames of news that wait for an API process that does not read; further ones are dropped.
+MOST_NEWS = 256
 
 
 class _Row(NamedTuple):
@@ -96,6 +111,10 @@ class Tenant:
         # Number of its range of shared memory, None without one.
         self.range: int | None = None
         self._requests: dict[int, Request] = {}
+        # Requests that have arrived; the API process reckons with those that are on their way.
+        self._received = 0
+        # Inputs that were asked for once more, by the request's id.
+        self._asked: dict[int, RowInput] = {}
         # Answers of this turn of the loop.
         self._ids: list[int] = []
         self._outcomes: list[Any] = []
@@ -134,6 +153,7 @@ class Tenant:
     def _submit(self, ids: list[int], values: list[Any], options: dict[int, Any]) -> None:
         session = self.session
         assert session is not None, "HELLO is the first frame"
+        self._received += len(ids)
         for position, (request_id, value) in enumerate(zip(ids, values, strict=True)):
             request = Request(value, HostCaller(self, request_id))
             if position in options:
@@ -148,18 +168,19 @@ class Tenant:
         request: Request,
         deadline: float | None,
         timeout: float | None,
-        has_no_target: bool,
+        target: float | None,
         priority: int,
         cost: float,
         group: bytes | None,
+        size: int,
     ) -> None:
         """Set what makes a request differ from an ordinary one."""
         if deadline is not None:
             request.deadline, request.has_explicit_deadline = deadline, True
         request.timeout = timeout
-        if has_no_target:
-            request.target = float("inf")
+        request.target = target
         request.priority = priority
+        request.size = size
         request.cost = cost
         if group is not None:
             request.group = self._events.find_group(group)
@@ -173,20 +194,20 @@ class Tenant:
         ask = functools.partial(self._ask, request_id)
         return _Row(staged, RowInput(end - start, ask))
 
-    def _ask(self, request_id: int) -> None:
-        if self.is_gone:
-            self._loop.call_soon(self._take_resent, request_id, None, context=Context())
-        else:
-            self.send(Kind.RESEND, dumps([request_id]))
+    def _ask(self, request_id: int, value: RowInput) -> None:
+        self._asked[request_id] = value
+        self.send(Kind.RESEND, dumps([request_id]))
+        seconds = 0.0 if self.is_gone else RESEND_TIMEOUT
+        self._loop.call_later(seconds, self._take_resent, request_id, None, context=Context())
 
     def _take_resent(self, request_id: int, item: bytes | None) -> None:
+        """Go on with the batches that wait for an input, which need not have come."""
+        value = self._asked.pop(request_id, None)
+        # It may have ended meanwhile; the batches still wait.
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        value = request.value
-        if item is not None:
+        if request is not None and item is not None:
             request.value = Pickled(item)
-        if type(value) is RowInput:
+        if value is not None:
             value.finish()
 
     # Answers.
@@ -208,7 +229,7 @@ class Tenant:
         self._ids, self._outcomes, self._are_atoms = [], [], True
         self.report_freed()
         if are_atoms:
-            self.send(Kind.ANSWERS, dumps((ids, outcomes, self._events.room)))
+            self.send(Kind.ANSWERS, dumps((ids, outcomes, self._room)))
         else:
             packed = [pack_outcome(outcome) for outcome in outcomes]
             self._send_items(ids, packed)
@@ -217,11 +238,16 @@ class Tenant:
         """Send outcomes in frames that are not longer than necessary."""
         begin = size = 0
         for position, one in enumerate(packed, 1):
-            size += len(one) if isinstance(one, bytes) else 0
+            size += measure_packed(one)
             if size >= FRAME_SIZE or position == len(packed):
-                body = dumps((ids[begin:position], packed[begin:position], self._events.room))
+                body = dumps((ids[begin:position], packed[begin:position], self._room))
                 self.send(Kind.ITEM_ANSWERS, body)
                 begin, size = position, 0
+
+    @property
+    def _room(self) -> tuple[int, int]:
+        """Requests for which the queue has room, and requests that have arrived."""
+        return self._events.room, self._received
 
     def report_freed(self) -> None:
         """Tell the API process which rows are free."""
@@ -242,14 +268,19 @@ class Tenant:
         if not self.is_gone:
             self._channel.send(kind, number, body)
 
+    def tell(self, kind: Kind, body: bytes) -> None:
+        """Send news that the process may miss: states, events and log records."""
+        if self._channel.backlog < MOST_NEWS:
+            self.send(kind, body)
+
     def leave(self) -> None:
         """Cancel its requests; the connection stays open for the farewell."""
         requests, self._requests = self._requests, {}
         for request in requests.values():
             if self.session is not None:
                 self.session.abandon(request)
-            if type(request.value) is RowInput:
-                request.value.finish()
+        for request_id in [*self._asked]:
+            self._take_resent(request_id, None)
 
     def close(self) -> None:
         """Close the connection; its process waits for that after its goodbye."""
@@ -257,6 +288,8 @@ class Tenant:
         self._channel.close()
 
     def _hung_up(self, error: Exception | None) -> None:
+        if error is not None:
+            logger.error("a server process broke the protocol", exc_info=error)
         self.is_gone = True
         self._channel.close()
         self._events.tenant_vanished(self)

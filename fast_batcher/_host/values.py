@@ -28,10 +28,10 @@ class RowInput:
 
     Args:
         size: Its length in bytes.
-        ask: Asks the API process to send the input once more, as a pickle.
+        ask: Asks the API process to send the input once more, as a pickle; `finish` must follow.
     """
 
-    def __init__(self, size: int, ask: Callable[[], None]) -> None:
+    def __init__(self, size: int, ask: Callable[["RowInput"], None]) -> None:
         self.nbytes = size
         self._ask = ask
         self._is_asked = False
@@ -43,7 +43,7 @@ class RowInput:
         self._waiting.append(done)
         if not self._is_asked:
             self._is_asked = True
-            self._ask()
+            self._ask(self)
 
     def finish(self) -> None:
         """Call those that wait."""
@@ -63,12 +63,12 @@ class OpaquePickler:
         """Return the pickle of one value.
 
         Raises:
-            UnsendableValueError: The API process has not sent it, because it is gone.
+            UnsendableValueError: The API process has not sent it.
         """
         if type(value) is Pickled:
             return value.data
         if type(value) is RowInput:
-            raise UnsendableValueError("its process is gone")
+            raise UnsendableValueError("its process is gone, or has not sent it again")
         return dumps(value)
 
 

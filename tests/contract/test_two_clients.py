@@ -1,0 +1,187 @@
+"""Two processes, or two batchers of one process, feed the workers of one host."""
+
+import asyncio
+import itertools
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from models.large import digest
+from models.shared import Batches
+from shared_client import client, decode, make
+from waits import LIMIT, ONE_LOOP, Gate, Watch, call, outcome, turns
+
+from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher._host.session import RemoteSession
+from fast_batcher.observing import Observer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    return ONE_LOOP
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    directory = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "fast_batcher-reaper":
+            thread.join(LIMIT)
+    shutil.rmtree(directory)
+
+
+def host_of(batcher: DynBatcher[Any, Any]) -> int:
+    session = batcher._session
+    assert isinstance(session, RemoteSession)
+    pid = session._link.pid
+    assert pid is not None
+    return pid
+
+
+# Batches leave when they are full.
+TOGETHER: dict[str, Any] = {"policy": "fixed", "max_delay": 1000.0, "timeout": None}
+
+
+async def test_two_processes_share_batches_and_no_answers(gate: Gate) -> None:
+    arguments = "shared:Batches", {**TOGETHER, "max_batch_size": 8, "grouped": True}, [gate.path]
+    with client(*arguments) as other:
+        assert await other.receive() == "open"
+        async with make(*arguments) as batcher:
+            for first in range(3):
+                mine = [("group", first, number) for number in range(4)]
+                theirs = [("group", first + 100, number) for number in range(4)]
+                other.send(*theirs)
+                outputs = await asyncio.gather(*map(batcher.process_batched, mine))
+                told = [[[*map(tuple, one)]][0] for one in await other.receive()]
+                assert {*map(tuple, outputs[0])} == {*mine, *theirs}
+                assert outputs == told == [outputs[0]] * 4
+
+
+async def test_two_batchers_of_one_process_share_workers() -> None:
+    batchers = [make("large:Digests", {"max_batch_size": 16}, []) for _ in range(2)]
+    async with batchers[0], batchers[1]:
+        pids = await asyncio.gather(*[one.process_batched(b"whereabouts") for one in batchers])
+        assert pids[0] == pids[1]
+        sizes = [10, 70_000, 2_000_000] * 4
+        for _ in range(3):
+            arrays = [[np.random.default_rng().bytes(size) for size in sizes] for _ in batchers]
+            inputs = [[np.frombuffer(one, np.uint8) for one in several] for several in arrays]
+            calls = [
+                call(batcher, one)
+                for batcher, several in zip(batchers, inputs, strict=True)
+                for one in several
+            ]
+            assert await asyncio.gather(*calls) == [*map(digest, itertools.chain(*arrays))]
+        await batchers[0].aclose()
+        assert await batchers[1].process_batched(b"whereabouts") == pids[0]
+
+
+async def test_a_worker_goes_on_with_the_rows_of_a_process_that_was_killed(gate: Gate) -> None:
+    arguments = "shared:SumsAtGate", {"max_batch_size": 4}, [gate.path]
+    rows = [["array", 200_000, number] for number in range(1, 5)]
+    async with make(*arguments) as batcher:
+        with client(*arguments) as other:
+            assert await other.receive() == "open"
+            other.send(["array", 200_000, 1])
+            (await gate.visit()).let_on()
+            assert await other.receive() == [200_000]
+            other.send(*rows)
+            visit = await gate.visit()
+            os.kill(other.pid, signal.SIGKILL)
+        # The next process has a range of its own, and fills it.
+        with client(*arguments) as third:
+            assert await third.receive() == "open"
+            third.send(*[["array", 200_000, 9]] * 4)
+            mine = call(batcher, decode(["array", 200_000, 7]))
+            await turns()
+            visit.let_on()
+            for _ in range(3):
+                visit = await gate.visit()
+                expected = {1_400_000, 1_800_000}
+                assert {*visit.note} <= expected
+                visit.let_on()
+                if mine.done():
+                    break
+            gate.close()
+            assert await mine == 1_400_000
+            assert await third.receive() == [1_800_000] * 4
+
+
+async def test_a_stopped_process_keeps_no_worker_and_no_memory_from_others(gate: Gate) -> None:
+    """Its input is needed once more, because the worker that had it is dead."""
+    options: Any = {**TOGETHER, "max_batch_size": 2, "max_restarts": None, "restart_backoff": 0.01}
+    arguments = "shared:SumsAtGate", options, [gate.path]
+    with client(*arguments) as other:
+        assert await other.receive() == "open"
+        async with make(*arguments) as batcher:
+            other.send(["array", 200_000, 1])
+            mine = call(batcher, np.full(200_000, 2, np.uint8))
+            (await gate.visit()).let_on()
+            assert await other.receive() == [200_000]
+            assert await mine == 400_000
+            # Only the first large inputs are no rows.
+            other.send(["array", 200_000, 1])
+            mine = call(batcher, np.full(200_000, 2, np.uint8))
+            visit = await gate.visit()
+            assert sorted(visit.note) == [200_000, 400_000]
+            os.kill(other.pid, signal.SIGSTOP)
+            os.kill(visit.pid, signal.SIGKILL)
+            (await gate.visit()).let_on()
+            assert await mine == 400_000
+            gate.close()
+            os.kill(other.pid, signal.SIGCONT)
+            # The second if the two were tried apart, and this one behind.
+            assert await other.receive() in (["UnsendableValueError"], [200_000])
+
+
+async def test_a_stopped_process_that_gets_the_log_takes_no_memory() -> None:
+    arguments: Any = "shared:Chatty", {"max_batch_size": 1}, []
+    with client(*arguments) as other:
+        assert await other.receive() == "open"
+        async with make(*arguments) as batcher:
+            assert await batcher.process_batched(0) == 0
+            host = psutil.Process(host_of(batcher))
+            os.kill(other.pid, signal.SIGSTOP)
+            before = 0
+            for _ in range(3):
+                before = host.memory_info().rss
+                assert len(await batcher.process_many(range(700))) == 700
+            assert host.memory_info().rss - before < 10 * 2**20
+            os.kill(other.pid, signal.SIGCONT)
+            with Watch([host.pid]) as watch:
+                await batcher.aclose()
+                other.finish()
+                await watch.until_dead()
+
+
+async def test_a_key_that_cannot_be_pickled_fails_its_request_alone() -> None:
+    async with DynBatcher(Batches, group_by=lambda value: value, shared=True) as batcher:
+        calls = [call(batcher, value) for value in (1, lambda: None, 1)]
+        one, refused, two = [await outcome(task) for task in calls]
+    assert one == two == [1, 1]
+    assert isinstance(refused, ConfigurationError)
+    assert "cannot be pickled" in str(refused)
+
+
+@pytest.mark.parametrize("shared", [True, "name"])
+async def test_observers_that_need_contexts_are_refused(shared: Any) -> None:
+    class Follows(Observer):
+        needs_context = True
+
+    match = "Follows needs the context of each caller.*shared="
+    with pytest.raises(ConfigurationError, match=match):
+        DynBatcher(Batches, shared=shared, observers=[Follows()])
+    batcher = DynBatcher(Batches, shared=shared, auto_open=False)
+    with pytest.raises(ConfigurationError, match=match):
+        batcher.add_observer(Follows())

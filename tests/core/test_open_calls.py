@@ -1,0 +1,163 @@
+"""`OpenCalls`: which requests of an API process end without an answer, and which are sent again."""
+
+from collections.abc import Callable
+from math import inf, nextafter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fast_batcher._core.messages import Phase, Request, settle
+from fast_batcher._core.open_calls import GRACE, MOST_LOSSES, OpenCalls
+
+
+def make(calls: OpenCalls, now: float, deadline: float | None = None) -> Request:
+    request = Request("value", None, deadline)
+    calls.add(now, request)
+    return request
+
+
+def test_ids_rise_and_requests_are_found_until_they_are_removed() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+    plain, timed = make(calls, 1.0), make(calls, 2.0, 5.0)
+    assert (plain.id, timed.id) == (0, 1)
+    assert (plain.arrival, plain.deadline, timed.deadline) == (1.0, 11.0, 5.0)
+    assert [*calls] == [plain, timed]
+    assert (calls.find(0), calls.find(1), calls.find(2)) == (plain, timed, None)
+    assert calls.remove(1) is timed
+    assert calls.remove(1) is None
+    assert calls.remove(0) is plain
+    assert len(calls) == 0
+    # An id is not used again.
+    assert make(calls, 3.0).id == 2
+
+
+def test_a_request_expires_some_time_after_its_deadline_and_once() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+    assert calls.next_expiry == inf
+    plain, timed, late = make(calls, 0.0), make(calls, 0.0, 5.0), make(calls, 0.0, 50.0)
+    gone = make(calls, 0.0, 4.0)
+    calls.remove(gone.id)
+    settled = make(calls, 0.0, 5.0)
+    assert settle(settled)
+    moment = 5.0 + GRACE
+    assert calls.next_expiry <= moment
+    assert calls.expire(nextafter(moment, 0.0)) == []
+    assert calls.expire(moment) == [timed]
+    assert timed.is_settled
+    assert calls.next_expiry == 10.0 + GRACE
+    assert calls.expire(10.0 + GRACE) == [plain]
+    assert calls.expire(20.0) == []
+    assert calls.next_expiry == 50.0 + GRACE
+    assert [*calls] == [late]
+
+
+def test_without_a_timeout_nothing_expires() -> None:
+    calls = OpenCalls(None, idempotent=True)
+    request = make(calls, 0.0)
+    assert calls.next_expiry == inf
+    assert calls.expire(1e9) == []
+    assert calls.take_all() == [request]
+    assert len(calls) == 0
+
+
+def test_a_dead_host_costs_a_request_one_of_two_tries() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+    requests = [make(calls, 0.0), make(calls, 0.0, 5.0), make(calls, 0.0)]
+    waiting = make(calls, 0.0)
+    for loss in range(1, MOST_LOSSES + 1):
+        for request in requests:
+            request.phase = Phase.SENT
+        again, failed, poisonous = calls.host_lost()
+        assert failed == []
+        assert (again, poisonous) == (([], requests) if loss == MOST_LOSSES else (requests, []))
+        assert {one.losses for one in requests} == {loss}
+    assert all(one.is_settled for one in requests)
+    assert [*calls] == [waiting]
+    assert (waiting.losses, waiting.phase) == (0, Phase.QUEUED)
+
+
+def test_requests_that_must_not_be_computed_twice_fail_at_once() -> None:
+    calls = OpenCalls(10.0, idempotent=False)
+    sent, waiting = make(calls, 0.0), make(calls, 0.0)
+    sent.phase = Phase.SENT
+    assert calls.host_lost() == ([], [sent], [])
+    assert [*calls] == [waiting]
+
+
+def test_many_deadlines_of_ended_requests_take_no_memory() -> None:
+    calls = OpenCalls(10.0, idempotent=True)
+    kept = make(calls, 0.0, 1000.0)
+    for _ in range(10_000):
+        calls.remove(make(calls, 0.0, 100.0).id)
+    assert len(calls._deadlines) < 2000
+    assert calls.expire(2000.0) == [kept]
+
+
+class Caller:
+    """Makes requests, ends some of them, and checks what becomes of the others."""
+
+    def __init__(self, *, idempotent: bool) -> None:
+        self.calls = OpenCalls(10.0, idempotent=idempotent)
+        self.now = 0.0
+        self.alive: dict[int, Request] = {}
+        self._idempotent = idempotent
+
+    def end(self, ended: list[Request]) -> None:
+        for request in ended:
+            assert request.is_settled
+            assert self.alive.pop(request.id) is request
+
+    def add(self, number: int) -> None:
+        deadline = self.now + number if number % 2 else None
+        request = make(self.calls, self.now, deadline)
+        self.alive[request.id] = request
+
+    def send(self, number: int) -> None:
+        for request in [*self.alive.values()][number:]:
+            request.phase = Phase.SENT
+
+    def answer(self, number: int) -> None:
+        for request in [*self.alive.values()][number : number + 1]:
+            assert settle(request)
+            assert self.calls.remove(request.id) is request
+            del self.alive[request.id]
+
+    def wait(self, number: int) -> None:
+        self.now += number / 4
+        self.end(self.calls.expire(self.now))
+        soonest = min([one.deadline for one in self.alive.values()], default=inf)
+        assert soonest + GRACE > self.now
+        assert self.now < self.calls.next_expiry <= soonest + GRACE
+
+    def lose(self, _: int) -> None:
+        again, failed, poisonous = self.calls.host_lost()
+        self.end(failed + poisonous)
+        assert again == sorted(again, key=lambda one: one.id)
+        assert not (failed if self._idempotent else again)
+
+    def close(self, number: int) -> None:
+        if number == 0:
+            self.end(self.calls.take_all())
+            assert not self.alive
+
+
+EVENTS: list[Callable[[Caller, int], None]] = [
+    Caller.add,
+    Caller.send,
+    Caller.answer,
+    Caller.wait,
+    Caller.lose,
+    Caller.close,
+]
+
+
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 30)), max_size=60), st.booleans())
+def test_each_request_ends_once_and_none_outlives_its_deadline(
+    events: list[tuple[Callable[[Caller, int], None], int]], idempotent: bool
+) -> None:
+    caller = Caller(idempotent=idempotent)
+    for event, number in events:
+        event(caller, number)
+        assert {one.id for one in caller.calls} == caller.alive.keys()
+        assert len(caller.calls) == len(caller.alive)
+        assert all(one.losses < MOST_LOSSES for one in caller.alive.values())

@@ -1,0 +1,77 @@
+"""Models of the contract of sessions: they tell of their batch, or fail as web code does."""
+
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from fast_batcher import InferenceModel
+from models.base import AtGate, pass_gate
+
+
+class Batches(InferenceModel[Any, list[Any]]):
+    """Answers with the whole batch; waits at the gate with "hold" in it."""
+
+    def __init__(self, gate: str = "") -> None:
+        self._gate = gate
+
+    def infer(self, inputs: list[Any]) -> list[list[Any]]:
+        if "hold" in inputs:
+            pass_gate(self._gate, list(inputs))
+        return [list(inputs) for _ in inputs]
+
+
+class Web(InferenceModel[str, str]):
+    """Raises an HTTPException with the status that the first input names; logs it, too."""
+
+    def infer(self, inputs: list[str]) -> list[str]:
+        from fastapi import HTTPException
+
+        logging.getLogger("models.web").warning("status %s", inputs[0])
+        raise HTTPException(int(inputs[0]), "no such thing", {"X-Reason": "test"})
+
+
+class DiesInBatch(InferenceModel[Any, Any]):
+    """Dies whenever "poison" is in a batch; echoes other inputs."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        if "poison" in inputs:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inputs
+
+
+class SumsAtGate(AtGate):
+    """Tells the gate the sums of its arrays, waits there, and answers with the sums then."""
+
+    def infer(self, inputs: list[Any]) -> list[int]:
+        pass_gate(self._gate, [int(one.sum()) for one in inputs])
+        return [int(one.sum()) for one in inputs]
+
+
+class NeedsFile(InferenceModel[Any, Any]):
+    """Echoes; loads only if there is such a file."""
+
+    def __init__(self, path: str) -> None:
+        Path(path).read_bytes()
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return inputs
+
+
+class EchoesOrHolds(AtGate):
+    """Echoes arrays and other inputs; waits at the gate with "hold" in its batch."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        if any(isinstance(one, str) and one == "hold" for one in inputs):
+            pass_gate(self._gate, len(inputs))
+        return inputs
+
+
+class Chatty(InferenceModel[Any, Any]):
+    """Echoes, and logs a long record for each input."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        for _ in inputs:
+            logging.getLogger("models.chatty").warning("x" * 50_000)
+        return inputs
