@@ -7,7 +7,6 @@ batches: its listener decides what the loss of a worker means for requests.
 
 import asyncio
 import functools
-import itertools
 import logging
 import signal
 from contextvars import Context
@@ -15,10 +14,11 @@ from contextvars import Context
 from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._core.recycling import Recycling
-from fast_batcher._core.restarts import MAX_DELAY, Restarts
+from fast_batcher._core.restarts import MAX_DELAY
 from fast_batcher._observers import Observers
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.replica import Replica, make_replicas
 from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
 from fast_batcher._parent.starter import Starter
 from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
@@ -40,25 +40,6 @@ MAIN_GUARD = (
     ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
     "worker imports it"
 )
-
-
-class _Replica:
-    """One of the `num_workers` workers that a batcher keeps up, by one process after another."""
-
-    def __init__(self, index: int, settings: Settings) -> None:
-        self.index = index
-        # Ids for the processes of this replica; no two processes of a pool share an id.
-        self.ids = itertools.count(index, settings.num_workers)
-        # None while the replica waits for a restart.
-        self.worker: WorkerHandle | None = None
-        # A process that loads its model while the worker that it will replace still serves.
-        self.successor: WorkerHandle | None = None
-        self.restart_timer: asyncio.TimerHandle | None = None
-        self.restarts = Restarts(
-            settings.max_restarts, settings.restart_window, settings.restart_backoff
-        )
-        # The restart budget is spent, and no worker has been ready since.
-        self.is_given_up = False
 
 
 class Pool:
@@ -94,7 +75,7 @@ class Pool:
         # True once no further worker is started.
         self.is_closing = False
 
-        self._replicas = [_Replica(index, settings) for index in range(settings.num_workers)]
+        self._replicas = make_replicas(settings)
         # Every worker that is being started or has a process.
         self.live = LiveWorkers()
         self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
@@ -271,7 +252,7 @@ class Pool:
 
     # Starting and replacing.
 
-    def _start(self, replica: _Replica) -> None:
+    def _start(self, replica: Replica) -> None:
         """Start the worker of a replica without one, or the successor of its worker."""
         replica.restart_timer = None
         if self.is_closing:
@@ -279,9 +260,9 @@ class Pool:
         slabs = self._memory.slabs
         worker = WorkerProcess(
             next(replica.ids),
-            replica.index,
             self._model_spec,
             self._settings,
+            replica.placement,
             slabs if isinstance(slabs, Slabs) else None,
             self,
             self._events.frame_arrived,
@@ -317,7 +298,7 @@ class Pool:
         self._log.lost(worker, exit, is_replaced=not (self.is_closing or exit.is_clean))
         self._events.worker_lost(worker.id, exit)
 
-    def _restart_later(self, replica: _Replica) -> None:
+    def _restart_later(self, replica: Replica) -> None:
         # The listener may have ended the pool when it was told of the loss.
         if self.is_closing:
             return

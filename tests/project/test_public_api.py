@@ -167,6 +167,8 @@ def test_the_options() -> None:
         "freeze_gc": True,
         "observers": (),
         "shared": False,
+        "devices": None,
+        "workers_per_device": 1,
     }
 
 
