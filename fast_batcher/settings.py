@@ -115,6 +115,9 @@ class BatcherOptions(TypedDict, total=False):
             ["cpu:0-3", "cpu:4-7"] to pin workers to cores. It replaces `num_workers`. With None
             workers use what they find. Default None. See docs/gpus.md.
         workers_per_device: Workers on each of `devices`, 1 or more. Default 1.
+        enabled: Whether requests share batches. With False each request is sent alone to a worker,
+            and all other settings keep their meaning: for comparing and for debugging. Default
+            True.
     """
 
     start_timeout: float
@@ -139,6 +142,7 @@ class BatcherOptions(TypedDict, total=False):
     shared: bool | str
     devices: str | Sequence[str] | None
     workers_per_device: int
+    enabled: bool
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -314,6 +318,7 @@ class Settings:
     # After the checks a list of names, and `num_workers` the workers on them.
     devices: Annotated[str | Sequence[str] | None, check_devices] = None
     workers_per_device: Annotated[int, _Count(1, MAX_WORKERS)] = 1
+    enabled: Annotated[bool, _check_switch] = True
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
@@ -356,6 +361,11 @@ class Settings:
         place_workers(devices, count, os.environ)
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "num_workers", count)
+
+    @property
+    def batch_limit(self) -> int:
+        """Most requests that are sent together: `max_batch_size`, or 1 with batching disabled."""
+        return self.max_batch_size if self.enabled else 1
 
     @property
     def queue_limit(self) -> int:

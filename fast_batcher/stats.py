@@ -57,6 +57,7 @@ class BatcherStats:
 
 Cause = Literal[
     "no data",
+    "disabled",
     "arrivals",
     "max_batch_size",
     "cost",
@@ -69,6 +70,7 @@ Cause = Literal[
 ]
 _SENTENCES: dict[Cause, str] = {
     "no data": "fewer than two batches were answered",
+    "disabled": "batching is off (enabled=False)",
     "arrivals": "no more requests were waiting",
     "max_batch_size": "they hold max_batch_size requests",
     "cost": "they reach max_batch_cost",

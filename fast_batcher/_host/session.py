@@ -172,7 +172,7 @@ class RemoteSession:
         """
         self.binding.require_own_thread("reconfigure()")
         self._settings = settings
-        self._calls.inputs.reconfigure(settings.max_batch_size)
+        self._calls.inputs.reconfigure(settings.batch_limit)
         names = Reconfiguration.__annotations__
         self._link.send(Kind.RECONFIGURE, dumps({name: getattr(settings, name) for name in names}))
 

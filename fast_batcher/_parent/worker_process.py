@@ -347,7 +347,7 @@ class WorkerProcess:
 def _select_settings(settings: Settings, placement: Placement, index: int) -> WorkerSettings:
     return WorkerSettings(
         settings.max_frame_bytes,
-        settings.max_batch_size,
+        settings.batch_limit,
         settings.freeze_gc,
         placement.device,
         index,

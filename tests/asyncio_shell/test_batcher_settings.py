@@ -132,6 +132,7 @@ TABLE: dict[str, Row] = {
         none=True,
     ),
     "workers_per_device": count(1, 1024),
+    "enabled": SWITCH,
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {

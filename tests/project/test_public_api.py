@@ -169,6 +169,7 @@ def test_the_options() -> None:
         "shared": False,
         "devices": None,
         "workers_per_device": 1,
+        "enabled": True,
     }
 
 
