@@ -25,6 +25,7 @@ from typing import Any, Generic, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._asyncio.caching_session import CachingSession
 from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
 from fast_batcher._asyncio.local_session import LocalSession
 from fast_batcher._asyncio.many import process_many
@@ -668,13 +669,19 @@ class DynBatcher(Generic[InputT, OutputT]):
         return session
 
     def _make_session(self) -> Session:
-        parts = self._model, self._settings, self._status, self._ledger
-        if not self._settings.shared:
-            return LocalSession(*parts)
-        # Most programs need no host.
-        from fast_batcher._host.session import RemoteSession
+        settings, ledger = self._settings, self._ledger
+        parts = self._model, settings, self._status, ledger
+        session: Session
+        if settings.shared:
+            # Most programs need no host.
+            from fast_batcher._host.session import RemoteSession
 
-        return RemoteSession(*parts)
+            session = RemoteSession(*parts)
+        else:
+            session = LocalSession(*parts)
+        if settings.cache is None:
+            return session
+        return CachingSession(session, settings, ledger, self.name)
 
     def _find_session(self) -> Session:
         """Return the session for calls on the running event loop; open a new batcher first.

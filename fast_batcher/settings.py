@@ -19,6 +19,7 @@ from fast_batcher._devices import check_devices, name_devices, place_workers
 from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.observing import Observer
+from fast_batcher.types import Cache
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
 
@@ -118,6 +119,12 @@ class BatcherOptions(TypedDict, total=False):
         enabled: Whether requests share batches. With False each request is sent alone to a worker,
             and all other settings keep their meaning: for comparing and for debugging. Default
             True.
+        cache: Cache in which outputs are looked up before they are computed: an object with
+            `get(key)` and `set(key, value)`, for example a `fast_batcher.caching.LRUCache`. Equal
+            inputs that are in flight at the same time are computed once. Default None. See
+            docs/caching.md.
+        key: Function that returns the hashable key of an input for `cache`, called like `cost`.
+            With None it is a hash of the pickled input. Default None.
     """
 
     start_timeout: float
@@ -143,6 +150,8 @@ class BatcherOptions(TypedDict, total=False):
     devices: str | Sequence[str] | None
     workers_per_device: int
     enabled: bool
+    cache: Cache | None
+    key: Callable[[Any], Hashable] | None
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -241,6 +250,19 @@ def check_observers(name: str, value: Any) -> None:
         )
 
 
+def check_cache(name: str, value: Any) -> None:
+    """Check a cache.
+
+    Raises:
+        ConfigurationError: It lacks a method.
+    """
+    if isinstance(value, type) or not isinstance(value, Cache):
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: give an object with get(key) and set(key, value), for example "
+            "fast_batcher.caching.LRUCache(10_000)"
+        )
+
+
 def _check_shared(name: str, value: object) -> None:
     is_name = isinstance(value, str) and value.strip() and value.isprintable()
     if not isinstance(value, bool) and not is_name:
@@ -319,6 +341,8 @@ class Settings:
     devices: Annotated[str | Sequence[str] | None, check_devices] = None
     workers_per_device: Annotated[int, _Count(1, MAX_WORKERS)] = 1
     enabled: Annotated[bool, _check_switch] = True
+    cache: Annotated[Cache | None, check_cache] = None
+    key: Annotated[Callable[[Any], Hashable] | None, _check_function] = None
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
@@ -339,6 +363,10 @@ class Settings:
                     f"{name}={limit!r:.100}: without costs it has no meaning; give cost=, a "
                     "function from an input to its cost"
                 )
+        if self.key is not None and self.cache is None:
+            raise ConfigurationError(
+                f"key={self.key!r:.100}: without a cache it has no meaning; give cache="
+            )
         self._resolve_devices()
 
     def _resolve_devices(self) -> None:

@@ -17,6 +17,7 @@ from models.base import Echo
 from paths import ROOT
 
 from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher.caching import LRUCache
 from fast_batcher.observing import Observer
 from fast_batcher.settings import BatcherOptions, Reconfiguration, Settings
 
@@ -133,6 +134,10 @@ TABLE: dict[str, Row] = {
     ),
     "workers_per_device": count(1, 1024),
     "enabled": SWITCH,
+    "cache": Row(
+        [LRUCache(1)], [7, "memory", {}, LRUCache], "give an object with get(key)", none=True
+    ),
+    "key": FUNCTION,
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {
@@ -140,6 +145,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "max_request_cost": {"cost": len},
     "policy": {"max_delay": 0.01},
     "workers_per_device": {"devices": "cpu"},
+    "key": {"cache": LRUCache(1)},
 }
 
 
@@ -196,6 +202,9 @@ async def a_coroutine(_: object) -> float:
             {"workers_per_device": 2},
             "workers_per_device=2: without devices it has no meaning; give devices=, or "
             "num_workers=",
+        ),
+        pytest.param(
+            {"key": len}, f"key={len!r}: without a cache it has no meaning; give cache=", id="key"
         ),
         ({"name": ""}, "name='': give a printable, non-empty string or leave it"),
         # Without an id of its own the test's name would hold an address.

@@ -170,6 +170,8 @@ def test_the_options() -> None:
         "devices": None,
         "workers_per_device": 1,
         "enabled": True,
+        "cache": None,
+        "key": None,
     }
 
 
@@ -220,6 +222,7 @@ def test_the_statistics_are_these() -> None:
         *("submitted", "completed", "failed", "expired", "cancelled", "rejected"),
         *("batches", "batch_sizes", "releases", "restarts"),
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
+        *("cache_hits", "cache_misses", "cache_coalesced"),
     ]
 
 
