@@ -77,7 +77,7 @@ class CachedCalls:
     def __init__(self, inner: Session, settings: Settings, ledger: Ledger, name: str) -> None:
         assert settings.cache is not None, "otherwise there is no use for this object"
         self._inner = inner
-        self._settings = settings
+        self.settings = settings
         self._ledger = ledger
         self._counters = ledger.counters
         self._name = name
@@ -123,6 +123,11 @@ class CachedCalls:
         elif settle(request):
             self._leave(request)
 
+    def has_room(self, request: Request) -> bool:
+        """Return whether the queue has room for a request, if all that are looked up are misses."""
+        waiting = len(self._by_key) - self._inner.load[2]
+        return waiting < self.settings.queue_limit and self._inner.has_room(request)
+
     def _make_key(self, value: Any) -> Any:
         """Return the key of an input.
 
@@ -130,10 +135,10 @@ class CachedCalls:
             ConfigurationError: The user's function raised, or its result is not hashable.
             Exception: The input cannot be pickled.
         """
-        if self._settings.key is None:
+        if self.settings.key is None:
             return f"{self._name}:{hash_input(value)}"
         try:
-            key = self._settings.key(value)
+            key = self.settings.key(value)
             hash(key)
         except Exception as error:
             told = ConfigurationError(f"key: {error!r:.200} for an input of type {type(value)}")
@@ -174,6 +179,8 @@ class CachedCalls:
     async def _find(self, computation: _Computation) -> None:
         found = await self.cache.get(computation.key)
         computation.lookup = None
+        if not computation.callers:  # the cache has ignored the cancellation of this task
+            return
         if found is None:
             self._counters.cache_misses += 1
             self._compute(computation)
@@ -245,7 +252,7 @@ class CachedCalls:
         """Expire the callers whose deadlines passed; that of a leader has usually expired."""
         self._timer, self._timer_at = None, math.inf
         for request in self._calls.expire(monotonic()):
-            timeout = self._settings.timeout if request.timeout is None else request.timeout
+            timeout = self.settings.timeout if request.timeout is None else request.timeout
             kind = DeadlineExceededError if self._inner.load[0] else NotReadyError
             set_exception(request, kind(f"there was no answer within its timeout of {timeout} s"))
             self._leave(request)
@@ -284,6 +291,7 @@ class CachedCalls:
             if computation.lookup is not None:
                 text = f"{self._name} was closed before it had answered"
                 self._settle(request, error=BatcherClosedError(text))
+                computation.callers.remove(request)
                 self._forget(computation)
         if not self._inner.binding.loop.is_closed():
             for task in self._lookups:

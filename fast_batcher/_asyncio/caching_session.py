@@ -75,7 +75,7 @@ class CachingSession:
 
     def has_room(self, request: Request) -> bool:
         """Return whether the queue has room for a request that has not been accepted yet."""
-        return self._inner.has_room(request)
+        return self._calls.has_room(request)
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
@@ -84,6 +84,7 @@ class CachingSession:
     def reconfigure(self, settings: Settings) -> None:
         """Apply changed settings, which were checked before."""
         self._inner.reconfigure(settings)
+        self._settings = self._calls.settings = settings
 
     def rebind(self, loop: AbstractEventLoop) -> None:
         """Continue on another event loop; the previous loop is closed."""

@@ -216,6 +216,34 @@ async def test_a_key_of_ones_own_and_inputs_without_a_key() -> None:
 
 
 @pytest.mark.slow
+async def test_many_inputs_wait_for_room_in_the_queue() -> None:
+    cache = LRUCache(9)
+    async with DynBatcher(Slow, 64, model_args=(0.0,), cache=cache, max_queue_size=3) as batcher:
+        assert await batcher.process_many(range(300)) == [*range(300)]
+        assert counts(batcher) == (0, 300, 0, 300)
+
+
+@pytest.mark.slow
+async def test_an_input_of_a_caller_that_left_may_be_changed(gate: Gate) -> None:
+    async with DynBatcher(Holds, 1, model_args=(gate.path,), cache=LRUCache(9)) as batcher:
+        running = call(batcher, "hold")
+        visit = await gate.visit()
+        full = call(batcher, "full")  # the batch behind the one that runs
+        await turns()
+        theirs = ["text"]
+        leaves = call(batcher, theirs)
+        await until(lambda: batcher.stats.submitted == 3)
+        stays = call(batcher, ["text"])
+        await turns()
+        leaves.cancel()
+        await turns()
+        theirs[0] = "changed"
+        visit.let_on()
+        assert await stays == ["text"]
+        assert [await running, await full] == ["hold", "full"]
+
+
+@pytest.mark.slow
 async def test_calls_end_while_the_cache_looks(caplog: pytest.LogCaptureFixture) -> None:
     memory = AsyncMemory()
     async with DynBatcher(Slow, model_args=(0.0,), cache=memory, drain_timeout=0.05) as batcher:
@@ -277,19 +305,22 @@ def test_another_loop_takes_over_and_each_process_of_a_server_has_its_cache() ->
 
 
 @pytest.mark.slow
-async def test_the_recipe_for_diskcache_works(tmp_path: Path) -> None:
+def test_the_recipe_for_diskcache_works(tmp_path: Path) -> None:
     pytest.importorskip("diskcache")
-    blocks = re.findall(
-        r"^```python\n(.*?)^```$", (ROOT / "docs/caching.md").read_text(), re.M | re.S
-    )
+    page = (ROOT / "docs" / "caching.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (recipe,) = [block for block in blocks if "class DiskCache" in block]
-    names: dict[str, Any] = {}
-    exec(recipe, names)
-    for hits in (0, 1):
-        cache = names["DiskCache"](str(tmp_path))
-        async with DynBatcher(Slow, model_args=(0.0,), cache=cache) as batcher:
-            assert await batcher.process_batched({"a": [1]}) == {"a": [1]}
-            assert batcher.stats.cache_hits == hits
+    program = (
+        f"{recipe}\n"
+        "from fast_batcher import DynBatcher\n"
+        "async def main():\n"
+        f"    cache = DiskCache({str(tmp_path)!r})\n"
+        "    async with DynBatcher('models.base:Echo', cache=cache) as batcher:\n"
+        "        print(await batcher.process_batched({'a': [1]}), batcher.stats.cache_hits)\n"
+        "asyncio.run(main())\n"
+    )
+    done = [run_program(program) for _ in range(2)]
+    assert [one.stdout for one in done] == ["{'a': [1]} 0\n", "{'a': [1]} 1\n"], done
 
 
 @pytest.mark.slow
@@ -306,4 +337,4 @@ async def test_decorators_take_the_same_caches() -> None:
         assert batches == [[1, [2]]]
         assert function.stats.cache_stats.hits == 2
     with pytest.raises(ConfigurationError, match=r"cache=7: give an object with get"):
-        aio.dynamically(cache=7)(double)
+        aio.dynamically(cache=7)(double)  # type: ignore[call-overload]
