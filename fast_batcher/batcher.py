@@ -26,6 +26,7 @@ from typing import Any, Generic, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._asyncio.caching_session import CachingSession
 from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
 from fast_batcher._asyncio.local_session import LocalSession
 from fast_batcher._asyncio.many import process_many
@@ -40,6 +41,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._collector import frozen
 from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
+from fast_batcher._parent.thread_limits import CoreClaim
 from fast_batcher._shared_memory.layouts import to_shape
 from fast_batcher.errors import (
     BatcherError,
@@ -83,7 +85,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         model_args: Positional arguments of the model's constructor; picklable.
         model_kwargs: Keyword arguments of the model's constructor; picklable.
         num_workers: Worker processes, each with its copy of the model. A number above the cores of
-            the machine causes a warning.
+            the machine causes a warning. Omit it if `devices` is given.
         policy: Rule for the moment at which a batch that is not full leaves. "greedy": as soon as a
             worker is free. "adaptive": like "greedy", but a batch is held for a moment if callers
             are expected to send their next requests soon and a larger batch is worth the wait.
@@ -160,9 +162,9 @@ class DynBatcher(Generic[InputT, OutputT]):
         self._model_class, self._arguments = model, (model_args, model_kwargs)
         self._model = check_model(model, model_args, model_kwargs, settings.max_frame_bytes)
         self.name = self._model.name if name is None else name
-        warn_about_workers(num_workers)
+        warn_about_workers(settings)
         warn_about_hooks(model)
-        self._ledger = Ledger(self.name, num_workers, settings.observers)
+        self._ledger = Ledger(self.name, settings.num_workers, settings.observers)
         self._status = Status(self.name, self._ledger)
         # The present session, or the last one that has ended; None before the first opening.
         self._session: Session | None = None
@@ -177,6 +179,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # the types of the method.
         self.methods = BatchMethods(self._accept_call, self._call_many, names)
         self._owners = Owners()
+        self._cores = CoreClaim(0 if settings.shared else settings.num_workers)
         if auto_open:
             with suppress(RuntimeError):  # no event loop runs here
                 get_running_loop().call_soon(self._open_if_new)
@@ -744,18 +747,25 @@ class DynBatcher(Generic[InputT, OutputT]):
         if not is_new:
             self._status.reject_call("it was not opened")  # draining without having been opened
         _check_platform()
+        self._cores.take()
         self._session = session = self._make_session()
         session.begin()
         return session
 
     def _make_session(self) -> Session:
-        parts = self._model, self._settings, self._status, self._ledger
-        if not self._settings.shared:
-            return LocalSession(*parts)
-        # Most programs need no host.
-        from fast_batcher._host.session import RemoteSession
+        settings, ledger = self._settings, self._ledger
+        parts = self._model, settings, self._status, ledger
+        session: Session
+        if settings.shared:
+            # Most programs need no host.
+            from fast_batcher._host.session import RemoteSession
 
-        return RemoteSession(*parts)
+            session = RemoteSession(*parts)
+        else:
+            session = LocalSession(*parts)
+        if settings.cache is None:
+            return session
+        return CachingSession(session, settings, ledger, self.name)
 
     def _note_reload(self, done: Future[None], spec: ModelSpec, arguments: tuple[Any, Any]) -> None:
         if not done.cancelled() and done.exception() is None:
@@ -836,6 +846,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         if self._status.state is State.CLOSED:
             return
         self._status.end()
+        self._cores.release()
         self._owners.note_end()
         self._thread_calls.take()
         if self._session is not None:

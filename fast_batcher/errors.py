@@ -212,6 +212,15 @@ def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict
     return type(error), args, state[0] if state else {}
 
 
+def copy_error(error: BaseException) -> BaseException:
+    """Copy an error for another caller: every `raise` of a shared error adds to its traceback."""
+    if not isinstance(error, Exception):
+        return error
+    new = rebuild(*take_apart(error))
+    new.__cause__ = error.__cause__
+    return new
+
+
 def rebuild(kind: type[Exception], args: tuple[Any, ...], state: dict[str, Any]) -> Exception:
     """Make an exception from its parts, without calling an `__init__` of the user.
 

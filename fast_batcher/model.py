@@ -77,6 +77,13 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
     # How inputs become one batch. `infer` then takes and returns one array, tensor or structure of
     # them instead of lists; with None it takes and returns lists. May be set in `__init__`.
     collation: Collation | None = None
+    # Device of the worker, for `torch.device`: "cuda:0" or "cpu". A worker sees only the GPU that
+    # `devices` gives it, so its number is 0 on every GPU. "cpu" without `devices`. Set before
+    # `__init__` runs.
+    device: str = "cpu"
+    # Index of the worker among those of the batcher, from 0; a replacement has the same index. Set
+    # before `__init__` runs.
+    worker_index: int = 0
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let a class with `batchable` methods do without `infer`."""

@@ -1,4 +1,4 @@
-"""The settings of a batcher: names, types, defaults and checks. Runs in every process; no I/O.
+"""The settings of a batcher: names, types, defaults and checks. Runs in every process.
 
 `Settings` checks itself. The message of each check names the parameter, the value and the remedy.
 Errors that only a worker can find (a failing import, a model that does not load) are raised when
@@ -15,9 +15,11 @@ from math import inf
 from types import NoneType
 from typing import Annotated, Any, Literal, TypedDict, get_args
 
+from fast_batcher._devices import check_devices, name_devices, place_workers
 from fast_batcher._suggestions import suggest_parameter
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.observing import Observer
+from fast_batcher.types import Cache
 
 PolicyName = Literal["adaptive", "greedy", "fixed"]
 
@@ -109,6 +111,20 @@ class BatcherOptions(TypedDict, total=False):
             the queue and the workers, and this process sends it the requests. A name instead of
             True is for all processes of this user that give it. Default False. See
             docs/server_processes.md.
+        devices: Devices of the workers, which take them in turn: "auto" for all GPUs of this
+            process, or the CPU without any; "cpu"; or a list such as ["cuda:0", "cuda:1"], or
+            ["cpu:0-3", "cpu:4-7"] to pin workers to cores. It replaces `num_workers`. With None
+            workers use what they find. Default None. See docs/gpus.md.
+        workers_per_device: Workers on each of `devices`, 1 or more. Default 1.
+        enabled: Whether requests share batches. With False each request is sent alone to a worker,
+            and all other settings keep their meaning: for comparing and for debugging. Default
+            True.
+        cache: Cache in which outputs are looked up before they are computed: an object with
+            `get(key)` and `set(key, value)`, for example a `fast_batcher.caching.LRUCache`. Equal
+            inputs that are in flight at the same time are computed once. Default None. See
+            docs/caching.md.
+        key: Function that returns the hashable key of an input for `cache`, called like `cost`.
+            With None it is a hash of the pickled input. Default None.
     """
 
     start_timeout: float
@@ -131,6 +147,11 @@ class BatcherOptions(TypedDict, total=False):
     freeze_gc: bool
     observers: Sequence[Observer]
     shared: bool | str
+    devices: str | Sequence[str] | None
+    workers_per_device: int
+    enabled: bool
+    cache: Cache | None
+    key: Callable[[Any], Hashable] | None
 
 
 class Reconfiguration(TypedDict, total=False):
@@ -244,6 +265,19 @@ def refuse_followers(observers: Sequence[Observer], shared: bool | str) -> None:
             )
 
 
+def check_cache(name: str, value: Any) -> None:
+    """Check a cache.
+
+    Raises:
+        ConfigurationError: It lacks a method.
+    """
+    if isinstance(value, type) or not isinstance(value, Cache):
+        raise ConfigurationError(
+            f"{name}={value!r:.100}: give an object with get(key) and set(key, value), for example "
+            "fast_batcher.caching.LRUCache(10_000)"
+        )
+
+
 def _check_shared(name: str, value: object) -> None:
     is_name = isinstance(value, str) and value.strip() and value.isprintable()
     if not isinstance(value, bool) and not is_name:
@@ -318,6 +352,12 @@ class Settings:
     freeze_gc: Annotated[bool, _check_switch] = True
     observers: Annotated[Sequence[Observer], check_observers] = ()
     shared: Annotated[bool | str, _check_shared] = False
+    # After the checks a list of names, and `num_workers` the workers on them.
+    devices: Annotated[str | Sequence[str] | None, check_devices] = None
+    workers_per_device: Annotated[int, _Count(1, MAX_WORKERS)] = 1
+    enabled: Annotated[bool, _check_switch] = True
+    cache: Annotated[Cache | None, check_cache] = None
+    key: Annotated[Callable[[Any], Hashable] | None, _check_function] = None
 
     def __post_init__(self) -> None:
         """Check each setting, then the pairs that depend on each other."""
@@ -339,6 +379,37 @@ class Settings:
                     f"{name}={limit!r:.100}: without costs it has no meaning; give cost=, a "
                     "function from an input to its cost"
                 )
+        if self.key is not None and self.cache is None:
+            raise ConfigurationError(
+                f"key={self.key!r:.100}: without a cache it has no meaning; give cache="
+            )
+        self._resolve_devices()
+
+    def _resolve_devices(self) -> None:
+        """Replace `devices` by names of existing devices, and `num_workers` by their workers."""
+        if self.devices is None:
+            if self.workers_per_device != 1:
+                raise ConfigurationError(
+                    f"workers_per_device={self.workers_per_device}: without devices it has no "
+                    "meaning; give devices=, or num_workers="
+                )
+            return
+        devices = name_devices(self.devices, os.environ)
+        count = len(devices) * self.workers_per_device
+        if self.num_workers not in (1, count):
+            raise ConfigurationError(
+                f"num_workers={self.num_workers}: devices={devices!r:.100} and workers_per_device="
+                f"{self.workers_per_device} give {count} workers; omit num_workers"
+            )
+        _Count(1, MAX_WORKERS)("devices * workers_per_device", count)
+        place_workers(devices, count, os.environ)
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "num_workers", count)
+
+    @property
+    def batch_limit(self) -> int:
+        """Most requests that are sent together: `max_batch_size`, or 1 with batching disabled."""
+        return self.max_batch_size if self.enabled else 1
 
     @property
     def queue_limit(self) -> int:
@@ -382,10 +453,10 @@ def reject_unknown_options(given: Iterable[str]) -> None:
             raise TypeError(f"DynBatcher() got an unexpected keyword argument {name!r}{hint}")
 
 
-def warn_about_workers(num_workers: int) -> None:
+def warn_about_workers(settings: Settings) -> None:
     """Warn about more workers than cores, at the line that constructs the batcher."""
-    cores = os.cpu_count() or 1
-    if num_workers > cores:
+    cores, num_workers = os.cpu_count() or 1, settings.num_workers
+    if num_workers > cores and settings.devices is None:
         warnings.warn(
             f"num_workers={num_workers} is more than the {cores} cores of this machine; on a CPU "
             "the workers will take time from each other",

@@ -49,6 +49,11 @@ class BatcherStats:
     queue_wait_p95: float | None
     infer_p50: float | None
     infer_p95: float | None
+    # With a `cache`: calls whose output was in it, and was not; and calls that joined the look-up
+    # or the computation of an equal input, which do not count as either. A hit is no request.
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_coalesced: int = 0
 
     @property
     def mean_batch_size(self) -> float:
@@ -59,6 +64,7 @@ class BatcherStats:
 
 Cause = Literal[
     "no data",
+    "disabled",
     "arrivals",
     "max_batch_size",
     "cost",
@@ -71,6 +77,7 @@ Cause = Literal[
 ]
 _SENTENCES: dict[Cause, str] = {
     "no data": "fewer than two batches were answered",
+    "disabled": "batching is off (enabled=False)",
     "arrivals": "no more requests were waiting",
     "max_batch_size": "they hold max_batch_size requests",
     "cost": "they reach max_batch_cost",

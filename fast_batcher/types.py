@@ -4,7 +4,7 @@ The names and fields are those of `batched.types`, for programs that were writte
 """
 
 from dataclasses import dataclass
-from enum import IntEnum, auto
+from enum import Enum, IntEnum, auto
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 KeyT = TypeVar("KeyT", contravariant=True)
@@ -78,6 +78,30 @@ class BatchProcessorStats:
     avg_processing_time: float = 0.0
     # The result of the cache's own `stats()`; None without a cache.
     cache_stats: Any = None
+
+
+class CachedNone(Enum):
+    """Stored value for an output that is None, because `get` returns None for a miss.
+
+    An enumeration, because pickling preserves the identity of its members.
+    """
+
+    NONE = "None"
+
+
+@runtime_checkable
+class Cache(Protocol):
+    """Interface of a cache in which outputs are looked up. Both methods may be coroutines.
+
+    `get` returns None for a miss. An output that is None is stored as `CachedNone.NONE`, which can
+    be pickled.
+    """
+
+    def get(self, key: Any, /) -> Any:
+        """Return the output for this key, None for a miss."""
+
+    def set(self, key: Any, value: Any, /) -> Any:
+        """Store the output for this key."""
 
 
 @runtime_checkable

@@ -36,9 +36,9 @@ MAX_BODY_BYTES = 16_384
 # Most sentences in a batch; from outside, so that a load test can try several.
 MAX_BATCH_SIZE = int(os.environ.get("MAX_BATCH_SIZE", "32"))
 
-# The same model, the same thread count, one worker each. Only the batch size differs.
+# The same model, the same thread count, one worker each. Only the batching differs.
 batched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, name="batched")
-unbatched = DynBatcher(MiniLM, max_batch_size=1, name="unbatched")
+unbatched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, enabled=False, name="unbatched")
 batchers = (batched, unbatched)
 
 Embedder = DynBatcher[str, bytes]

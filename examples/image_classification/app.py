@@ -35,6 +35,8 @@ Classifier = DynBatcher[Any, Prediction]
 batcher: Classifier = DynBatcher(
     "examples.image_classification.model:ImageClassifier",
     max_batch_size=int(os.environ.get("MAX_BATCH_SIZE", "16")),
+    # A worker for each GPU, or one on the CPU.
+    devices="auto",
     # Files have to be decoded and arrays have not: a batch holds one of the two.
     group_by=type,
     model_kwargs={

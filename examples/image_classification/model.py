@@ -36,7 +36,6 @@ class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
             weights if there is none.
         labels: A text file with one class name per line; else they are called "class 0" and so on.
         dtype: "float32", or "bfloat16" for devices that are fast with it.
-        device: "cuda", "cpu" and the like; by default the GPU if there is one.
     """
 
     def __init__(
@@ -45,10 +44,8 @@ class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
         weights: str | None = None,
         labels: str | None = None,
         dtype: str = "float32",
-        device: str | None = None,
     ) -> None:
-        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._network = load_network(arch, weights).to(self._device, getattr(torch, dtype))
+        self._network = load_network(arch, weights).to(self.device, getattr(torch, dtype))
         classes = self._network.fc.out_features
         self._labels = read_labels(labels, classes)
         # Pillow lets go of the interpreter lock while it decodes; as many threads as the model has.
@@ -61,7 +58,7 @@ class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
         arrays = [image for image in inputs if not isinstance(image, bytes)]
         if arrays:  # all of them: see `group_by` where the batcher is made
             dtype, layout = self._network.fc.weight.dtype, torch.channels_last
-            batch = to_tensor(arrays).to(self._device, non_blocking=True)
+            batch = to_tensor(arrays).to(self.device, non_blocking=True)
             return self._classify(batch.to(dtype, memory_format=layout))
         decoded = list(self._decoders.map(decode, inputs))
         images = [image for image in decoded if not isinstance(image, NotAnImageError)]
@@ -72,7 +69,7 @@ class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
 
     def _to_input(self, images: list[NDArray[np.uint8]]) -> torch.Tensor:
         # Bytes go to the device, a quarter of the floats made of them there.
-        batch = torch.from_numpy(np.stack(images)).to(self._device)
+        batch = torch.from_numpy(np.stack(images)).to(self.device)
         return to_input(batch, self._network.fc.weight.dtype)
 
     def _classify(self, batch: torch.Tensor) -> list[Prediction | NotAnImageError]:

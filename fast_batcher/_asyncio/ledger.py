@@ -59,6 +59,9 @@ class Counters:
     restarts: int = 0
     # Successful calls of `reload`.
     generation: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_coalesced: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
     # The last answered batches.
@@ -99,6 +102,9 @@ class Counters:
             queue_wait_p95=queue_wait_p95,
             infer_p50=infer_p50,
             infer_p95=infer_p95,
+            cache_hits=self.cache_hits,
+            cache_misses=self.cache_misses,
+            cache_coalesced=self.cache_coalesced,
         )
 
 

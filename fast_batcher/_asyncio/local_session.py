@@ -112,7 +112,7 @@ class LocalSession:
         self._seen_ready: set[int] = set()
 
         reports = self._reports = Reports(name, settings)
-        methods = [Method(*one, settings.max_batch_size) for one in model_spec.methods]
+        methods = [Method(*one, settings.batch_limit) for one in model_spec.methods]
         self.methods: Mapping[str, Method] = {one.name: one for one in methods}
         self.scheduler = _make_scheduler(settings, methods)
         self.memory = access.open_memory(self.binding.loop, settings, name)
@@ -160,10 +160,11 @@ class LocalSession:
         """Explain the size of the recent batches."""
         settings = self.settings
         setup = Setup(
-            settings.max_batch_size,
+            settings.batch_limit,
             settings.num_workers,
             settings.max_batch_cost is not None,
             settings.group_by is not None,
+            settings.enabled,
         )
         explained = explain(self._ledger.counters.samples, setup)
         return replace(explained, service_times=self.scheduler.service.points())
@@ -187,7 +188,7 @@ class LocalSession:
         keeps_policy = settings.max_delay == self.settings.max_delay
         policy = None if keeps_policy else make_policy(settings.policy, settings.max_delay)
         self.settings = settings
-        self.sender.arena.batch_size = settings.max_batch_size
+        self.sender.arena.batch_size = settings.batch_limit
         self.scheduler.reconfigure(_limits_of(settings), policy)
         if not self.binding.loop.is_closed():
             # The waiting requests may be a full batch now, or have waited long enough.
@@ -367,7 +368,7 @@ def _make_scheduler(settings: Settings, methods: Sequence[Method]) -> Scheduler:
 def _limits_of(settings: Settings) -> Limits:
     """Select the settings of the scheduler."""
     return Limits(
-        max_batch_size=settings.max_batch_size,
+        max_batch_size=settings.batch_limit,
         max_queue_size=settings.queue_limit,
         max_queue_bytes=settings.max_queue_bytes,
         timeout=settings.timeout,

@@ -40,6 +40,7 @@ class Setup(NamedTuple):
     num_workers: int
     has_cost_limit: bool
     is_grouped: bool
+    is_enabled: bool = True
 
 
 def explain(samples: Sequence[BatchSample], setup: Setup) -> Explanation:
@@ -78,6 +79,8 @@ def explain(samples: Sequence[BatchSample], setup: Setup) -> Explanation:
 
 def _find_cause(sample: BatchSample, setup: Setup) -> Cause:
     """Return the reason for which one batch was no larger."""
+    if not setup.is_enabled:
+        return "disabled"
     if sample.release is Release.RETRY:
         return "retries"
     if sample.release is Release.FULL:
@@ -113,6 +116,7 @@ def _advise(
             f"{1000 * waited:.3g} ms now"
         )
     return {
+        "disabled": "enabled=True lets requests share batches",
         "cost": "a higher max_batch_cost allows larger batches",
         "groups": "fewer different keys of group_by allow larger batches",
         "memory": "the model ran out of memory; larger batches are tried again from time to time",

@@ -283,7 +283,7 @@ class HostCalls:
         """Apply changed settings to requests that come from now on."""
         self.flush()
         self._settings = settings
-        self.inputs.reconfigure(settings.max_batch_size)
+        self.inputs.reconfigure(settings.batch_limit)
 
     def host_lost(self) -> None:
         """Send the requests of a dead host again once there is another, or fail them."""

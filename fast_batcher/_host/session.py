@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fast_batcher")
 
 # Settings that mean nothing to a host, or are no plain values.
-NOT_OF_HOST = frozenset({"cost", "group_by", "observers", "auto_open", "name", "shared"})
+NOT_OF_HOST = frozenset(
+    {"cost", "group_by", "observers", "auto_open", "name", "shared", "cache", "key"}
+)
 # Seconds that a host may take to end after `stop_timeout`, when it kills its workers.
 END_GRACE = 5.0
 

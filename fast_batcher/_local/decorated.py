@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from fast_batcher._arrays.batches import is_much
 from fast_batcher._asyncio.offload import offload
+from fast_batcher._asyncio.output_cache import OutputCache
 from fast_batcher._local.batcher import LocalBatcher
-from fast_batcher._local.cache import OutputCache
 from fast_batcher._local.call_formats import FeatureFormat, ListFormat
 from fast_batcher._local.function import UserFunction, bind_weakly
 from fast_batcher._local.nesting import running_batch

@@ -13,8 +13,8 @@ from typing import Any, TypedDict, get_args
 from fast_batcher._arrays.collation import Outputs, Side
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.observing import Observer
-from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS, check_observers
-from fast_batcher.types import AsyncCache, PriorityStrategy
+from fast_batcher.settings import MAX_BATCH_SIZE, MAX_SECONDS, check_cache, check_observers
+from fast_batcher.types import Cache, PriorityStrategy
 
 
 class ThreadOptions(TypedDict, total=False):
@@ -30,7 +30,7 @@ class AioOptions(ThreadOptions, total=False):
     """Keyword arguments of `fast_batcher.aio.dynamically`, which documents them."""
 
     priority_strategy: PriorityStrategy
-    cache: AsyncCache[Any, Any] | None
+    cache: Cache | None
     batch_item_cls: Any
 
 
@@ -68,7 +68,7 @@ class DecoratorSettings:
     isolate_errors: bool = True
     observers: Sequence[Observer] = ()
     priority_strategy: PriorityStrategy = PriorityStrategy.NONE
-    cache: AsyncCache[Any, Any] | None = None
+    cache: Cache | None = None
     pad_tokens: Mapping[str, float] | None = None
     pad_token: Mapping[str, float] | None = None
     padding_side: Side = "right"
@@ -95,6 +95,8 @@ class DecoratorSettings:
         if not isinstance(self.isolate_errors, bool):
             raise ConfigurationError(f"isolate_errors={self.isolate_errors!r}: give True or False")
         check_observers("observers", self.observers)
+        if self.cache is not None:
+            check_cache("cache", self.cache)
         self._check_padding()
 
     def _check_padding(self) -> None:

@@ -16,7 +16,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing import reduction, resource_tracker, spawn
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.process import BaseProcess
@@ -37,6 +37,7 @@ class ChildProcess:
     Args:
         process: Target and arguments of the child; not used afterwards.
         environment: All environment variables of the child.
+        cores: Cores to which the child is pinned, None for those of the calling thread. Linux.
 
     Raises:
         OSError: The system has no room for another process or for its pipes.
@@ -45,7 +46,12 @@ class ChildProcess:
     # `multiprocessing` uses this and `duplicate_for_child` while it pickles a descriptor.
     DupFd = PassedDescriptor
 
-    def __init__(self, process: BaseProcess, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        process: BaseProcess,
+        environment: Mapping[str, str],
+        cores: frozenset[int] | None = None,
+    ) -> None:
         # Descriptors that the child gets, with the numbers that they have here.
         self._passed: list[int] = []
         instructions = self._pickle(process)
@@ -56,7 +62,7 @@ class ChildProcess:
             fds += os.pipe()
             self._sentinel, their_sentinel, source, self._sink = fds
             self._passed += (their_sentinel, source)
-            self.pid = self._launch(source, environment)
+            self.pid = self._launch(source, environment, cores)
         except BaseException:
             for fd in fds:
                 os.close(fd)
@@ -122,24 +128,45 @@ class ChildProcess:
             set_spawning_popen(None)
         return file.getvalue()
 
-    def _launch(self, source: int, environment: Mapping[str, str]) -> int:
+    def _launch(
+        self, source: int, environment: Mapping[str, str], cores: frozenset[int] | None
+    ) -> int:
         tracker = resource_tracker.getfd()
         assert tracker is not None, "it runs by now"
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            popen = subprocess.Popen(
-                spawn.get_command_line(tracker_fd=tracker, pipe_handle=source),
-                env=environment,
-                pass_fds=(*self._passed, tracker),
-                stdin=_stream(0),
-                stdout=_stream(1),
-                stderr=_stream(2),
-            )
+            with _pinned(cores):
+                popen = subprocess.Popen(
+                    spawn.get_command_line(tracker_fd=tracker, pipe_handle=source),
+                    env=environment,
+                    pass_fds=(*self._passed, tracker),
+                    stdin=_stream(0),
+                    stdout=_stream(1),
+                    stderr=_stream(2),
+                )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         # `subprocess` must neither reap the child nor warn that it still runs.
         popen.returncode = 0
         return popen.pid
+
+
+@contextlib.contextmanager
+def _pinned(cores: frozenset[int] | None) -> Iterator[None]:
+    """Pin the calling thread for a moment: a child that it starts is pinned from its first step.
+
+    A child that pinned itself would be late: numeric libraries start their threads when the main
+    module imports them.
+    """
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _stream(number: int) -> int | None:

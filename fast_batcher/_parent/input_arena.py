@@ -134,7 +134,7 @@ class InputArena:
         self._least = max(settings.shared_memory_threshold, LEAST_STAGED)
         self._most = settings.max_frame_bytes - MOST_AROUND
         # Slabs are opened for batches of this size.
-        self.batch_size = settings.max_batch_size
+        self.batch_size = settings.batch_limit
         # Bytes that the loop has copied in this turn, as they count for `MOST_PER_TURN`.
         self._copied = 0
         # By type of value. Empty until `enable`, so that apps with small inputs skip the probe.

@@ -19,7 +19,7 @@ from fast_batcher._observers import Observers
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.reloading import Reloading
-from fast_batcher._parent.replica import Replica
+from fast_batcher._parent.replica import Replica, make_replicas
 from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
 from fast_batcher._parent.starter import Starter, make_early_exit_error
 from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
@@ -70,9 +70,7 @@ class Pool:
         # True once no further worker is started.
         self.is_closing = False
 
-        self._replicas = [
-            Replica(index, model_spec, settings) for index in range(settings.num_workers)
-        ]
+        self._replicas = make_replicas(model_spec, settings)
         # Every worker that is being started or has a process.
         self.live = LiveWorkers()
         self._thread = JobThread(self.loop, f"fast_batcher-starter-{name}")
@@ -275,9 +273,9 @@ class Pool:
         slabs = self._memory.slabs
         worker = WorkerProcess(
             next(replica.ids),
-            replica.index,
             replica.model_spec,
             self._settings,
+            replica.placement,
             slabs if isinstance(slabs, Slabs) else None,
             self,
             self._events.frame_arrived,

@@ -4,9 +4,11 @@ API process, event loop's thread.
 """
 
 import itertools
+import os
 from typing import TYPE_CHECKING
 
 from fast_batcher._core.restarts import Restarts
+from fast_batcher._devices import Placement, place_workers
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
 
@@ -19,10 +21,14 @@ if TYPE_CHECKING:
 class Replica:
     """One of the `num_workers` workers that a batcher keeps up, by one process after another."""
 
-    def __init__(self, index: int, model_spec: ModelSpec, settings: Settings) -> None:
+    def __init__(
+        self, index: int, model_spec: ModelSpec, settings: Settings, placement: Placement
+    ) -> None:
         self.index = index
         # The model of the next process.
         self.model_spec = model_spec
+        # The device of every process of this replica.
+        self.placement = placement
         # Ids for the processes of this replica; no two processes of a pool share an id.
         self.ids = itertools.count(index, settings.num_workers)
         # None while the replica waits for a restart.
@@ -35,3 +41,12 @@ class Replica:
         )
         # The restart budget is spent, and no worker has been ready since.
         self.is_given_up = False
+
+
+def make_replicas(model_spec: ModelSpec, settings: Settings) -> list[Replica]:
+    """Make the replicas of a pool, each with its device."""
+    placements = place_workers(settings.devices, settings.num_workers, os.environ)
+    return [
+        Replica(index, model_spec, settings, placement)
+        for index, placement in enumerate(placements)
+    ]

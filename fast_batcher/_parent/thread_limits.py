@@ -1,4 +1,4 @@
-"""Environment variables of a worker that limit the threads of numeric libraries.
+"""Environment variables of a worker: its GPU, and the threads of its numeric libraries.
 
 Runs on the starter thread of the parent, and does not change the parent's environment. The child
 could not set the variables in time: a numeric library reads them when it is imported, and the
@@ -7,8 +7,11 @@ user's main module may import one.
 
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
+
+from fast_batcher._devices import VISIBLE_DEVICES
 
 # Variables from which builds of NumPy, SciPy and PyTorch read the size of their thread pools. Two
 # workers that each use all cores are slower together than one.
@@ -21,16 +24,60 @@ THREAD_VARIABLES = (
 )
 
 
-def worker_environment(environ: Mapping[str, str], num_workers: int) -> dict[str, str]:
-    """Copy `environ`, and limit numeric threads to a worker's share of the cores.
+class CoreClaim:
+    """A batcher's claim to a share of the cores, from its construction to its close.
 
-    Variables that the user has set keep their values.
+    Args:
+        num_workers: Workers of the batcher in this process.
     """
-    share = str(max(1, usable_cores() // num_workers))
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+        self.take()
+
+    def take(self) -> None:
+        """Claim the share; may be called again."""
+        _claims[self] = None
+
+    def release(self) -> None:
+        """Leave the share to the other batchers."""
+        _claims.pop(self, None)
+
+
+# Batchers that are open or may be opened. Before the first opening, too: the workers of one batcher
+# are often started before the next one is opened.
+_claims: "weakref.WeakKeyDictionary[CoreClaim, None]" = weakref.WeakKeyDictionary()
+
+
+def thread_share(num_workers: int) -> int:
+    """Divide the cores among the workers of all batchers of this process.
+
+    Args:
+        num_workers: Workers of the batcher that asks, whose claim may have been released.
+    """
+    # Another thread may construct a batcher meanwhile: a list of references is taken at once.
+    owners = [reference() for reference in _claims.keyrefs()]
+    claimed = sum(owner.num_workers for owner in owners if owner is not None)
+    return max(1, usable_cores() // max(claimed, num_workers))
+
+
+def worker_environment(
+    environ: Mapping[str, str], threads: int, visible_devices: str | None
+) -> dict[str, str]:
+    """Copy `environ` for a worker, and limit its numeric threads.
+
+    Args:
+        environ: The environment variables of the parent. Variables of threads that the user has
+            set keep their values.
+        threads: Threads of each numeric library.
+        visible_devices: Value for CUDA_VISIBLE_DEVICES, None for the one of the parent.
+    """
     # Other threads may remove variables during the copy.
     present = ((name, environ.get(name)) for name in list(environ))
     own = {name: value for name, value in present if value is not None}
-    return dict.fromkeys(THREAD_VARIABLES, share) | own
+    if visible_devices is not None:
+        own[VISIBLE_DEVICES] = visible_devices
+    return dict.fromkeys(THREAD_VARIABLES, str(threads)) | own
 
 
 def usable_cores() -> int:

@@ -15,9 +15,10 @@ from contextvars import Context
 from typing import NamedTuple
 
 from fast_batcher._descendants import opened_descendants, send_signal
+from fast_batcher._devices import Placement
 from fast_batcher._parent.child_process import ChildProcess
 from fast_batcher._parent.log_receiver import LogReceiver
-from fast_batcher._parent.thread_limits import worker_environment
+from fast_batcher._parent.thread_limits import thread_share, worker_environment
 from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerState
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._shared_memory.slabs import Slabs
@@ -29,7 +30,7 @@ from fast_batcher._transport.loop_channel import Frames, LoopChannel, Reservatio
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.log_sending import LogSettings
-from fast_batcher._worker.main import worker_main
+from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
@@ -60,9 +61,9 @@ class WorkerProcess:
 
     Args:
         id: Number of this process among all processes that the pool starts.
-        index: Index among the batcher's workers, from 0.
         model_spec: The model that it loads.
         settings: The batcher's settings.
+        placement: Its device.
         slabs: Shared memory for large inputs, or None.
         events: Receives its start and its death: the pool.
         on_frame: Called with its id and each frame once it is ready.
@@ -72,18 +73,19 @@ class WorkerProcess:
     def __init__(
         self,
         id: int,
-        index: int,
         model_spec: ModelSpec,
         settings: Settings,
+        placement: Placement,
         slabs: Slabs | None,
         events: WorkerEvents,
         on_frame: Callable[[int, Frame], None],
         name: str,
     ) -> None:
         self.id = id
-        self.index = index
+        self.index = id % settings.num_workers
         self.model_spec = model_spec
         self._settings = settings
+        self._placement = placement
         self._slabs = slabs
         self._events = events
         self._on_frame = on_frame
@@ -119,7 +121,7 @@ class WorkerProcess:
         Raises:
             OSError: The system has no room for another process.
         """
-        settings = self._settings
+        settings, placement = self._settings, self._placement
         ours, theirs = open_pipes(_context)
         receiver, sender = open_log_sockets()
         with contextlib.ExitStack() as undo:
@@ -136,19 +138,18 @@ class WorkerProcess:
                 args=(
                     theirs,
                     progress,
-                    settings.max_frame_bytes,
-                    settings.max_batch_size,
                     LogSettings.of_this_process(sender),
                     self._slabs,
                     outbox,
-                    settings.freeze_gc,
+                    _select_settings(settings, placement, self.index),
                 ),
                 name=f"fast_batcher-{self.model_spec.name}-{self.index}",
                 # Not daemonic: a model may have children, for example those of a data loader.
                 daemon=False,
             )
-            environment = worker_environment(os.environ, settings.num_workers)
-            child = ChildProcess(process, environment)
+            threads = placement.threads or thread_share(settings.num_workers)
+            environment = worker_environment(os.environ, threads, placement.visible_devices)
+            child = ChildProcess(process, environment, placement.cores)
             undo.pop_all()
         # The child has its own copies of these.
         sender.close()
@@ -341,6 +342,16 @@ class WorkerProcess:
         exit = self.reap()
         if exit is not None:
             self._events.worker_exited(self, exit)
+
+
+def _select_settings(settings: Settings, placement: Placement, index: int) -> WorkerSettings:
+    return WorkerSettings(
+        settings.max_frame_bytes,
+        settings.batch_limit,
+        settings.freeze_gc,
+        placement.device,
+        index,
+    )
 
 
 def _make_outbox(settings: Settings) -> OutboxReader | OSError | None:

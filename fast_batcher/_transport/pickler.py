@@ -261,6 +261,18 @@ class _Reducers(dict[type, Any]):
     __missing__ = copyreg.dispatch_table.__getitem__
 
 
+def make_reducers(torch: Any) -> dict[type, Any]:
+    """Make a dispatch table that reduces plain tensors to their bytes.
+
+    Args:
+        torch: The library, None if the program has not imported it.
+    """
+    reducers = _Reducers()
+    if hasattr(torch, "Tensor"):
+        reducers[torch.Tensor] = functools.partial(_reduce_tensor, torch, 0)
+    return reducers
+
+
 def _hold(chunks: list[Any]) -> "list[bytes | memoryview]":
     """Lock the pieces of a stream against being resized.
 

@@ -15,7 +15,7 @@ import logging
 import multiprocessing
 import multiprocessing.util
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from fast_batcher._collector import freeze_for_good
 from fast_batcher._descendants import end_descendants
@@ -39,29 +39,39 @@ logger = logging.getLogger("fast_batcher.worker")
 _kept_open: list[Any] = []
 
 
+class WorkerSettings(NamedTuple):
+    """Settings of one worker."""
+
+    # Longest frame body in both directions.
+    max_frame_bytes: int
+    # Inputs of a full batch, for the warm-up.
+    max_batch_size: int
+    # Exclude the loaded model and its libraries from garbage collections.
+    freeze_gc: bool = True
+    # `device` and `worker_index` of the model; None for the device of its class.
+    device: str | None = None
+    worker_index: int = 0
+
+
 def worker_main(
     ends: Any,
     progress: WorkerProgress,
-    max_frame_bytes: int,
-    max_batch_size: int,
     logs: LogSettings,
     slabs: SlabViews | OSError | None,
     outbox: OutboxWriter | OSError | None,
-    freeze_gc: bool,
+    settings: WorkerSettings,
 ) -> None:
     """Run a worker process from its start to its end; the first frame names the model.
 
     Args:
         ends: The worker's ends of its two pipes.
         progress: Shared memory in which the worker records the batches it has.
-        max_frame_bytes: Longest frame body in both directions.
-        max_batch_size: Inputs of a full batch, for the warm-up.
         logs: The socket and the levels of the worker's log.
         slabs: Shared memory for large inputs, None if the settings turn it off, an error if this
             process may not map it.
         outbox: Shared memory for large answers, None if the settings turn it off, an error if it
             could not be made.
-        freeze_gc: Exclude the loaded model and its libraries from garbage collections.
+        settings: What the worker needs of the batcher's settings.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is a child process"
@@ -69,7 +79,7 @@ def worker_main(
     set_signals(progress, parent.pid)
     end_with_parent(parent.pid)
     logs.apply(progress)
-    channel = BlockingChannel(ends, max_frame_bytes)
+    channel = BlockingChannel(ends, settings.max_frame_bytes)
     # Kept open until the process ends: the parent kills a worker that has closed its ends, and exit
     # hooks of the model's libraries would not run.
     _kept_open.append(ends)
@@ -78,8 +88,8 @@ def worker_main(
     # `concurrent.futures` executor, whose exit hook runs later.
     multiprocessing.util.Finalize(None, end_descendants, exitpriority=0)
     try:
-        encoder = ReplyEncoder(outbox, max_frame_bytes)
-        exit_code = _load_and_serve(channel, progress, max_batch_size, slabs, encoder, freeze_gc)
+        encoder = ReplyEncoder(outbox, settings.max_frame_bytes)
+        exit_code = _load_and_serve(channel, progress, slabs, encoder, settings)
     except BrokenPipeError:  # the parent has closed its ends
         exit_code = 0
     sys.exit(exit_code)
@@ -88,10 +98,9 @@ def worker_main(
 def _load_and_serve(
     channel: BlockingChannel,
     progress: WorkerProgress,
-    max_batch_size: int,
     slabs: SlabViews | OSError | None,
     encoder: ReplyEncoder,
-    freeze_gc: bool,
+    settings: WorkerSettings,
 ) -> int:
     """Load the model and serve it; returns the exit code."""
     first = channel.receive()
@@ -99,10 +108,10 @@ def _load_and_serve(
         return 0
     try:
         views = _check_slabs(slabs)
-        model = load_model(first.body)
+        model = load_model(first.body, settings.device, settings.worker_index)
         models = collate_methods(model)
-        times = warm_up(models["infer"], max_batch_size)
-        if freeze_gc:
+        times = warm_up(models["infer"], settings.max_batch_size)
+        if settings.freeze_gc:
             freeze_for_good()
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))

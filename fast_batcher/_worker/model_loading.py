@@ -8,11 +8,15 @@ from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import describe_arguments, find_model_fault, warn_about_hooks
 
 
-def load_model(pickled: bytes | bytearray | memoryview) -> Any:
+def load_model(
+    pickled: bytes | bytearray | memoryview, device: str | None = None, worker_index: int = 0
+) -> Any:
     """Instantiate the model.
 
     Args:
         pickled: `(class or "module:Class", args, kwargs)`.
+        device: The model's `device`, None for the one of its class.
+        worker_index: The model's `worker_index`.
 
     Raises:
         WorkerStartupError: The string does not name a model.
@@ -28,11 +32,17 @@ def load_model(pickled: bytes | bytearray | memoryview) -> Any:
         model_name, model = model, cls
     else:
         model_name = f"{model.__module__}:{model.__qualname__}"
+    place = {"worker_index": worker_index} | ({} if device is None else {"device": device})
     try:
-        return model(*args, **kwargs)
+        instance = model.__new__(model, *args, **kwargs)
+        # Before `__init__`, which loads the weights. Not with `setattr`: a frozen dataclass refuses
+        # it, and a class may have a property `device` of its own, which stays.
+        getattr(instance, "__dict__", {}).update(place)
+        instance.__init__(*args, **kwargs)
     except TypeError as error:
         error.add_note(f"while calling {model_name} with {describe_arguments(args, kwargs)}")
         raise
+    return instance
 
 
 def _resolve(name: str) -> Any:

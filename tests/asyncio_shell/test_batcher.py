@@ -110,6 +110,24 @@ async def test_one_wrong_setting_changes_none() -> None:
             assert await asyncio.gather(*calls) == [4] * 8
 
 
+async def test_without_batching_each_request_is_sent_alone(gate: Gate) -> None:
+    options: dict[str, Any] = {"enabled": False, "policy": "fixed", "max_delay": 60.0}
+    async with DynBatcher(BatchSize, 4, **options) as batcher:
+        assert await batcher.process_many(range(9)) == [1] * 9
+        batcher.reconfigure(max_batch_size=8)
+        calls = [call(batcher, number) for number in range(9)]
+        assert await asyncio.gather(*calls) == [1] * 9
+        assert batcher.stats.batch_sizes == {1: 18}
+        assert batcher.explain().cause == "disabled"
+    async with DynBatcher(Holds, model_args=(gate.path,), enabled=False) as batcher:
+        many = asyncio.create_task(batcher.process_many(["hold", *range(9)]))
+        visit = await gate.visit()
+        # One that runs, and one behind it.
+        assert batcher.stats.submitted == 2
+        visit.let_on()
+        assert await many == ["hold", *range(9)]
+
+
 # --- calls ----------------------------------------------------------------------------------------
 
 

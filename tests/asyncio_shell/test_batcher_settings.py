@@ -17,6 +17,7 @@ from models.base import Echo
 from paths import ROOT
 
 from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher.caching import LRUCache
 from fast_batcher.observing import Observer
 from fast_batcher.settings import BatcherOptions, Reconfiguration, Settings
 
@@ -125,12 +126,26 @@ TABLE: dict[str, Row] = {
         [0, 1, "", "  ", "two\nlines", b"name", ["name"]],
         "give True, False or a printable name",
     ),
+    "devices": Row(
+        ["auto", "cpu", "cpu:0", "cuda:7", ["cuda:0", "cuda:1"], ("cpu", "cuda:9")],
+        [7, "", "gpu", "cuda", "cuda:-1", "cpu:", "cpu:x", [], [1], ["auto"], ["cpu", None]],
+        'give "auto", "cpu", or a list like ["cuda:0", "cuda:1"]',
+        none=True,
+    ),
+    "workers_per_device": count(1, 1024),
+    "enabled": SWITCH,
+    "cache": Row(
+        [LRUCache(1)], [7, "memory", {}, LRUCache], "give an object with get(key)", none=True
+    ),
+    "key": FUNCTION,
 }
 # What some settings need beside them.
 NEEDED: dict[str, dict[str, Any]] = {
     "max_batch_cost": {"cost": len},
     "max_request_cost": {"cost": len},
     "policy": {"max_delay": 0.01},
+    "workers_per_device": {"devices": "cpu"},
+    "key": {"cache": LRUCache(1)},
 }
 
 
@@ -177,6 +192,19 @@ async def a_coroutine(_: object) -> float:
             {"max_batch_cost": 8},
             "max_batch_cost=8: without costs it has no meaning; give cost=, a function from an "
             "input to its cost",
+        ),
+        (
+            {"num_workers": 3, "devices": ["cuda:0", "cuda:1"]},
+            "num_workers=3: devices=['cuda:0', 'cuda:1'] and workers_per_device=1 give 2 workers; "
+            "omit num_workers",
+        ),
+        (
+            {"workers_per_device": 2},
+            "workers_per_device=2: without devices it has no meaning; give devices=, or "
+            "num_workers=",
+        ),
+        pytest.param(
+            {"key": len}, f"key={len!r}: without a cache it has no meaning; give cache=", id="key"
         ),
         ({"name": ""}, "name='': give a printable, non-empty string or leave it"),
         # Without an id of its own the test's name would hold an address.
@@ -263,7 +291,8 @@ def test_the_documents_name_every_setting() -> None:
         ("batch_timeout", ". Did you mean 'max_delay'?"),
         ("max_latency_ms", ". Did you mean 'max_latency', in seconds?"),
         ("batch_size", ". Did you mean 'max_batch_size'?"),
-        ("workers_per_device", ". Did you mean 'num_workers'?"),
+        ("workers_per_devices", ". Did you mean 'workers_per_device'?"),
+        ("accelerator_device", ". Did you mean 'devices'?"),
         ("queue_size", ". Did you mean 'max_queue_size'?"),
         ("model_arg", ". Did you mean 'model_args'?"),
         ("colour", ""),

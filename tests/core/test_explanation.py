@@ -144,6 +144,7 @@ SITUATIONS: list[tuple[Callable[[], list[BatchSample]], str, dict[str, Any], str
     (cost_limit, "cost", {"has_cost_limit": True}, "a higher max_batch_cost"),
     (groups, "groups", {"is_grouped": True}, "fewer different keys"),
     (hold, "hold", {"max_batch_size": 64}, "nothing to change: the hold"),
+    (overload, "disabled", {"is_enabled": False}, "enabled=True lets requests"),
     (window, "window", {}, "policy='adaptive' sends at once"),
     (memory, "memory", {}, "the model ran out of memory"),
     (nothing, "no data", {}, ""),

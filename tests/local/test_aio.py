@@ -13,9 +13,8 @@ from starlette.background import BackgroundTask
 from waits import LIMIT, outcome, turns, until
 
 from fast_batcher import aio, dynamically, inference
-from fast_batcher._local.cache import CachedNone
 from fast_batcher.errors import BatcherClosedError, InferenceError
-from fast_batcher.types import CacheStats, PriorityStrategy
+from fast_batcher.types import CachedNone, CacheStats, PriorityStrategy
 
 pytestmark = pytest.mark.anyio
 

@@ -2,15 +2,20 @@
 
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from models.base import Echo
 
+from fast_batcher import DynBatcher
+from fast_batcher._parent import thread_limits
 from fast_batcher._parent.thread_limits import (
     THREAD_VARIABLES,
     read_quota,
+    thread_share,
     usable_cores,
     worker_environment,
 )
@@ -25,17 +30,28 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return results[0]
 
 
-def test_each_worker_gets_its_share_of_the_cores() -> None:
-    cores = usable_cores()
-    assert worker_environment({}, 1) == dict.fromkeys(THREAD_VARIABLES, str(cores))
-    assert worker_environment({}, cores) == dict.fromkeys(THREAD_VARIABLES, "1")
+def test_the_workers_of_all_batchers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(thread_limits, "_claims", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(thread_limits, "usable_cores", lambda: 12)
+    one, other = DynBatcher(Echo, devices=["cuda:0", "cuda:1"]), DynBatcher(Echo)
+    shared = DynBatcher(Echo, shared=True, workers_per_device=9, devices="cpu")
+    assert thread_share(2) == 4
+    other.stop()
+    assert thread_share(2) == 6
+    one.stop()
+    shared.stop()
+    assert [thread_share(workers) for workers in (1, 5, 12, 13)] == [12, 2, 1, 1]
 
 
 def test_what_the_user_has_set_wins() -> None:
     environ = {"OMP_NUM_THREADS": "7", "MKL_NUM_THREADS": "", "OTHER": "kept"}
-    environment = worker_environment(environ, 1)
+    environment = worker_environment(environ, 3, None)
     assert environment | environ == environment
-    assert environment["OPENBLAS_NUM_THREADS"] == str(usable_cores())
+    assert environment["OPENBLAS_NUM_THREADS"] == "3"
+    assert worker_environment({}, 3, "GPU-5") == {
+        **dict.fromkeys(THREAD_VARIABLES, "3"),
+        "CUDA_VISIBLE_DEVICES": "GPU-5",
+    }
 
 
 def test_cores_are_those_that_this_thread_may_use() -> None:

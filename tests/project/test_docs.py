@@ -9,7 +9,8 @@ from paths import ROOT
 from programs import run_command
 
 # A program, and what it prints.
-PROGRAM = re.compile(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = r"((?:(?!```).*\n)*)```"
+PROGRAM = re.compile(rf"^```python\n{BLOCK}\n\n```text\n{BLOCK}$", re.MULTILINE)
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 PROGRAMS = [
     pytest.param(code, printed, id=f"{page.name}-{number}")

@@ -50,7 +50,7 @@ def make_image(seed: int) -> bytes:
 
 @pytest.fixture
 def classifier() -> Iterator[ImageClassifier]:
-    classifier = ImageClassifier("resnet18", device="cpu")
+    classifier = ImageClassifier("resnet18")
     yield classifier
     classifier.close()
 

@@ -168,6 +168,11 @@ def test_the_options() -> None:
         "freeze_gc": True,
         "observers": (),
         "shared": False,
+        "devices": None,
+        "workers_per_device": 1,
+        "enabled": True,
+        "cache": None,
+        "key": None,
     }
 
 
@@ -219,6 +224,7 @@ def test_the_statistics_are_these() -> None:
         *("submitted", "completed", "failed", "expired", "cancelled", "rejected"),
         *("batches", "batch_sizes", "releases", "restarts", "generation"),
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
+        *("cache_hits", "cache_misses", "cache_coalesced"),
     ]
 
 

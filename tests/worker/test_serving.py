@@ -24,7 +24,7 @@ from fast_batcher._transport.log_records import open_log_sockets
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.log_sending import LogSettings
-from fast_batcher._worker.main import worker_main
+from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher._worker.replies import ReplyEncoder
 from fast_batcher._worker.serving import BatchLoop, InputReader
 from fast_batcher.errors import InferenceError
@@ -135,7 +135,7 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     progress = WorkerProgress()
     receiver, sender = open_log_sockets()
     logs = LogSettings.of_this_process(sender)
-    arguments = (theirs, progress, MEBI, 32, logs, None, None, True)
+    arguments = (theirs, progress, logs, None, None, WorkerSettings(MEBI, 32))
     process = context.Process(target=worker_main, args=arguments)
     process.start()
     for end in (*theirs, receiver, sender):

@@ -11,12 +11,31 @@ from typing import Any
 from fast_batcher import InferenceModel
 from models.base import AtGate, Echo, pass_gate
 
+AFFINITY_AT_IMPORT = sorted(os.sched_getaffinity(0))
+
 
 class Whereabouts(InferenceModel[Any, int]):
     """Answers with its process id."""
 
     def infer(self, inputs: list[Any]) -> list[int]:
         return [os.getpid() for _ in inputs]
+
+
+class Placed(InferenceModel[Any, tuple[Any, ...]]):
+    """Answers with where it is, as its `__init__` has found it."""
+
+    def __init__(self) -> None:
+        self._place = (
+            self.worker_index,
+            os.getpid(),
+            self.device,
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+            AFFINITY_AT_IMPORT,
+            os.environ["OMP_NUM_THREADS"],
+        )
+
+    def infer(self, inputs: list[Any]) -> list[tuple[Any, ...]]:
+        return [self._place for _ in inputs]
 
 
 class BatchSize(InferenceModel[Any, int]):

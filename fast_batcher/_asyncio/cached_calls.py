@@ -1,0 +1,328 @@
+"""CachedCalls: the calls of a batcher with a cache, and the computations that they wait for.
+
+API process, on the event loop's thread. Callers with equal keys that wait at the same time share a
+computation. Its request has the deadline of one of them, the leader; if it fails because of that
+deadline, it is sent again for the callers with later ones. Each caller gets its own copy of the
+output.
+"""
+
+import asyncio
+import copy
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import Context, copy_context
+from typing import Any
+
+from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
+from fast_batcher._asyncio.output_cache import OutputCache
+from fast_batcher._asyncio.session import Session
+from fast_batcher._clock import monotonic
+from fast_batcher._core.batch_times import method_of
+from fast_batcher._core.messages import Request, settle
+from fast_batcher._core.open_calls import OpenCalls
+from fast_batcher.caching import hash_input
+from fast_batcher.errors import (
+    BatcherClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    NotReadyError,
+    copy_error,
+)
+from fast_batcher.settings import Settings
+from fast_batcher.types import CachedNone
+
+
+class _Computation:
+    """The search for one output; the caller of its request.
+
+    Args:
+        key: Key of the output.
+        leader: The first caller's request.
+        end: Called with this computation and its output or error.
+    """
+
+    def __init__(
+        self, key: Any, leader: Request, end: Callable[["_Computation", Any, Any], None]
+    ) -> None:
+        self.key = key
+        # The callers that still wait, in order of arrival.
+        self.callers = [leader]
+        # Looks the output up; None once it was a miss.
+        self.lookup: asyncio.Task[None] | None = None
+        # The request of the session below; None before a miss.
+        self.request: Request | None = None
+        # For the functions `cost` and `group_by`, and for observers.
+        self.context = copy_context()
+        self._end = end
+
+    def set_result(self, output: Any) -> None:
+        """Take the output of the model."""
+        self._end(self, output, None)
+
+    def set_exception(self, error: BaseException) -> None:
+        """Take the error of the computation."""
+        self._end(self, None, error)
+
+
+class CachedCalls:
+    """Looks the outputs of calls up, and lets a session compute those that are missing.
+
+    Args:
+        inner: The session that computes.
+        settings: The batcher's settings, with a cache.
+        ledger: Has the counts.
+        name: The batcher's name.
+    """
+
+    def __init__(self, inner: Session, settings: Settings, ledger: Ledger, name: str) -> None:
+        assert settings.cache is not None, "otherwise there is no use for this object"
+        self._inner = inner
+        self.settings = settings
+        self._ledger = ledger
+        self._counters = ledger.counters
+        self._name = name
+        self.cache = OutputCache(settings.cache, name)
+        # The computations that further callers may join, by key; and those of each open call.
+        self._by_key: dict[Any, _Computation] = {}
+        self._joined: dict[Request, _Computation] = {}
+        self._calls = OpenCalls(settings.timeout, idempotent=settings.idempotent)
+        # One timer for the earliest deadline.
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+        # The tasks that look outputs up.
+        self._lookups: set[asyncio.Task[None]] = set()
+
+    # Requests.
+
+    def accept(self, request: Request) -> None:
+        """Look the output up, or join a computation of an equal input."""
+        try:
+            key = self._make_key(request)
+            known = self._by_key.get(key)
+        except ConfigurationError as error:
+            self._ledger.reject(request, error, "invalid input")
+            return
+        except Exception:  # noqa: BLE001  it cannot be pickled; the session below says so
+            self._inner.accept(request)
+            return
+        self._calls.add(monotonic(), request)
+        self._wake_at(self._calls.next_expiry)
+        if known is None:
+            computation = _Computation(key, request, self._end)
+            self._by_key[key] = self._joined[request] = computation
+            self._look_up(computation)
+        else:
+            self._counters.cache_coalesced += 1
+            known.callers.append(request)
+            self._joined[request] = known
+
+    def abandon(self, request: Request) -> None:
+        """Remove a caller; the computation ends with its last caller."""
+        if request not in self._joined:
+            self._inner.abandon(request)
+        elif settle(request):
+            self._leave(request)
+
+    def has_room(self, request: Request) -> bool:
+        """Return whether the queue has room for a request, if all that are looked up are misses."""
+        waiting = len(self._by_key) - self._inner.load[2]
+        return waiting < self.settings.queue_limit and self._inner.has_room(request)
+
+    def _make_key(self, request: Request) -> Any:
+        """Return the key of an output: of the input, the method and the generation of the model.
+
+        Raises:
+            ConfigurationError: The user's function raised, or its result is not hashable.
+            Exception: The input cannot be pickled.
+        """
+        key = self._key_of(request.value)
+        method, generation = method_of(request.group), self._counters.generation
+        named = [] if method is None else [method.name]
+        if generation:
+            named.append(f"generation {generation}")
+        if not named:
+            return key
+        return ":".join([key, *named]) if isinstance(key, str) else (key, *named)
+
+    def _key_of(self, value: Any) -> Any:
+        if self.settings.key is None:
+            return f"{self._name}:{hash_input(value)}"
+        try:
+            key = self.settings.key(value)
+            hash(key)
+        except Exception as error:
+            told = ConfigurationError(f"key: {error!r:.200} for an input of type {type(value)}")
+            raise told from error
+        return key
+
+    def _leave(self, request: Request) -> None:
+        """Remove a settled call from its computation."""
+        self._calls.remove(request.id)
+        computation = self._joined.pop(request)
+        computation.callers.remove(request)
+        if computation.callers:
+            if computation.request is not None:
+                # The caller may change its input now; the others have equal ones.
+                computation.request.value = computation.callers[0].value
+            return
+        self._forget(computation)
+        if computation.lookup is not None:
+            computation.lookup.cancel()
+        if computation.request is not None:
+            self._inner.abandon(computation.request)
+
+    def _forget(self, computation: _Computation) -> None:
+        """Let no further caller join a computation."""
+        if self._by_key.get(computation.key) is computation:
+            del self._by_key[computation.key]
+
+    # Computations.
+
+    def _look_up(self, computation: _Computation) -> None:
+        """Start a task that looks the output up, in the context of the first caller."""
+        loop = self._inner.binding.loop
+        task = loop.create_task(self._find(computation), context=computation.context)
+        computation.lookup = task
+        self._lookups.add(task)
+        task.add_done_callback(self._lookups.discard)
+
+    async def _find(self, computation: _Computation) -> None:
+        found = await self.cache.get(computation.key)
+        computation.lookup = None
+        if not computation.callers:  # the cache has ignored the cancellation of this task
+            return
+        if found is None:
+            self._counters.cache_misses += 1
+            self._compute(computation)
+        else:
+            self._counters.cache_hits += 1
+            self._deliver(computation, None if found is CachedNone.NONE else found)
+
+    def _compute(self, computation: _Computation) -> None:
+        """Send the input to the session below, with the latest deadline of the callers."""
+        leader = max(computation.callers, key=lambda one: one.deadline)
+        deadline = leader.deadline if leader.has_explicit_deadline else None
+        request = computation.request = Request(leader.value, computation, deadline)
+        request.timeout, request.target = leader.timeout, leader.target
+        request.group = leader.group
+        request.priority = max(one.priority for one in computation.callers)
+        # A copy: the task that looks up may be running in the context itself.
+        computation.context.copy().run(self._inner.accept, request)
+
+    def _end(self, computation: _Computation, output: Any, error: BaseException | None) -> None:
+        """Take the outcome of a computation: an output, or an error."""
+        if error is None:
+            self._deliver(computation, output)
+            self.cache.store(computation.key, output)
+            return
+        failed = computation.callers
+        request = computation.request
+        assert request is not None, "it has failed"
+        if _is_late(error, request):
+            failed = [one for one in failed if one.deadline <= request.deadline]
+        for number, caller in enumerate(failed):
+            self._settle(caller, error=copy_error(error) if number else error)
+        computation.callers = [one for one in computation.callers if not one.is_settled]
+        if computation.callers:
+            self._compute(computation)
+        else:
+            self._forget(computation)
+
+    def _deliver(self, computation: _Computation, output: Any) -> None:
+        """Give each caller a copy of the output."""
+        self._forget(computation)
+        for caller in computation.callers:
+            self._settle(caller, output=_copy_output(output))
+
+    def _settle(
+        self, caller: Request, *, output: Any = None, error: BaseException | None = None
+    ) -> None:
+        """End one call."""
+        self._calls.remove(caller.id)
+        self._joined.pop(caller, None)
+        if not settle(caller) or is_beyond_reach(caller):
+            return
+        if error is not None:
+            set_exception(caller, error)
+            return
+        with suppress(asyncio.InvalidStateError):  # cancelled, in this turn of the loop
+            caller.caller.set_result(output)
+
+    # The timer.
+
+    def _wake_at(self, moment: float) -> None:
+        if moment >= self._timer_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        delay = max(0.0, moment - monotonic())
+        self._timer = self._inner.binding.loop.call_later(delay, self._wake, context=Context())
+        self._timer_at = moment
+
+    def _wake(self) -> None:
+        """Expire the callers whose deadlines passed; that of a leader has usually expired."""
+        self._timer, self._timer_at = None, math.inf
+        for request in self._calls.expire(monotonic()):
+            timeout = self.settings.timeout if request.timeout is None else request.timeout
+            kind = DeadlineExceededError if self._inner.load[0] else NotReadyError
+            set_exception(request, kind(f"there was no answer within its timeout of {timeout} s"))
+            self._leave(request)
+        self._wake_at(self._calls.next_expiry)
+
+    # The session's life.
+
+    @property
+    def is_looking_up(self) -> bool:
+        """Whether any output is being looked up."""
+        return bool(self._lookups)
+
+    async def wait_until_looked_up(self, seconds: float) -> None:
+        """Wait until no output is being looked up, at most `seconds`."""
+        if self._lookups:
+            await asyncio.wait(self._lookups, timeout=seconds)
+
+    def rebind(self) -> None:
+        """Continue on another event loop; the previous loop is closed, and its tasks with it."""
+        self._timer, self._timer_at = None, math.inf
+        self._lookups.clear()
+        interrupted = {one for one in self._joined.values() if one.lookup is not None}
+        for computation in interrupted:
+            computation.lookup = None
+        for request in [*self._joined]:
+            if is_beyond_reach(request) and settle(request):
+                self._leave(request)
+        for computation in interrupted:
+            if computation.callers:
+                self._look_up(computation)
+        self._wake_at(self._calls.next_expiry)
+
+    def end(self) -> None:
+        """Fail the calls whose outputs are being looked up, and stop the timer."""
+        for request, computation in [*self._joined.items()]:
+            if computation.lookup is not None:
+                text = f"{self._name} was closed before it had answered"
+                self._settle(request, error=BatcherClosedError(text))
+                computation.callers.remove(request)
+                self._forget(computation)
+        if not self._inner.binding.loop.is_closed():
+            for task in self._lookups:
+                task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _is_late(error: BaseException, request: Request) -> bool:
+    """Return whether a request has failed because of its deadline or target."""
+    if not isinstance(error, DeadlineExceededError | NotReadyError):
+        return False
+    return error.retry_after is not None or request.deadline <= monotonic()
+
+
+def _copy_output(output: Any) -> Any:
+    """Copy an output for one caller; immutable ones are not copied."""
+    try:
+        return copy.deepcopy(output)
+    except Exception:  # noqa: BLE001  the user's code may raise anything
+        return output

@@ -1,0 +1,107 @@
+"""Looks outputs up in the user's cache, and stores them there. Runs on event loops.
+
+An error of the cache fails no call: it is logged once, and the output is computed. The methods of
+the cache may be coroutine functions or plain ones.
+"""
+
+import asyncio
+import inspect
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fast_batcher.types import Cache, CachedNone
+
+logger = logging.getLogger("fast_batcher")
+
+
+class OutputCache:
+    """The user's cache of the outputs of one batcher or one function.
+
+    Args:
+        cache: The user's cache.
+        name: Name of the batcher or function, for the log.
+    """
+
+    def __init__(self, cache: Cache, name: str) -> None:
+        self._cache = cache
+        self._name = name
+        self._has_warned = False
+        # The tasks that store outputs; an event loop holds only weak references to tasks.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def process(
+        self, items: Sequence[Any], compute: Callable[[list[Any]], Awaitable[list[Any]]]
+    ) -> list[Any]:
+        """Return the outputs of the items; those not in the cache are computed together.
+
+        Computed outputs are stored by tasks. The caller does not wait for these; `settle` does.
+        """
+        outputs = list(await asyncio.gather(*map(self.get, items)))
+        missing = [at for at, output in enumerate(outputs) if output is None]
+        if missing:
+            computed = await compute([items[at] for at in missing])
+            for at, output in zip(missing, computed, strict=True):
+                outputs[at] = output
+                self.store(items[at], output)
+        return [None if output is CachedNone.NONE else output for output in outputs]
+
+    async def get(self, key: Any) -> Any:
+        """Return an output, `CachedNone.NONE` for the output None, and None for a miss."""
+        try:
+            found = self._cache.get(key)
+            return await found if inspect.isawaitable(found) else found
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            # Otherwise the cache has raised it.
+            is_cancelled = task is not None and task.cancelling() > 0
+            if isinstance(error, asyncio.CancelledError) and is_cancelled:
+                raise
+            self._warn("get", error)
+            return None
+
+    def store(self, key: Any, output: Any) -> None:
+        """Store an output, in a task if `set` of the cache is asynchronous."""
+        try:
+            stored = self._cache.set(key, CachedNone.NONE if output is None else output)
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            self._warn("set", error)
+            return
+        if inspect.isawaitable(stored):
+            task = asyncio.create_task(self._wait_for(stored))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def settle(self, timeout: float | None = None) -> None:
+        """Wait until the tasks of this event loop have stored their outputs, or `timeout` ends."""
+        loop = asyncio.get_running_loop()
+        tasks = [task for task in self._tasks if task.get_loop() is loop]
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout)
+
+    def stats(self) -> Any:
+        """Return the statistics of the user's cache, None if it has none or raises."""
+        read = getattr(self._cache, "stats", None)
+        if read is None:
+            return None
+        try:
+            return read()
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            self._warn("stats", error)
+            return None
+
+    async def _wait_for(self, stored: Awaitable[Any]) -> None:
+        try:
+            await stored
+        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+            self._warn("set", error)
+
+    def _warn(self, what: str, error: BaseException) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: the cache's %s() raised; calls go on without it, and this is said once",
+                self._name,
+                what,
+                exc_info=error,
+            )

@@ -1,0 +1,173 @@
+"""Devices of workers: finds GPUs, and assigns each worker its GPU or its CPU cores. Any process.
+
+Reads the environment, `/dev` and `/proc`. Neither imports a GPU library nor initializes CUDA: a
+process that has done so cannot fork, and holds memory on the GPU.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from fast_batcher.errors import ConfigurationError
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+_REMEDY = 'give "auto", "cpu", or a list like ["cuda:0", "cuda:1"] or ["cpu:0-3", "cpu:4-7"]'
+_GPU = re.compile(r"cuda:(\d{1,4})")
+_CPU = re.compile(r"cpu(?::(\d{1,5}(?:-\d{1,5})?(?:,\d{1,5}(?:-\d{1,5})?)*))?")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The device of one worker."""
+
+    # Name of the device inside the worker, which sees no other GPU: "cuda:0" or "cpu". None if the
+    # user has chosen no devices.
+    device: str | None = None
+    # CUDA_VISIBLE_DEVICES of the worker; None for the value of the parent process.
+    visible_devices: str | None = None
+    # The cores to which the worker is pinned; None for all cores of the parent process.
+    cores: frozenset[int] | None = None
+    # Threads for numeric libraries; None for a share of the cores of the parent process.
+    threads: int | None = None
+
+
+def find_gpus(
+    environ: Mapping[str, str],
+    nodes: Path = Path("/dev"),
+    driver: Path = Path("/proc/driver/nvidia/gpus"),
+) -> list[str]:
+    """Name the GPUs that CUDA would find in this process, as far as the file system tells.
+
+    Args:
+        environ: The environment variables.
+        nodes: Directory of the device files. A container has those of its own GPUs.
+        driver: The driver's directory of GPUs, for a system that makes device files at first use.
+    """
+    visible = _visible_devices(environ)
+    if visible is not None:
+        count = len(visible)
+    else:
+        count = len(list(nodes.glob("nvidia[0-9]*"))) or len(list(driver.glob("*")))
+    return [f"cuda:{number}" for number in range(count)]
+
+
+def name_devices(devices: str | Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """Return the devices as a list of names; "auto" is all GPUs, or the CPU without any."""
+    if devices == "auto":
+        return find_gpus(environ) or ["cpu"]
+    return [devices] if isinstance(devices, str) else [*devices]
+
+
+def place_workers(
+    devices: Sequence[str] | None, num_workers: int, environ: Mapping[str, str]
+) -> list[Placement]:
+    """Assign the devices to the workers in turn, so that the first workers are on different ones.
+
+    Args:
+        devices: Names of devices; None to leave every worker the environment of the parent.
+        num_workers: Workers, by index.
+        environ: The environment variables of the parent.
+
+    Raises:
+        ConfigurationError: A device is not available to this process.
+    """
+    if devices is None:
+        return [Placement()] * num_workers
+    names = [devices[index % len(devices)] for index in range(num_workers)]
+    sharers = Counter(names)
+    placements = {name: _place(name, devices, sharers[name], environ) for name in sharers}
+    return [placements[name] for name in names]
+
+
+def check_devices(name: str, value: Any) -> None:
+    """Check that a value has the form of the setting `devices`.
+
+    Raises:
+        ConfigurationError: The value has another form.
+    """
+    names = [value] if isinstance(value, str) else value
+    is_list = isinstance(names, list | tuple) and len(names) > 0
+    if not is_list or not (value == "auto" or all(map(_is_device, names))):
+        raise ConfigurationError(f"{name}={value!r:.100}: {_REMEDY}")
+
+
+def _is_device(name: object) -> bool:
+    return isinstance(name, str) and bool(_GPU.fullmatch(name) or _CPU.fullmatch(name))
+
+
+def _visible_devices(environ: Mapping[str, str]) -> list[str] | None:
+    """Return the entries of CUDA_VISIBLE_DEVICES: indexes, UUIDs or MIG names; None if unset.
+
+    CUDA ignores what follows an invalid entry, for example "-1".
+    """
+    value = environ.get(VISIBLE_DEVICES)
+    if value is None:
+        return None
+    entries = [entry.strip() for entry in value.split(",")]
+    return list(takewhile(lambda entry: entry and entry not in ("-1", "NoDevFiles"), entries))
+
+
+def _place(
+    name: str, devices: Sequence[str], sharers: int, environ: Mapping[str, str]
+) -> Placement:
+    gpu = _GPU.fullmatch(name)
+    if gpu is not None:
+        return Placement("cuda:0", _select_gpu(int(gpu[1]), devices, environ))
+    # The empty list of GPUs hides them from libraries that would use one by default.
+    if name == "cpu":
+        return Placement("cpu", "")
+    cores = _parse_cores(name.removeprefix("cpu:"))
+    _check_cores(cores, name, devices)
+    return Placement("cpu", "", cores, max(1, len(cores) // sharers))
+
+
+def _select_gpu(number: int, devices: Sequence[str], environ: Mapping[str, str]) -> str:
+    visible = _visible_devices(environ)
+    if visible is None:
+        return str(number)
+    if number >= len(visible):
+        raise ConfigurationError(
+            f"devices={devices!r:.100}: 'cuda:{number}' counts from 0 in {VISIBLE_DEVICES}="
+            f"{environ[VISIBLE_DEVICES]!r:.60}, which has {len(visible)} devices"
+        )
+    return visible[number]
+
+
+def _parse_cores(ranges: str) -> frozenset[int]:
+    """Return the cores of "0-3,8"."""
+    cores: set[int] = set()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return frozenset(cores)
+
+
+def _check_cores(cores: frozenset[int], name: str, devices: Sequence[str]) -> None:
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigurationError(
+            f"devices={devices!r:.100}: workers can be pinned to cores on Linux only; give 'cpu'"
+        )
+    available = os.sched_getaffinity(0)
+    # None for a range that ends before it begins.
+    if not cores or not cores <= available:
+        raise ConfigurationError(
+            f"devices={devices!r:.100}: {name!r} names cores that this process may not use; it has "
+            f"{_describe_cores(available)}"
+        )
+
+
+def _describe_cores(cores: set[int]) -> str:
+    """Write cores as in "0-3,8"."""
+    text = ""
+    for core in sorted(cores):
+        if core - 1 not in cores:
+            text += f",{core}"
+        elif core + 1 not in cores:
+            text += f"-{core}"
+    return text[1:]

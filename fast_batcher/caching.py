@@ -1,0 +1,127 @@
+"""`LRUCache`, a bounded cache in memory for `DynBatcher(cache=...)`, and the default keys.
+
+Any thread of the API process. `_asyncio/caching_session.py` looks outputs up.
+"""
+
+import hashlib
+import pickle
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+from fast_batcher._clock import monotonic
+from fast_batcher._transport.pickler import make_reducers
+from fast_batcher.errors import ConfigurationError
+from fast_batcher.types import CacheStats
+
+__all__ = ["LRUCache", "hash_input"]
+
+# Bytes of a digest: among 2**40 inputs two have the same one with a probability of 2**-81.
+DIGEST_SIZE = 20
+
+
+class LRUCache:
+    """A cache in the memory of one process, which drops the outputs that were not used longest.
+
+    Args:
+        max_entries: Most outputs, 1 or more.
+        ttl: Seconds after which an output is computed again, above 0, or None for no limit.
+
+    Raises:
+        ConfigurationError: An argument is wrong.
+    """
+
+    def __init__(self, max_entries: int, ttl: float | None = None) -> None:
+        entries: Any = max_entries
+        if not isinstance(entries, int) or isinstance(entries, bool) or entries < 1:
+            raise ConfigurationError(
+                f"max_entries={max_entries!r:.100}: give a whole number, 1 or more"
+            )
+        is_number = isinstance(ttl, int | float) and not isinstance(ttl, bool)
+        if ttl is not None and not (is_number and ttl > 0):
+            raise ConfigurationError(f"ttl={ttl!r:.100}: give seconds above 0, or None")
+        self._max_entries = max_entries
+        self._ttl = ttl
+        # Outputs with the moments at which they expire, least recently used first.
+        self._entries: OrderedDict[Hashable, tuple[float, Any]] = OrderedDict()
+        # Protects the order of the entries: decorated functions are called on many event loops.
+        self._lock = threading.Lock()
+        self._stats = CacheStats()
+
+    def get(self, key: Any) -> Any:
+        """Return the output for a key, None if there is none or it has expired."""
+        began_at = monotonic()
+        key = _to_hashable(key)
+        with self._lock:
+            expires_at, output = self._entries.get(key, (0.0, None))
+            if output is not None and expires_at <= began_at:
+                del self._entries[key]
+                output = None
+            is_hit = output is not None
+            if is_hit:
+                self._entries.move_to_end(key)
+            self._stats.update_get(hit=is_hit, time_taken=monotonic() - began_at)
+            return output
+
+    def set(self, key: Any, value: Any) -> None:
+        """Store an output, in place of the least recently used one if the cache is full."""
+        began_at = monotonic()
+        key = _to_hashable(key)
+        expires_at = float("inf") if self._ttl is None else began_at + self._ttl
+        with self._lock:
+            self._entries[key] = (expires_at, value)
+            self._entries.move_to_end(key)
+            if len(self._entries) > self._max_entries:
+                self._entries.popitem(last=False)
+            self._stats.update_set(time_taken=monotonic() - began_at)
+
+    def clear(self) -> None:
+        """Remove all outputs."""
+        with self._lock:
+            self._entries.clear()
+
+    def stats(self) -> CacheStats:
+        """Return counts and times, which continue to change."""
+        return self._stats
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _to_hashable(key: Any) -> Hashable:
+    """Return the key, or its hash if it is a list, dict or array, as items of decorators may be."""
+    try:
+        hash(key)
+    except TypeError:
+        return hash_input(key)
+    return key  # type: ignore[no-any-return]  # it is hashable
+
+
+class _HashingFile:
+    """File-like target of a pickler that keeps a digest of the stream alone."""
+
+    def __init__(self) -> None:
+        self.hash = hashlib.blake2b(digest_size=DIGEST_SIZE)
+
+    def write(self, chunk: Any) -> None:
+        self.hash.update(chunk.raw() if isinstance(chunk, pickle.PickleBuffer) else chunk)
+
+
+def hash_input(value: Any) -> str:
+    """Hash the pickle of an input: types, dtypes, shapes and bytes. The same in every process.
+
+    Values that compare equal may have different keys, never the reverse: 1 and 1.0 differ, and so
+    do dicts whose items are in another order, and arrays in another memory layout.
+
+    Raises:
+        Exception: Any exception of pickling the value.
+    """
+    file = _HashingFile()
+    pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+    # Without a memo: otherwise ["a", "a"] would depend on whether both are the same object.
+    pickler.fast = True
+    pickler.dispatch_table = make_reducers(sys.modules.get("torch"))
+    pickler.dump(value)
+    return file.hash.hexdigest()

@@ -1,0 +1,340 @@
+"""Outputs that are cached, and equal inputs that are computed once, with real workers."""
+
+import asyncio
+import logging
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from models.ordinary import Holds, Slow
+from models.raising import Raises
+from paths import ROOT
+from programs import run_program
+from waits import LIMIT, ONE_LOOP, Gate, assert_balance, call, outcome, turns, until
+
+from fast_batcher import (
+    BatcherClosedError,
+    ConfigurationError,
+    DeadlineExceededError,
+    DynBatcher,
+    UnsendableValueError,
+    aio,
+)
+from fast_batcher.caching import LRUCache, hash_input
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    return ONE_LOOP
+
+
+def counts(batcher: DynBatcher[Any, Any]) -> tuple[int, int, int, int]:
+    """Hits, misses, coalesced calls, and requests that a worker has got."""
+    stats = assert_balance(batcher)
+    return stats.cache_hits, stats.cache_misses, stats.cache_coalesced, stats.submitted
+
+
+class AsyncMemory:
+    """A cache of coroutines, whose look-ups wait while it is locked."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+        self.lock = asyncio.Lock()
+
+    async def get(self, key: Any) -> Any:
+        async with self.lock:
+            return self.known.get(key)
+
+    async def set(self, key: Any, value: Any) -> None:
+        await turns()
+        self.known[key] = value
+
+
+# Keys.
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_equal"),
+    [
+        (["a" * 2, "a" * 2], [s := "aa", s], True),
+        ("text", "".join(["te", "xt"]), True),
+        (1, 1.0, False),
+        (1, True, False),
+        ("1", b"1", False),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, False),
+        (np.arange(6), np.arange(6), True),
+        (np.arange(6), np.arange(6).reshape(2, 3), False),
+        (np.zeros(4, "int32"), np.zeros(4, "float32"), False),
+        (np.arange(6).reshape(2, 3).T, np.arange(6).reshape(2, 3).T, True),
+        ({"pixels": np.zeros(9)}, {"pixels": np.ones(9)}, False),
+    ],
+)
+def test_a_key_tells_inputs_apart_that_a_model_can_tell_apart(
+    one: Any, other: Any, *, is_equal: bool
+) -> None:
+    assert (hash_input(one) == hash_input(other)) is is_equal
+
+
+@pytest.mark.slow
+def test_a_key_is_the_same_in_every_process_and_knows_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    done = run_program(
+        "from fast_batcher.caching import hash_input; print(hash_input({'a': ['text', 1.5, None]}))"
+    )
+    assert done.stdout.strip() == hash_input({"a": ["text", 1.5, None]})
+    whole = torch.arange(6.0)
+    assert hash_input(whole[:3]) == hash_input(torch.arange(3.0))
+    assert hash_input(whole[:3]) != hash_input(torch.arange(3.0, dtype=torch.float64))
+
+
+# The cache that comes with the library.
+
+
+def test_the_least_recently_used_output_is_dropped_and_old_ones_are() -> None:
+    cache = LRUCache(2)
+    cache.set(1, "one")
+    cache.set(2, "two")
+    assert cache.get(1) == "one"
+    cache.set([3], "three")
+    assert [cache.get(key) for key in (1, 2, [3])] == ["one", None, "three"]
+    assert (cache.stats().gets, cache.stats().hits, len(cache)) == (4, 3, 2)
+    cache.clear()
+    assert cache.get(1) is None
+    brief, endless = LRUCache(2, ttl=5e-324), LRUCache(2, ttl=math.inf)
+    for one in (brief, endless):
+        one.set(1, "one")
+    assert (brief.get(1), len(brief), endless.get(1)) == (None, 0, "one")
+
+
+@pytest.mark.parametrize("arguments", [(0,), (True,), (1.5,), (1, 0), (1, math.nan), (1, "1")])
+def test_a_cache_of_no_size_is_refused(arguments: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"(max_entries|ttl)=.*: give "):
+        LRUCache(*arguments)
+
+
+# Batchers with a cache.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [lambda: LRUCache(100), AsyncMemory])
+async def test_an_output_is_computed_once_and_each_caller_gets_its_own(make: Any) -> None:
+    async with DynBatcher(Slow, model_args=(0.0,), cache=make()) as batcher:
+        first, second = await asyncio.gather(*[call(batcher, [1, [2]]) for _ in range(2)])
+        assert first == second == [1, [2]]
+        first[1].append("changed")
+        await until(lambda: batcher.stats.cache_misses == 1)
+        for _ in range(3):
+            await turns()
+        third = await batcher.process_batched([1, [2]])
+        assert third == second == [1, [2]]
+        third[1].append("changed")
+        assert await asyncio.wrap_future(batcher.submit([1, [2]])) == [1, [2]]
+        assert counts(batcher) == (2, 1, 1, 1)
+        assert await batcher.process_many([1, 2, 1, 2, None, None]) == [1, 2, 1, 2, None, None]
+        for _ in range(3):
+            await turns()
+        assert await batcher.process_batched(None) is None
+        assert counts(batcher) == (3, 4, 4, 4)
+    assert batcher.stats.cache_hits == 3
+
+
+@pytest.mark.slow
+async def test_of_a_hundred_equal_inputs_ninety_nine_may_leave(gate: Gate) -> None:
+    cache = LRUCache(1)
+    async with DynBatcher(Holds, model_args=(gate.path,), cache=cache) as batcher:
+        calls = [call(batcher, "hold") for _ in range(100)]
+        visit = await gate.visit()
+        for one in calls[:99]:
+            one.cancel()
+        await turns()
+        assert batcher.stats.running == 1
+        visit.let_on()
+        assert await calls[99] == "hold"
+        assert [one.cancelled() for one in calls[:99]] == [True] * 99
+        assert counts(batcher) == (0, 1, 99, 1)
+        # The computation is cancelled with its last caller.
+        cache.clear()
+        calls = [call(batcher, "hold") for _ in range(2)]
+        visit = await gate.visit()
+        for one in calls:
+            one.cancel()
+        await until(lambda: batcher.stats.cancelled == 1)
+        assert batcher.stats.completed == 1
+        visit.let_on()
+
+
+@pytest.mark.slow
+async def test_a_caller_that_joins_has_its_own_deadline(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), cache=LRUCache(1)) as batcher:
+        brief = call(batcher, "hold", timeout=0.2)
+        visit = await gate.visit()
+        long = call(batcher, "hold")
+        briefer = call(batcher, "hold", timeout=0.05)
+        for one in (briefer, brief):
+            assert isinstance(await outcome(one), DeadlineExceededError)
+        assert not long.done()
+        visit.let_on()
+        (await gate.visit()).let_on()  # it is computed again, for the one that still waits
+        assert await outcome(long) == "hold"
+        assert counts(batcher)[:3] == (0, 1, 2)
+
+
+@pytest.mark.slow
+async def test_an_error_is_not_cached_and_each_caller_has_its_own() -> None:
+    async with DynBatcher(Raises, cache=LRUCache(9)) as batcher:
+        errors = await asyncio.gather(
+            *[call(batcher, "os") for _ in range(3)], return_exceptions=True
+        )
+        assert [isinstance(error, FileNotFoundError) for error in errors] == [True] * 3
+        assert len({id(error) for error in errors}) == 3
+        assert {str(error) for error in errors} == {str(errors[0])}
+        assert isinstance(await outcome(call(batcher, "os")), FileNotFoundError)
+        assert counts(batcher)[:3] == (0, 2, 2)
+
+
+@pytest.mark.slow
+async def test_a_key_of_ones_own_and_inputs_without_a_key() -> None:
+    def key(value: Any) -> Any:
+        return value["id"]
+
+    async with DynBatcher(Slow, model_args=(0.0,), cache=LRUCache(9), key=key) as batcher:
+        assert await batcher.process_batched({"id": 1, "text": "one"}) == {"id": 1, "text": "one"}
+        assert await batcher.process_batched({"id": 1, "text": "two"}) == {"id": 1, "text": "one"}
+        wrongs: list[dict[str, Any]] = [{}, {"id": []}]
+        for wrong in wrongs:
+            with pytest.raises(ConfigurationError, match=r"key: .*for an input of type"):
+                await batcher.process_batched(wrong)
+    async with DynBatcher(Slow, model_args=(0.0,), cache=LRUCache(9)) as batcher:
+        with pytest.raises(UnsendableValueError):
+            await batcher.process_batched(lambda: None)
+        assert counts(batcher)[:3] == (0, 0, 0)
+
+
+@pytest.mark.slow
+async def test_many_inputs_wait_for_room_in_the_queue() -> None:
+    cache = LRUCache(9)
+    async with DynBatcher(Slow, 64, model_args=(0.0,), cache=cache, max_queue_size=3) as batcher:
+        assert await batcher.process_many(range(300)) == [*range(300)]
+        assert counts(batcher) == (0, 300, 0, 300)
+
+
+@pytest.mark.slow
+async def test_an_input_of_a_caller_that_left_may_be_changed(gate: Gate) -> None:
+    async with DynBatcher(Holds, 1, model_args=(gate.path,), cache=LRUCache(9)) as batcher:
+        running = call(batcher, "hold")
+        visit = await gate.visit()
+        full = call(batcher, "full")  # the batch behind the one that runs
+        await turns()
+        theirs = ["text"]
+        leaves = call(batcher, theirs)
+        await until(lambda: batcher.stats.submitted == 3)
+        stays = call(batcher, ["text"])
+        await turns()
+        leaves.cancel()
+        await turns()
+        theirs[0] = "changed"
+        visit.let_on()
+        assert await stays == ["text"]
+        assert [await running, await full] == ["hold", "full"]
+
+
+@pytest.mark.slow
+async def test_calls_end_while_the_cache_looks(caplog: pytest.LogCaptureFixture) -> None:
+    memory = AsyncMemory()
+    async with DynBatcher(Slow, model_args=(0.0,), cache=memory, drain_timeout=0.05) as batcher:
+        async with memory.lock:
+            late, left = call(batcher, 1, timeout=0.05), call(batcher, 2)
+            assert isinstance(await outcome(late), DeadlineExceededError)
+            left.cancel()
+            assert isinstance(await outcome(left), asyncio.CancelledError)
+        drained = call(batcher, 3)
+        await turns()
+        async with memory.lock:
+            caught = call(batcher, 4)
+            await turns()
+            async with asyncio.timeout(LIMIT):
+                await batcher.aclose()
+        assert await outcome(drained) == 3
+        assert isinstance(await outcome(caught), BatcherClosedError)
+        assert batcher.stats.submitted == 1
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+@pytest.mark.slow
+async def test_accepted_calls_are_finished_when_the_batcher_closes() -> None:
+    memory = AsyncMemory()
+    async with DynBatcher(Slow, model_args=(0.0,), cache=memory) as batcher:
+        await memory.lock.acquire()
+        calls = [call(batcher, value) for value in (1, 2)]
+        await turns()
+        closing = asyncio.create_task(batcher.aclose())
+        await turns()
+        memory.lock.release()
+        assert await asyncio.gather(*calls) == [1, 2]
+        await closing
+        assert sorted(memory.known.values()) == [1, 2]
+
+
+@pytest.mark.slow
+def test_another_loop_takes_over_and_each_process_of_a_server_has_its_cache() -> None:
+    program = (
+        "import asyncio\n"
+        "from fast_batcher import DynBatcher\n"
+        "from fast_batcher.caching import LRUCache\n"
+        "batcher = DynBatcher('models.base:Echo', cache=LRUCache(9), auto_open=False)\n"
+        "async def ask(): return await batcher.process_batched([1])\n"
+        "async def first():\n"
+        "    await batcher.open()\n"
+        "    return await ask()\n"
+        "print(asyncio.run(first()), asyncio.run(ask()), batcher.stats.cache_hits)\n"
+        "batcher.stop()\n"
+        "async def shared():\n"
+        "    async with DynBatcher('models.base:Echo', cache=LRUCache(9), shared=True) as shared:\n"
+        "        print(await asyncio.gather(*[shared.process_batched([1]) for _ in range(3)]))\n"
+        "        print(await shared.process_batched([1]), shared.stats.cache_hits,\n"
+        "              shared.stats.cache_coalesced)\n"
+        "asyncio.run(shared())\n"
+    )
+    done = run_program(program)
+    assert (done.stdout, done.stderr) == ("[1] [1] 1\n[[1], [1], [1]]\n[1] 1 2\n", "")
+
+
+@pytest.mark.slow
+def test_the_recipe_for_diskcache_works(tmp_path: Path) -> None:
+    pytest.importorskip("diskcache")
+    page = (ROOT / "docs" / "caching.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (recipe,) = [block for block in blocks if "class DiskCache" in block]
+    program = (
+        f"{recipe}\n"
+        "from fast_batcher import DynBatcher\n"
+        "async def main():\n"
+        f"    cache = DiskCache({str(tmp_path)!r})\n"
+        "    async with DynBatcher('models.base:Echo', cache=cache) as batcher:\n"
+        "        print(await batcher.process_batched({'a': [1]}), batcher.stats.cache_hits)\n"
+        "asyncio.run(main())\n"
+    )
+    done = [run_program(program) for _ in range(2)]
+    assert [one.stdout for one in done] == ["{'a': [1]} 0\n", "{'a': [1]} 1\n"], done
+
+
+@pytest.mark.slow
+async def test_decorators_take_the_same_caches() -> None:
+    batches: list[Any] = []
+
+    async def double(items: list[Any]) -> list[Any]:
+        batches.append(items)
+        return [item * 2 for item in items]
+
+    async with aio.dynamically(cache=LRUCache(9))(double) as function:
+        for _ in range(2):
+            assert await function([1, [2]]) == [2, [2, 2]]
+        assert batches == [[1, [2]]]
+        assert function.stats.cache_stats.hits == 2
+    with pytest.raises(ConfigurationError, match=r"cache=7: give an object with get"):
+        aio.dynamically(cache=7)(double)  # type: ignore[call-overload]
