@@ -43,7 +43,7 @@ class Served:
         self._theirs = BlockingChannel(theirs, max_frame_bytes)
         self.progress = WorkerProgress()
         encoder = encoder or ReplyEncoder(None, max_frame_bytes)
-        loop = BatchLoop(self._theirs, model, self.progress, InputReader(None), encoder)
+        loop = BatchLoop(self._theirs, {"infer": model}, self.progress, InputReader(None), encoder)
         self.thread = threading.Thread(target=loop.run)
         self.thread.start()
 
