@@ -53,7 +53,7 @@ class LogForwarder(logging.Handler):
         if reporter is None:
             self._stderr.handle(record)
         else:
-            reporter.send(Kind.LOG, pack_record(record))
+            reporter.tell(Kind.LOG, pack_record(record))
 
 
 class EventForwarder(Observer):
@@ -81,4 +81,4 @@ class EventForwarder(Observer):
     def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused) -> None:
         reporter = self._find_reporter(observes=True)
         if reporter is not None:
-            reporter.send(Kind.EVENT, dumps(event))
+            reporter.tell(Kind.EVENT, dumps(event))

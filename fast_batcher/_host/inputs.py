@@ -39,6 +39,8 @@ class HostInputs:
         self._arena = InputArena(self._memory, settings, self._warn)
         # Memory of rows that a worker may view, by the request's id.
         self._rows: dict[int, Slab] = {}
+        # Memory of dead hosts that is being closed.
+        self._lost: list[Slabs] = []
         self._has_large = False
         self._has_warned = False
 
@@ -64,7 +66,8 @@ class HostInputs:
         self._rows.clear()
         slabs, self._memory.slabs = self._memory.slabs, None
         if isinstance(slabs, Slabs):
-            self._memory.run_in_thread(slabs.close, lambda _: None)
+            self._lost.append(slabs)
+            self._memory.run_in_thread(slabs.close, lambda _: self._lost.remove(slabs))
 
     def reconfigure(self, max_batch_size: int) -> None:
         """Keep inputs together for batches of this size."""
@@ -120,6 +123,9 @@ class HostInputs:
         """Unmap the memory and end the copier thread; may be called again."""
         self._rows.clear()
         self._memory.close()
+        for slabs in self._lost:  # the copier thread has ended before it came to them
+            slabs.close()
+        self._lost.clear()
 
     def _enable(self) -> None:
         if not self._has_large:

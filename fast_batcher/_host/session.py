@@ -12,6 +12,7 @@ import logging
 import sys
 import warnings
 from dataclasses import fields, replace
+from importlib.machinery import PathFinder
 from typing import Any
 
 from fast_batcher._asyncio.binding import LoopBinding
@@ -63,9 +64,22 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
             f"shared={settings.shared!r}: {model_spec.name} is defined in the program that is run, "
             "which the workers of another process cannot import; put it into a module of its own"
         )
-    found = sys.modules.get(module)
     payload = dumps((plain_settings(settings), model_spec.pickled))
-    return make_key(settings.shared, payload, getattr(found, "__file__", None), name)
+    return make_key(settings.shared, payload, _find_file(module), name)
+
+
+def _find_file(module: str) -> str | None:
+    """Return the file of a module, which may not be imported here; None without a file."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None)
+    spec, path, parents = None, None, module.split(".")
+    # A package of it is not imported, either: that may take long, and have side effects.
+    for end in range(1, len(parents) + 1):
+        spec = PathFinder.find_spec(".".join(parents[:end]), path)
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return None if spec is None else spec.origin
 
 
 class RemoteSession:
@@ -106,7 +120,7 @@ class RemoteSession:
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
-        # Done when the host has hung up after the goodbye; None before the goodbye.
+        # Done when there is no host to wait for after the goodbye; None before the goodbye.
         self._hung_up: asyncio.Future[None] | None = None
 
     # What the batcher shows.
@@ -217,7 +231,9 @@ class RemoteSession:
         else:
             told = WorkerStartupError(f"the host process cannot be started: {error!r}")
             told.__cause__ = error
-        if self._status.state is State.OPENING:
+        if self._hung_up is not None:
+            self._end_wait()
+        elif self._status.state is State.OPENING:
             self._fail_start(told)
         else:
             logger.warning("%s: %s; trying again", self._name, told)
@@ -227,10 +243,16 @@ class RemoteSession:
         """Join the next host, which gets the requests of the dead one."""
         self._host = None
         self._calls.host_lost()
-        if self._hung_up is None:
+        if self._hung_up is not None:
+            self._end_wait()
+        # After a failed start no host is there until the batcher is opened again.
+        elif not self._status.has_failed_to_start:
             logger.warning("%s: the host process has died; another takes its place", self._name)
             self._rejoin_later()
-        elif not self._hung_up.done():
+
+    def _end_wait(self) -> None:
+        """Note that no host is left to wait for."""
+        if self._hung_up is not None and not self._hung_up.done():
             self._hung_up.set_result(None)
 
     def _rejoin_later(self) -> None:
@@ -262,7 +284,7 @@ class RemoteSession:
         state = self._status.state
         if host.start_error is not None and state is State.OPENING:
             self._fail_start(unpack_start_error(host.start_error))
-        elif host.given_up is not None and state is not State.DRAINING:
+        elif host.given_up is not None and state not in (State.DRAINING, State.CLOSED):
             self._break(*host.given_up)
         elif host.state == State.OPEN:
             self._restarts.ready(monotonic())
@@ -299,18 +321,21 @@ class RemoteSession:
         self._calls.fail_all(self._closed_error)
         if self._hung_up is None:
             self._hung_up = self.binding.loop.create_future()
-            if self._link.is_connected:
-                self._link.begin_goodbye()
-            else:
-                self._hung_up.set_result(None)
+            if not self._link.begin_goodbye():
+                self._end_wait()
         await asyncio.wait([self._hung_up], timeout=self._settings.stop_timeout + END_GRACE)
+        self._release()
 
     def end(self, grace: float) -> None:
         """Say goodbye, unless that was done, and release everything; blocks."""
         self._calls.fail_all(self._closed_error)
-        self._calls.stop()
         if self._hung_up is None:
             self._hung_up = self.binding.loop.create_future()
             self._link.say_goodbye(grace + END_GRACE)
+        self._release()
+
+    def _release(self) -> None:
+        """Close everything; may be called again."""
+        self._calls.stop()
         self._link.close()
         self._calls.inputs.close()

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 _CALLS, _ITEM_CALLS = Kind.CALLS, Kind.ITEM_CALLS
 
 
+# Frames of news that wait for an API process that does not read; further ones are dropped.
+MOST_NEWS = 256
+
+
 class _Row(NamedTuple):
     """An input in shared memory."""
 
@@ -237,10 +241,20 @@ class Tenant:
 
     # The connection.
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the process does not read, perhaps because it is stopped: it gets no news."""
+        return self._channel.backlog >= MOST_NEWS
+
     def send(self, kind: Kind, body: bytes = b"", number: int = 0) -> None:
         """Send a frame without waiting; dropped if the process is gone."""
         if not self.is_gone:
             self._channel.send(kind, number, body)
+
+    def tell(self, kind: Kind, body: bytes) -> None:
+        """Send news that the process may miss: states, events and log records."""
+        if not self.is_stalled:
+            self.send(kind, body)
 
     def leave(self) -> None:
         """Cancel its requests; the connection stays open for the farewell."""

@@ -132,6 +132,11 @@ class LoopChannel:
         has_sent, self._has_sent = self._has_sent, False
         return has_sent or (bool(self._backlog) and isinstance(self._backlog[0], Reservation))
 
+    @property
+    def backlog(self) -> int:
+        """Number of frames, or parts of them, that the other side has not taken yet."""
+        return len(self._backlog)
+
     def drain(self) -> bool:
         """Dispatch the frames that have arrived, also after the worker has died.
 
