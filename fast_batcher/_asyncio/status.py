@@ -147,6 +147,12 @@ class Status:
             retry_after=seconds,
         )
 
+    def unanswered_error(self) -> BatcherError:
+        """Make the error for one caller whose request ends without an outcome."""
+        return self.broken_error() or BatcherClosedError(
+            f"{self.name} was closed before it had answered"
+        )
+
     def reject_call(self, what: str) -> NoReturn:
         """Raise the error for a call that is not accepted.
 

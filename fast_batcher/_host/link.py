@@ -21,7 +21,7 @@ from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._host.identity import HostKey
 from fast_batcher._host.launch import HostProcess, launch_host
 from fast_batcher._host.protocol import Hello, Welcome
-from fast_batcher._host.rendezvous import Joined, connect
+from fast_batcher._host.rendezvous import connect
 from fast_batcher._parent.background import JobThread
 from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import HEADER_SIZE, Frame, Kind, pack_header, unpack_header

@@ -18,7 +18,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from fast_batcher._asyncio.ledger import Ledger
-from fast_batcher._asyncio.local_session import LocalSession, ValueAccess
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.lifecycle import State
@@ -35,14 +34,14 @@ from fast_batcher._host.protocol import (
     pack_start_error,
 )
 from fast_batcher._host.rendezvous import check_peer
+from fast_batcher._host.reporting_session import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
-from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._shared_memory.ranges import PAGE
 from fast_batcher._shared_memory.slabs import Slabs
 from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import Frame, Kind, pack_header
-from fast_batcher.errors import NotReadyError, WorkerStartupError
+from fast_batcher.errors import NotReadyError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
@@ -50,51 +49,6 @@ logger = logging.getLogger("fast_batcher")
 
 # Seconds between two states that are sent without a cause: statistics need not be newer.
 STATE_INTERVAL = 1.0
-
-
-class ReportingSession(LocalSession):
-    """A session that reports each change of its workers.
-
-    Args:
-        on_change: Called after each change.
-        model_spec: The model that the workers load.
-        settings: The batcher's settings.
-        status: The batcher's state.
-        ledger: Settles and counts the requests.
-        access: Access to inputs and outputs.
-    """
-
-    def __init__(
-        self,
-        on_change: Callable[[], None],
-        model_spec: ModelSpec,
-        settings: Settings,
-        status: Status,
-        ledger: Ledger,
-        access: ValueAccess,
-    ) -> None:
-        super().__init__(model_spec, settings, status, ledger, access)
-        self._on_change = on_change
-
-    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
-        """Give a ready worker batches."""
-        super().worker_ready(worker, times)
-        self._on_change()
-
-    def worker_lost(self, worker: int, exit: Exit) -> None:
-        """Retry the requests of a dead worker, or fail them."""
-        super().worker_lost(worker, exit)
-        self._on_change()
-
-    def worker_failed_to_start(self, worker: int, error: WorkerStartupError) -> None:
-        """Break while opening."""
-        super().worker_failed_to_start(worker, error)
-        self._on_change()
-
-    def workers_given_up(self, reason: str, seconds: float) -> None:
-        """Break."""
-        super().workers_given_up(reason, seconds)
-        self._on_change()
 
 
 class HostServer:

@@ -8,11 +8,9 @@ retries. This module follows its state, and joins another host when it has died.
 """
 
 import asyncio
+import contextlib
 import logging
-import sys
-import warnings
-from dataclasses import fields, replace
-from importlib.machinery import PathFinder
+from dataclasses import replace
 from typing import Any
 
 from fast_batcher._asyncio.binding import LoopBinding
@@ -23,15 +21,13 @@ from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
 from fast_batcher._core.restarts import Restarts
 from fast_batcher._host.calls import HostCalls
-from fast_batcher._host.identity import HostKey, make_key
+from fast_batcher._host.hello import find_key, make_hello
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_ROOM, Hello, HostState, Welcome, unpack_start_error
 from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
-    BatcherClosedError,
     BatcherError,
-    ConfigurationError,
     WorkerStartupError,
 )
 from fast_batcher.model_spec import ModelSpec
@@ -40,46 +36,8 @@ from fast_batcher.stats import BatcherStats, Explanation
 
 logger = logging.getLogger("fast_batcher")
 
-# Settings that mean nothing to a host, or are no plain values.
-NOT_OF_HOST = frozenset({"cost", "group_by", "observers", "auto_open", "name", "shared"})
 # Seconds that a host may take to end after `stop_timeout`, when it kills its workers.
 END_GRACE = 5.0
-
-
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a host needs."""
-    names = [field.name for field in fields(settings) if field.name not in NOT_OF_HOST]
-    return {name: getattr(settings, name) for name in names}
-
-
-def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
-    """Make the key of the host for a batcher of this process.
-
-    Raises:
-        ConfigurationError: The host's workers cannot import the model.
-    """
-    module = model_spec.module
-    if module == "__main__":
-        raise ConfigurationError(
-            f"shared={settings.shared!r}: {model_spec.name} is defined in the program that is run, "
-            "which the workers of another process cannot import; put it into a module of its own"
-        )
-    payload = dumps((plain_settings(settings), model_spec.pickled))
-    return make_key(settings.shared, payload, _find_file(module), name)
-
-
-def _find_file(module: str) -> str | None:
-    """Return the file of a module, which may not be imported here; None without a file."""
-    if module in sys.modules:
-        return getattr(sys.modules[module], "__file__", None)
-    spec, path, parents = None, None, module.split(".")
-    # A package of it is not imported, either: that may take long, and have side effects.
-    for end in range(1, len(parents) + 1):
-        spec = PathFinder.find_spec(".".join(parents[:end]), path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
-    return None if spec is None else spec.origin
 
 
 class RemoteSession:
@@ -104,7 +62,7 @@ class RemoteSession:
         self.binding = LoopBinding(name)
         self._link = HostLink(
             self._key,
-            self._make_hello,
+            self._introduce,
             settings.max_frame_bytes + FRAME_ROOM,
             settings.start_timeout,
             self,
@@ -120,8 +78,8 @@ class RemoteSession:
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
-        # Done when there is no host to wait for after the goodbye; None before the goodbye.
-        self._hung_up: asyncio.Future[None] | None = None
+        # Set when there is no host to wait for after the goodbye; None before the goodbye.
+        self._hung_up: asyncio.Event | None = None
 
     # What the batcher shows.
 
@@ -160,22 +118,13 @@ class RemoteSession:
         self._status.begin()
         self._link.join()
 
-    def _make_hello(self) -> Hello:
-        settings = self._settings
+    def _introduce(self) -> Hello:
         self._calls.is_observed = bool(self._ledger.observers.active)
-        return Hello(
-            settings=plain_settings(settings),
-            has_costs=settings.cost is not None,
-            has_groups=settings.group_by is not None,
-            name=self._name,
-            model_name=self._model_spec.name,
-            model=self._model_spec.pickled,
-            sys_path=list(sys.path),
-            root_level=logging.getLogger().level,
-            library_level=logging.getLogger("fast_batcher").getEffectiveLevel(),
-            captures_warnings=warnings.showwarning.__module__ == "logging",
+        return make_hello(
+            self._model_spec,
+            self._settings,
+            self._key,
             observes=self._calls.is_observed,
-            supervisor=self._key.supervisor,
         )
 
     def reconfigure(self, settings: Settings) -> None:
@@ -232,7 +181,7 @@ class RemoteSession:
             told = WorkerStartupError(f"the host process cannot be started: {error!r}")
             told.__cause__ = error
         if self._hung_up is not None:
-            self._end_wait()
+            self._hung_up.set()
         elif self._status.state is State.OPENING:
             self._fail_start(told)
         else:
@@ -244,16 +193,11 @@ class RemoteSession:
         self._host = None
         self._calls.host_lost()
         if self._hung_up is not None:
-            self._end_wait()
+            self._hung_up.set()
         # After a failed start no host is there until the batcher is opened again.
         elif not self._status.has_failed_to_start:
             logger.warning("%s: the host process has died; another takes its place", self._name)
             self._rejoin_later()
-
-    def _end_wait(self) -> None:
-        """Note that no host is left to wait for."""
-        if self._hung_up is not None and not self._hung_up.done():
-            self._hung_up.set_result(None)
 
     def _rejoin_later(self) -> None:
         delay, is_given_up = self._restarts.lost(monotonic())
@@ -295,17 +239,12 @@ class RemoteSession:
 
     def _fail_start(self, error: BatcherError) -> None:
         self._status.fail_start(error)
-        self._calls.fail_all(self._closed_error)
+        self._calls.fail_all(self._status.unanswered_error)
 
     def _break(self, reason: str, seconds: float) -> None:
         """Fail calls at once, until the next try succeeds."""
         self._status.give_up(reason, seconds)
-        self._calls.fail_all(self._closed_error)
-
-    def _closed_error(self) -> BatcherError:
-        return self._status.broken_error() or BatcherClosedError(
-            f"{self._name} was closed before it had answered"
-        )
+        self._calls.fail_all(self._status.unanswered_error)
 
     # Ending.
 
@@ -318,19 +257,21 @@ class RemoteSession:
 
     async def aclose(self) -> None:
         """Fail the requests that are left, and say goodbye; the last one waits for the workers."""
-        self._calls.fail_all(self._closed_error)
+        self._calls.fail_all(self._status.unanswered_error)
         if self._hung_up is None:
-            self._hung_up = self.binding.loop.create_future()
+            self._hung_up = asyncio.Event()
             if not self._link.begin_goodbye():
-                self._end_wait()
-        await asyncio.wait([self._hung_up], timeout=self._settings.stop_timeout + END_GRACE)
+                self._hung_up.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.stop_timeout + END_GRACE):
+                await self._hung_up.wait()
         self._release()
 
     def end(self, grace: float) -> None:
         """Say goodbye, unless that was done, and release everything; blocks."""
-        self._calls.fail_all(self._closed_error)
+        self._calls.fail_all(self._status.unanswered_error)
         if self._hung_up is None:
-            self._hung_up = self.binding.loop.create_future()
+            self._hung_up = asyncio.Event()
             self._link.say_goodbye(grace + END_GRACE)
         self._release()
 

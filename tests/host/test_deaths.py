@@ -17,7 +17,7 @@ import pytest
 from models.sharing import Shared
 from programs import Program, program
 from shared_hosts import Hosts, hosts
-from waits import LIMIT, ONE_LOOP, SOON, Gate, Watch, call, measured, outcome, until
+from waits import LIMIT, ONE_LOOP, SOON, Gate, Watch, call, measured, outcome, turns, until
 
 from fast_batcher import (
     BatcherClosedError,
@@ -147,12 +147,12 @@ async def test_a_request_with_which_two_hosts_have_died_is_poison_and_others_go_
 ) -> None:
     async with make() as batcher:
         poison = call(batcher, "hold")
-        for number in range(2):
-            await gate.visit()
-            if number:
-                late = call(batcher, 7)
-                await until(lambda: batcher.stats.waiting + batcher.stats.running > 0)
-            hosts.kill(link_of(batcher).pid)
+        await gate.visit()
+        hosts.kill(link_of(batcher).pid)
+        await gate.visit()
+        late = call(batcher, 7)
+        await turns()
+        hosts.kill(link_of(batcher).pid)
         assert isinstance(await outcome(poison), PoisonRequestError)
         assert await outcome(late) == 14
 
@@ -525,7 +525,8 @@ async def test_a_changed_model_file_gets_another_host(
             f"        return [{answer} for _ in inputs]\n"
         )
         os.utime(file, (answer, answer))
-        async with DynBatcher("changing.model:Model", shared="test") as batcher:
+        batcher: Batcher = DynBatcher("changing.model:Model", shared="test")
+        async with batcher:
             yield batcher
 
     if is_imported:
@@ -605,5 +606,6 @@ async def test_answers_are_right_and_two_hosts_never_live_while_all_open_close_a
         kill(one)
     assert killed > 0
     # The host, if there is one, would wait for another client.
-    async with make(max_restarts=None) as batcher:
+    batcher: Batcher = make(max_restarts=None)
+    async with batcher:
         assert await batcher.process_batched(1) == 2
