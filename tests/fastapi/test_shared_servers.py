@@ -40,7 +40,7 @@ def start(serve: Serve, load: Callable[[str], Load], command: list[str]) -> tupl
         command = [*GRANIAN, str(find_free_port())]
     server = serve("", command=command)
     url = server.wait_for(URL)[1]
-    for _ in range(2):
+    while len(re.findall(BEGINS, server.output)) < 2:
         server.wait_for(BEGINS)
     clients = load(url)
     clients.wait_for(UNDER_WAY)
