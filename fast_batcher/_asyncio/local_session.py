@@ -320,11 +320,9 @@ class LocalSession:
             if is_beyond_reach(request):
                 self._ledger.cancel(request, "event loop closed")
             else:
-                broken_error = self._status.broken_error()
-                error = broken_error or BatcherClosedError(
-                    f"{self._name} was closed before it had answered"
-                )
-                self._ledger.fail(request, error, "broken" if broken_error else "closed")
+                error = self._status.unanswered_error()
+                is_closed = isinstance(error, BatcherClosedError)
+                self._ledger.fail(request, error, "closed" if is_closed else "broken")
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers by workers with another model."""

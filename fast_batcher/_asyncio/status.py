@@ -35,11 +35,13 @@ class Status:
     Args:
         name: The batcher's name, for errors and logs.
         ledger: Counts rejected calls.
+        is_logged: Whether changes are logged.
     """
 
-    def __init__(self, name: str, ledger: Ledger) -> None:
+    def __init__(self, name: str, ledger: Ledger, *, is_logged: bool = True) -> None:
         self.name = name
         self._ledger = ledger
+        self._is_logged = is_logged
         self.state = State.NEW
         # True after SIGTERM: calls are still answered, but probes report not ready.
         self.is_leaving = False
@@ -63,7 +65,8 @@ class Status:
         """Move to the state that follows this event, which must be legal in the present one."""
         before, self.state = self.state, MOVES[self.state, event]
         self._broken_since = monotonic() if self.state is State.BROKEN else None
-        logger.info("%s: %s -> %s (%s)", self.name, before.value, self.state.value, event.value)
+        if self._is_logged:
+            logger.info("%s: %s -> %s (%s)", self.name, before.value, self.state.value, event.value)
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
             if not waiter.done() and not waiter.get_loop().is_closed():
@@ -142,6 +145,12 @@ class Status:
         return NotReadyError(
             f"{self.name}: {self._given_up}; the next try is in {seconds:.3g} seconds",
             retry_after=seconds,
+        )
+
+    def unanswered_error(self) -> BatcherError:
+        """Make the error for one caller whose request ends without an outcome."""
+        return self.broken_error() or BatcherClosedError(
+            f"{self.name} was closed before it had answered"
         )
 
     def reject_call(self, what: str) -> NoReturn:

@@ -38,7 +38,7 @@ class HostInputs:
         self._arena = InputArena(self._memory, settings, self._warn)
         # Memory of rows that a worker may view, by the request's id.
         self._rows: dict[int, Slab] = {}
-        # Memory of dead hosts that the copier thread has not unmapped yet.
+        # Memory of dead hosts that is being closed.
         self._lost: list[Slabs] = []
         self._has_large = False
         self._has_warned = False
@@ -126,8 +126,9 @@ class HostInputs:
         """Unmap the memory and end the copier thread; may be called again."""
         self._rows.clear()
         self._memory.close()
-        for slabs in self._lost:
+        for slabs in self._lost:  # the copier thread has ended before it came to them
             slabs.close()
+        self._lost.clear()
 
     def _enable(self) -> None:
         if not self._has_large:

@@ -7,6 +7,7 @@ not reach it.
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -75,8 +76,15 @@ class HostProcess:
             self._exit_text = describe_exit(code)
         return self._exit_text
 
+    def kill(self) -> None:
+        """Kill the host; it is reaped on a thread."""
+        if not self._exit_text:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.reap_soon()
+
     def reap_soon(self) -> None:
-        """Reap the host once it has ended, on a thread."""
+        """Reap the host on a thread, when it ends."""
         threading.Thread(target=self.reap, name="fast_batcher-reaper", daemon=True).start()
 
     def read_output(self) -> str:

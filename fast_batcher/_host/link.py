@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Callable
 from contextvars import Context
 from typing import NamedTuple, Protocol
@@ -20,13 +21,13 @@ from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._host.identity import HostKey
 from fast_batcher._host.launch import HostProcess, launch_host
 from fast_batcher._host.protocol import Hello, Welcome
-from fast_batcher._host.rendezvous import Joined, connect
+from fast_batcher._host.rendezvous import connect
 from fast_batcher._parent.background import JobThread
 from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import HEADER_SIZE, Frame, Kind, pack_header, unpack_header
 from fast_batcher._transport.log_records import unpack_record
 from fast_batcher._transport.loop_channel import LoopChannel
-from fast_batcher.errors import NotReadyError, TransportError
+from fast_batcher.errors import NotReadyError, TransportError, WorkerStartupError
 
 logger = logging.getLogger("fast_batcher")
 
@@ -40,7 +41,7 @@ class Reached(NamedTuple):
 
     connection: socket.socket
     welcome: Welcome
-    # Descriptor of the host's memory, -1 without any.
+    # Descriptor of the host's memory, -1 without any, or once the session has it.
     memory: int
     # The host if this process has started it.
     process: HostProcess | None
@@ -93,7 +94,7 @@ class HostLink:
         self._name = name
         self._thread = JobThread(loop, f"fast_batcher-host-{name}")
         self._reached: Reached | None = None
-        # Whether the host has said that it ends with this connection.
+        # Whether the host has said that it ends, and hangs up when it is dead.
         self.host_ends = False
         # The socket on which the thread waits for a welcome.
         self._waiting: socket.socket | None = None
@@ -102,7 +103,11 @@ class HostLink:
         self._timer: asyncio.TimerHandle | None = None
         # Set while the next join is to come.
         self._join_timer: asyncio.TimerHandle | None = None
-        self._is_leaving = self._is_closed = False
+        # Whether `host_joined` or `host_unreachable` will follow; and the same for other threads.
+        self._is_joining = False
+        self._has_joined = threading.Event()
+        self._has_joined.set()
+        self._is_leaving = False
 
     @property
     def is_connected(self) -> bool:
@@ -117,6 +122,8 @@ class HostLink:
     def join(self) -> None:
         """Connect to the host, or start it; `host_joined` or `host_unreachable` follows."""
         self._join_timer = None
+        self._is_joining = True
+        self._has_joined.clear()
         self._thread.run(self._join, self._finish_join)
 
     def join_later(self, seconds: float) -> None:
@@ -143,11 +150,20 @@ class HostLink:
         if self._join_timer is not None:
             self.join()
 
-    def begin_goodbye(self) -> None:
-        """Say goodbye; the host answers with FAREWELL, and hangs up."""
-        if not self._is_leaving:
-            self._is_leaving = True
+    def begin_goodbye(self) -> bool:
+        """Say goodbye, now or after the running join, and join no further host.
+
+        Returns:
+            Whether `host_lost` or `host_unreachable` will follow: a host that is told answers with
+            FAREWELL, and hangs up.
+        """
+        was_leaving, self._is_leaving = self._is_leaving, True
+        if self._join_timer is not None:
+            self._join_timer.cancel()
+            self._join_timer = None
+        if not was_leaving:
             self.send(Kind.GOODBYE)
+        return self.is_connected or self._is_joining
 
     def say_goodbye(self, seconds: float) -> None:
         """Say goodbye without an event loop, and block until the host has hung up.
@@ -156,13 +172,17 @@ class HostLink:
             seconds: Longest time. A host that has not read the goodbye by then takes this process
                 for dead, when the connection is closed.
         """
-        if self._channel is None or self._reached is None:
-            return
-        connection = self._reached.connection
         until = monotonic() + seconds
         self.begin_goodbye()
+        self._has_joined.wait(seconds)
+        if self._reached is None:
+            return
+        if self._channel is None:  # it was reached, and the loop was not told
+            self._channel = self._open_channel(self._reached)
+            self.send(Kind.GOODBYE)
         poll = select.poll()
-        while self.is_connected:
+        connection = self._reached.connection
+        while self._channel is not None:
             is_sending = self._channel.is_sending()
             poll.register(connection, select.POLLIN | (select.POLLOUT if is_sending else 0))
             if not poll.poll(1000 * max(0.0, until - monotonic())):
@@ -171,17 +191,13 @@ class HostLink:
 
     def close(self) -> None:
         """Close the connection, and join no host any more; may be called again."""
-        self._is_closed = True
-        if self._join_timer is not None:
-            self._join_timer.cancel()
+        self.begin_goodbye()
         waiting = self._waiting
         if waiting is not None:
             with contextlib.suppress(OSError):  # the thread has just closed it
                 waiting.shutdown(socket.SHUT_RDWR)
-        self._hang_up()
         self._thread.stop()
-        if self._reached is not None:  # it was reached, and the loop was not told
-            self._forget(self._reached)
+        self._hang_up()
 
     # Joining.
 
@@ -192,55 +208,86 @@ class HostLink:
             BatcherError: The host has ended before its welcome, or no host can be had.
             OSError: The system has no room for another process or socket.
         """
-        for _ in range(MOST_TRIES):
-            if self._is_closed:
-                break
-            joined = connect(self._key, launch_host)
-            self._waiting = joined.connection
-            try:
-                self._reached = self._shake_hands(joined)
-            except (EOFError, ConnectionError):
-                joined.connection.close()
-                if joined.process is not None:
-                    error = joined.process.make_startup_error()
-                    joined.process.close()
-                    raise error from None
-            except BaseException:
-                joined.connection.close()
-                raise
-            else:
-                return
-            finally:
-                self._waiting = None
+        try:
+            for _ in range(MOST_TRIES):
+                if self._is_leaving:
+                    return
+                self._reached = self._try_to_reach()
+                if self._reached is not None:
+                    return
+        finally:
+            self._has_joined.set()
         raise NotReadyError(f"{self._name}: {MOST_TRIES} host processes ended before they answered")
 
-    def _shake_hands(self, joined: Joined) -> Reached:
-        connection, process = joined
+    def _try_to_reach(self) -> Reached | None:
+        """Connect to the host, or start it; None if a host of another process has ended."""
+        with contextlib.ExitStack() as on_failure:
+            connection, process = connect(self._key, launch_host)
+            on_failure.callback(connection.close)
+            if process is not None:
+                on_failure.callback(process.close)
+            self._waiting = connection
+            try:
+                welcome, memory = self._shake_hands(connection)
+            except (EOFError, ConnectionError):
+                if process is None:
+                    return None
+                if self._is_leaving:  # it may live: this process has ended the connection
+                    process.reap_soon()
+                    return None
+                raise process.make_startup_error() from None
+            except TimeoutError:
+                raise self._kill_silent_host(process) from None
+            finally:
+                self._waiting = None
+            on_failure.pop_all()
+        if process is not None:
+            process.close()
+        return Reached(connection, welcome, memory, process)
+
+    def _kill_silent_host(self, process: HostProcess | None) -> WorkerStartupError:
+        """Kill a host that this process has started and that does not welcome it."""
+        if process is not None:
+            process.kill()
+        return WorkerStartupError(
+            f"the host process has not answered within start_timeout={self._limits[1]:g} seconds"
+        )
+
+    def _shake_hands(self, connection: socket.socket) -> tuple[Welcome, int]:
+        """Return the welcome, and the descriptor of the host's memory or -1."""
         connection.settimeout(self._limits[1])
         body = dumps(self._hello())
         connection.sendall(pack_header(Kind.HELLO, len(body), 0, 0.0) + body)
         header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, 1)
-        header += _receive_exactly(connection, HEADER_SIZE - len(header))
-        kind, length = unpack_header(header)
-        if kind is not Kind.WELCOME:
-            raise TransportError("the host process has not answered with a welcome")
-        welcome = Welcome(*loads(_receive_exactly(connection, length)))
-        if process is not None:
-            process.close()
-        return Reached(connection, welcome, fds[0] if fds else -1, process)
+        with contextlib.ExitStack() as on_failure:
+            for fd in fds:
+                on_failure.callback(os.close, fd)
+            header += _receive_exactly(connection, HEADER_SIZE - len(header))
+            kind, length = unpack_header(header)
+            if kind is not Kind.WELCOME:
+                raise TransportError("the host process has not answered with a welcome")
+            welcome = Welcome(*loads(_receive_exactly(connection, length)))
+            on_failure.pop_all()
+        return welcome, fds[0] if fds else -1
 
     def _finish_join(self, error: BaseException | None) -> None:
+        self._is_joining = False
         reached = self._reached
         if error is not None or reached is None:
             self._events.host_unreachable(error or NotReadyError("no host"))
             return
-        connection = reached.connection
-        ends = (connection, connection)
-        self._channel = LoopChannel(ends, self._limits[0], self._take, self._hung_up)
+        self._channel = self._open_channel(reached)
         self._heartbeat = Heartbeat()
+        self._reached = reached._replace(memory=-1)
         self._events.host_joined(reached.welcome, reached.memory)
         self._channel.attach(self._loop)
+        if self._is_leaving:
+            self.send(Kind.GOODBYE)
         self._beat()
+
+    def _open_channel(self, reached: Reached) -> LoopChannel:
+        ends = (reached.connection, reached.connection)
+        return LoopChannel(ends, self._limits[0], self._take, self._hung_up)
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is Kind.PONG:
@@ -276,7 +323,6 @@ class HostLink:
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
             logger.error("%s: the host process broke the protocol", self._name, exc_info=error)
-        self.host_ends = self.host_ends or not self._is_leaving
         self._hang_up()
         self._events.host_lost()
 
@@ -290,12 +336,14 @@ class HostLink:
         if channel is not None:
             channel.close()
         if reached is not None:
-            self._forget(reached)
-
-    def _forget(self, reached: Reached) -> None:
-        reached.connection.close()
-        if reached.process is not None:  # it may live on for other processes
-            reached.process.reap_soon()
+            reached.connection.close()
+            if reached.memory >= 0:
+                os.close(reached.memory)
+            if reached.process is not None:
+                if self.host_ends:
+                    reached.process.reap()
+                else:  # it is dead, or ends with the last of the other processes
+                    reached.process.reap_soon()
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:

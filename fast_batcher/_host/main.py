@@ -1,8 +1,10 @@
 """The program of the host process. Main thread."""
 
 import asyncio
+import os
 import signal
 import sys
+from typing import NoReturn
 
 from fast_batcher._host.inherited import Inherited
 from fast_batcher._host.rendezvous import retire
@@ -15,12 +17,22 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inherited = Inherited(sys.argv[1:])
     with asyncio.Runner() as runner:
-        runner.run(_serve(inherited))
+        server = runner.run(_serve(inherited))
+    retire(inherited.listener)
+    _exit_with(server)
 
 
-async def _serve(inherited: Inherited) -> None:
+def _exit_with(_: HostServer) -> NoReturn:
+    """End the process while it has the server's connections, whose end tells of its death."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
+    os._exit(0)
+
+
+async def _serve(inherited: Inherited) -> HostServer:
     server = HostServer(inherited.listener, inherited.release_output)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.asked_to_end)
     await server.ended
     await server.aclose()
-    retire(inherited.listener)
+    return server

@@ -12,6 +12,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextvars import Context
 from typing import Any
 from weakref import WeakValueDictionary
@@ -33,7 +34,7 @@ from fast_batcher._host.protocol import (
     pack_start_error,
 )
 from fast_batcher._host.rendezvous import check_peer
-from fast_batcher._host.reporting import ReportingSession
+from fast_batcher._host.reporting_session import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
 from fast_batcher._shared_memory.ranges import PAGE
@@ -58,7 +59,7 @@ class HostServer:
         release_output: Called once the first API process is welcome.
     """
 
-    def __init__(self, listener: socket.socket, release_output: Any) -> None:
+    def __init__(self, listener: socket.socket, release_output: Callable[[], None]) -> None:
         self._listener = listener
         self._release_output = release_output
         listener.setblocking(False)
@@ -66,6 +67,8 @@ class HostServer:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._tenancy = Tenancy(monotonic())
         self._tenants: dict[int, Tenant] = {}
+        # API processes that have said goodbye, and wait for the end of the host.
+        self._waiting: list[Tenant] = []
         self._next_id = 0
         # Numbers of free ranges of the shared memory, and tenants that are gone with views left.
         self._free_ranges = [*range(MAX_RANGES)]
@@ -137,11 +140,11 @@ class HostServer:
         self._tenants.pop(tenant.id, None)
         self._remove(tenant)
         self._tenancy.said_goodbye(monotonic(), tenant.id)
-        if self._tenancy.ends_at > monotonic():
+        if self._tenancy.ends_at > monotonic() and not self.ended.done():
             tenant.send(Kind.FAREWELL, self._pack_state())
             tenant.close()
         else:
-            self._last = tenant
+            self._waiting.append(tenant)
         self._check_end()
 
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
@@ -224,7 +227,8 @@ class HostServer:
             group_by=_called_before if hello.has_groups else None,
         )
         self._ledger = Ledger(hello.name, settings.num_workers)
-        self._status = Status(hello.name, self._ledger)
+        # The API processes log the changes that they see.
+        self._status = Status(hello.name, self._ledger, is_logged=False)
         self._session = ReportingSession(
             self.push_soon,
             ModelSpec(hello.model_name, hello.model),
@@ -243,13 +247,16 @@ class HostServer:
             self._ledger.observers.add(self._events)
 
     def _find_reporter(self, *, observes: bool = False) -> Tenant | None:
-        """Return the API process that gets logs, or events: the first one that is left."""
-        for tenant in [*self._tenants.values(), self._last]:
-            if tenant is None or tenant.session is None:
-                continue
-            if tenant.observes or not observes:
+        """Return the API process that gets logs, or events: the first one that reads them."""
+        for tenant in self._present():
+            is_asked = tenant.session is not None and (tenant.observes or not observes)
+            if is_asked and not tenant.is_stalled:
                 return tenant
         return None
+
+    def _present(self) -> list[Tenant]:
+        """Return the API processes, also those that wait for the end of the host."""
+        return [*self._tenants.values(), *self._waiting]
 
     def push_soon(self) -> None:
         """Send the state to every API process at the end of this turn of the loop."""
@@ -330,8 +337,6 @@ class HostServer:
         elif seconds != float("inf"):
             self._end_timer = self._loop.call_later(seconds, self._check_end, context=Context())
 
-    _last: Tenant | None = None
-
     def _end(self) -> None:
         if not self.ended.done():
             self._loop.remove_reader(self._listener.fileno())
@@ -346,9 +351,8 @@ class HostServer:
                 session.begin_drain()
             await session.aclose()
             session.end(0.0)
-            for tenant in [self._last, *self._tenants.values()]:
-                if tenant is not None:
-                    tenant.send(Kind.FAREWELL, self._pack_state(), number=1)
+            for tenant in self._present():
+                tenant.send(Kind.FAREWELL, self._pack_state(), number=1)
         with contextlib.suppress(ValueError):
             logging.getLogger().removeHandler(self._logs)
 

@@ -8,10 +8,9 @@ retries. This module follows its state, and joins another host when it has died.
 """
 
 import asyncio
+import contextlib
 import logging
-import sys
-import warnings
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fast_batcher._asyncio.binding import LoopBinding
@@ -22,19 +21,18 @@ from fast_batcher._core.lifecycle import Event, State
 from fast_batcher._core.messages import Request
 from fast_batcher._core.restarts import Restarts
 from fast_batcher._host.calls import HostCalls
-from fast_batcher._host.identity import HostKey, find_module_file, make_key
+from fast_batcher._host.hello import find_key, make_hello, pack_changes
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_ROOM, Hello, HostState, Welcome, unpack_start_error
-from fast_batcher._transport.codec import dumps, loads
+from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import (
-    BatcherClosedError,
     BatcherError,
     ConfigurationError,
     WorkerStartupError,
 )
 from fast_batcher.model_spec import ModelSpec
-from fast_batcher.settings import Reconfiguration, Settings
+from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 if TYPE_CHECKING:
@@ -42,44 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fast_batcher")
 
-# Settings that mean nothing to a host, or are no plain values.
-NOT_OF_HOST = frozenset(
-    {"cost", "group_by", "observers", "auto_open", "name", "shared", "cache", "key"}
-)
 # Seconds that a host may take to end after `stop_timeout`, when it kills its workers.
 END_GRACE = 5.0
-
-
-def plain_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that a host needs."""
-    names = [field.name for field in fields(settings) if field.name not in NOT_OF_HOST]
-    return {name: getattr(settings, name) for name in names}
-
-
-def pack_changes(settings: Settings) -> bytes:
-    """Pickle the settings that `reconfigure` may have changed."""
-    return dumps({name: getattr(settings, name) for name in Reconfiguration.__annotations__})
-
-
-def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
-    """Make the key of the host for a batcher of this process.
-
-    Raises:
-        ConfigurationError: The host's workers cannot import the model.
-    """
-    module = model_spec.module
-    if module == "__main__":
-        raise ConfigurationError(
-            f"shared={settings.shared!r}: {model_spec.name} is defined in the program that is run, "
-            "which the workers of another process cannot import; put it into a module of its own"
-        )
-    if model_spec.methods:
-        raise ConfigurationError(
-            f"shared={settings.shared!r}: {model_spec.name} has batchable methods, which a shared "
-            "batcher cannot call; give each method a model of its own, or omit shared"
-        )
-    payload = dumps((plain_settings(settings), model_spec.pickled))
-    return make_key(settings.shared, payload, find_module_file(module), name)
 
 
 class RemoteSession:
@@ -106,7 +68,7 @@ class RemoteSession:
         self.binding = LoopBinding(name)
         self._link = HostLink(
             self._key,
-            self._make_hello,
+            self._introduce,
             settings.max_frame_bytes + FRAME_ROOM,
             settings.start_timeout,
             self,
@@ -124,8 +86,8 @@ class RemoteSession:
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
-        # Done when the host has hung up after the goodbye; None before the goodbye.
-        self._hung_up: asyncio.Future[None] | None = None
+        # Set when there is no host to wait for after the goodbye; None before the goodbye.
+        self._hung_up: asyncio.Event | None = None
 
     # What the batcher shows.
 
@@ -173,22 +135,13 @@ class RemoteSession:
         self._status.begin()
         self._link.join()
 
-    def _make_hello(self) -> Hello:
-        settings = self._settings
+    def _introduce(self) -> Hello:
         self._calls.is_observed = bool(self._ledger.observers.active)
-        return Hello(
-            settings=plain_settings(settings),
-            has_costs=settings.cost is not None,
-            has_groups=settings.group_by is not None,
-            name=self._name,
-            model_name=self._model_spec.name,
-            model=self._model_spec.pickled,
-            sys_path=list(sys.path),
-            root_level=logging.getLogger().level,
-            library_level=logging.getLogger("fast_batcher").getEffectiveLevel(),
-            captures_warnings=warnings.showwarning.__module__ == "logging",
+        return make_hello(
+            self._model_spec,
+            self._settings,
+            self._key,
             observes=self._calls.is_observed,
-            supervisor=self._key.supervisor,
         )
 
     def reconfigure(self, settings: Settings) -> None:
@@ -245,7 +198,9 @@ class RemoteSession:
         else:
             told = WorkerStartupError(f"the host process cannot be started: {error!r}")
             told.__cause__ = error
-        if self._status.state is State.OPENING:
+        if self._hung_up is not None:
+            self._hung_up.set()
+        elif self._status.state is State.OPENING:
             self._fail_start(told)
         else:
             logger.warning("%s: %s; trying again", self._name, told)
@@ -255,8 +210,7 @@ class RemoteSession:
         """Join the next host, which gets the requests of the dead one."""
         self._host = None
         if self._hung_up is not None:  # after the goodbye; no request is left
-            if not self._hung_up.done():
-                self._hung_up.set_result(None)
+            self._hung_up.set()
             return
         self._calls.host_lost()
         if not self._status.has_failed_to_start:  # a host ends when its model cannot be loaded
@@ -308,17 +262,12 @@ class RemoteSession:
                 "%s: %s; calls fail until it is opened again", self._name, error, exc_info=error
             )
         self._status.fail_start(error)
-        self._calls.fail_all(self._closed_error)
+        self._calls.fail_all(self._status.unanswered_error)
 
     def _break(self, reason: str, seconds: float) -> None:
         """Fail calls at once, until the next try succeeds."""
         self._status.give_up(reason, seconds)
-        self._calls.fail_all(self._closed_error)
-
-    def _closed_error(self) -> BatcherError:
-        return self._status.broken_error() or BatcherClosedError(
-            f"{self._name} was closed before it had answered"
-        )
+        self._calls.fail_all(self._status.unanswered_error)
 
     # Ending.
 
@@ -335,26 +284,27 @@ class RemoteSession:
     async def aclose(self) -> None:
         """Wait for the accepted requests, and say goodbye; the last one waits for the workers."""
         await self._calls.wait_until_drained()
-        self._calls.fail_all(self._closed_error)
+        self._calls.fail_all(self._status.unanswered_error)
         if self._hung_up is None:
-            self._hung_up = self.binding.loop.create_future()
-            if self._link.is_connected:
-                self._link.begin_goodbye()
-            else:
-                self._hung_up.set_result(None)
-        await asyncio.wait([self._hung_up], timeout=self._settings.stop_timeout + END_GRACE)
+            self._hung_up = asyncio.Event()
+            if not self._link.begin_goodbye():
+                self._hung_up.set()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.stop_timeout + END_GRACE):
+                await self._hung_up.wait()
         await self._calls.inputs.aclose()
-        self.end(0.0)
+        self._release()
 
     def end(self, grace: float) -> None:
-        """Say goodbye, unless that was done, and release everything; blocks.
-
-        May be called again.
-        """
-        self._calls.fail_all(self._closed_error)
+        """Say goodbye, unless that was done, and release everything; blocks."""
+        self._calls.fail_all(self._status.unanswered_error)
         if self._hung_up is None:
-            self._hung_up = self.binding.loop.create_future()
+            self._hung_up = asyncio.Event()
             self._link.say_goodbye(grace + END_GRACE)
+        self._release()
+
+    def _release(self) -> None:
+        """Close everything; may be called again."""
         self._calls.stop()
         self._link.close()
         self._calls.inputs.close()

@@ -263,6 +263,11 @@ class Tenant:
 
     # The connection.
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the process does not read, perhaps because it is stopped: it gets no news."""
+        return self._channel.backlog >= MOST_NEWS
+
     def send(self, kind: Kind, body: bytes = b"", number: int = 0) -> None:
         """Send a frame without waiting; dropped if the process is gone."""
         if not self.is_gone:
@@ -270,7 +275,7 @@ class Tenant:
 
     def tell(self, kind: Kind, body: bytes) -> None:
         """Send news that the process may miss: states, events and log records."""
-        if self._channel.backlog < MOST_NEWS:
+        if not self.is_stalled:
             self.send(kind, body)
 
     def leave(self) -> None:

@@ -1,12 +1,15 @@
-"""The session of a host. Host process, on the event loop's thread."""
+"""`ReportingSession`: the session of a host. Host process, on the event loop's thread."""
 
-from typing import Any
+from collections.abc import Callable
 
-from fast_batcher._asyncio.ledger import set_exception
-from fast_batcher._asyncio.local_session import LocalSession
+from fast_batcher._asyncio.ledger import Ledger, set_exception
+from fast_batcher._asyncio.local_session import LocalSession, ValueAccess
+from fast_batcher._asyncio.status import Status
 from fast_batcher._core.messages import Request, settle
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher.errors import WorkerStartupError
+from fast_batcher.model_spec import ModelSpec
+from fast_batcher.settings import Settings
 
 
 class ReportingSession(LocalSession):
@@ -14,11 +17,23 @@ class ReportingSession(LocalSession):
 
     Args:
         on_change: Called after each change.
-        arguments: Of `LocalSession`.
+        model_spec: The model that the workers load.
+        settings: The batcher's settings.
+        status: The batcher's state.
+        ledger: Settles and counts the requests.
+        access: Access to inputs and outputs.
     """
 
-    def __init__(self, on_change: Any, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(
+        self,
+        on_change: Callable[[], None],
+        model_spec: ModelSpec,
+        settings: Settings,
+        status: Status,
+        ledger: Ledger,
+        access: ValueAccess,
+    ) -> None:
+        super().__init__(model_spec, settings, status, ledger, access)
         self._on_change = on_change
 
     def accept(self, request: Request) -> None:

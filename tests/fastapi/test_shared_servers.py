@@ -1,0 +1,198 @@
+"""Whole servers of several processes with one model: recycling, reloading, signals."""
+
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx2
+import psutil
+import pytest
+from paths import SUPPORT
+from server_load import GUNICORN, UNDER_WAY, URL, Load, load
+from servers import Server, find_free_port, serve
+from shared_hosts import Hosts, hosts
+from waits import LIMIT, measured
+
+__all__ = ["hosts", "load", "serve"]
+
+pytestmark = pytest.mark.slow
+Serve = Callable[..., Server]
+
+APP = "apps.shared:app"
+BEGINS = r"server (\d+) begins"
+UVICORN = ["uvicorn", APP, "--port", "0", "--no-use-colors", "--no-access-log", "--workers", "2"]
+HYPERCORN = ["hypercorn", "--workers", "2", "--bind", "127.0.0.1:0", APP]
+GRANIAN = ["granian", "--interface", "asgi", "--workers", "2", APP, "--port"]
+
+
+@pytest.fixture(autouse=True)
+def _environment(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOTES", str(hosts.notes))
+    monkeypatch.setenv("MODEL", "models.sharing:Shared")
+
+
+def start(serve: Serve, load: Callable[[str], Load], command: list[str]) -> tuple[Server, Load]:
+    """Start a server with two processes, and clients that ask it."""
+    if command is GRANIAN:
+        command = [*GRANIAN, str(find_free_port())]
+    server = serve("", command=command)
+    url = server.wait_for(URL)[1]
+    while len(re.findall(BEGINS, server.output)) < 2:
+        server.wait_for(BEGINS)
+    clients = load(url)
+    clients.wait_for(UNDER_WAY)
+    return server, clients
+
+
+def end(server: Server, clients: Load, hosts: Hosts, number: int, *, is_group: bool) -> None:
+    """End a server with a signal; every answer was right, and nothing is left."""
+    (os.killpg if is_group else os.kill)(server.process.pid, number)
+    server.wait_for_exit()
+    hosts.wait_until_nothing_lives()
+    clients.stop()
+    assert clients.wrong == []
+    # One process has logged for all, so that each record is there once.
+    assert len(re.findall("model loaded in", server.output)) == hosts.loads()
+
+
+@pytest.mark.parametrize(
+    ("number", "is_group"),
+    [(signal.SIGTERM, False), (signal.SIGINT, True)],
+    ids=["TERM", "Ctrl-C"],
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(UVICORN, id="uvicorn"),
+        pytest.param([*GUNICORN, APP], id="gunicorn"),
+        pytest.param([*GUNICORN, "--preload", APP], id="gunicorn, preloaded"),
+        pytest.param(HYPERCORN, id="hypercorn"),
+        pytest.param(GRANIAN, id="granian"),
+    ],
+)
+def test_the_processes_of_a_server_share_one_model_and_nothing_is_left_of_them(
+    serve: Serve,
+    load: Callable[[str], Load],
+    hosts: Hosts,
+    command: list[str],
+    number: int,
+    *,
+    is_group: bool,
+) -> None:
+    server, clients = start(serve, load, command)
+    end(server, clients, hosts, number, is_group=is_group)
+    assert hosts.loads() == 1, server.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
+)
+def test_answers_are_right_while_the_processes_are_replaced_after_hup(
+    serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
+) -> None:
+    server, clients = start(serve, load, command)
+    server.process.send_signal(signal.SIGHUP)
+    for _ in range(2):
+        server.wait_for(BEGINS)
+    clients.wait_for(UNDER_WAY)
+    end(server, clients, hosts, signal.SIGTERM, is_group=False)
+
+
+def test_answers_are_right_while_gunicorn_recycles_its_processes(
+    serve: Serve, load: Callable[[str], Load], hosts: Hosts
+) -> None:
+    server, clients = start(serve, load, [*GUNICORN, "--max-requests", "40", APP])
+    for _ in range(2):
+        server.wait_for(BEGINS)
+    end(server, clients, hosts, signal.SIGTERM, is_group=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
+)
+def test_a_killed_process_is_replaced_and_the_model_stays_loaded(
+    serve: Serve, load: Callable[[str], Load], hosts: Hosts, command: list[str]
+) -> None:
+    """First the process that has started the host."""
+    server, clients = start(serve, load, command)
+    for pid in (psutil.Process(hosts.hosts()[0]).ppid(), 0):
+        own = {int(one) for one in re.findall(BEGINS, server.output)}
+        os.kill(pid or max(own), signal.SIGKILL)
+        server.wait_for(BEGINS)
+        clients.wait_for(UNDER_WAY)
+    end(server, clients, hosts, signal.SIGTERM, is_group=False)
+    assert hosts.loads() == 1, server.output
+
+
+def test_a_killed_host_is_replaced_under_load(
+    serve: Serve, load: Callable[[str], Load], hosts: Hosts
+) -> None:
+    server, clients = start(serve, load, UVICORN)
+    hosts.kill(hosts.hosts()[0])
+    server.wait_for("model loaded in")
+    clients.wait_for(UNDER_WAY)
+    end(server, clients, hosts, signal.SIGTERM, is_group=False)
+    assert hosts.loads() == 2, server.output
+
+
+def test_nothing_is_left_when_all_processes_of_a_server_are_killed(
+    serve: Serve, load: Callable[[str], Load], hosts: Hosts
+) -> None:
+    server, clients = start(serve, load, UVICORN)
+    with measured(1.0, "nothing is left of a server that was killed"):
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.wait_for_exit()
+        hosts.wait_until_nothing_lives()
+    clients.stop()
+    assert clients.wrong == []
+
+
+def test_a_changed_model_file_is_loaded_after_a_reload(
+    serve: Serve, hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(SUPPORT / "apps" / "shared.py", tmp_path / "reloaded.py")
+    model = tmp_path / "changing.py"
+    monkeypatch.setenv("MODEL", "changing:Model")
+
+    def write(factor: int) -> None:
+        model.write_text(
+            "from models.sharing import Shared\n"
+            "class Model(Shared):\n"
+            "    def infer(self, inputs):\n"
+            f"        return [{factor} * number for number in inputs]\n"
+        )
+
+    write(3)
+    options = ["--reload", "--reload-dir", str(tmp_path)]
+    server = serve("reloaded:app", *options, folder=tmp_path)
+    url = server.wait_for(URL)[1]
+    for factor in (3, 40):
+        write(factor) if factor != 3 else None
+        server.wait_for("Application startup complete")
+        assert httpx2.get(f"{url}/double/5", timeout=LIMIT).json() == 5 * factor
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for_exit()
+    hosts.wait_until_nothing_lives()
+    assert hosts.loads() == 2, server.output
+
+
+@pytest.mark.parametrize(
+    "command",
+    [pytest.param(UVICORN, id="uvicorn"), pytest.param([*GUNICORN, APP], id="gunicorn")],
+)
+def test_a_model_that_does_not_load_ends_the_processes_with_its_error(
+    serve: Serve, hosts: Hosts, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("MODEL", "models.sharing:DoesNotLoad")
+    server = serve("", command=command)
+    for _ in range(2):
+        server.wait_for("no weights at /models/tiny.bin")
+    os.killpg(server.process.pid, signal.SIGTERM)
+    server.wait_for_exit()
+    hosts.wait_until_nothing_lives()
+    assert "takes its place" not in server.output

@@ -1,0 +1,611 @@
+"""Processes die, stop and leave while a host serves them; real hosts, clients and models."""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from models.sharing import Shared
+from programs import Program, program
+from shared_hosts import Hosts, hosts
+from waits import LIMIT, ONE_LOOP, SOON, Gate, Watch, call, measured, outcome, turns, until
+
+from fast_batcher import (
+    BatcherClosedError,
+    DeadlineExceededError,
+    DynBatcher,
+    NotReadyError,
+    PoisonRequestError,
+    WorkerLostError,
+    WorkerStartupError,
+)
+from fast_batcher._host.launch import launch_host
+from fast_batcher._host.rendezvous import connect
+from fast_batcher._host.session import RemoteSession
+
+__all__ = ["hosts", "program"]
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+Batcher = DynBatcher[Any, Any]
+Start = Callable[..., Program]
+
+REAPER = "fast_batcher-reaper"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> Any:
+    """One loop: channels are tested on both."""
+    return ONE_LOOP
+
+
+@pytest.fixture(autouse=True)
+def _reapers_end() -> Iterator[None]:
+    """A host that was killed, or left to others, is reaped when it is dead."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == REAPER:
+            thread.join(LIMIT)
+
+
+@pytest.fixture
+def make(hosts: Hosts, gate: Gate) -> Callable[..., Batcher]:
+    """Makes batchers of one key, unless they have different settings."""
+
+    def make(*, holds_load: bool = False, **settings: Any) -> Batcher:
+        settings = {"restart_backoff": 0.01, "shared": "test", **settings}
+        more = {"holds_load": holds_load}
+        arguments = (str(hosts.notes), gate.path)
+        return DynBatcher(Shared, model_args=arguments, model_kwargs=more, **settings)
+
+    return make
+
+
+def client(hosts: Hosts, gate: Gate, code: str) -> str:
+    """A program with a batcher of the key of `make`, or of other siblings of this process."""
+    return f"""
+import warnings
+sys.path[:] = {sys.path!r}
+from models.sharing import Shared
+def make(shared="test", **settings):
+    settings = dict(restart_backoff=0.01, shared=shared, **settings)
+    arguments = ({str(hosts.notes)!r}, {gate.path!r})
+    more = dict(holds_load=False)
+    return DynBatcher(Shared, model_args=arguments, model_kwargs=more, **settings)
+async def main():
+{code}
+asyncio.run(main())
+"""
+
+
+WAITS = """
+    async with make() as batcher:
+        tell(await batcher.process_batched("host"))
+        await asyncio.Event().wait()
+"""
+
+
+def link_of(batcher: Batcher) -> Any:
+    assert isinstance(batcher._session, RemoteSession)
+    return batcher._session._link
+
+
+async def host_of(batcher: Batcher) -> int:
+    pid: int = await batcher.process_batched("host")
+    return pid
+
+
+def kill(program: Program) -> None:
+    """Kill it, and wait until it is dead; its output may go on, because the host has it, too."""
+    with Watch([program.pid]) as watch:
+        program.kill()
+        assert watch.survivors(LIMIT) == []
+
+
+# --- the host is killed ---------------------------------------------------------------------------
+
+
+async def test_a_host_killed_while_idle_is_replaced(
+    make: Callable[..., Batcher], hosts: Hosts
+) -> None:
+    async with make() as batcher:
+        host = await host_of(batcher)
+        hosts.kill(host)
+        with measured(0.5, "a call after the death of a host, with the load of its model"):
+            assert await batcher.process_batched(4) == 8
+        assert await host_of(batcher) != host
+
+
+async def test_requests_of_a_killed_host_are_sent_once_more_and_answered_late(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate
+) -> None:
+    """And two clients of one host never get each other's answers."""
+    async with make(max_batch_size=1) as batcher, make(max_batch_size=1) as other:
+        held = call(batcher, "hold")
+        first = await gate.visit()
+        behind = [call(one, number) for number in range(20) for one in (batcher, other)]
+        hosts.kill(hosts.hosts()[0])
+        second = await gate.visit()
+        assert first.pid != second.pid
+        second.let_on()
+        assert await outcome(held) == "hold"
+        answers = [await outcome(one) for one in behind]
+        assert answers == [2 * number for number in range(20) for _ in "ab"]
+        assert hosts.loads() == 2
+
+
+async def test_a_request_with_which_two_hosts_have_died_is_poison_and_others_go_on(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate
+) -> None:
+    async with make() as batcher:
+        poison = call(batcher, "hold")
+        await gate.visit()
+        hosts.kill(link_of(batcher).pid)
+        await gate.visit()
+        late = call(batcher, 7)
+        await turns()
+        hosts.kill(link_of(batcher).pid)
+        assert isinstance(await outcome(poison), PoisonRequestError)
+        assert await outcome(late) == 14
+
+
+async def test_requests_that_are_not_idempotent_are_lost_with_their_host(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate
+) -> None:
+    async with make(idempotent=False) as batcher:
+        lost = call(batcher, "hold")
+        await gate.visit()
+        with measured(0.01, "the death of a host is known"):
+            hosts.kill(link_of(batcher).pid)
+            assert isinstance(await outcome(lost), WorkerLostError)
+        assert await batcher.process_batched(1) == 2
+
+
+async def test_a_host_killed_while_its_model_loads_is_replaced(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate
+) -> None:
+    batcher = make(holds_load=True)
+    opening = asyncio.create_task(batcher.open())
+    await gate.visit()
+    waiting = call(batcher, 3)
+    hosts.kill(link_of(batcher).pid)
+    (await gate.visit()).let_on()
+    await opening
+    assert await outcome(waiting) == 6
+    await batcher.aclose()
+
+
+async def test_a_client_that_closes_returns_if_the_host_is_killed_while_it_ends(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate
+) -> None:
+    batcher = make(drain_timeout=0.0, stop_timeout=LIMIT)
+    await batcher.open()
+    held = call(batcher, "hold")
+    await gate.visit()
+    closing = asyncio.create_task(batcher.aclose())
+    assert isinstance(await outcome(held), BatcherClosedError)
+    hosts.kill(hosts.hosts()[0])
+    await closing
+    # Its socket is there until the next start of a host.
+    async with make():
+        pass
+
+
+async def test_a_host_that_dies_again_and_again_is_told_at_once_and_recovers(
+    make: Callable[..., Batcher], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make(max_restarts=2, restart_window=2 * SOON) as batcher:
+        assert await batcher.process_batched(1) == 2
+        # No interpreter starts with it.
+        monkeypatch.setenv("PYTHONHASHSEED", "none")
+        hosts.kill(link_of(batcher).pid)
+        error = await outcome(call(batcher, 1))
+        assert isinstance(error, NotReadyError)
+        assert error.retry_after is not None
+        assert error.retry_after > 0
+        with pytest.raises(NotReadyError, match="max_restarts=2"):
+            await batcher.process_batched(1)
+        assert not batcher.is_ready
+        monkeypatch.delenv("PYTHONHASHSEED")
+        await until(lambda: batcher.is_ready)
+        assert await batcher.process_batched(1) == 2
+
+
+# --- the host does not start ----------------------------------------------------------------------
+
+
+async def test_each_client_is_told_why_a_host_cannot_start(
+    make: Callable[..., Batcher], hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "none")
+    batchers = [make() for _ in range(3)]
+    for error in [await outcome(asyncio.create_task(one.open())) for one in batchers]:
+        assert isinstance(error, WorkerStartupError)
+        assert "ended before it was ready: exit code 1" in str(error)
+        assert "PYTHONHASHSEED must be" in str(error)
+    monkeypatch.delenv("PYTHONHASHSEED")
+    async with batchers[0]:
+        assert await batchers[0].process_batched(1) == 2
+
+
+@pytest.fixture
+def held_hosts(gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hosts: Hosts) -> None:
+    """Hosts wait at the gate before they accept."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'fast_batcher._host.main' in sys.orig_argv:\n"
+        "    from models.base import pass_gate\n"
+        f"    pass_gate({gate.path!r})\n"
+    )
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    monkeypatch.setenv("PYTHONPATH", path)
+
+
+@pytest.mark.usefixtures("held_hosts")
+async def test_a_host_killed_before_it_accepts_fails_its_starter_and_the_others_start_another(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate
+) -> None:
+    starter, other = make(), make()
+    starting = asyncio.create_task(starter.open())
+    visit = await gate.visit()
+    opening = asyncio.create_task(other.open())
+    # One that vanishes before it is accepted.
+    connect(link_of(starter)._key, launch_host).connection.close()
+    os.kill(visit.pid, signal.SIGKILL)
+    assert "signal 9 (SIGKILL" in str(await outcome(starting))
+    (await gate.visit()).let_on()
+    await opening
+    assert await other.process_batched(1) == 2
+    await other.aclose()
+
+
+@pytest.mark.usefixtures("held_hosts")
+async def test_a_client_that_vanishes_before_it_is_accepted_harms_nobody(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate
+) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        batcher = make()
+        opening = tasks.create_task(batcher.open())
+        visit = await gate.visit()
+        connect(link_of(batcher)._key, launch_host).connection.close()
+        visit.let_on()
+        await opening
+        assert await batcher.process_batched(1) == 2
+        await batcher.aclose()
+
+
+@pytest.mark.usefixtures("held_hosts")
+@pytest.mark.parametrize("way", ["aclose", "stop"])
+async def test_a_batcher_that_is_closed_before_its_host_accepts_ends_the_host(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, way: str
+) -> None:
+    batcher = make()
+    opening = asyncio.create_task(batcher.open())
+    visit = await gate.visit()
+    with Watch([visit.pid]) as watch:
+        if way == "aclose":
+            closing = asyncio.create_task(batcher.aclose())
+            assert isinstance(await outcome(opening), BatcherClosedError)
+            visit.let_on()
+            await closing
+        else:
+            visit.let_on()
+            batcher.stop()
+            assert isinstance(await outcome(opening), BatcherClosedError)
+        assert watch.survivors(0.0) == []
+
+
+@pytest.mark.usefixtures("held_hosts")
+async def test_a_host_that_does_not_accept_in_time_is_killed_by_its_starter(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = make(start_timeout=SOON)
+    opening = asyncio.create_task(batcher.open())
+    with Watch([(await gate.visit()).pid]) as watch:
+        error = await outcome(opening)
+        assert isinstance(error, WorkerStartupError)
+        assert f"start_timeout={SOON:g}" in str(error)
+        assert watch.survivors(LIMIT) == []
+    monkeypatch.delenv("PYTHONPATH")
+    async with make():  # it removes the socket of the dead one
+        pass
+
+
+async def test_a_model_that_does_not_load_is_told_to_every_client_and_no_host_is_left(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a waiting caller, too: nothing starts another host until it is opened again."""
+    batchers: list[Batcher] = [
+        DynBatcher("apps.models:BreaksOnLoad", shared="test") for _ in range(3)
+    ]
+    await batchers[0].open(wait_ready=False)
+    for one in batchers[1:]:
+        error = await outcome(asyncio.create_task(one.open()))
+        assert "no weights at /models/tiny.bin" in str(error)
+        assert "Traceback" in str(error.__cause__)
+    await until(lambda: hosts.sockets() == [] and not link_of(batchers[0]).is_connected)
+    assert batchers[0].state == "broken"
+    assert "takes its place" not in caplog.text
+    with pytest.raises(WorkerStartupError, match="no weights"):
+        await batchers[0].open()
+    for one in batchers:
+        await one.aclose()
+
+
+# --- the host, or a client, is stopped ------------------------------------------------------------
+
+
+async def test_calls_of_a_stopped_host_expire_and_it_is_replaced(
+    make: Callable[..., Batcher], hosts: Hosts
+) -> None:
+    async with make() as batcher:
+        host = await host_of(batcher)
+        (hosts.notes / f"killed.{host}").touch()
+        with Watch([host]) as watch:
+            os.kill(host, signal.SIGSTOP)
+            resent = call(batcher, 3)
+            with measured(SOON + 0.1, "the deadline of a call to a stopped host"):
+                error = await outcome(call(batcher, 1, timeout=SOON))
+            assert isinstance(error, DeadlineExceededError)
+            with measured(10.0, "a stopped host is killed"):
+                await watch.until_dead()
+        assert await outcome(resent) == 6
+
+
+async def test_others_are_served_and_get_the_logs_while_the_client_that_had_them_is_stopped(
+    make: Callable[..., Batcher],
+    hosts: Hosts,
+    gate: Gate,
+    program: Start,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The host does not keep them for it without a bound."""
+    stopped = program(client(hosts, gate, WAITS))
+    host = stopped.tells()
+    async with make() as batcher:
+        os.kill(stopped.pid, signal.SIGSTOP)
+        while "once" not in caplog.text:
+            await asyncio.gather(*(batcher.process_batched("log") for _ in range(100)))
+        assert await host_of(batcher) == host
+        kill(stopped)
+        assert await host_of(batcher) == host
+
+
+# --- clients die and leave ------------------------------------------------------------------------
+
+
+async def test_a_killed_starter_harms_nobody_and_the_last_client_ends_its_host(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
+) -> None:
+    starter = program(client(hosts, gate, WAITS))
+    host = starter.tells()
+    async with make() as batcher:
+        held = call(batcher, "hold")
+        visit = await gate.visit()
+        kill(starter)
+        visit.let_on()
+        assert await outcome(held) == "hold"
+        assert await host_of(batcher) == host
+        watch = Watch([host])
+    with watch:
+        assert watch.survivors(LIMIT) == []
+    assert hosts.loads() == 1
+
+
+async def test_a_killed_client_harms_nobody(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
+) -> None:
+    async with make() as batcher:
+        other = program(client(hosts, gate, WAITS))
+        assert other.tells() == await host_of(batcher)
+        kill(other)
+        assert await batcher.process_batched(2) == 4
+
+
+async def test_a_starter_that_closes_first_leaves_its_host_to_others_and_reaps_it(
+    make: Callable[..., Batcher], hosts: Hosts
+) -> None:
+    starter, other = make(), make()
+    await starter.open()
+    await other.open()
+    host = await host_of(other)
+    await starter.aclose()
+    assert await host_of(other) == host
+    # The fixtures find no zombie.
+    await other.aclose()
+
+
+async def test_the_last_client_that_is_killed_leaves_the_host_to_the_next(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
+) -> None:
+    with program(client(hosts, gate, WAITS)) as first:
+        host = first.tells()
+        kill(first)
+        async with make() as batcher:
+            assert await host_of(batcher) == host
+    assert hosts.loads() == 1
+
+
+SUPERVISES = """
+    import subprocess
+    if sys.argv[1:]:
+        async with make(shared=True) as batcher:
+            tell((os.getpid(), await batcher.process_batched("host")))
+            await asyncio.Event().wait()
+    children = [subprocess.Popen([sys.executable, __file__, "child"]) for _ in range(2)]
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("is_group", [False, True], ids=["supervisor", "group"])
+def test_nothing_is_left_of_a_server_whose_supervisor_is_killed(
+    hosts: Hosts, gate: Gate, program: Start, *, is_group: bool
+) -> None:
+    supervisor = program(client(hosts, gate, SUPERVISES))
+    told = dict(supervisor.tells() for _ in range(2))
+    (host,) = set(told.values())
+    with Watch([host]) as watch:
+        if is_group:
+            os.killpg(supervisor.pid, signal.SIGKILL)
+        else:
+            supervisor.kill()
+            for pid in told:
+                os.kill(pid, signal.SIGKILL)
+        with measured(0.1, "a host ends after its supervisor and its clients"):
+            assert watch.survivors(LIMIT) == []
+    hosts.wait_until_nothing_lives()
+    assert hosts.loads() == 1
+
+
+FORKS = """
+    batcher = make()
+    await batcher.open()
+    tell(await batcher.process_batched("host"))
+    warnings.simplefilter("ignore")  # newer Pythons warn of threads
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    await batcher.aclose()
+    tell(child)
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_forked_child_of_a_client_does_not_hold_the_connection(
+    hosts: Hosts, gate: Gate, program: Start
+) -> None:
+    forking = program(client(hosts, gate, FORKS))
+    with Watch([forking.tells()]) as watch:
+        forking.tells()
+        assert watch.survivors(0.0) == []
+    assert forking.finish() == (0, "")
+
+
+# --- clients that differ --------------------------------------------------------------------------
+
+
+async def test_other_settings_get_another_host_and_one_warning(
+    hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    batchers: list[Batcher] = [
+        DynBatcher("models.ordinary:Whereabouts", size, shared="test") for size in (2, 3, 3)
+    ]
+    async with batchers[0], batchers[1], batchers[2]:
+        workers = [await one.process_batched(0) for one in batchers]
+        assert workers[0] != workers[1] == workers[2]
+    warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "Whereabouts: 1 other host processes" in warnings[0].getMessage()
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+async def test_a_changed_model_file_gets_another_host(
+    hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_imported: bool
+) -> None:
+    """Also if the API process does not import the model."""
+    package = tmp_path / "changing"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    file = package / "model.py"
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    @asynccontextmanager
+    async def opened(answer: int) -> AsyncIterator[Batcher]:
+        file.write_text(
+            "class Model:\n"
+            "    def infer(self, inputs):\n"
+            f"        return [{answer} for _ in inputs]\n"
+        )
+        os.utime(file, (answer, answer))
+        batcher: Batcher = DynBatcher("changing.model:Model", shared="test")
+        async with batcher:
+            yield batcher
+
+    if is_imported:
+        module = type(sys)("changing.model")
+        module.__file__ = str(file)
+        monkeypatch.setitem(sys.modules, "changing.model", module)
+    async with opened(1) as before, opened(2) as after:
+        assert [await one.process_batched(0) for one in (before, after)] == [1, 2]
+
+
+# --- logs -----------------------------------------------------------------------------------------
+
+
+async def test_each_record_is_logged_once(
+    make: Callable[..., Batcher], hosts: Hosts, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with make() as starter, make() as other:
+        await other.process_batched("log")
+        (host,) = hosts.hosts()
+        await until(lambda: "once" in caplog.text)
+        assert await starter.process_batched(1) == 2
+    messages = [one.getMessage() for one in caplog.records]
+    assert len([one for one in messages if one.startswith("once")]) == 1
+    assert len([one for one in messages if one.endswith("is ready")]) == 1
+    opened = [one for one in messages if "opening -> open" in one]
+    assert len(opened) == 2  # of each client
+    assert len([one for one in messages if f"joined the host process (pid {host})" in one]) == 2
+
+
+# --- everything at random -------------------------------------------------------------------------
+
+CHURNS = """
+    from random import Random
+    from fast_batcher import PoisonRequestError, WorkerStartupError
+    chance = Random(int(sys.argv[1]) if sys.argv[1:] else os.getpid())
+    while True:
+        batcher = make(max_restarts=None)
+        try:
+            await batcher.open()
+        except WorkerStartupError as error:
+            assert "SIGKILL" in str(error), error
+            continue
+        numbers = [chance.randrange(1000) for _ in range(chance.randrange(1, 50))]
+        calls = (batcher.process_batched(number) for number in numbers)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for number, answer in zip(numbers, answers):
+            assert answer == 2 * number or isinstance(answer, PoisonRequestError), answer
+        tell(batcher._session._link.pid)
+        if chance.random() < 0.1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await (batcher.aclose() if chance.random() < 0.5 else asyncio.to_thread(batcher.stop))
+"""
+
+
+async def test_answers_are_right_and_two_hosts_never_live_while_all_open_close_and_die(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
+) -> None:
+    chance = Random(1)
+    code = client(hosts, gate, CHURNS)
+    programs = [program(code) for _ in range(3)]
+    until = time.monotonic() + 6.0
+    killed = 0
+    while time.monotonic() < until:
+        number = chance.randrange(len(programs))
+        try:
+            host = programs[number].tells()
+        except AssertionError:
+            status, text = programs[number].finish()
+            assert status == -signal.SIGKILL, text
+            programs[number] = program(code)
+            continue
+        if host is not None and chance.random() < 0.2:
+            hosts.kill(host)
+            killed += 1
+    for one in programs:
+        kill(one)
+    assert killed > 0
+    # The host, if there is one, would wait for another client.
+    batcher: Batcher = make(max_restarts=None)
+    async with batcher:
+        assert await batcher.process_batched(1) == 2
