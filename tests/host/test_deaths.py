@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -62,7 +61,8 @@ def make(hosts: Hosts, gate: Gate) -> Callable[..., Batcher]:
     """Makes batchers of one key, unless they have different settings."""
 
     def make(*, holds_load: bool = False, **settings: Any) -> Batcher:
-        settings = {"restart_backoff": 0.01, "shared": "test", **settings}
+        # Opened by the test alone, also if it is made while a loop runs.
+        settings = {"restart_backoff": 0.01, "shared": "test", "auto_open": False, **settings}
         more = {"holds_load": holds_load}
         arguments = (str(hosts.notes), gate.path)
         return DynBatcher(Shared, model_args=arguments, model_kwargs=more, **settings)
@@ -487,9 +487,7 @@ def test_a_forked_child_of_a_client_does_not_hold_the_connection(
     with Watch([forking.tells()]) as watch:
         forking.tells()
         assert watch.survivors(0.0) == []
-    code, errors = forking.finish()
-    # The model's own record, which the client logs.
-    assert (code, re.sub(r"\d+", "", errors)) == (0, "model loaded in \n")
+    assert forking.finish()[0] == 0
 
 
 # --- clients that differ --------------------------------------------------------------------------
