@@ -62,7 +62,7 @@ class AsyncMemory:
     ("one", "other", "is_equal"),
     [
         (["a" * 2, "a" * 2], [s := "aa", s], True),
-        ("text", "".join(["te", "xt"]), True),
+        ("text", "".join(["tex", "t"]), True),
         (1, 1.0, False),
         (1, True, False),
         ("1", b"1", False),
