@@ -22,7 +22,7 @@ help:
 	@echo 'make bench-setup  the compared libraries from PyPI, each in an environment of its own'
 	@echo 'make bench        a short form of the benchmarks, in less than 10 minutes'
 	@echo 'make bench-all    all of them in full, three hours; their results are what is published'
-	@echo 'make soak         long runs with deliberate faults, half an hour'
+	@echo 'make soak         long runs with deliberate faults, forty minutes'
 	@echo 'make publish      the README tables from the stored results'
 	@echo 'make clean        remove what these commands have made'
 
