@@ -177,7 +177,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         # The methods of the model that are marked with `batchable`, as attributes:
         # `batcher.methods.embed_text.process_batched(text)`; `methods.find(Model.embed_text)` has
         # the types of the method.
-        self.methods = BatchMethods(self._accept_call, self._call_many, names)
+        self.methods = BatchMethods(self._call_many, names)
         self._owners = Owners()
         self._cores = CoreClaim(0 if settings.shared else settings.num_workers)
         if auto_open:
@@ -232,49 +232,27 @@ class DynBatcher(Generic[InputT, OutputT]):
         input may be read for some milliseconds after the cancellation: until then a `bytearray`
         cannot be resized, and an array must not be resized with `refcheck=False`.
         """
-        session, request = self._accept_call(value, timeout, priority)
+        loop = get_running_loop()
+        session = self._session
+        if session is None or session.binding.loop is not loop or self._status.state is not _OPEN:
+            session = self._find_session()
+        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
+        future: Future[OutputT] = Future(loop=loop)
+        request = Request(value, future, deadline)
+        if timeout is not None:
+            request.timeout = timeout
+        if priority != 0:
+            request.priority = checked_priority(priority)
+        session.accept(request)
         try:
-            output: OutputT = await request.caller
-            return output  # noqa: TRY300  the path of every call
+            return await future
         except BaseException:
             if not request.is_settled:
                 session.abandon(request)
             raise
         finally:
             # An error holds this frame, which must not hold the error.
-            del request
-
-    def _accept_call(
-        self, value: Any, timeout: float | None, priority: int, method: str | None = None
-    ) -> tuple[Session, Request]:
-        """Give a request to the session, opening a new batcher; for `BatchMethod`.
-
-        Args:
-            value: As for `process_batched`.
-            timeout: As for `process_batched`.
-            priority: As for `process_batched`.
-            method: Name of the method of a model that has several; None for `infer`.
-
-        Returns:
-            The session and the request, whose `caller` is the future of its outcome.
-
-        Raises:
-            BatcherError: The batcher accepts no calls.
-        """
-        loop = get_running_loop()
-        session = self._session
-        if session is None or session.binding.loop is not loop or self._status.state is not _OPEN:
-            session = self._find_session()
-        deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
-        request = Request(value, Future(loop=loop), deadline)
-        if timeout is not None:
-            request.timeout = timeout
-        if priority != 0:
-            request.priority = checked_priority(priority)
-        if method is not None:
-            request.group = session.methods[method].group
-        session.accept(request)
-        return session, request
+            del future, request
 
     async def process_many(
         self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0

@@ -128,6 +128,9 @@ class LocalSession:
             reports,
             self.binding.loop,
         )
+        # As methods that pass calls on to the pump they would take 0.1 us of each call.
+        self.accept, self.abandon = self.pump.accept, self.pump.abandon
+        self.has_room = self.pump.has_room
         self._answers = Answers(
             self.scheduler,
             ledger,
@@ -208,20 +211,6 @@ class LocalSession:
         self.binding.rebind(loop)
         self.pump.rebind(loop)
         self.pool.rebind(loop)
-
-    # Calls.
-
-    def accept(self, request: Request) -> None:
-        """Add a request to the queue; called in the caller's context."""
-        self.pump.accept(request)
-
-    def abandon(self, request: Request) -> None:
-        """Cancel a request whose caller has gone; must not await."""
-        self.pump.abandon(request)
-
-    def has_room(self, request: Request) -> bool:
-        """Return whether the queue has room for a request that has not been accepted yet."""
-        return self.pump.has_room(request)
 
     # Events of the pool and of the sender.
 

@@ -3,19 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol
 
-from fast_batcher._asyncio.session import Session
-from fast_batcher._core.messages import Request
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.model import InputT, OutputT
-
-
-class AcceptCall(Protocol):
-    """Gives a request to the session; its `caller` is the future of its outcome."""
-
-    def __call__(
-        self, value: Any, timeout: float | None, priority: int, method: str, /
-    ) -> tuple[Session, Request]:
-        """Give it."""
 
 
 class CallMany(Protocol):
@@ -31,13 +20,11 @@ class BatchMethod(Generic[InputT, OutputT]):
     """A method of a model that is marked with `batchable`, for callers.
 
     Args:
-        accept: Gives a request to the batcher.
         call_many: Waits for many outputs.
         name: The method's name.
     """
 
-    def __init__(self, accept: AcceptCall, call_many: CallMany, name: str) -> None:
-        self._accept = accept
+    def __init__(self, call_many: CallMany, name: str) -> None:
         self._call_many = call_many
         self._name = name
 
@@ -45,18 +32,8 @@ class BatchMethod(Generic[InputT, OutputT]):
         self, value: InputT, *, timeout: float | None = None, priority: int = 0
     ) -> OutputT:
         """Wait for the method's output for one input, as `DynBatcher.process_batched` does."""
-        session, request = self._accept(value, timeout, priority, self._name)
-        try:
-            output: OutputT = await request.caller
-        except BaseException:
-            if not request.is_settled:
-                session.abandon(request)
-            raise
-        else:
-            return output
-        finally:
-            # An error holds this frame, which must not hold the error.
-            del request
+        (output,) = await self._call_many([value], timeout, priority, self._name)
+        return output  # type: ignore[no-any-return]
 
     async def process_many(
         self, values: Iterable[InputT], *, timeout: float | None = None, priority: int = 0
@@ -72,13 +49,12 @@ class BatchMethods:
     """The `batchable` methods of a model as attributes.
 
     Args:
-        accept: Gives a request to the batcher.
         call_many: Waits for many outputs.
         names: Names of the methods.
     """
 
-    def __init__(self, accept: AcceptCall, call_many: CallMany, names: Sequence[str]) -> None:
-        self._methods = {name: BatchMethod[Any, Any](accept, call_many, name) for name in names}
+    def __init__(self, call_many: CallMany, names: Sequence[str]) -> None:
+        self._methods = {name: BatchMethod[Any, Any](call_many, name) for name in names}
 
     def __getattr__(self, name: str) -> BatchMethod[Any, Any]:
         method = self._methods.get(name)

@@ -35,12 +35,13 @@ class ReportingSession(LocalSession):
     ) -> None:
         super().__init__(model_spec, settings, status, ledger, access)
         self._on_change = on_change
+        self.accept = self._accept
 
-    def accept(self, request: Request) -> None:
+    def _accept(self, request: Request) -> None:
         """Add a request to the queue, unless its process has not heard yet that this is broken."""
         error = self._status.broken_error()
         if error is None:
-            super().accept(request)
+            self.pump.accept(request)
         else:
             settle(request)
             set_exception(request, error)
