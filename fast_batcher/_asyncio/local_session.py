@@ -114,32 +114,16 @@ class LocalSession:
         reports = self._reports = Reports(name, settings)
         methods = [Method(*one, settings.batch_limit) for one in model_spec.methods]
         self.methods: Mapping[str, Method] = {one.name: one for one in methods}
-        self.scheduler = _make_scheduler(settings, methods)
-        self.memory = access.open_memory(self.binding.loop, settings, name)
-        self.pool = Pool(model_spec, settings, self, self.memory, ledger.observers, name)
-        self.sender = access.make_sender(settings, self.memory, self, name)
-        self.pump: Pump = Pump(
-            self.scheduler,
-            self.sender,
-            self.pool,
-            ledger,
-            access.make_evaluator(settings, name, methods),
-            status,
-            reports,
-            self.binding.loop,
-        )
+        scheduler = self.scheduler = _make_scheduler(settings, methods)
+        memory = self.memory = access.open_memory(self.binding.loop, settings, name)
+        pool = self.pool = Pool(model_spec, settings, self, memory, ledger.observers, name)
+        sender = self.sender = access.make_sender(settings, memory, self, name)
+        evaluator, loop = access.make_evaluator(settings, name, methods), self.binding.loop
+        pump = self.pump = Pump(scheduler, sender, pool, ledger, evaluator, status, reports, loop)
         # As methods that pass calls on to the pump they would take 0.1 us of each call.
-        self.accept, self.abandon = self.pump.accept, self.pump.abandon
-        self.has_room = self.pump.has_room
+        self.accept, self.abandon, self.has_room = pump.accept, pump.abandon, pump.has_room
         self._answers = Answers(
-            self.scheduler,
-            ledger,
-            self.pump,
-            self.sender,
-            self.pool,
-            self.memory,
-            reports,
-            access.reader,
+            scheduler, ledger, pump, sender, pool, memory, reports, access.reader
         )
 
     @property
