@@ -36,9 +36,14 @@ MAX_BODY_BYTES = 16_384
 # Most sentences in a batch; from outside, so that a load test can try several.
 MAX_BATCH_SIZE = int(os.environ.get("MAX_BATCH_SIZE", "32"))
 
+# Whether several server processes share one copy of each model: for `uvicorn --workers 4`.
+SHARED = os.environ.get("SHARED", "0") == "1"
+
 # The same model, the same thread count, one worker each. Only the batching differs.
-batched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, name="batched")
-unbatched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, enabled=False, name="unbatched")
+batched = DynBatcher(MiniLM, max_batch_size=MAX_BATCH_SIZE, name="batched", shared=SHARED)
+unbatched = DynBatcher(
+    MiniLM, max_batch_size=MAX_BATCH_SIZE, enabled=False, name="unbatched", shared=SHARED
+)
 batchers = (batched, unbatched)
 
 Embedder = DynBatcher[str, bytes]
