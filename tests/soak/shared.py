@@ -49,13 +49,15 @@ class Sharer:
 
 def find_hosts(folder: str) -> list[int]:
     """Find the living hosts whose sockets are in this folder."""
-    found = []
+    found: dict[int, int] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             is_ours = folder.encode() in (path / "environ").read_bytes()
             if is_ours and b"fast_batcher._host.main" in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
-    return found
+                status = (path / "stat").read_text().rpartition(")")[2].split()
+                found[int(path.name)] = int(status[1])
+    # A worker has its host's command line until it runs its own program.
+    return [pid for pid, parent in found.items() if parent not in found]
 
 
 def find_workers(hosts: list[int]) -> list[int]:
