@@ -51,7 +51,7 @@ class LRUCache:
         self._stats = CacheStats()
 
     def get(self, key: Any) -> Any:
-        """Return the output for a key, None if there is none or it has expired."""
+        """Return the output for a key, None if it is missing or has expired."""
         began_at = monotonic()
         key = _to_hashable(key)
         with self._lock:

@@ -92,7 +92,7 @@ _SENTENCES: dict[Cause, str] = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What limits the size of a batcher's recent batches; `str` gives it in sentences."""
+    """Explanation of the size of recent batches; `str` gives it in sentences."""
 
     # Batches that it is about, at most 1024, and the seconds from the first to the last.
     batches: int = 0

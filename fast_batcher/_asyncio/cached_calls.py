@@ -66,7 +66,7 @@ class _Computation:
 
 
 class CachedCalls:
-    """Looks the outputs of calls up, and lets a session compute those that are missing.
+    """Looks the outputs of calls up, and lets a session compute the missing ones.
 
     Args:
         inner: The session that computes.

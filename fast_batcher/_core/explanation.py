@@ -19,7 +19,7 @@ BUSY = 0.7
 
 
 class BatchSample(NamedTuple):
-    """One answered batch."""
+    """An answered batch."""
 
     # Moments: its worker began with it, and answered it.
     began_at: float

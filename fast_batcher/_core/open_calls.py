@@ -109,7 +109,7 @@ class OpenCalls:
         return settle_open(expired)
 
     def host_lost(self) -> HostLoss:
-        """Sort the requests that a dead host had; those that were not sent yet do not change."""
+        """Sort the requests that a dead host had; requests that were not sent yet do not change."""
         again: list[Request] = []
         failed: list[Request] = []
         poisonous: list[Request] = []

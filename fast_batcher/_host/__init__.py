@@ -1,4 +1,4 @@
-"""One set of workers for all processes of a server: the host process and the way to it.
+"""Shared workers for all processes of a server: the host process, and the way to it.
 
     server process                                               host process
     identity     the key: who shares a host
@@ -8,6 +8,6 @@
 
 The rendezvous takes place in a private directory (`directory`), under a lock. The starter of a host
 binds its socket, listens, and connects before the host exists; the host inherits the listener.
-Whoever connects meanwhile waits in the socket's backlog, so that nobody polls, and reads an end of
+Whoever connects meanwhile waits in the socket's backlog, without polling, and reads an end of
 file or a reset if the host dies.
 """

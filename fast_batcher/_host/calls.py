@@ -215,7 +215,7 @@ class HostCalls:
         )
 
     def _fail(self, request: Request, error: BatcherError, reason: str) -> None:
-        """Give a caller an error; the request is settled. The host counts those that it has."""
+        """Give a caller an error; the request is settled. The host counts its own."""
         if request.phase is _SENT:
             set_exception(request, error)
         else:

@@ -96,7 +96,7 @@ class HostProcess:
         return os.pread(fd, size - start, start).decode(errors="replace")[-MAX_OUTPUT:]
 
     def make_startup_error(self) -> WorkerStartupError:
-        """Wait until the host is dead; return the error of a host that has welcomed nobody."""
+        """Wait until the host is dead; return the error of a host that sent no welcome."""
         end, output = self.reap(), self.read_output().strip()
         return WorkerStartupError(
             f"the host process {self.pid} ended before it was ready: {end}; "

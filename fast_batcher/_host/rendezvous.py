@@ -2,11 +2,11 @@
 
     under the directory's lock:
         connect to the key's socket     -> the host lives, or another process starts it just now
-        if nobody listens there:
+        if no process listens there:
             unlink, bind, listen, connect
             launch the host, which inherits the listener
 
-A starter that is killed leaves a socket to which nobody listens, and the next process replaces it.
+A starter that is killed leaves a socket without a listener, and the next process replaces it.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Joined(NamedTuple):
 
 
 def connect(key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joined:
-    """Connect to the host of a key; start the host if there is none. Blocks for the lock alone.
+    """Connect to the host of a key; start a missing host. Blocks for the lock alone.
 
     The connection reads an end of file or a reset before its first byte if the host dies, or ends,
     before it accepts. Then call this again, unless this process has started the host: that failed.

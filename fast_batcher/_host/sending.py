@@ -33,7 +33,7 @@ class CallSender:
         self._sent = 0
 
     def begin(self, room: int) -> None:
-        """Begin to send to a new host, whose queue has room for so many requests."""
+        """Begin to send to a new host, whose queue has room for `room` requests."""
         self.room, self._sent = room, 0
 
     def note_room(self, room: int, received: int) -> None:

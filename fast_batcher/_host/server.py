@@ -75,7 +75,7 @@ class HostServer:
         self._leaving: list[Tenant] = []
         self._range_size = 0
         self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
-        self._has_groups = self._has_welcomed = False
+        self._has_welcomed = False
         # Set by the first API process.
         self._session: ReportingSession | None = None
         self._status: Status | None = None
@@ -255,7 +255,7 @@ class HostServer:
         return None
 
     def _present(self) -> list[Tenant]:
-        """Return the API processes, also those that wait for the end of the host."""
+        """Return the API processes, with the ones that wait for the end of the host."""
         return [*self._tenants.values(), *self._waiting]
 
     def push_soon(self) -> None:

@@ -1,4 +1,4 @@
-"""One API process, in the host: its requests, its range of shared memory, its connection.
+"""An API process, in the host: its requests, its range of shared memory, its connection.
 
 Host process, on the event loop's thread.
 """
@@ -83,7 +83,7 @@ class TenantEvents(Protocol):
 
 
 class Tenant:
-    """One API process.
+    """An API process that the host serves.
 
     Args:
         id: Number of the tenant, which no other tenant of this host has.
@@ -111,7 +111,7 @@ class Tenant:
         # Number of its range of shared memory, None without one.
         self.range: int | None = None
         self._requests: dict[int, Request] = {}
-        # Requests that have arrived; the API process reckons with those that are on their way.
+        # Requests that have arrived; the API process adds the requests that are on their way.
         self._received = 0
         # Inputs that were asked for once more, by the request's id.
         self._asked: dict[int, RowInput] = {}

@@ -46,7 +46,7 @@ class RowInput:
             self._ask(self)
 
     def finish(self) -> None:
-        """Call those that wait."""
+        """Call the waiting callbacks."""
         waiting, self._waiting = self._waiting, []
         for done in waiting:
             done()

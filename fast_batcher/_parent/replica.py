@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Replica:
-    """One of the `num_workers` workers that a batcher keeps up, by one process after another."""
+    """A worker of a batcher, over the processes that follow each other."""
 
     def __init__(
         self, index: int, model_spec: ModelSpec, settings: Settings, placement: Placement

@@ -11,7 +11,7 @@ from fast_batcher._transport.progress import WorkerProgress
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What the API process tells a worker about its logging; made there, when the worker starts."""
+    """Logging settings of the API process for a worker; made there, when the worker starts."""
 
     # The worker's end of the sockets.
     sender: socket.socket

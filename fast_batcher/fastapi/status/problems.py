@@ -1,4 +1,4 @@
-"""What is wrong with a batcher, in plain words, worst first. Pure, but for what it reads.
+"""Problems of a batcher in plain words, worst first. Pure, but for what it reads.
 
 For a person who was woken: a problem says what callers notice, and the detail says why.
 """

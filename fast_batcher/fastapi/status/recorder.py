@@ -70,7 +70,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Seat:
-    """One of the workers of a batcher, held by one process after another."""
+    """A worker of a batcher, held by one process after another."""
 
     state: SeatState = "unknown"
     pid: int | None = None
@@ -94,7 +94,7 @@ class Seat:
 
 
 class Recorder(Observer):
-    """What the status page shows of one batcher's past.
+    """Records the past of a batcher for the status page.
 
     Args:
         batcher: The batcher; its workers' ends while it closes are no losses.
