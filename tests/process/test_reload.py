@@ -101,21 +101,18 @@ async def test_a_reload_that_fails_loses_nothing_and_raises_the_reason(version: 
 
 async def test_workers_that_were_replaced_go_back_when_a_later_one_fails(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
+    weights.touch()
     batcher = DynBatcher(Versioned, 4, num_workers=2, model_args=("one",))
     async with batcher:
-        # Both load when the file is there; the second one starts when the first one is ready.
-        task = asyncio.create_task(batcher.reload(model_args=(f"waits {weights}",)))
-        await until(lambda: len(pids_of(batcher)) == 3)
-        old = pids_of(batcher)
-        weights.touch()
-        await until(lambda: len(pids_of(batcher)) == 3 and pids_of(batcher) != old)
-        weights.unlink()
-        newest = max(set(pids_of(batcher)) - set(old))
-        os.kill(newest, signal.SIGKILL)
-        error = await outcome(task)
-        assert isinstance(error, WorkerStartupError | type(None))
+        load = Load(batcher)
+        # The first replacement takes the file, so that the second one cannot load it.
+        with pytest.raises(WorkerStartupError, match="FileNotFoundError"):
+            await batcher.reload(model_args=(f"takes {weights}",))
+        await load.end()
         await until(lambda: len(pids_of(batcher)) == 2)
-        assert len(await versions_of(batcher)) == 1
+        assert await versions_of(batcher) == {"one"}
+        assert load.fewest_ready == 2
+        assert assert_balance(batcher).generation == 0
 
 
 async def test_a_worker_that_dies_meanwhile_is_replaced_too() -> None:

@@ -19,6 +19,8 @@ class Versioned(InferenceModel[object, tuple[str, int]]):
             raise ValueError(f"no weights for {version}")
         if version == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
+        if version.startswith("takes "):  # a file that the next one does not find
+            Path(version.removeprefix("takes ")).unlink()
         if version.startswith("waits "):  # for a file, at most a minute
             path = Path(version.removeprefix("waits "))
             end = time.monotonic() + 60
