@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.cpu import TreeCpu
 from benchmarks.models import MODELS
+from benchmarks.pictures import SIDE, make_jpeg
 
 Process = Callable[[Any], Awaitable[object]]
 Figures = dict[str, float]
@@ -32,7 +33,7 @@ WARM_UP_REQUESTS = 20
 class Load:
     """What a system is measured under, as all systems of a comparison are."""
 
-    # A name in `benchmarks.models.MODELS`.
+    # A name in `benchmarks.models.MODELS`, or "Picture" for the models of `systems.ours_stages`.
     model: str
     max_batch_size: int
     callers: int
@@ -48,6 +49,8 @@ class Load:
 
     def payload(self, caller: int = 0) -> Any:
         """Make this caller's input; each caller has its own, as pickle sends an object once."""
+        if self.model == "Picture":
+            return make_jpeg()
         if not self.model.startswith("Array"):
             return TEXT.format(caller)
         import numpy  # only where it is needed: not every environment has it
@@ -62,6 +65,8 @@ class Load:
             return bool(answer[1] == 0)
         if self.model == "ArrayEcho":
             return bool((answer == self.payload()).all())
+        if self.model == "Picture":
+            return bool(answer == SIDE)
         if self.model == "Gpu":
             return bool(answer[0] == self.payload())
         return bool(answer == self.payload())

@@ -72,6 +72,11 @@ class InferenceModel(ABC, Generic[InputT, OutputT]):
 
     Subclass it, load the weights in `__init__`, and pass the *class* to a `DynBatcher`. Every
     worker process makes one instance and calls its methods from one thread, one after the other.
+
+    A model may also have `prepare(self, value)`, which makes of an input what `infer` gets, and
+    `finish(self, output)`, which makes of an output what the caller gets. These run in other
+    threads, one call per request, while `infer` computes another batch; an error fails that request
+    alone. See docs/stages.md.
     """
 
     # How inputs become one batch. `infer` then takes and returns one array, tensor or structure of

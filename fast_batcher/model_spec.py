@@ -27,7 +27,7 @@ NOT_IN_WORKER = (
 )
 
 # Optional methods and attributes of a model, besides `infer`.
-_HOOKS = ("warmup_inputs", "close", "cost", "collation")
+_HOOKS = ("warmup_inputs", "close", "cost", "collation", "prepare", "finish")
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -116,8 +116,6 @@ def find_model_fault(model: type) -> str | None:
     abstract = sorted(getattr(model, "__abstractmethods__", ()))
     if abstract:
         return f"it does not implement {', '.join(abstract)}"
-    if inspect.iscoroutinefunction(infer) or inspect.isasyncgenfunction(infer):
-        return "infer is async; the worker has no event loop, write a plain def"
     if inspect.isgeneratorfunction(infer):
         return "infer is a generator; return a list with one output per input"
     collation = getattr(model, "collation", None)
@@ -127,7 +125,9 @@ def find_model_fault(model: type) -> str | None:
             f"its collation is {collation!r:.100}; make one with Collation.stack() or "
             "Collation.pad()"
         )
-    return _find_arity_fault(model, infer)
+    takes = {"infer": "the list of inputs", "prepare": "an input", "finish": "an output"}
+    faults = (_find_method_fault(model, name, taken) for name, taken in takes.items())
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def warn_about_hooks(model: object) -> None:
@@ -178,16 +178,24 @@ def _name_of(model: object) -> str:
     return model.rpartition(":")[2]
 
 
-def _find_arity_fault(model: type, infer: Any) -> str | None:
+def _find_method_fault(model: type, name: str, taken: str) -> str | None:
+    """Describe why the worker cannot call a method, if the model has it, with one argument."""
+    method = getattr(model, name, None)
+    if method is None:
+        return None
+    if not callable(method):
+        return f"{name} is not a method; rename the attribute, or write {name}(self, value)"
+    if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+        return f"{name} is async; the worker has no event loop, write a plain def"
     try:
-        signature = inspect.signature(infer)
+        signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C: the first batch shows whether it fits
         return None
-    is_static = isinstance(inspect.getattr_static(model, "infer"), staticmethod | classmethod)
+    is_static = isinstance(inspect.getattr_static(model, name), staticmethod | classmethod)
     try:
         signature.bind(*([()] if is_static else [None, ()]))
     except TypeError:
-        return f"infer{signature} must take exactly one argument besides self, the list of inputs"
+        return f"{name}{signature} must take exactly one argument besides self, {taken}"
     return None
 
 

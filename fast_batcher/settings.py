@@ -27,6 +27,7 @@ PolicyName = Literal["adaptive", "greedy", "fixed"]
 MAX_BATCH_SIZE = 2**20
 # More than the cores of any machine; a larger number is meant for another parameter.
 MAX_WORKERS = 1024
+MAX_STAGE_THREADS = 1024
 # A longer duration than a year is a unit mistake, and timers of event loops overflow at some point.
 MAX_SECONDS = 365 * 24 * 3600.0
 # Priorities range from -MAX_PRIORITY to MAX_PRIORITY: each priority in use adds a queue that every
@@ -116,6 +117,9 @@ class BatcherOptions(TypedDict, total=False):
             ["cpu:0-3", "cpu:4-7"] to pin workers to cores. It replaces `num_workers`. With None
             workers use what they find. Default None. See docs/gpus.md.
         workers_per_device: Workers on each of `devices`, 1 or more. Default 1.
+        stage_threads: Threads of each worker for the `prepare` and `finish` of a model that has
+            them, 1 to 1024. With None as many as its numeric libraries get, a share of the cores.
+            Default None. See docs/stages.md.
         enabled: Whether requests share batches. With False each request is sent alone to a worker,
             and all other settings keep their meaning: for comparing and for debugging. Default
             True.
@@ -149,6 +153,7 @@ class BatcherOptions(TypedDict, total=False):
     shared: bool | str
     devices: str | Sequence[str] | None
     workers_per_device: int
+    stage_threads: int | None
     enabled: bool
     cache: Cache | None
     key: Callable[[Any], Hashable] | None
@@ -355,6 +360,7 @@ class Settings:
     # After the checks a list of names, and `num_workers` the workers on them.
     devices: Annotated[str | Sequence[str] | None, check_devices] = None
     workers_per_device: Annotated[int, _Count(1, MAX_WORKERS)] = 1
+    stage_threads: Annotated[int | None, _Count(1, MAX_STAGE_THREADS)] = None
     enabled: Annotated[bool, _check_switch] = True
     cache: Annotated[Cache | None, check_cache] = None
     key: Annotated[Callable[[Any], Hashable] | None, _check_function] = None

@@ -67,5 +67,10 @@ SYSTEMS |= {
     "memcpy": System("floor"),
     "ours, full batches": System("ours", {"policy": "fixed", "max_delay": _WAIT}),
     "fast_dynamic_batcher, full batches": _peer("fast_dynamic_batcher", max_delay=_WAIT),
+    "in stages": System("ours_stages", {"model": "Stages"}),
+    "inside infer": System("ours_stages", {"model": "Inside"}),
+    "inside infer, 2 threads": System("ours_stages", {"model": "InsideThreads"}),
+    "decoding alone": System("ours_stages", {"model": "Decoding"}),
+    "infer alone": System("ours_stages", {"model": "Infer"}),
     "process pool of tensors": System("process_pool", {"tensors": True}),
 }

@@ -1,6 +1,6 @@
 """`stack`: join arrays or tensors, without a copy if they are adjacent in memory. Pure.
 
-The copy is omitted only in memory passed to `lend`: the worker lends the shared memory of a batch
+The copy is omitted only in the memory of `lent`: the worker puts the shared memory of a batch there
 while its model computes. In other memory two arrays are adjacent by chance, and their owners are
 unknown.
 """
@@ -14,7 +14,7 @@ from fast_batcher.errors import CollationError
 
 
 class Piece(NamedTuple):
-    """Lent memory."""
+    """Memory that is lent while a batch is computed."""
 
     start: int
     end: int
@@ -24,11 +24,14 @@ class Piece(NamedTuple):
     rows: Sequence[Any]
 
 
+# The memory of which `stack` may return views now.
 lent: list[Piece] = []
 
 
-def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()) -> None:
-    """Allow `stack` to return views of this memory, until `lent` is cleared.
+def make_piece(
+    address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any] = ()
+) -> Piece:
+    """Describe memory for `lent`.
 
     Args:
         address: Address of the memory.
@@ -36,7 +39,7 @@ def lend(address: int, memory: memoryview, whole: Any = None, rows: Sequence[Any
         whole: The whole memory as one array, if there is one: `stack` takes less time then.
         rows: The rows of `whole` that the model gets.
     """
-    lent.append(Piece(address, address + len(memory), memory, whole, rows))
+    return Piece(address, address + len(memory), memory, whole, rows)
 
 
 def stack(inputs: Sequence[Any]) -> Any:

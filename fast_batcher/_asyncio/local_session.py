@@ -202,7 +202,7 @@ class LocalSession:
         """Give a ready worker batches; `times` are sizes and seconds of its warm-up batches."""
         self.sender.add_worker(worker)
         self._answers.add_worker(worker)
-        self.scheduler.worker_ready(monotonic(), worker.id, times)
+        self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages)
         index = self._reports.index(worker.id)
         if index in self._seen_ready:
             self._ledger.counters.restarts += 1

@@ -29,7 +29,8 @@ class Limits:
     idempotent: bool = True
     # Whether a batch for which `infer` raised is divided to find the culprit.
     isolate_errors: bool = True
-    # Most batches of a worker: one that runs, and above 1 full ones that wait behind it.
+    # Most batches of a worker with one stage: one that runs, and above 1 full ones that wait behind
+    # it. Each further stage runs another.
     batches_per_worker: int = BATCHES_PER_WORKER
 
 

@@ -239,8 +239,8 @@ class BatchProgress(Enum):
     """Progress of a worker with a batch."""
 
     SENT = 0  # the worker has not reported that it read the batch
-    TAKEN = 1  # the worker has read it, and is unpickling it
-    BEGUN = 2  # `infer` is computing it
+    TAKEN = 1  # the worker has read it, and is unpickling or preparing it
+    BEGUN = 2  # `infer` is computing it, or has computed it
 
 
 class RetryGroup(NamedTuple):

@@ -196,7 +196,7 @@ class Scheduler:
         self._admission.is_draining = True
 
     def worker_ready(
-        self, now: float, worker: int, times: Iterable[tuple[float, float]] = ()
+        self, now: float, worker: int, times: Iterable[tuple[float, float]] = (), stages: int = 1
     ) -> None:
         """Add a worker that has loaded its model.
 
@@ -204,8 +204,9 @@ class Scheduler:
             now: The moment.
             worker: The worker's number.
             times: Sizes and seconds of its warm-up batches.
+            stages: Batches on which it works at the same time.
         """
-        self.workers.add(worker)
+        self.workers.add(worker, self._batches_per_worker + stages - 1)
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self.queue))
 
@@ -221,7 +222,7 @@ class Scheduler:
 
         Args:
             worker: The worker's number.
-            taken: The id of the batch that it read last, or None.
+            taken: The id of the batch that it read last, or None. Ids rise in the order of sending.
             begun: The id of the batch that it began to compute last, or None.
             out_of_memory: Whether it may have run out of memory; then batches become smaller.
 
@@ -234,11 +235,11 @@ class Scheduler:
         # The youngest batch first: each is put before the others, so the oldest ends up first.
         for batch in reversed(self.workers.remove(worker)):
             progress = BatchProgress.SENT
-            if batch.id == begun:
+            if begun is not None and batch.id <= begun:
                 progress = BatchProgress.BEGUN
                 if out_of_memory and len(batch.requests) > 1:
                     shrink(batch, self._size_cap)
-            elif batch.id == taken:
+            elif taken is not None and batch.id <= taken:
                 progress = BatchProgress.TAKEN
             given_up = self._retries.after_loss(batch, progress)
             failed, poisonous = given_up[0] + failed, given_up[1] + poisonous
@@ -383,7 +384,7 @@ class Scheduler:
                 break
             self._send(now, slot, group.requests, Release.RETRY, actions, group.isolate_until)
         while self.queue.size:
-            slot = self.workers.least_loaded(self._batches_per_worker)
+            slot = self.workers.least_loaded()
             if slot is None:
                 break
             is_full = self.queue.is_full(cap_of(self.queue.next_group, self._size_cap).size)

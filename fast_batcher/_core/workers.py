@@ -27,6 +27,8 @@ class WorkerSlot:
     """A worker that has been ready and has not been lost, and its batches."""
 
     id: int
+    # Most batches at a time.
+    most_batches: int
     # Its batches, oldest first; it computes the first one.
     batches: list[Batch] = field(default_factory=list)
     # Start of the first batch; infinite once that batch is beyond `infer_timeout`.
@@ -88,10 +90,10 @@ class WorkerTable:
         yield from self.batches.values()
         yield from self.copying_out.values()
 
-    def add(self, worker: int) -> None:
-        """Add a worker that has become ready."""
+    def add(self, worker: int, most_batches: int) -> None:
+        """Add a worker that has become ready, with room for `most_batches`."""
         assert worker not in self.slots, "a worker is lost before it can be ready again"
-        self.slots[worker] = WorkerSlot(worker)
+        self.slots[worker] = WorkerSlot(worker, most_batches)
 
     def retire(self, worker: int) -> None:
         """Give a worker no more batches; it finishes its own."""
@@ -120,12 +122,14 @@ class WorkerTable:
         batch = self.batches.get(batch_id)
         return batch if batch is not None and batch.worker == worker else None
 
-    def least_loaded(self, below: int) -> WorkerSlot | None:
-        """Return the available worker with the fewest batches, None if all have `below` or more."""
+    def least_loaded(self, below: float = inf) -> WorkerSlot | None:
+        """Return the available worker with the fewest batches, below `below`, or None."""
         found = None
         for slot in self.slots.values():
-            if len(slot.batches) < below and not slot.is_stalled and not slot.is_retired:
-                found, below = slot, len(slot.batches)
+            count = len(slot.batches)
+            has_room = count < below and count < slot.most_batches
+            if has_room and not slot.is_stalled and not slot.is_retired:
+                found, below = slot, count
         return found
 
     def give(self, now: float, slot: WorkerSlot, batch: Batch) -> None:
@@ -197,7 +201,7 @@ class WorkerTable:
         slot = self.slots.get(worker)
         if slot is None or not slot.batches or slot.started_at == inf:
             return
-        if slot.batches[0].id != begun:
+        if begun is None or slot.batches[0].id > begun:
             slot.started_at = now
 
     def begin_copy_out(self, batch: Batch) -> None:

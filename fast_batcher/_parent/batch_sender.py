@@ -85,7 +85,7 @@ class BatchSender:
     def add_worker(self, link: WorkerLink) -> None:
         """Add a worker that is ready."""
         self._links[link.id] = link
-        self._shared_inputs.add_worker(link.id)
+        self._shared_inputs.add_worker(link)
 
     def remove_worker(self, worker_id: int, inherited: int | None) -> None:
         """Remove a dead worker, and end its leases.

@@ -58,11 +58,14 @@ class SharedInputSender:
         self._has_warned = False
         # By ready worker and batch id: the slabs of batches that the worker may still view.
         self._leases: dict[int, dict[int, list[Slab]]] = {}
+        # Batches that a worker may have; all workers have the same model.
+        self._most_batches = BATCHES_PER_WORKER
         self.arena = InputArena(memory, settings, self._warn)
 
-    def add_worker(self, worker_id: int) -> None:
+    def add_worker(self, link: WorkerLink) -> None:
         """Add a worker that is ready."""
-        self._leases[worker_id] = {}
+        self._leases[link.id] = {}
+        self._most_batches = BATCHES_PER_WORKER + link.stages - 1
 
     def remove_worker(self, worker_id: int, inherited: int | None) -> None:
         """Remove a dead worker, and end its leases.
@@ -196,7 +199,7 @@ class SharedInputSender:
             "taken"
         )
         kept = max(
-            [len(leases) - BATCHES_PER_WORKER for leases in self._leases.values()], default=0
+            [len(leases) - self._most_batches for leases in self._leases.values()], default=0
         )
         if kept > 0:
             text += (

@@ -69,6 +69,10 @@ class WorkerLink(Protocol):
     def outbox(self) -> OutboxReader | None:
         """Memory in which the worker leaves large answers, None without shared memory."""
 
+    @property
+    def stages(self) -> int:
+        """Number of batches on which the worker works at the same time, 1 to 3."""
+
     def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
         """Send a frame without waiting; a frame to a dead worker is dropped."""
 

@@ -104,6 +104,8 @@ class WorkerProcess:
         self.pid: int | None = None
         # Memory in which the worker leaves large answers, None without shared memory.
         self.outbox: OutboxReader | None = None
+        # Batches on which it works at the same time; set when it is ready.
+        self.stages = 1
         # None before `spawn` and after `reap`. Setting it to None breaks the reference cycle with
         # the channel, whose buffer would otherwise live until the next garbage collection.
         self._live: _LiveProcess | None = None
@@ -133,6 +135,7 @@ class WorkerProcess:
             outbox = _make_outbox(settings)
             if isinstance(outbox, OutboxReader):
                 undo.callback(outbox.close)
+            threads = placement.threads or thread_share(settings.num_workers)
             process = _context.Process(
                 target=worker_main,
                 args=(
@@ -141,13 +144,12 @@ class WorkerProcess:
                     LogSettings.of_this_process(sender),
                     self._slabs,
                     outbox,
-                    _select_settings(settings, placement, self.index),
+                    _select_settings(settings, placement, threads, self.index),
                 ),
                 name=f"fast_batcher-{self.model_spec.name}-{self.index}",
                 # Not daemonic: a model may have children, for example those of a data loader.
                 daemon=False,
             )
-            threads = placement.threads or thread_share(settings.num_workers)
             environment = worker_environment(os.environ, threads, placement.visible_devices)
             child = ChildProcess(process, environment, placement.cores)
             undo.pop_all()
@@ -216,7 +218,7 @@ class WorkerProcess:
 
     def _finish_loading(self, frame: Frame) -> None:
         if frame.kind is Kind.READY:
-            times = codec.loads(frame.body)
+            times, self.stages = codec.loads(frame.body)
             self.state = _READY
             self._events.worker_loaded(self, times)
         elif frame.kind is Kind.STARTUP_FAILED:
@@ -344,13 +346,16 @@ class WorkerProcess:
             self._events.worker_exited(self, exit)
 
 
-def _select_settings(settings: Settings, placement: Placement, index: int) -> WorkerSettings:
+def _select_settings(
+    settings: Settings, placement: Placement, threads: int, index: int
+) -> WorkerSettings:
     return WorkerSettings(
         settings.max_frame_bytes,
         settings.batch_limit,
         settings.freeze_gc,
         placement.device,
         index,
+        settings.stage_threads or threads,
     )
 
 

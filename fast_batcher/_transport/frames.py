@@ -49,7 +49,7 @@ class Kind(IntEnum):
     CONTEXTS = 9
     METHOD = 10  # the name of the method that computes the batch with this id, which comes next
     # worker to parent
-    READY = 16  # the model is loaded and warm: the pickled times of the warm-up
+    READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
     OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `codec.ATOMS`
     OUTPUTS = 19  # the list of separately pickled outputs and errors, or its last fragment

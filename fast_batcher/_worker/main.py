@@ -31,6 +31,7 @@ from fast_batcher._worker.model_loading import load_model
 from fast_batcher._worker.process_setup import end_with_parent, set_signals
 from fast_batcher._worker.replies import ReplyEncoder
 from fast_batcher._worker.serving import BatchLoop, InputReader
+from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher._worker.warm_up import warm_up
 from fast_batcher.errors import WorkerStartupError
 
@@ -51,6 +52,8 @@ class WorkerSettings(NamedTuple):
     # `device` and `worker_index` of the model; None for the device of its class.
     device: str | None = None
     worker_index: int = 0
+    # Threads for `prepare` and `finish`.
+    stage_threads: int = 1
 
 
 def worker_main(
@@ -110,17 +113,24 @@ def _load_and_serve(
         views = _check_slabs(slabs)
         model = load_model(first.body, settings.device, settings.worker_index)
         models = collate_methods(model)
-        times = warm_up(models["infer"], settings.max_batch_size)
+        stages = Stages(model, settings.stage_threads)
+        has_stages = stages.count > 1
+        first_model = stages.run_in_turn(models["infer"].infer) if has_stages else models["infer"]
+        times = warm_up(first_model, settings.max_batch_size)
         if settings.freeze_gc:
             freeze_for_good()
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
     try:
-        channel.send(Kind.READY, body=codec.dumps(times))
+        channel.send(Kind.READY, body=codec.dumps((times, stages.count)))
         if views is not None:
             views.report_forks(progress)
-        BatchLoop(channel, models, progress, InputReader(views), encoder).run()
+        loop = BatchLoop(channel, models, progress, InputReader(views), encoder)
+        if has_stages:
+            StageLoop(loop, stages).run()
+        else:
+            loop.run()
     finally:
         _close_model(model)
     return 0

@@ -1,17 +1,18 @@
 """Main loop of a worker: receive a batch, call the model's `infer`, send the outputs.
 
-Runs in a worker process, on its main thread, one batch at a time. It makes no decisions about
-requests: the parent forms batches, and decides what follows from a failure.
+Runs in a worker process, on its main thread, one batch at a time; `stages` runs the same steps on
+several threads. It makes no decisions about requests: the parent forms batches, and decides what
+follows from a failure.
 """
 
 import ctypes
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
-from fast_batcher._arrays import stacking
 from fast_batcher._arrays.outputs import list_outputs
+from fast_batcher._arrays.stacking import Piece, lent, make_piece
 from fast_batcher._batch_contexts import BatchContexts
 from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
 from fast_batcher._shared_memory.views import SlabViews
@@ -33,6 +34,17 @@ from fast_batcher.errors import (
 _INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
 
 
+class Inputs(NamedTuple):
+    """The inputs of a batch."""
+
+    # Those that could be unpickled, in their order.
+    values: list[Any]
+    # Errors of the others, by position in the batch.
+    errors: dict[int, SerializedError]
+    # Shared memory of the values, for `stack`.
+    pieces: list[Piece]
+
+
 class InputReader:
     """Reads the inputs of batches, and reports batches whose shared memory is free.
 
@@ -49,26 +61,20 @@ class InputReader:
         """Keep a fragment of a batch that is larger than one frame, until the last one comes."""
         self._fragments.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
 
-    def read(self, frame: Frame) -> tuple[list[Any], dict[int, SerializedError]]:
-        """Return the inputs of a batch that can be unpickled, and the errors of the others.
-
-        Inputs in shared memory are lent to `stack` until `forget_lent`.
-        """
+    def read(self, frame: Frame) -> Inputs:
+        """Return the inputs of a batch."""
+        pieces: list[Piece] = []
         if frame.kind is _INPUT_ATOMS:
-            return codec.loads(frame.body), {}
+            return Inputs(codec.loads(frame.body), {}, pieces)
         if frame.kind is _INPUTS:
             items = self._fragments.pop(frame.batch_id, []) + codec.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
         else:
-            values = self._load_shared(frame)
+            values = self._load_shared(frame, pieces)
         errors = {at: one for at, one in enumerate(values) if type(one) is SerializedError}
         if errors:
             values = [one for one in values if type(one) is not SerializedError]
-        return values, errors
-
-    def forget_lent(self) -> None:
-        """Take back the memory lent to `stack`, after the batch has been computed."""
-        stacking.lent.clear()
+        return Inputs(values, errors, pieces)
 
     def pack_freed(self) -> bytes:
         """Return a FREED frame with the batches that have no view left; empty without any."""
@@ -81,8 +87,13 @@ class InputReader:
         body = codec.dumps(freed)
         return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
-    def _load_shared(self, frame: Frame) -> list[Any]:
-        """Return views of inputs in shared memory; a `SerializedError` for an unreadable one."""
+    def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
+        """Return views of inputs in shared memory; a `SerializedError` for an unreadable one.
+
+        Args:
+            frame: The frame that names the memory.
+            pieces: Receives the memory.
+        """
         slabs = self._slabs
         assert slabs is not None, "the parent knows that it shares no memory"
         named = codec.loads(frame.body)
@@ -90,7 +101,7 @@ class InputReader:
         if frame.kind is _SHARED_INPUTS:
             start, length, sizes, items = named
             view = memory[start : start + length]
-            stacking.lend(_address_of(view), view)
+            pieces.append(make_piece(_address_of(view), view))
             stream, buffers = view_pickle(view, sizes)
             return load_items(stream, buffers, items, codec.describe)
         inputs: list[Any] = []
@@ -101,7 +112,8 @@ class InputReader:
                 view = slabs.view_apart(view, start)
             rows, whole = view_rows(layout, view)
             inputs += rows
-            stacking.lend(_address_of(view), view, whole, () if whole is None else rows)
+            known_rows = () if whole is None else rows
+            pieces.append(make_piece(_address_of(view), view, whole, known_rows))
         return inputs
 
 
@@ -128,6 +140,48 @@ _FATAL_SIGNS = (
     "unspecified launch failure",
     "CUDA error",
 )
+
+
+class BatchJob:
+    """A batch in the worker: first its inputs, then its outputs or the frames that answer it.
+
+    Args:
+        batch_id: The batch.
+        method: The name of the method that computes it.
+        contexts: Entered while the method computes it.
+    """
+
+    __slots__ = ("batch_id", "contexts", "errors", "method", "pieces", "reply", "seconds", "values")
+
+    def __init__(self, batch_id: int, method: str, contexts: AbstractContextManager[None]) -> None:
+        self.batch_id = batch_id
+        self.method = method
+        self.contexts = contexts
+        # The inputs, or the outputs, of the positions that have no error; in their order.
+        self.values: list[Any] = []
+        # By position in the batch.
+        self.errors: dict[int, SerializedError] = {}
+        # Shared memory of the inputs, for `stack`.
+        self.pieces: list[Piece] = []
+        # The frames that answer the batch; None while it is not known to have failed.
+        self.reply: Reply | None = None
+        # Seconds in the method.
+        self.seconds = 0.0
+
+    def fail(self, kind: Kind, failure: SerializedError) -> None:
+        """Answer all requests of the batch with an error."""
+        self.values, self.errors = [], {}
+        self.reply = [(kind, codec.dumps(failure))]
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether the process cannot use its device any more."""
+        return self.reply is not None and self.reply[-1][0] is _FATAL
+
+    def list_open(self) -> list[int]:
+        """Return the positions of `values` in the batch."""
+        count = len(self.values) + len(self.errors)
+        return [position for position in range(count) if position not in self.errors]
 
 
 class BatchLoop:
@@ -166,23 +220,34 @@ class BatchLoop:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error."""
         while True:
             # Batches whose last view the model has dropped since the last answer.
-            freed = self._inputs.pack_freed()
-            if freed:
-                self._channel.send_packed(freed)
+            self.report_freed()
+            job = self.receive()
+            if job is _STOP:
+                return
+            if isinstance(job, BatchJob):
+                self.compute(job)
+                self.answer(job)
+                if job.is_fatal:
+                    return
+            else:
+                self.answer_ping()
+
+    def receive(self) -> BatchJob | Kind:
+        """Wait for a batch, and read its inputs; return PING for a ping, and STOP for the end."""
+        while True:
             frame = self._channel.receive()
             if frame is None or frame.kind is _STOP:
-                return
+                return _STOP
             if frame.kind is _PING:
-                self._channel.send(Kind.PONG)
-                self._encoder.give_back_unused()
-            elif frame.kind is _INPUTS_FRAGMENT:
+                return _PING
+            if frame.kind is _INPUTS_FRAGMENT:
                 self._inputs.keep_fragment(frame)
             elif frame.kind in _BEFORE_BATCH:
-                self._prepare(frame)
-            elif self._answer(frame) is _FATAL:
-                return
+                self._note(frame)
+            else:
+                return self._read(frame)
 
-    def _prepare(self, frame: Frame) -> None:
+    def _note(self, frame: Frame) -> None:
         """Note what precedes a batch."""
         if frame.kind is Kind.METHOD:
             self._method = {frame.batch_id: bytes(frame.body).decode()}
@@ -190,69 +255,79 @@ class BatchLoop:
             contexts = self._contexts.give_pickled(codec.loads(frame.body))
             self._given = {frame.batch_id: contexts}
 
-    def _answer(self, frame: Frame) -> Kind:
-        """Compute a batch and send its outputs; return the kind of the last frame."""
+    def _read(self, frame: Frame) -> BatchJob:
         batch_id = frame.batch_id
         self._progress.taken = batch_id
+        method = self._method.pop(batch_id, "infer")
+        job = BatchJob(batch_id, method, self._given.pop(batch_id, _NO_CONTEXTS))
         try:
-            inputs, errors = self._inputs.read(frame)
+            job.values, job.errors, job.pieces = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
-            frames: Reply = [(Kind.FAILED, codec.dumps(codec.describe(error)))]
-            seconds = 0.0
+            job.fail(Kind.FAILED, codec.describe(error))
             forget_frames(error)
-        else:
-            self._progress.begun = batch_id
-            frames, seconds = self._compute(batch_id, inputs, errors)
-            del inputs
-        self._inputs.forget_lent()
+        return job
+
+    def compute(self, job: BatchJob, *, copies: bool = False) -> None:
+        """Call the model's method on a batch that has not failed; replace its inputs by outputs.
+
+        Args:
+            job: The batch.
+            copies: Whether the outputs must keep their values while the next batch is computed.
+        """
+        if job.reply is not None:
+            return
+        self._progress.begun = job.batch_id
+        inputs = job.values
+        # Read now: the method may change the list that it is given.
+        count = len(inputs)
+        # From here on the model alone has the inputs.
+        lent[:], job.pieces, job.values = job.pieces, [], []
+        started = monotonic()
+        try:
+            with job.contexts:
+                outputs = self._models[job.method].infer(inputs) if inputs else []
+        except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
+            job.seconds = monotonic() - started
+            job.fail(*_judge(error))
+            # A frame often keeps the error, and its frames keep the inputs.
+            forget_frames(error)
+            return
+        finally:
+            lent.clear()
+        job.seconds = monotonic() - started
+        try:
+            job.values = list_outputs(outputs, count, "infer returned", copies=copies)
+        except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
+            job.fail(Kind.FAILED, codec.describe(error))
+
+    def answer(self, job: BatchJob) -> None:
+        """Send the outputs of a batch, or its error."""
+        frames = self._encode(job) if job.reply is None else job.reply
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
         ahead = self._inputs.pack_freed()
         for kind, body in frames:
-            self._channel.send(kind, batch_id, body, seconds, ahead)
+            self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
             ahead = b""
-        return frames[-1][0]
 
-    def _compute(
-        self, batch_id: int, inputs: list[Any], errors: dict[int, SerializedError]
-    ) -> tuple[Reply, float]:
-        """Call the model's `infer` on a batch, and encode its outputs or its error.
+    def _encode(self, job: BatchJob) -> Reply:
+        """Return the frames with the outputs of a batch, which loses them."""
+        outputs = job.values
+        if job.errors:
+            found = dict(zip(job.list_open(), outputs, strict=True))
+            outputs = [found.get(at) for at in range(len(found) + len(job.errors))]
+        job.values = []
+        return self._encoder.pack(outputs, job.errors)
 
-        Args:
-            batch_id: The batch.
-            inputs: The inputs that could be read.
-            errors: Errors of the other inputs, by position in the batch.
+    def report_freed(self) -> None:
+        """Report the batches whose shared memory has no view left."""
+        freed = self._inputs.pack_freed()
+        if freed:
+            self._channel.send_packed(freed)
 
-        Returns:
-            The frames that answer the batch, and the seconds that `infer` took.
-        """
-        # Read now: `infer` may change the list that it is given.
-        count = len(inputs)
-        started = monotonic()
-        try:
-            with self._given.pop(batch_id, _NO_CONTEXTS):
-                model = self._models[self._method.pop(batch_id, "infer")]
-                outputs = model.infer(inputs) if inputs else []
-        except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
-            seconds = monotonic() - started
-            kind, failure = _judge(error)
-            # A frame often keeps the error, and its frames keep the inputs.
-            forget_frames(error)
-            return [(kind, codec.dumps(failure))], seconds
-        seconds = monotonic() - started
-        checked = _check(outputs, count)
-        if isinstance(checked, SerializedError):
-            return [(Kind.FAILED, codec.dumps(checked))], seconds
-        if errors:
-            total, computed = count + len(errors), iter(checked)
-            checked = [None if at in errors else next(computed) for at in range(total)]
-        return self._encoder.pack(checked, errors), seconds
-
-
-def _check(outputs: Any, count: int) -> list[Any] | SerializedError:
-    try:
-        return list_outputs(outputs, count, "infer returned", copies=False)
-    except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
-        return codec.describe(error)
+    def answer_ping(self) -> None:
+        """Answer a ping, which comes while no batch is there."""
+        self._channel.send(Kind.PONG)
+        self._encoder.give_back_unused()
 
 
 def _judge(error: BaseException) -> tuple[Kind, SerializedError]:

@@ -24,7 +24,8 @@ def memory() -> Iterator[bytearray]:
     """Memory that is lent."""
     memory = bytearray(16 + COUNT * 6 * 4)
     view = memoryview(memory)
-    stacking.lend(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) + 16, view[16:])
+    start = ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)) + 16
+    stacking.lent.append(stacking.make_piece(start, view[16:]))
     yield memory
     stacking.lent.clear()
 
@@ -50,7 +51,7 @@ def know(rows: list[Any]) -> None:
     stacking.lent.clear()
     base = getattr(rows[0], "base", None)
     whole = None if base is None else base.reshape(-1, *SHAPE)[: len(rows)]
-    stacking.lend(piece.start, piece.memory, whole, rows)
+    stacking.lent.append(stacking.make_piece(piece.start, piece.memory, whole, rows))
 
 
 def address(value: Any) -> int:

@@ -133,6 +133,7 @@ TABLE: dict[str, Row] = {
         none=True,
     ),
     "workers_per_device": count(1, 1024),
+    "stage_threads": count(1, 1024, none=True),
     "enabled": SWITCH,
     "cache": Row(
         [LRUCache(1)], [7, "memory", {}, LRUCache], "give an object with get(key)", none=True

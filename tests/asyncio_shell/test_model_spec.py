@@ -157,6 +157,24 @@ def test_whatever_can_be_called_with_the_list_is_a_model(infer: Any) -> None:
     construct(model_with(infer))
 
 
+async def wait(self: Any, value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize(
+    ("stages", "fault"),
+    [
+        ({"prepare": lambda self: 1}, "prepare(self) must take exactly one argument besides self"),
+        ({"finish": lambda self, a, b: 1}, "finish(self, a, b) must take exactly one argument"),
+        ({"prepare": wait}, "prepare is async; the worker has no event loop, write a plain def"),
+        ({"finish": 5}, "finish is not a method; rename the attribute, or write finish(self, val"),
+    ],
+)
+def test_a_stage_takes_one_value(stages: dict[str, Any], fault: str) -> None:
+    model = type("InStages", (Echo,), stages)
+    assert refusal(model).startswith(f"model={model!r}: {fault}")
+
+
 @pytest.mark.parametrize("model", [lambda inputs: inputs, len, None, Echo(), ["a:B"]], ids=shown)
 def test_what_is_neither_class_nor_string_is_no_model(model: object) -> None:
     message = refusal(model)

@@ -25,6 +25,7 @@ class Wire:
 
     id = WORKER
     slabs = outbox = None
+    stages = 1
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int, bytes]] = []

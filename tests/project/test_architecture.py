@@ -72,7 +72,7 @@ MAY_IMPORT = {
     "_arrays": CORE_MAY_IMPORT | {*("functools", "importlib", "inspect", "sys")},
 }
 # What no part of a worker may load: an event loop costs it time and memory, and has no use there.
-NOT_IN_WORKER = {"asyncio", "concurrent", "fastapi", "starlette", "uvloop"}
+NOT_IN_WORKER = {"asyncio", "fastapi", "starlette", "uvloop"}
 NOT_OF_OURS_IN_WORKER = {
     "batcher",
     "_asyncio",

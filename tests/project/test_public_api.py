@@ -170,6 +170,7 @@ def test_the_options() -> None:
         "shared": False,
         "devices": None,
         "workers_per_device": 1,
+        "stage_threads": None,
         "enabled": True,
         "cache": None,
         "key": None,

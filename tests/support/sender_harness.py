@@ -36,6 +36,7 @@ class Worker:
     """A worker that reads frames when it is told to, and what a `BatchSender` needs of it."""
 
     outbox = None
+    stages = 1
 
     def __init__(self, id: int, slabs: Slabs) -> None:
         self.id = id
@@ -63,8 +64,7 @@ class Worker:
         while kind is Kind.INPUTS_FRAGMENT:
             self._reader.keep_fragment(Frame(kind, batch_id, 0.0, body))
             kind, batch_id, body = self.queue.pop(0)
-        values, failures = self._reader.read(Frame(kind, batch_id, 0.0, body))
-        self._reader.forget_lent()
+        values, failures, _ = self._reader.read(Frame(kind, batch_id, 0.0, body))
         assert not failures
         return values
 

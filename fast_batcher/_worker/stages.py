@@ -1,0 +1,198 @@
+"""Stages of a model, which work on several batches at the same time. Worker process.
+
+    reader thread    receive a batch, hand its inputs to `prepare`
+    main thread      wait for the prepared inputs, `infer`, hand the outputs to `finish`
+    sender thread    wait for the finished outputs, send them
+
+`prepare` and `finish` run in a pool of threads, one call per request. Batches keep their order. The
+parent sends no more batches than there are stages and one that waits, so that the queues are short.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+from fast_batcher._arrays.outputs import list_outputs
+from fast_batcher._transport import codec
+from fast_batcher._transport.frames import Kind
+from fast_batcher._worker.serving import BatchJob, BatchLoop
+from fast_batcher.errors import forget_frames
+
+Calls = list[Future[Any]]
+
+
+class Stages:
+    """The optional methods `prepare` and `finish` of a model, and the threads that run them.
+
+    Args:
+        model: The model.
+        threads: Number of threads.
+    """
+
+    def __init__(self, model: Any, threads: int) -> None:
+        self._model = model
+        self.prepare: Callable[[Any], Any] | None = getattr(model, "prepare", None)
+        self.finish: Callable[[Any], Any] | None = getattr(model, "finish", None)
+        self.count = 1 + (self.prepare is not None) + (self.finish is not None)
+        # It starts a thread when it is first needed.
+        self._pool = ThreadPoolExecutor(threads, "fast_batcher-stage")
+
+    def call(self, function: Callable[[Any], Any] | None, values: Sequence[Any]) -> Calls | None:
+        """Begin to call a stage for each value; None if the model does not have this stage."""
+        if function is None:
+            return None
+        return [self._pool.submit(function, value) for value in values]
+
+    def run_in_turn(self, infer: Callable[[list[Any]], Any]) -> "StagesInTurn":
+        """Return a model that runs all stages of a batch before it returns, for the warm-up."""
+        return StagesInTurn(self, infer, getattr(self._model, "warmup_inputs", tuple))
+
+    def close(self) -> None:
+        """Cancel the calls that have not begun, and wait for the others."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+class StagesInTurn:
+    """A model whose `infer` runs all stages.
+
+    Args:
+        stages: The first and the last stage.
+        infer: The stage between them.
+        warmup_inputs: Returns examples for the first stage.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        infer: Callable[[list[Any]], Any],
+        warmup_inputs: Callable[[], Sequence[Any]],
+    ) -> None:
+        self._stages = stages
+        self._infer = infer
+        self.warmup_inputs = warmup_inputs
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        """Run the stages; raise the first error."""
+        stages = self._stages
+        count = len(inputs)
+        calls = stages.call(stages.prepare, inputs)
+        prepared = inputs if calls is None else [call.result() for call in calls]
+        outputs = list_outputs(self._infer(prepared), count, "infer returned", copies=True)
+        calls = stages.call(_pass_errors(stages.finish), outputs)
+        return outputs if calls is None else [call.result() for call in calls]
+
+
+class StageLoop:
+    """Main loop of a worker whose model has more than one stage.
+
+    Args:
+        loop: Receives, computes and answers batches.
+        stages: The stages of the model's `infer`.
+    """
+
+    def __init__(self, loop: BatchLoop, stages: Stages) -> None:
+        self._loop = loop
+        self._stages = stages
+        # From the reader thread: batches with the calls of their first stage, PING, and STOP. An
+        # exception of a thread ends the main thread, and so the process.
+        self._received: SimpleQueue[tuple[BatchJob | Kind | BaseException, Calls | None]] = (
+            SimpleQueue()
+        )
+        # From the main thread: batches with the calls of their last stage, PING, and STOP.
+        self._computed: SimpleQueue[tuple[BatchJob | Kind, Calls | None]] = SimpleQueue()
+
+    def run(self) -> None:
+        """Answer batches until STOP, until the parent closes its end, or until a fatal error.
+
+        Raises:
+            BrokenPipeError: The parent has closed its end.
+        """
+        # Daemons: the reader may wait for a frame, and the sender for a finish that never ends,
+        # when an error ends the process.
+        self._start(self._read, "fast_batcher-reader")
+        sender = self._start(self._send, "fast_batcher-sender")
+        self._compute()
+        sender.join()
+        self._stages.close()
+
+    def _start(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  the main thread raises it
+            self._received.put((error, None))
+
+    def _read(self) -> None:
+        """Reader thread: receive batches, and begin their first stage."""
+        while True:
+            job = self._loop.receive()
+            calls = None
+            if isinstance(job, BatchJob) and job.method == "infer":
+                calls = self._stages.call(self._stages.prepare, job.values)
+            self._received.put((job, calls))
+            if job is Kind.STOP:
+                return
+            del job, calls
+
+    def _compute(self) -> None:
+        """Main thread: compute batches, and begin their last stage."""
+        while True:
+            job, calls = self._received.get()
+            if isinstance(job, BaseException):
+                raise job
+            if isinstance(job, BatchJob):
+                _collect(job, calls)
+                self._loop.compute(job, copies=True)
+                calls = None
+                if job.method == "infer":
+                    calls = self._stages.call(_pass_errors(self._stages.finish), job.values)
+            self._computed.put((job, calls))
+            if job is Kind.STOP:
+                return
+            if isinstance(job, BatchJob) and job.is_fatal:
+                self._computed.put((Kind.STOP, None))
+                return
+            del job, calls
+
+    def _send(self) -> None:
+        """Sender thread: answer batches."""
+        while True:
+            job, calls = self._computed.get()
+            if job is Kind.STOP:
+                return
+            if isinstance(job, BatchJob):
+                _collect(job, calls)
+                self._loop.answer(job)
+            else:
+                self._loop.answer_ping()
+            del job, calls
+            self._loop.report_freed()
+
+
+def _collect(job: BatchJob, calls: Calls | None) -> None:
+    """Wait for the calls of a stage, and replace the values of a batch by what they return."""
+    if calls is None:
+        return
+    positions = job.list_open()
+    job.values = []
+    for position, call in zip(positions, calls, strict=True):
+        error = call.exception()
+        if error is None:
+            job.values.append(call.result())
+        else:
+            job.errors[position] = codec.describe(error)
+            # The frames keep the input.
+            forget_frames(error)
+
+
+def _pass_errors(finish: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:
+    """Return a last stage that passes on the errors that `infer` returned."""
+    if finish is None:
+        return None
+    return lambda output: output if isinstance(output, BaseException) else finish(output)
