@@ -8,6 +8,8 @@ import pytest
 from paths import ROOT
 from programs import run_command
 
+from benchmarks.setup_peers import PEERS
+
 # A program, and what it prints.
 BLOCK = r"((?:(?!```).*\n)*)```"
 PROGRAM = re.compile(rf"^```python\n{BLOCK}\n\n```text\n{BLOCK}$", re.MULTILINE)
@@ -63,6 +65,25 @@ def test_every_link_of_a_document_leads_somewhere(document: Path) -> None:
 def test_the_readme_links_every_page() -> None:
     linked = {link for link, _ in LINK.findall((ROOT / "README.md").read_text())}
     assert {f"docs/{page.name}" for page in PAGES} - linked == set()
+
+
+def test_the_comparison_links_what_fast_batcher_has_and_names_what_is_missing() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    abilities = 0
+    for section in page.split("\n## ")[1:]:
+        rows = [row[2:-2].split(" | ") for row in re.findall(r"^\| .*$", section, re.MULTILINE)[2:]]
+        assert {len(row) for row in rows} == {8}
+        plain = [row[:2] for row in rows if not LINK.search(row[1])]
+        assert {ours for _, ours in plain} <= {"no", "best effort"}
+        assert bool(plain) == ("\nMissing from fast_batcher:\n\n- **" in section)
+        abilities += len(rows)
+    assert abilities > 100
+
+
+def test_the_comparison_is_of_the_versions_that_the_benchmarks_pin() -> None:
+    page = (ROOT / "docs" / "comparison.md").read_text()
+    for peer in ("fast_dynamic_batcher", "batched", "bentoml", "litserve", "mosec"):
+        assert f" {PEERS[peer][0].partition('==')[2]}" in " ".join(page.split()), peer
 
 
 def test_every_fault_is_shown_by_a_test_that_names_it() -> None:
