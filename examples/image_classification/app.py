@@ -57,7 +57,7 @@ instrument(batcher)
 
 @app.exception_handler(NotAnImageError)
 async def refuse(_: Request, error: NotAnImageError) -> JSONResponse:
-    """The model returned it for one request of a batch: a mistake of that client."""
+    """The model raised it for one request of a batch: a mistake of that client."""
     return JSONResponse({"detail": str(error), "code": "not_an_image"}, 422)
 
 

@@ -6,8 +6,8 @@ The app names it as text, so that only workers import PyTorch and Pillow.
 import io
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,29 +48,20 @@ class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
         self._network = load_network(arch, weights).to(self.device, getattr(torch, dtype))
         classes = self._network.fc.out_features
         self._labels = read_labels(labels, classes)
-        # Pillow lets go of the interpreter lock while it decodes; as many threads as the model has.
-        self._decoders = ThreadPoolExecutor(torch.get_num_threads())
 
-    def infer(
-        self, inputs: list[bytes | NDArray[np.float32]]
-    ) -> Sequence[Prediction | NotAnImageError]:
-        """Classify a batch of files or one of arrays; what is no image fails alone."""
-        arrays = [image for image in inputs if not isinstance(image, bytes)]
-        if arrays:  # all of them: see `group_by` where the batcher is made
-            dtype, layout = self._network.fc.weight.dtype, torch.channels_last
-            batch = to_tensor(arrays).to(self.device, non_blocking=True)
-            return self._classify(batch.to(dtype, memory_format=layout))
-        decoded = list(self._decoders.map(decode, inputs))
-        images = [image for image in decoded if not isinstance(image, NotAnImageError)]
-        predictions = iter(self._classify(self._to_input(images)) if images else ())
-        return [
-            image if isinstance(image, NotAnImageError) else next(predictions) for image in decoded
-        ]
+    def prepare(self, value: bytes | NDArray[np.float32]) -> NDArray[Any]:
+        """Decode a file, in a thread of the worker; an array is the network's input already."""
+        # Pillow lets go of the interpreter lock while it decodes.
+        return decode(value) if isinstance(value, bytes) else value
 
-    def _to_input(self, images: list[NDArray[np.uint8]]) -> torch.Tensor:
+    def infer(self, inputs: list[Any]) -> Sequence[Prediction | NotAnImageError]:
+        """Classify a batch of decoded files or one of arrays."""
         # Bytes go to the device, a quarter of the floats made of them there.
-        batch = torch.from_numpy(np.stack(images)).to(self.device)
-        return to_input(batch, self._network.fc.weight.dtype)
+        batch = to_tensor(inputs).to(self.device, non_blocking=True)
+        dtype = self._network.fc.weight.dtype
+        if batch.dtype == torch.uint8:  # all of them: see `group_by` where the batcher is made
+            return self._classify(to_input(batch, dtype))
+        return self._classify(batch.to(dtype, memory_format=torch.channels_last))
 
     def _classify(self, batch: torch.Tensor) -> list[Prediction | NotAnImageError]:
         scores, classes = classify(self._network, batch)
@@ -91,10 +82,6 @@ class ImageClassifier(InferenceModel[bytes | NDArray[np.float32], Prediction]):
         Image.new("RGB", (SIZE, SIZE), "grey").save(file, "PNG")
         return [file.getvalue()]
 
-    def close(self) -> None:
-        """End the decoding threads."""
-        self._decoders.shutdown()
-
 
 def read_labels(path: str | None, classes: int) -> list[str]:
     """One name per class.
@@ -110,24 +97,39 @@ def read_labels(path: str | None, classes: int) -> list[str]:
     return labels
 
 
-def decode(data: bytes) -> NDArray[np.uint8] | NotAnImageError:
-    """Bytes of a file to pixels of shape (SIZE, SIZE, 3), or the reason why not."""
+def decode(data: bytes) -> NDArray[np.uint8]:
+    """Bytes of a file to pixels of shape (SIZE, SIZE, 3).
+
+    Raises:
+        NotAnImageError: The bytes are no image that can be read, or a too large one.
+    """
     try:
         with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
-            if image.width * image.height > MAX_PIXELS:
-                return NotAnImageError(f"an image of {image.width} x {image.height} is too large")
-            # A JPEG of more than twice this size is decoded at a half, a quarter or an eighth of
-            # it, in a fraction of the time; other formats ignore it.
-            image.draft("RGB", (SCALED_SIZE, SCALED_SIZE))
-            # Scaled to SCALED_SIZE, `bleed` of it on each side would be cut off to leave SIZE.
-            bleed = (1 - SIZE / SCALED_SIZE) / 2
-            resampling = Image.Resampling.BILINEAR
-            return np.asarray(ImageOps.fit(image.convert("RGB"), (SIZE, SIZE), resampling, bleed))
-    except Exception:  # noqa: BLE001  broken bytes make decoders raise almost anything
-        return NotAnImageError("not a JPEG or PNG image that can be read")
+            return read_pixels(image)
+    except NotAnImageError:
+        raise
+    except Exception as error:  # broken bytes make decoders raise almost anything
+        raise NotAnImageError("not a JPEG or PNG image that can be read") from error
 
 
-def to_tensor(arrays: Sequence[NDArray[np.float32]]) -> torch.Tensor:
+def read_pixels(image: Image.Image) -> NDArray[np.uint8]:
+    """Scale an image and cut out its middle.
+
+    Raises:
+        NotAnImageError: The image has too many pixels.
+    """
+    if image.width * image.height > MAX_PIXELS:
+        raise NotAnImageError(f"an image of {image.width} x {image.height} is too large")
+    # A JPEG of more than twice this size is decoded at a half, a quarter or an eighth of it, in a
+    # fraction of the time; other formats ignore it.
+    image.draft("RGB", (SCALED_SIZE, SCALED_SIZE))
+    # Scaled to SCALED_SIZE, `bleed` of it on each side would be cut off to leave SIZE.
+    bleed = (1 - SIZE / SCALED_SIZE) / 2
+    resampling = Image.Resampling.BILINEAR
+    return np.asarray(ImageOps.fit(image.convert("RGB"), (SIZE, SIZE), resampling, bleed))
+
+
+def to_tensor(arrays: Sequence[NDArray[Any]]) -> torch.Tensor:
     """Arrays as one tensor, without a copy where they have come to lie side by side in memory."""
     return torch.from_numpy(stack(arrays))
 
