@@ -1,9 +1,10 @@
 """What do users of each server measure over HTTP?
 
 Starts each server in its own environment and loads it from another process. Scenarios: `echo` (a
-model that takes no time), `model` (5 ms and 0.1 ms for each input), `bodies` (602 KB), `overload`
-(three times what the model can do, from clients that give up), `kill` (SIGKILL of the model's
-process). The servers take turns within a repetition.
+model that takes no time), `model` (5 ms and 0.1 ms for each input), `bodies` (602 KB), `pictures`
+(JPEG files, decoded in a stage before that model), `overload` (three times what the model can do,
+from clients that give up), `kill` (SIGKILL of the model's process). The servers take turns within a
+repetition.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from benchmarks.load.measurement import Case, Settings, Target
 from benchmarks.load.measurement import measure as measure_load
 from benchmarks.load.server import HOST, START_LIMIT, UVICORN_OPTIONS, start
 from benchmarks.load_test import find_versions
+from benchmarks.pictures import SIDE, make_jpeg
 from benchmarks.report import Columns, Compared, Measurement, Spread, Table, Verdict, number
 from benchmarks.scenarios import ARRAY_SHAPE, Figures, Load
 from benchmarks.setup_peers import PEERS, python_of
@@ -153,6 +155,7 @@ PUBLISHED_REPETITIONS = 3
 SHARED = {OURS_SHARED, LITSERVE_4}
 ECHOES = set(SYSTEMS) - {IN_A_THREAD, IN_PROCESS, MOSEC_SHORT} - SHARED
 BATCHERS = ECHOES - {BARE, FASTAPI, FUTURE, FUTURE_TUNED}
+IN_STAGES = {OURS, MOSEC}
 READERS = {FASTAPI, IN_A_THREAD, OURS, BATCHED, MOSEC}
 RESTARTED = {OURS, LITSERVE, BENTOML, MOSEC}
 
@@ -161,6 +164,8 @@ JOBS = {
     "echo": Job(),
     "model": _MODEL,
     "bodies": Job(shape=ARRAY_SHAPE),
+    # As in `benchmarks.stages`.
+    "pictures": replace(_MODEL, max_batch_size=32, shape=(SIDE, SIDE, 3), is_picture=True),
     # A tenth as fast, so that three times what it can do is not more than HTTP can.
     "overload": replace(_MODEL, seconds=0.05, seconds_per_input=0.001, limit=LIMIT),
     "kill": _MODEL,
@@ -201,6 +206,7 @@ def plan(systems: Collection[str], scenarios: Collection[str], seconds: float) -
         make("model", BATCHERS, FULL, 128),
         *(make_open("model", {*BATCHERS, IN_PROCESS}, share) for share in (0.3, 0.7, 0.9)),
         *(make("bodies", READERS, COLUMNS, connections) for connections in (1, 16)),
+        make("pictures", IN_STAGES, COLUMNS, 192),
         make_open("overload", {*BATCHERS, MOSEC_SHORT}, OVERLOAD),
         make("kill", RESTARTED, KILL, 128),
     ]
@@ -274,6 +280,12 @@ def _answers(target: Target, body: bytes) -> bool:
         return target.post("/predict", body, "application/json")[0] == 200
     except (OSError, HTTPException):
         return False
+
+
+def _make_body(system: System, job: Job) -> bytes:
+    if job.is_picture:
+        return make_jpeg()
+    return bytes(4 * math.prod(job.shape)) if job.shape else system.body
 
 
 def measure_start(target: Target, start_s: float, seconds: float) -> Figures:
@@ -370,7 +382,7 @@ class Run:
         system, scenario = SYSTEMS[name], ahead[0].scenario
         with tempfile.TemporaryDirectory() as folder:
             job = replace(JOBS[scenario], pid_file=f"{folder}/pid" if scenario == "kill" else "")
-            body = bytes(4 * math.prod(job.shape)) if job.shape else system.body
+            body = _make_body(system, job)
             with running(system, job, body) as (target, start_s):
                 while ahead:
                     begin, before = time.monotonic(), read_ticks()

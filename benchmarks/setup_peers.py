@@ -25,7 +25,7 @@ PEERS = {
     "bentoml": ["bentoml==1.4.39", "numpy", "httptools"],
     "ray_serve": ["ray[serve]==2.60.0", "numpy"],
     "litserve": ["litserve==0.2.19", *HTTP],
-    "mosec": ["mosec==0.9.8", "numpy"],
+    "mosec": ["mosec==0.9.8", "numpy", "pillow"],
 }
 
 

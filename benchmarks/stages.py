@@ -2,7 +2,7 @@
 
 JPEG files are decoded, and an `infer` of 5 ms and 0.1 ms per input follows, which computes nothing:
 it waits as for a GPU. Full batches of 32, and more callers than the stages hold. Over HTTP, beside
-Mosec: `http --scenarios pictures`.
+Mosec: `http --parts pictures`.
 """
 
 import sys

@@ -26,6 +26,8 @@ class Job:
     max_batch_size: int = 64
     # The body of a request is a float32 array of this shape; without one, JSON with a text.
     shape: tuple[int, ...] = ()
+    # The body is a JPEG file, which is decoded to bytes of this shape.
+    is_picture: bool = False
     # Seconds that the clients have for an answer; None if any comes in time.
     limit: float | None = None
     # Where the model writes the id of its process.
@@ -45,7 +47,7 @@ class Job:
 
 
 class Model:
-    """Answers texts with themselves and arrays with their first number, after the job's time."""
+    """Answers texts with themselves, and arrays with their first number, after the job's time."""
 
     def __init__(self) -> None:
         self._job = Job.read()

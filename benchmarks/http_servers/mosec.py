@@ -1,4 +1,4 @@
-"""Mosec: a web server in Rust, and a process for the model.
+"""Mosec: a web server in Rust, and a process for the model; for pictures, two that decode.
 
 Variants: ""; "short queue" takes no more requests than it can answer in time, for a user who has
 measured how many these are.
@@ -11,8 +11,23 @@ import mosec  # type: ignore[import-not-found]
 import numpy
 
 from benchmarks.http_servers import WAIT, Job, Model
+from benchmarks.pictures import decode
 
 JOB = Job.read()
+# One for each core.
+DECODERS = 2
+
+
+class Decode(mosec.Worker):  # type: ignore[misc]
+    """A stage before the model."""
+
+    def deserialize(self, data: bytes) -> bytes:
+        """Take the file as it is."""
+        return data
+
+    def forward(self, data: bytes) -> Any:
+        """Decode a file."""
+        return decode(data)
 
 
 class Echo(mosec.Worker):  # type: ignore[misc]
@@ -45,6 +60,8 @@ if __name__ == "__main__":
             os.environ["MOSEC_CAPACITY"] = str(room)
     server = mosec.Server()
     wait = int(1000 * WAIT)
+    if JOB.is_picture:
+        server.append_worker(Decode, num=DECODERS, route="/predict")
     server.append_worker(
         Echo, max_batch_size=JOB.max_batch_size, max_wait_time=wait, route="/predict"
     )

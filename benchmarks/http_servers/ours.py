@@ -13,6 +13,7 @@ from starlette.routing import Route
 import fast_batcher.fastapi
 from benchmarks import http_servers
 from benchmarks.http_servers.fastapi_app import JOB, Text, add_endpoint
+from benchmarks.pictures import decode
 from fast_batcher import DynBatcher, InferenceModel
 
 
@@ -20,13 +21,26 @@ class Model(http_servers.Model, InferenceModel[Any, Any]):
     """The model that all servers have."""
 
 
+class Pictures(Model):
+    """The model for JPEG files, with a stage that decodes them."""
+
+    def prepare(self, value: bytes) -> Any:
+        """Decode a file."""
+        return decode(value)
+
+
 async def read_pixels(request: Request) -> Any:
-    """Read the body into shared memory."""
+    """Read an array into shared memory, or a file as it is."""
+    if JOB.is_picture:
+        return await request.body()
     return await fast_batcher.fastapi.read_array(request, JOB.shape, "<f4", into=batcher)
 
 
 batcher: DynBatcher[Any, Any] = DynBatcher(
-    Model, JOB.max_batch_size, max_latency=JOB.limit, shared=JOB.variant == "shared"
+    Pictures if JOB.is_picture else Model,
+    JOB.max_batch_size,
+    max_latency=JOB.limit,
+    shared=JOB.variant == "shared",
 )
 app = FastAPI(lifespan=partial(batcher.lifespan, freeze_gc=JOB.variant != "untuned"))
 fast_batcher.fastapi.install_exception_handlers(app)

@@ -23,6 +23,7 @@ from models.raising import CodedError, FailsPositions, Numbers, Raises
 from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, Web
+from models.stages import InStages
 from waits import (
     LIMIT,
     ONE_LOOP,
@@ -151,6 +152,21 @@ async def test_threads_submit(make: Make) -> None:
         assert cancelled.cancel()
         assert await batcher.process_batched(2) == 2
     assert assert_balance(batcher).cancelled == 1
+
+
+async def test_stages_work_on_batches_at_the_same_time(make: Make, gate: Gate) -> None:
+    async with make(InStages, 1, model_args=(gate.path,)) as batcher:
+        values = ["finish waits", "infer waits", "prepare waits"]
+        calls, visits = [], []
+        for value in values:
+            calls.append(call(batcher, value))
+            visits.append(await gate.visit())
+            assert visits[-1].note == value
+        for visit in visits:
+            visit.let_on()
+        assert [await one for one in calls] == [(value, 1) for value in values]
+        assert isinstance(await outcome(call(batcher, "prepare raises")), ValueError)
+    assert_balance(batcher)
 
 
 # --- cancellation and deadlines -------------------------------------------------------------------

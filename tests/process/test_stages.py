@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models.stages import Halves, InStages, Reuses, Threads, WarmsUp
+from models.stages import Halves, InStages, InStagesWithMethod, Reuses, Threads, WarmsUp
 from sessions import session_of
 from waits import ONE_LOOP, SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
 
@@ -162,7 +162,7 @@ async def test_closing_finishes_every_stage(gate: Gate) -> None:
 
 
 async def test_methods_other_than_infer_have_no_stages(gate: Gate) -> None:
-    async with DynBatcher(InStages, 4, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(InStagesWithMethod, 4, model_args=(gate.path,)) as batcher:
         lengths = batcher.methods.measure.process_many(["a", "prepare raises"])
         assert await asyncio.gather(lengths, batcher.process_batched("b")) == [[1, 14], ("b", 1)]
 

@@ -34,10 +34,6 @@ class InStages(AtGate):
         self._visit("finish", value)
         return value, size
 
-    @batchable()
-    def measure(self, inputs: list[str]) -> list[int]:
-        return [len(value) for value in inputs]
-
     def _visit(self, stage: str, value: str) -> None:
         if value == f"{stage} waits":
             pass_gate(self._gate, value)
@@ -47,6 +43,12 @@ class InStages(AtGate):
             raise RuntimeError("CUDA error: device-side assert triggered")
         elif value == f"{stage} dies":
             os._exit(3)
+
+
+class InStagesWithMethod(InStages):
+    @batchable()
+    def measure(self, inputs: list[str]) -> list[int]:
+        return [len(value) for value in inputs]
 
 
 class Threads(InferenceModel[Any, list[str]]):
