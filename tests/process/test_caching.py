@@ -4,6 +4,9 @@ import asyncio
 import logging
 import math
 import re
+import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -304,23 +307,61 @@ def test_another_loop_takes_over_and_each_process_of_a_server_has_its_cache() ->
     assert (done.stdout, done.stderr) == ("[1] [1] 1\n[[1], [1], [1]]\n[1] 1 2\n", "")
 
 
-@pytest.mark.slow
-def test_the_recipe_for_diskcache_works(tmp_path: Path) -> None:
-    pytest.importorskip("diskcache")
+def assert_recipe_works(name: str, arguments: str) -> None:
+    """Run the class of this name in the documentation twice: the second process finds the output.
+
+    Args:
+        name: The name.
+        arguments: What the class is called with, as source code.
+    """
     page = (ROOT / "docs" / "caching.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    (recipe,) = [block for block in blocks if "class DiskCache" in block]
+    (recipe,) = [block for block in blocks if f"class {name}" in block]
     program = (
-        f"{recipe}\n"
+        f"import asyncio\n{recipe}\n"
         "from fast_batcher import DynBatcher\n"
         "async def main():\n"
-        f"    cache = DiskCache({str(tmp_path)!r})\n"
-        "    async with DynBatcher('models.base:Echo', cache=cache) as batcher:\n"
+        f"    async with DynBatcher('models.base:Echo', cache={name}({arguments})) as batcher:\n"
         "        print(await batcher.process_batched({'a': [1]}), batcher.stats.cache_hits)\n"
         "asyncio.run(main())\n"
     )
     done = [run_program(program) for _ in range(2)]
     assert [one.stdout for one in done] == ["{'a': [1]} 0\n", "{'a': [1]} 1\n"], done
+
+
+@pytest.mark.slow
+def test_the_recipe_for_diskcache_works(tmp_path: Path) -> None:
+    assert_recipe_works("DiskCache", repr(str(tmp_path)))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("redis-server") is None,
+    reason="Redis is needed: apt-get install redis-server",
+)
+def test_the_recipe_for_redis_works() -> None:
+    # Not below pytest's directory, whose path may be too long for a socket.
+    directory = tempfile.mkdtemp(dir="/tmp")
+    path = f"{directory}/socket"
+    command = [
+        "redis-server",
+        "--port",
+        "0",
+        "--unixsocket",
+        path,
+        "--save",
+        "",
+        "--dir",
+        directory,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            assert any("ready to accept connections" in line for line in server.stdout)
+            assert_recipe_works("RedisCache", f"'unix://{path}', prefix='v1', ttl=60")
+        finally:
+            server.kill()
+            shutil.rmtree(directory)
 
 
 @pytest.mark.slow
