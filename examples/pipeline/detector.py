@@ -1,13 +1,13 @@
 """The first model: finds objects on white paper. Runs in a worker process.
 
-It cuts the picture along its empty rows and columns, and each part again, until no part can be cut
-(an "XY-cut", as in the analysis of printed pages).
+An object is a region of connected ink. Each row of the picture is a few runs of ink; runs that
+touch in adjacent rows belong to one object.
 """
 
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from examples.pipeline.pictures import Picture, find_ink
 from fast_batcher import InferenceModel
@@ -35,31 +35,52 @@ class Detector(InferenceModel[Picture, list[Box]]):
 
 def find_boxes(ink: NDArray[Any]) -> list[Box]:
     """Return the boxes of all objects, sorted by their upper left corners."""
-    height, width = ink.shape
-    boxes, pending = [], [Box(0, 0, width, height)]
-    while pending:
-        box = pending.pop()
-        if min(box.right - box.left, box.bottom - box.top) < MIN_SIDE:
-            continue
-        parts = cut(ink, box)
-        if parts == [box]:
-            boxes.append(box)
-        else:
-            pending += parts
-    return sorted(boxes, key=lambda box: (box.top, box.left))
+    # An empty column behind each row, so that no run goes on in the next row. Runs are positions in
+    # all rows one after the other.
+    row_length = ink.shape[1] + 1
+    rows = np.pad(ink, ((0, 0), (0, 1)))
+    edges = np.flatnonzero(np.diff(rows.ravel(), prepend=False))
+    starts, stops = edges[::2], edges[1::2]
+    boxes: dict[int, Box] = {}
+    for run, region in enumerate(join_runs(starts, stops, row_length)):
+        top, left = divmod(int(starts[run]), row_length)
+        box = Box(left, top, left + int(stops[run] - starts[run]), top + 1)
+        boxes[region] = enclose(box, boxes.get(region, box))
+    return sorted(
+        (box for box in boxes.values() if is_object(box)), key=lambda box: (box.top, box.left)
+    )
 
 
-def cut(ink: NDArray[Any], box: Box) -> list[Box]:
-    """Cut a box along its empty rows, then each part along the part's empty columns."""
-    inside = ink[box.top : box.bottom, box.left : box.right]
-    return [
-        Box(box.left + left, box.top + top, box.left + right, box.top + bottom)
-        for top, bottom in find_runs(inside.any(axis=1))
-        for left, right in find_runs(inside[top:bottom].any(axis=0))
-    ]
+def join_runs(starts: NDArray[Any], stops: NDArray[Any], row_length: int) -> list[int]:
+    """Return the region of each run: the number of one of its runs (a union-find)."""
+    regions = list(range(len(starts)))
+
+    def find(run: int) -> int:
+        while regions[run] != run:
+            regions[run] = regions[regions[run]]
+            run = regions[run]
+        return run
+
+    # The runs that touch a run from below are neighbours in the list: the first one that ends
+    # behind its start, and so on until one begins behind its end.
+    first_below = np.searchsorted(stops, starts + row_length, side="right").tolist()
+    end_below = np.searchsorted(starts, stops + row_length).tolist()
+    for run, below in enumerate(zip(first_below, end_below, strict=True)):
+        for other in range(*below):
+            regions[find(other)] = find(run)
+    return [find(run) for run in range(len(regions))]
 
 
-def find_runs(line: ArrayLike) -> list[tuple[int, int]]:
-    """Return begin and end of each run of True in a boolean array; the end is outside."""
-    edges = np.flatnonzero(np.diff(line, prepend=False, append=False)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+def enclose(one: Box, other: Box) -> Box:
+    """Return the smallest box that has both inside."""
+    return Box(
+        min(one.left, other.left),
+        min(one.top, other.top),
+        max(one.right, other.right),
+        max(one.bottom, other.bottom),
+    )
+
+
+def is_object(box: Box) -> bool:
+    """Return whether a box is larger than dust."""
+    return min(box.right - box.left, box.bottom - box.top) >= MIN_SIDE
