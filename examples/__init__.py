@@ -1,1 +1,1 @@
-"""Apps to run and to copy from: `quickstart` is one file, `embeddings` serves a real model."""
+"""Apps to run and to copy from: `quickstart` is one file, the others have a README each."""

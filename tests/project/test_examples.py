@@ -2,7 +2,6 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 from programs import run_command
-from servers import Server
+from servers import run_server
 from waits import LIMIT
 
 from examples.embeddings import demo
@@ -28,21 +27,6 @@ SENTENCES = (EXAMPLES / "embeddings" / "sentences.txt").read_text().splitlines()
 
 
 @contextmanager
-def serve(app: str, directory: Path, python: str = sys.executable) -> Iterator[str]:
-    """Run an app as its reader would; on the way out it must end by itself, with its workers."""
-    server = Server(app, "--no-access-log", folder=directory, python=python)
-    try:
-        yield server.url()
-        server.process.send_signal(signal.SIGTERM)
-        # Its output ends when no worker holds the pipe any more. uvicorn ends with the signal
-        # that it was sent, once it has shut down.
-        assert server.wait_for_exit() in (0, -signal.SIGTERM), server.output
-        assert "Application shutdown complete" in server.output
-    finally:
-        server.close()
-
-
-@contextmanager
 def connect(address: str) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=address, timeout=LIMIT, trust_env=False) as client:
         yield client
@@ -50,7 +34,7 @@ def connect(address: str) -> Iterator[httpx2.Client]:
 
 @pytest.fixture(scope="module")
 def embeddings_server() -> Iterator[str]:
-    with serve("examples.embeddings.app:app", ROOT) as address:
+    with run_server("examples.embeddings.app:app", ROOT) as address:
         yield address
 
 
@@ -116,7 +100,7 @@ def test_the_first_code_block_of_the_readme_is_the_quickstart() -> None:
 def test_the_quickstart_answers_each_of_many_requests_at_once(app: str, directory: Path) -> None:
     words = re.findall(r"[a-z]+", " ".join(SENTENCES[:20]))
     with (
-        serve(app, directory) as address,
+        run_server(app, directory) as address,
         connect(address) as client,
         ThreadPoolExecutor(16) as pool,
     ):

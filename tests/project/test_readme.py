@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from paths import ROOT
 from programs import run_command
-from test_examples import serve
+from servers import run_server
 from waits import LIMIT
 
 README = (ROOT / "README.md").read_text()
@@ -140,7 +140,7 @@ def test_the_first_command_serves_the_first_program() -> None:
 @pytest.mark.parametrize("app", APPS)
 def test_an_installed_package_serves_each_app(app: str, installed: str, saved: Path) -> None:
     with (
-        serve(app, saved, installed) as address,
+        run_server(app, saved, python=installed) as address,
         httpx2.Client(base_url=address, timeout=LIMIT) as client,
     ):
         if app == "pixels:app":
@@ -156,6 +156,8 @@ def test_an_installed_package_serves_each_app(app: str, installed: str, saved: P
             answer = client.post("/shout", json={"text": "hello"})
             assert answer.json() == {"text": "HELLO!"}
             assert client.post("/shout", json={"text": 5}).status_code == 422
+        elif app == "chain:app":
+            assert client.get("/shout-words/hello-world").json() == ["HELLO!", "WORLD!"]
         else:
             assert client.get("/shout/hello").json() == "HELLO!"
         if app == "shared:app":

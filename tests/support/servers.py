@@ -3,11 +3,12 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,7 @@ class Server:
         folder: Where the module is, if not here.
         command: Another server, with its whole command line.
         python: The interpreter; another one than that of these tests sees no path of theirs.
+        settings: More of its environment.
     """
 
     def __init__(
@@ -67,8 +69,9 @@ class Server:
         folder: Path | None = None,
         command: Sequence[str] = (),
         python: str = sys.executable,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+        environment = {**os.environ, "PYTHONPATH": str(SUPPORT), **(settings or {})}
         if python != sys.executable:
             environment = {}
         if folder is not None:
@@ -120,6 +123,21 @@ class Server:
         finally:
             watchdog.cancel()
             watchdog.join()
+
+
+@contextmanager
+def run_server(app: str, folder: Path, **options: Any) -> Iterator[str]:
+    """Run an app as its reader would; on the way out it must end by itself, with its workers."""
+    server = Server(app, "--no-access-log", folder=folder, **options)
+    try:
+        yield server.url()
+        server.process.send_signal(signal.SIGTERM)
+        # Its output ends when no worker holds the pipe any more. uvicorn ends with the signal
+        # that it was sent, once it has shut down.
+        assert server.wait_for_exit() in (0, -signal.SIGTERM), server.output
+        assert "Application shutdown complete" in server.output
+    finally:
+        server.close()
 
 
 def find_free_port() -> int:

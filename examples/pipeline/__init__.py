@@ -1,0 +1,1 @@
+"""Two models in a chain over HTTP: a detector, then a classifier of what it finds."""
