@@ -16,6 +16,7 @@ from fast_batcher.observing import (
     BatchAnswered,
     BatchDispatched,
     BatchLost,
+    CacheUsed,
     CollectionPaused,
     Observer,
     Outcome,
@@ -25,7 +26,7 @@ from fast_batcher.observing import (
 
 logger = logging.getLogger("fast_batcher")
 
-Event = BatchAnswered | BatchLost | RequestEnded | WorkerChanged | CollectionPaused
+Event = BatchAnswered | BatchLost | RequestEnded | WorkerChanged | CacheUsed | CollectionPaused
 # Pauses that are kept until the next event; a process has some in a second.
 MAX_PAUSES = 1000
 
@@ -185,6 +186,8 @@ class Observers:
                     observer.request_ended(event)
                 elif isinstance(event, WorkerChanged):
                     observer.worker_changed(event)
+                elif isinstance(event, CacheUsed):
+                    observer.cache_used(event)
                 else:
                     observer.collection_paused(event)
             except Exception as error:  # noqa: BLE001  it must harm no request

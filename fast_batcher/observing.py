@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 Outcome = Literal["completed", "failed", "expired", "cancelled", "rejected"]
 WorkerChange = Literal["started", "ready", "lost", "recycled"]
+CacheResult = Literal["hit", "miss", "coalesced"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -117,6 +118,18 @@ class WorkerChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheUsed:
+    """A call of a `DynBatcher` with a cache has found its output, has not, or has joined another.
+
+    Told in the process of the call, also with `shared=True`. Only a miss becomes a request.
+    """
+
+    model: str
+    # "coalesced" if it joined the look-up or the computation of an equal input.
+    result: CacheResult
+
+
+@dataclass(frozen=True, slots=True)
 class CollectionPaused:
     """The garbage collector has paused this process."""
 
@@ -155,6 +168,9 @@ class Observer:
 
     def worker_changed(self, event: WorkerChanged) -> None:
         """Take note of a worker."""
+
+    def cache_used(self, event: CacheUsed) -> None:
+        """Take note of a call that used the cache."""
 
     def collection_paused(self, event: CollectionPaused) -> None:
         """Take note of a garbage collection of this process."""

@@ -19,6 +19,8 @@ from fast_batcher._core.messages import Release
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.observing import (
     BatchAnswered,
+    CacheResult,
+    CacheUsed,
     CollectionPaused,
     Observer,
     Outcome,
@@ -132,6 +134,9 @@ class _Metrics:
         self.requests = count("requests_total", "Requests that have ended.", "outcome")
         self.batches = count("batches_total", "Batches that workers have answered.", "release")
         self.restarts = count("worker_restarts_total", "Workers that took another's place.")
+        self.cache = count(
+            "cache_requests_total", "Calls of a batcher with a cache, by its result.", "result"
+        )
         self.batch_size = distribute("batch_size", "Requests in answered batches.", BATCH_SIZES)
         self.queue_wait = distribute(
             "queue_wait_seconds", "From a request's arrival until its worker began with it."
@@ -160,6 +165,7 @@ class _Series:
         self.requests = {one: metrics.requests.labels(model, one) for one in get_args(Outcome)}
         self.batches = {str(one): metrics.batches.labels(model, str(one)) for one in Release}
         self.restarts = metrics.restarts.labels(model)
+        self.cache = {one: metrics.cache.labels(model, one) for one in get_args(CacheResult)}
         self.batch_size = metrics.batch_size.labels(model)
         self.queue_wait = metrics.queue_wait.labels(model)
         self.infer = metrics.infer.labels(model)
@@ -214,6 +220,10 @@ class PrometheusObserver(Observer):
         self._series.requests[event.outcome].inc()
         if event.outcome != "rejected":
             self._series.request.observe(event.wait)
+
+    def cache_used(self, event: CacheUsed) -> None:
+        """Count a call that used the cache."""
+        self._series.cache[event.result].inc()
 
     def collection_paused(self, event: CollectionPaused) -> None:
         """Note a pause."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from benchmarks.simulation.engine import Decision
 from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.batch_times import Method
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Dispatch, Expire, Request
 from fast_batcher._core.scheduler import Scheduler
@@ -31,6 +32,7 @@ class Ours:
         target: `max_latency`, seconds, or None.
         costs: Of the requests by their number; batches are then filled by cost.
         max_batch_cost: Most that a batch costs; None for a full batch of requests that cost 1.
+        methods: Names of the requests' methods by their number; None for a model without methods.
     """
 
     def __init__(
@@ -42,10 +44,14 @@ class Ours:
         target: float | None = None,
         costs: Sequence[float] | None = None,
         max_batch_cost: float | None = None,
+        methods: Sequence[str] | None = None,
     ) -> None:
         packer = None
         if costs is not None:
             packer = BatchPacker(max_batch_cost or float(max_batch_size), is_padded=True)
+        self._method_names = methods
+        names = sorted(set(methods or ()))
+        self._methods = {name: Method(name, None, max_batch_size) for name in names}
         self._scheduler = Scheduler(
             make_policy(policy, max_delay),
             Limits(
@@ -55,6 +61,7 @@ class Ours:
                 max_latency=target,
             ),
             packer=packer,
+            methods=[*self._methods.values()],
         )
         self._scheduler.worker_ready(0.0, WORKER)
         self._costs = costs
@@ -67,6 +74,9 @@ class Ours:
         if self._costs is not None:
             for request in arrived:
                 request.cost = self._costs[request.value]
+        if self._method_names is not None:
+            for request in arrived:
+                request.group = self._methods[self._method_names[request.value]].group
         self._rejected += [request for request, _ in self._scheduler.submit(now, arrived)]
 
     def done(self, now: float, batch: Any) -> Sequence[int]:

@@ -10,12 +10,15 @@ from math import inf
 from random import Random
 
 from benchmarks.simulation.batchers import Ours, Planned
-from benchmarks.simulation.engine import Batcher, simulate
+from benchmarks.simulation.engine import Batcher, Record, simulate
 from benchmarks.simulation.loads import (
+    FREQUENT,
+    RARE,
     ClosedLoop,
     Load,
     OpenLoop,
     bursty,
+    draw_methods,
     log_normal_costs,
     poisson,
     short_pause,
@@ -29,6 +32,9 @@ FIRST_SEED = 20
 LOADS = (0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
 OVERLOADS = (1.2, 2.0, 5.0)
 COST_LOADS = (0.1, 0.2, 0.3)
+METHOD_LOADS = (0.5, 0.8, 0.95)
+# Of the requests that call the rare one of two methods: one to ten of the other.
+RARE_SHARE = 1 / 11
 # The mean load of the bursts: see `loads.bursty`.
 BURST_LOAD = 0.6
 CLIENTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -55,8 +61,10 @@ NO_TARGET, WITH_COSTS = "no target", "with costs"
 OPTIMUM = "optimum"
 # A share of answers in time that no batcher can exceed: see `most_in_time`.
 BOUND = "bound"
+# Of the part `methods`: the rare method if all requests call it.
+ALONE = "rare, alone"
 # In the order of the tables.
-COLUMNS = (OPTIMUM, BOUND, OURS, NO_TARGET, WITH_COSTS, GREEDY, *FIXED)
+COLUMNS = (OPTIMUM, BOUND, OURS, NO_TARGET, WITH_COSTS, GREEDY, *FIXED, ALONE, RARE, FREQUENT)
 
 
 @dataclass(frozen=True)
@@ -166,6 +174,29 @@ def costs(cell: Cell, seed: int, scale: float) -> Outcome:
     return _run_all(batchers, lambda: OpenLoop(moments), worker, seconds)
 
 
+def methods(cell: Cell, seed: int, scale: float) -> Outcome:
+    """Simulate two methods of one model, one at ten times the rate of the other.
+
+    Beside them, the rare method alone: it gets all of the arrivals.
+    """
+    model = MODELS[cell.model]
+    rate = cell.x * model.capacity
+    seconds = scale * 30_000 / rate
+    moments = poisson(rate, seconds, seed)
+    names = draw_methods(len(moments), RARE_SHARE, seed)
+
+    def run(methods: Sequence[str]) -> Record:
+        batcher = Ours(OURS, model.max_batch_size, methods=methods)
+        return simulate(batcher, OpenLoop(moments), Worker(model), inf)
+
+    both = run(names)
+    records = {ALONE: run([RARE] * len(moments))}
+    for method in (RARE, FREQUENT):
+        records[method] = both.select(at for at, name in enumerate(names) if name == method)
+    start = WARM_UP * seconds
+    return {name: record.figures(start, seconds) for name, record in records.items()}
+
+
 def _run_all(
     batchers: dict[str, Batcher],
     load: Callable[[], Load],
@@ -195,6 +226,7 @@ RUNS: dict[str, Callable[[Cell, int, float], Outcome]] = {
     "overload": overload,
     "bursts": bursts,
     "costs": costs,
+    "methods": methods,
 }
 
 
@@ -205,6 +237,7 @@ def plan(parts: Sequence[str]) -> list[Cell]:
         "overload": OVERLOADS,
         "bursts": (BURST_LOAD,),
         "costs": COST_LOADS,
+        "methods": METHOD_LOADS,
     }
     cells = [
         Cell(part, model, load) for part, all_ in loads.items() for model in MODELS for load in all_

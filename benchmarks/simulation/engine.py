@@ -5,7 +5,7 @@ moment together, like those of one turn of the shell); then it decides once.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf, nan
 from typing import Any, NamedTuple, Protocol
 
@@ -51,6 +51,16 @@ class Record:
         self.answers: list[float] = []
         self.losses: list[float] = []
         self.batch_sizes: list[int] = []
+
+    def select(self, requests: Iterable[int]) -> "Record":
+        """Return the record of some requests, with the batches of all."""
+        selected = Record()
+        selected.batch_sizes = self.batch_sizes
+        for request in requests:
+            selected.arrivals.append(self.arrivals[request])
+            selected.answers.append(self.answers[request])
+            selected.losses.append(self.losses[request])
+        return selected
 
     def figures(self, start: float, end: float, target: float = inf) -> dict[str, float]:
         """Compute figures of the requests that arrived from `start` until `end`.

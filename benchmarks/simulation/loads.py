@@ -16,6 +16,9 @@ from typing import Protocol
 PEAK, CALM = 1.9, 0.4
 PEAK_SECONDS, CALM_SECONDS = 0.5, 3.25
 
+# The names of two methods of one model.
+RARE, FREQUENT = "rare", "frequent"
+
 
 def short_pause(random: Random) -> float:
     """Draw a client's pause between an answer and its next request: 0.1 to 1.1 ms, in seconds.
@@ -122,6 +125,15 @@ def bursty(capacity: float, seconds: float, seed: int) -> list[float]:
         # The next gap is drawn at the next state's rate: exponential gaps have no memory.
         now, is_peak = end, not is_peak
     return moments
+
+
+def draw_methods(count: int, rare_share: float, seed: int) -> list[str]:
+    """Draw which of two methods each of `count` requests calls, RARE or FREQUENT.
+
+    Of Poisson arrivals each method then gets Poisson arrivals, which do not depend on the other's.
+    """
+    random = Random(f"methods {seed}")
+    return [RARE if random.random() < rare_share else FREQUENT for _ in range(count)]
 
 
 def log_normal_costs(count: int, sigma: float, seed: int) -> list[float]:

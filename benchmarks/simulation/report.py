@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from benchmarks.report import Spread, Verdict, number, table
 from benchmarks.simulation.bounds import Estimate, percent_over
 from benchmarks.simulation.cells import (
+    ALONE,
     BOUND,
     COLUMNS,
     GREEDY,
@@ -17,6 +18,7 @@ from benchmarks.simulation.cells import (
     Cell,
     Outcome,
 )
+from benchmarks.simulation.loads import RARE
 from benchmarks.simulation.models import MODELS
 
 # Percent over the optimum, by model. On cpu a batch costs little by itself, so the optimum sends
@@ -31,6 +33,8 @@ GAIN_PAUSE = "uniform 0.1 to 1.1 ms"
 LEAST_GOODPUT, MOST_LOSS_MS = 97.0, 10.0
 # Points of goodput in bursts below the bound, and above ours without a target.
 MOST_BELOW_BOUND, LEAST_BURST_GAIN = 6.0, 20.0
+# Times its p99 alone at the same total load that of a rare method may be.
+MOST_RARE_P99 = 2.0
 # The figures that are stored of each run, by part.
 STORED = {
     "open-loop": ("mean_ms", "p50_ms", "p99_ms", "batch_size"),
@@ -38,6 +42,7 @@ STORED = {
     "overload": ("in_time_per_second", "loss_p99_ms", "p50_ms", "lost"),
     "bursts": ("in_time", "loss_p99_ms", "p99_ms", "lost"),
     "costs": ("mean_ms", "p99_ms", "batch_size"),
+    "methods": ("mean_ms", "p50_ms", "p99_ms", "lost", "batch_size"),
 }
 
 
@@ -110,6 +115,19 @@ def _gain(result: Result, system: str) -> object:
     return _signed(result.over(system, GREEDY, "answered_per_second"))
 
 
+def _times_alone(result: Result, system: str) -> Estimate | None:
+    """A method's p99 as a multiple of the rare method's p99 alone, seed by seed."""
+    pairs = zip(result.values(system, "p99_ms"), result.values(ALONE, "p99_ms"), strict=True)
+    return Estimate.of([mine / alone for mine, alone in pairs])
+
+
+def _slowdown(result: Result, system: str) -> object:
+    if system == ALONE:
+        p99 = result.estimate(ALONE, "p99_ms")
+        return p99 and f"{number(p99.mean)} ms"
+    return _times_alone(result, system)
+
+
 def _signed(estimate: Estimate | None) -> str | None:
     if estimate is None:
         return None
@@ -141,6 +159,12 @@ TABLES: dict[str, tuple[tuple[str, Callable[[Result, str], object]], ...]] = {
             lambda result, system: result.estimate(system, "mean_ms"),
         ),
     ),
+    "methods": (
+        (
+            "Two methods, one at ten times the rate of the other: p99, times the rare one's alone",
+            _slowdown,
+        ),
+    ),
 }
 
 
@@ -162,6 +186,7 @@ def verdicts(results: Sequence[Result], part: str) -> list[Verdict]:
         "overload": _judge_overload,
         "bursts": _judge_bursts,
         "costs": _judge_costs,
+        "methods": _judge_methods,
     }
     return judges[part](results)
 
@@ -235,3 +260,11 @@ def _judge_costs(results: Sequence[Result]) -> list[Verdict]:
     over = [(one.cell, one.over(WITH_COSTS, OURS, "mean_ms")) for one in results]
     # The mean alone: near the capacity, latencies without costs differ by a factor between seeds.
     return _worst("mean latency with costs over that without, %", over, 0.0)[:1]
+
+
+def _judge_methods(results: Sequence[Result]) -> list[Verdict]:
+    claim = f"p99 of the rare method at most {MOST_RARE_P99:g} times that alone"
+    return [
+        Verdict(f"{one.cell}: {claim}", _spread(_times_alone(one, RARE)), at_most=MOST_RARE_P99)
+        for one in results
+    ]

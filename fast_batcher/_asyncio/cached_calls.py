@@ -113,9 +113,9 @@ class CachedCalls:
             self._by_key[key] = self._joined[request] = computation
             self._look_up(computation)
         else:
-            self._counters.cache_coalesced += 1
             known.callers.append(request)
             self._joined[request] = known
+            self._ledger.count_cached("coalesced")
 
     def abandon(self, request: Request) -> None:
         """Remove a caller; the computation ends with its last caller."""
@@ -193,11 +193,11 @@ class CachedCalls:
         if not computation.callers:  # the cache has ignored the cancellation of this task
             return
         if found is None:
-            self._counters.cache_misses += 1
+            self._ledger.count_cached("miss")
             self._compute(computation)
         else:
-            self._counters.cache_hits += 1
             self._deliver(computation, None if found is CachedNone.NONE else found)
+            self._ledger.count_cached("hit")
 
     def _compute(self, computation: _Computation) -> None:
         """Send the input to the session below, with the latest deadline of the callers."""

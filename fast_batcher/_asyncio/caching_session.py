@@ -57,12 +57,12 @@ class CachingSession:
 
     def read_stats(self) -> BatcherStats:
         """Return the statistics of the session that computes, and the counts of the cache."""
-        counters = self._counters
+        results = self._counters.cache_results
         return replace(
             self._inner.read_stats(),
-            cache_hits=counters.cache_hits,
-            cache_misses=counters.cache_misses,
-            cache_coalesced=counters.cache_coalesced,
+            cache_hits=results["hit"],
+            cache_misses=results["miss"],
+            cache_coalesced=results["coalesced"],
         )
 
     def explain(self) -> Explanation:

@@ -18,7 +18,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.messages import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
-from fast_batcher.observing import Observer, Outcome, RequestEnded
+from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
 
 
@@ -59,9 +59,8 @@ class Counters:
     restarts: int = 0
     # Successful calls of `reload`.
     generation: int = 0
-    cache_hits: int = 0
-    cache_misses: int = 0
-    cache_coalesced: int = 0
+    # Calls of a batcher with a cache, by a `CacheResult`.
+    cache_results: Counter[str] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
     # The last answered batches.
@@ -102,9 +101,9 @@ class Counters:
             queue_wait_p95=queue_wait_p95,
             infer_p50=infer_p50,
             infer_p95=infer_p95,
-            cache_hits=self.cache_hits,
-            cache_misses=self.cache_misses,
-            cache_coalesced=self.cache_coalesced,
+            cache_hits=self.cache_results["hit"],
+            cache_misses=self.cache_results["miss"],
+            cache_coalesced=self.cache_results["coalesced"],
         )
 
 
@@ -196,6 +195,12 @@ class Ledger:
         self.counters.outcomes["rejected"] += 1
         if self.observers.active:
             self.observers.tell(RequestEnded(self._name, "rejected", reason, 0.0))
+
+    def count_cached(self, result: CacheResult) -> None:
+        """Count a call that used the cache."""
+        self.counters.cache_results[result] += 1
+        if self.observers.active:
+            self.observers.tell(CacheUsed(self._name, result))
 
     def _end(self, request: Request, outcome: Outcome, reason: str) -> None:
         self.counters.outcomes[outcome] += 1

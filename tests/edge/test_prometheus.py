@@ -27,20 +27,26 @@ from models.ordinary import Gated
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_fastapi_instrumentator import Instrumentator
+from server_load import GUNICORN, URL
 from servers import Server, find_free_port, serve
+from shared_hosts import Hosts, hosts
 from starlette.testclient import TestClient
 from waits import LIMIT, Gate, both_loops, call, outcome, until
 
 from fast_batcher import DynBatcher
+from fast_batcher.caching import LRUCache
 from fast_batcher.prometheus import instrument, metrics_router
 
-__all__ = ["serve"]
+__all__ = ["hosts", "serve"]
 
 pytestmark = pytest.mark.slow
 
 DOCS = Path(__file__).parents[2] / "docs"
 ALERTS = DOCS / "prometheus" / "alerts.yml"
 DASHBOARD = DOCS / "grafana" / "fast_batcher.json"
+
+# Calls by which each of two processes has had one.
+MOST_CALLS = 10_000
 
 has_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None or shutil.which("promtool") is None,
@@ -146,6 +152,50 @@ def test_it_works_beside_the_metrics_of_the_app() -> None:
             assert page.headers["Content-Type"].startswith("text/plain; version=")
             assert completed in page.text
             assert 'http_requests_total{handler="/echo/{number}"' in page.text
+
+
+def cache_results(page: str) -> dict[str, float]:
+    """The calls of a batcher named "cached" that a page of metrics shows, by result."""
+    name = re.escape('fast_batcher_cache_requests_total{model="cached",result=')
+    found = re.findall(rf'^{name}"(\w+)"\}} (\S+)$', page, re.MULTILINE)
+    return {result: float(count) for result, count in found}
+
+
+def test_hits_misses_and_coalesced_calls_are_those_of_the_statistics() -> None:
+    registry = CollectorRegistry()
+    batcher = DynBatcher(Echo, name="cached", cache=LRUCache(9))
+    instrument(batcher, registry)
+    app = FastAPI(lifespan=batcher.lifespan)
+    app.include_router(metrics_router(registry))
+
+    @app.get("/echo/{number}")
+    async def echo(number: int) -> list[int]:
+        return await batcher.process_many([number] * 3)
+
+    with TestClient(app) as client:
+        for number in (5, 5, 6):
+            assert client.get(f"/echo/{number}").json() == [number] * 3
+        shown = cache_results(client.get("/metrics").text)
+    stats = batcher.stats
+    assert shown == {"hit": 1, "miss": 2, "coalesced": 6}
+    assert (stats.cache_hits, stats.cache_misses, stats.cache_coalesced) == (1, 2, 6)
+
+
+def test_processes_that_share_a_model_add_up_what_their_caches_had(
+    hosts: Hosts, metrics_folder: Path, serve: Callable[..., Server]
+) -> None:
+    """One of the processes alone is told of the batches; each has a cache of its own."""
+    # Its first process listens for both, so that no connection is refused.
+    server = serve("", command=[*GUNICORN, "apps.cached:app"])
+    url, asked = server.wait_for(URL)[1], Counter[int]()
+    while len(asked) < 2 and asked.total() < MOST_CALLS:
+        asked[httpx2.get(f"{url}/echo/1", timeout=LIMIT).json()] += 1
+    shown = cache_results(httpx2.get(f"{url}/metrics", timeout=LIMIT).text)
+    server.process.terminate()
+    server.wait_for_exit()
+    calls = asked.total()
+    assert len(asked) == 2, "one of the two processes has got all calls"
+    assert shown == {"miss": 2, "hit": calls - 2, "coalesced": 2 * calls}
 
 
 @pytest.mark.parametrize(

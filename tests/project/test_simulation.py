@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.simulation.batchers import Ours, Planned
 from benchmarks.simulation.bounds import Estimate
+from benchmarks.simulation.cells import ALONE, FIRST_SEED, METHOD_LOADS, Cell, methods
 from benchmarks.simulation.engine import Batcher, simulate
 from benchmarks.simulation.loads import (
+    RARE,
     ClosedLoop,
     OpenLoop,
     log_normal_costs,
@@ -122,6 +124,15 @@ def test_lengths_are_padded_much_less_than_in_order_whatever_the_budget(fixed: i
         more_answers, less_padding = answers_and_padding(batcher)
         assert less_padding < 0.5 * padding, budget
         assert more_answers > 1.5 * answers, budget
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", METHOD_LOADS)
+def test_the_rare_one_of_two_methods_has_at_most_twice_its_p99_alone(load: float) -> None:
+    """On the model whose batches cost little by themselves, so that only the order decides."""
+    found = methods(Cell("methods", "cpu", load), FIRST_SEED, scale=0.3)
+    assert found[RARE]["lost"] == 0
+    assert found[RARE]["p99_ms"] <= 2 * found[ALONE]["p99_ms"]
 
 
 # Cells and bars.
