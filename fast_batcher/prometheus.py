@@ -66,7 +66,8 @@ def instrument(batcher: DynBatcher[Any, Any], registry: CollectorRegistry | None
     effect.
 
     Args:
-        batcher: The batcher, open or not.
+        batcher: The batcher, open or not. With `shared=True` call this before it opens: later, each
+            server process would add the host's queue and workers to the gauges.
         registry: The registry of the metrics, None for `prometheus_client.REGISTRY`.
 
     Raises:
