@@ -336,6 +336,11 @@ def _judge(error: BaseException) -> tuple[Kind, SerializedError]:
     if is_out_of_memory(error):
         kind = Kind.OUT_OF_MEMORY
         free_memory(error)
-    elif any(sign in cuda_message(error) for sign in _FATAL_SIGNS):
+    elif breaks_device(error):
         kind = Kind.FATAL
     return kind, failure
+
+
+def breaks_device(error: BaseException) -> bool:
+    """Return whether the process cannot use its device any more after this error."""
+    return any(sign in cuda_message(error) for sign in _FATAL_SIGNS)

@@ -17,7 +17,7 @@ from typing import Any
 from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Kind
-from fast_batcher._worker.serving import BatchJob, BatchLoop
+from fast_batcher._worker.serving import BatchJob, BatchLoop, breaks_device
 from fast_batcher.errors import forget_frames
 
 Calls = list[Future[Any]]
@@ -148,8 +148,9 @@ class StageLoop:
                 raise job
             if isinstance(job, BatchJob):
                 _collect(job, calls)
-                self._loop.compute(job, copies=True)
+                # The calls keep what they returned, and the model alone is to have it.
                 calls = None
+                self._loop.compute(job, copies=True)
                 if job.method == "infer":
                     calls = self._stages.call(_pass_errors(self._stages.finish), job.values)
             self._computed.put((job, calls))
@@ -185,10 +186,15 @@ def _collect(job: BatchJob, calls: Calls | None) -> None:
         error = call.exception()
         if error is None:
             job.values.append(call.result())
-        else:
-            job.errors[position] = codec.describe(error)
-            # The frames keep the input.
-            forget_frames(error)
+            continue
+        failure = codec.describe(error)
+        is_fatal = breaks_device(error)
+        # The frames keep the input.
+        forget_frames(error)
+        if is_fatal:
+            job.fail(Kind.FATAL, failure)
+            return
+        job.errors[position] = failure
 
 
 def _pass_errors(finish: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:

@@ -148,6 +148,16 @@ async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_ans
         assert assert_balance(batcher).restarts == 1
 
 
+@pytest.mark.parametrize("stage", ["prepare", "finish"])
+async def test_a_fatal_error_of_prepare_or_finish_replaces_the_worker_too(
+    gate: Gate, stage: str
+) -> None:
+    async with DynBatcher(InStages, 1, model_args=(gate.path,)) as batcher:
+        assert isinstance(await outcome(call(batcher, f"{stage} breaks")), InferenceError)
+        assert await outcome(call(batcher, "next")) == ("next", 1)
+        assert assert_balance(batcher).restarts == 1
+
+
 async def test_deadlines_and_cancellation_hold_in_every_stage(gate: Gate) -> None:
     async with DynBatcher(InStages, 2, model_args=(gate.path,)) as batcher:
         for value in IN_STAGES:
