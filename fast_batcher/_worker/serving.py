@@ -343,4 +343,6 @@ def _judge(error: BaseException) -> tuple[Kind, SerializedError]:
 
 def breaks_device(error: BaseException) -> bool:
     """Return whether the process cannot use its device any more after this error."""
+    if is_out_of_memory(error):  # also with the text "CUDA error: out of memory"
+        return False
     return any(sign in cuda_message(error) for sign in _FATAL_SIGNS)
