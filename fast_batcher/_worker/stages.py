@@ -33,8 +33,8 @@ class Stages:
 
     def __init__(self, model: Any, threads: int) -> None:
         self._model = model
-        self.prepare: Callable[[Any], Any] | None = getattr(model, "prepare", None)
-        self.finish: Callable[[Any], Any] | None = getattr(model, "finish", None)
+        self.prepare = _find_method(model, "prepare")
+        self.finish = _find_method(model, "finish")
         self.count = 1 + (self.prepare is not None) + (self.finish is not None)
         # It starts a thread when it is first needed.
         self._pool = ThreadPoolExecutor(threads, "fast_batcher-stage")
@@ -52,6 +52,14 @@ class Stages:
     def close(self) -> None:
         """Cancel the calls that have not begun, and wait for the others."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def _find_method(model: Any, name: str) -> Callable[[Any], Any] | None:
+    """Return an optional method of a model.
+
+    Only its class counts, which was checked: an attribute that the model sets is its own affair.
+    """
+    return None if getattr(type(model), name, None) is None else getattr(model, name)
 
 
 class StagesInTurn:

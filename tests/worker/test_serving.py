@@ -139,6 +139,13 @@ def outcomes_in(frame: Frame) -> list[Any]:
     ]
 
 
+def test_a_stage_is_a_method_of_the_class() -> None:
+    model = Returns([])
+    vars(model).update(prepare=str.upper, finish=False)
+    assert Stages(model, 1).count == 1
+    assert Stages(Passes(), 1).count == 3
+
+
 # --- serving --------------------------------------------------------------------------------------
 
 
