@@ -28,6 +28,12 @@ NOT_IN_WORKER = (
 
 # Optional methods and attributes of a model, besides `infer`.
 _HOOKS = ("warmup_inputs", "close", "cost", "collation", "prepare", "finish")
+# Methods that the worker calls with one argument: what they take, and what they return.
+_METHODS = (
+    ("infer", "the list of inputs", "a list with one output per input"),
+    ("prepare", "an input", "what infer gets for it"),
+    ("finish", "an output", "what the caller gets for it"),
+)
 _MODEL_STRING = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
@@ -116,8 +122,6 @@ def find_model_fault(model: type) -> str | None:
     abstract = sorted(getattr(model, "__abstractmethods__", ()))
     if abstract:
         return f"it does not implement {', '.join(abstract)}"
-    if inspect.isgeneratorfunction(infer):
-        return "infer is a generator; return a list with one output per input"
     collation = getattr(model, "collation", None)
     # A property has its value only on an instance, which the worker makes.
     if collation is not None and not isinstance(collation, Collation | property):
@@ -125,8 +129,7 @@ def find_model_fault(model: type) -> str | None:
             f"its collation is {collation!r:.100}; make one with Collation.stack() or "
             "Collation.pad()"
         )
-    takes = {"infer": "the list of inputs", "prepare": "an input", "finish": "an output"}
-    faults = (_find_method_fault(model, name, taken) for name, taken in takes.items())
+    faults = (_find_method_fault(model, *one) for one in _METHODS)
     return next((fault for fault in faults if fault is not None), None)
 
 
@@ -178,7 +181,7 @@ def _name_of(model: object) -> str:
     return model.rpartition(":")[2]
 
 
-def _find_method_fault(model: type, name: str, taken: str) -> str | None:
+def _find_method_fault(model: type, name: str, taken: str, returned: str) -> str | None:
     """Describe why the worker cannot call a method, if the model has it, with one argument."""
     method = getattr(model, name, None)
     if method is None:
@@ -187,6 +190,8 @@ def _find_method_fault(model: type, name: str, taken: str) -> str | None:
         return f"{name} is not a method; rename the attribute, or write {name}(self, value)"
     if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
         return f"{name} is async; the worker has no event loop, write a plain def"
+    if inspect.isgeneratorfunction(method):
+        return f"{name} is a generator; return {returned}"
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # written in C: the first batch shows whether it fits

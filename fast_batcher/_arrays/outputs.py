@@ -8,7 +8,9 @@ from fast_batcher._arrays.leaves import copy_rows
 from fast_batcher.errors import OutputMismatchError
 
 
-def list_outputs(outputs: Any, count: int, returned: str, *, copies: bool) -> list[Any]:
+def list_outputs(
+    outputs: Any, count: int, returned: str, *, copies: bool, to_cpu: bool = True
+) -> list[Any]:
     """Return the outputs of a batch as a list: an array or tensor is split along its first axis.
 
     Args:
@@ -19,6 +21,8 @@ def list_outputs(outputs: Any, count: int, returned: str, *, copies: bool) -> li
             changes when the model fills the array again, or when another caller writes into a row
             that shares its memory. The rows of tensors are always copied: a view would be pickled
             with the whole batch.
+        to_cpu: Whether the rows of a tensor are detached and moved to the CPU: another process gets
+            them.
 
     Raises:
         OutputMismatchError: The outputs are no sequence, or their number is not `count`: an output
@@ -41,7 +45,7 @@ def list_outputs(outputs: Any, count: int, returned: str, *, copies: bool) -> li
     numpy: Any = sys.modules.get("numpy")
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(outputs, torch.Tensor):
-        return [row.clone() for row in (outputs if copies else outputs.detach().cpu())]
+        return [row.clone() for row in (outputs.detach().cpu() if to_cpu else outputs)]
     if copies and numpy is not None and isinstance(outputs, numpy.ndarray):
         return copy_rows(outputs)
     return list(outputs)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from fast_batcher._core.limits import Limits, or_infinite
+from fast_batcher._core.limits import BATCHES_PER_WORKER, Limits, or_infinite
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -43,6 +43,16 @@ class WorkerSlot:
     # A second batch would have been late, and its requests stay in the queue. No other second batch
     # is tried before the worker answers: otherwise every arrival would try again.
     is_second_late: bool = False
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether it computes a request with which another worker died, and has stages.
+
+        With stages it would prepare the next batch meanwhile. If it died too, that batch could be
+        the cause, and the request would be given up: see docs/decisions/0010.
+        """
+        has_stages = self.most_batches > BATCHES_PER_WORKER
+        return has_stages and bool(self.batches) and self.batches[0].requests[0].losses > 0
 
 
 class WorkerTable:
@@ -128,7 +138,8 @@ class WorkerTable:
         for slot in self.slots.values():
             count = len(slot.batches)
             has_room = count < below and count < slot.most_batches
-            if has_room and not slot.is_stalled and not slot.is_retired:
+            is_available = not (slot.is_stalled or slot.is_retired)
+            if has_room and is_available and not slot.is_on_trial:
                 found, below = slot, count
         return found
 

@@ -21,7 +21,7 @@ Finish = Callable[[list[Any]], Any]
 
 # Stacks the outputs of one call, which may come from several batches, without padding.
 _STACKED = Collation.stack()
-_list_outputs = partial(list_outputs, returned="the function returned", copies=True)
+_list_outputs = partial(list_outputs, returned="the function returned", copies=True, to_cpu=False)
 
 
 class ListFormat:

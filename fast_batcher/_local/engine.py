@@ -176,7 +176,7 @@ class Engine:
 
     def around(self, batch: Batch) -> AbstractContextManager[None]:
         """Tell observers that a batch begins; return the context manager for its computation."""
-        return self._contexts.give(self.observers.follow(batch, lambda context: context))
+        return self._contexts.join(self.observers.follow(batch, lambda context: context))
 
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
         """Settle a batch for which the function has returned; return the next batch, if any."""

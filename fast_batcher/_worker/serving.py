@@ -7,13 +7,13 @@ follows from a failure.
 
 import ctypes
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any, NamedTuple
 
 from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._arrays.stacking import Piece, lent, make_piece
-from fast_batcher._batch_contexts import BatchContexts
+from fast_batcher._batch_contexts import NO_CONTEXTS, BatchContexts
 from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
@@ -131,7 +131,6 @@ def _unpickle_item(item: bytes) -> Any:
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _STOP, _PING, _INPUTS_FRAGMENT, _FATAL = Kind.STOP, Kind.PING, Kind.INPUTS_FRAGMENT, Kind.FATAL
 _BEFORE_BATCH = frozenset({Kind.CONTEXTS, Kind.METHOD})
-_NO_CONTEXTS = nullcontext()
 
 # Texts of CUDA errors after which the process cannot use its device any more.
 _FATAL_SIGNS = (
@@ -252,14 +251,14 @@ class BatchLoop:
         if frame.kind is Kind.METHOD:
             self._method = {frame.batch_id: bytes(frame.body).decode()}
         else:
-            contexts = self._contexts.give_pickled(codec.loads(frame.body))
+            contexts = self._contexts.join_pickled(codec.loads(frame.body))
             self._given = {frame.batch_id: contexts}
 
     def _read(self, frame: Frame) -> BatchJob:
         batch_id = frame.batch_id
         self._progress.taken = batch_id
         method = self._method.pop(batch_id, "infer")
-        job = BatchJob(batch_id, method, self._given.pop(batch_id, _NO_CONTEXTS))
+        job = BatchJob(batch_id, method, self._given.pop(batch_id, NO_CONTEXTS))
         try:
             job.values, job.errors, job.pieces = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
@@ -337,6 +336,13 @@ def _judge(error: BaseException) -> tuple[Kind, SerializedError]:
     if is_out_of_memory(error):
         kind = Kind.OUT_OF_MEMORY
         free_memory(error)
-    elif any(sign in cuda_message(error) for sign in _FATAL_SIGNS):
+    elif breaks_device(error):
         kind = Kind.FATAL
     return kind, failure
+
+
+def breaks_device(error: BaseException) -> bool:
+    """Return whether the process cannot use its device any more after this error."""
+    if is_out_of_memory(error):  # also with the text "CUDA error: out of memory"
+        return False
+    return any(sign in cuda_message(error) for sign in _FATAL_SIGNS)

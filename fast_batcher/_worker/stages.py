@@ -17,7 +17,7 @@ from typing import Any
 from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Kind
-from fast_batcher._worker.serving import BatchJob, BatchLoop
+from fast_batcher._worker.serving import BatchJob, BatchLoop, breaks_device
 from fast_batcher.errors import forget_frames
 
 Calls = list[Future[Any]]
@@ -33,8 +33,8 @@ class Stages:
 
     def __init__(self, model: Any, threads: int) -> None:
         self._model = model
-        self.prepare: Callable[[Any], Any] | None = getattr(model, "prepare", None)
-        self.finish: Callable[[Any], Any] | None = getattr(model, "finish", None)
+        self.prepare = _find_method(model, "prepare")
+        self.finish = _find_method(model, "finish")
         self.count = 1 + (self.prepare is not None) + (self.finish is not None)
         # It starts a thread when it is first needed.
         self._pool = ThreadPoolExecutor(threads, "fast_batcher-stage")
@@ -52,6 +52,14 @@ class Stages:
     def close(self) -> None:
         """Cancel the calls that have not begun, and wait for the others."""
         self._pool.shutdown(cancel_futures=True)
+
+
+def _find_method(model: Any, name: str) -> Callable[[Any], Any] | None:
+    """Return an optional method of a model.
+
+    Only its class counts, which was checked: an attribute that the model sets is its own affair.
+    """
+    return None if getattr(type(model), name, None) is None else getattr(model, name)
 
 
 class StagesInTurn:
@@ -148,8 +156,9 @@ class StageLoop:
                 raise job
             if isinstance(job, BatchJob):
                 _collect(job, calls)
-                self._loop.compute(job, copies=True)
+                # The calls keep what they returned, and the model alone is to have it.
                 calls = None
+                self._loop.compute(job, copies=True)
                 if job.method == "infer":
                     calls = self._stages.call(_pass_errors(self._stages.finish), job.values)
             self._computed.put((job, calls))
@@ -185,10 +194,15 @@ def _collect(job: BatchJob, calls: Calls | None) -> None:
         error = call.exception()
         if error is None:
             job.values.append(call.result())
-        else:
-            job.errors[position] = codec.describe(error)
-            # The frames keep the input.
-            forget_frames(error)
+            continue
+        failure = codec.describe(error)
+        is_fatal = breaks_device(error)
+        # The frames keep the input.
+        forget_frames(error)
+        if is_fatal:
+            job.fail(Kind.FATAL, failure)
+            return
+        job.errors[position] = failure
 
 
 def _pass_errors(finish: Callable[[Any], Any] | None) -> Callable[[Any], Any] | None:

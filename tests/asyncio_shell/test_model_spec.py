@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,12 +161,17 @@ async def wait(self: Any, value: Any) -> Any:
     return value
 
 
+def yields(self: Any, value: Any) -> Iterator[Any]:
+    yield value
+
+
 @pytest.mark.parametrize(
     ("stages", "fault"),
     [
         ({"prepare": lambda self: 1}, "prepare(self) must take exactly one argument besides self"),
         ({"finish": lambda self, a, b: 1}, "finish(self, a, b) must take exactly one argument"),
         ({"prepare": wait}, "prepare is async; the worker has no event loop, write a plain def"),
+        ({"finish": yields}, "finish is a generator; return what the caller gets for it"),
         ({"finish": 5}, "finish is not a method; rename the attribute, or write finish(self, val"),
     ],
 )

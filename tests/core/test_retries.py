@@ -55,6 +55,26 @@ def test_a_request_that_no_worker_has_taken_is_never_given_up() -> None:
         assert lose_again(scheduler, float(number), BatchProgress.SENT) == NOTHING
 
 
+def test_a_worker_with_stages_has_nothing_but_the_request_that_was_on_a_dying_one() -> None:
+    scheduler = make(max_batch_size=1, workers=0)
+    scheduler.worker_ready(0.0, 0, stages=3)
+    batch = run(scheduler, 0.0)
+    assert lose(scheduler, batch) == NOTHING
+    scheduler.worker_ready(1.0, 1, stages=3)
+    behind = submit(scheduler, 1.0)
+    (again,) = poll_batches(scheduler, 1.0)
+    assert again.requests == batch.requests
+    # With stages it would be prepared now, and could kill the worker before the other is answered.
+    scheduler.worker_ready(1.0, 2, stages=3)
+    (apart,) = poll_batches(scheduler, 1.0)
+    assert (apart.worker, apart.requests) == (2, behind)
+    waiting = submit(scheduler, 1.0, 4)
+    assert {one.worker for one in poll_batches(scheduler, 1.0)} == {2}
+    settle(scheduler, 2.0, again)
+    (last,) = poll_batches(scheduler, 2.0)
+    assert (last.worker, last.requests) == (1, waiting[3:])
+
+
 # A model that raises.
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models.stages import Halves, InStages, InStagesWithMethod, Reuses, Threads, WarmsUp
+from models.stages import (
+    Entered,
+    Halves,
+    InStages,
+    InStagesWithMethod,
+    Reuses,
+    SeesContexts,
+    Threads,
+    WarmsUp,
+)
 from sessions import session_of
 from waits import ONE_LOOP, SOON_IN_WORKER, Gate, assert_balance, call, outcome, turns, until
 
@@ -20,6 +29,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher.observing import BatchDispatched, Observer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -31,6 +41,16 @@ IN_STAGES = ("finish waits", "infer waits", "prepare waits")
 def anyio_backend() -> Any:
     """One loop: the worker decides."""
     return ONE_LOOP
+
+
+class Follower(Observer):
+    """Gives each batch a context of its own."""
+
+    needs_context = True
+
+    def batch_dispatched(self, event: BatchDispatched) -> Entered:
+        """Return the context."""
+        return Entered(event.batch_id)
 
 
 def last_begun(batcher: DynBatcher[Any, Any]) -> int | None:
@@ -128,6 +148,16 @@ async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_ans
         assert assert_balance(batcher).restarts == 1
 
 
+@pytest.mark.parametrize("stage", ["prepare", "finish"])
+async def test_a_fatal_error_of_prepare_or_finish_replaces_the_worker_too(
+    gate: Gate, stage: str
+) -> None:
+    async with DynBatcher(InStages, 1, model_args=(gate.path,)) as batcher:
+        assert isinstance(await outcome(call(batcher, f"{stage} breaks")), InferenceError)
+        assert await outcome(call(batcher, "next")) == ("next", 1)
+        assert assert_balance(batcher).restarts == 1
+
+
 async def test_deadlines_and_cancellation_hold_in_every_stage(gate: Gate) -> None:
     async with DynBatcher(InStages, 2, model_args=(gate.path,)) as batcher:
         for value in IN_STAGES:
@@ -165,6 +195,20 @@ async def test_methods_other_than_infer_have_no_stages(gate: Gate) -> None:
     async with DynBatcher(InStagesWithMethod, 4, model_args=(gate.path,)) as batcher:
         lengths = batcher.methods.measure.process_many(["a", "prepare raises"])
         assert await asyncio.gather(lengths, batcher.process_batched("b")) == [[1, 14], ("b", 1)]
+
+
+async def test_a_batch_is_computed_in_its_own_context_while_others_are_prepared(
+    gate: Gate,
+) -> None:
+    async with DynBatcher(SeesContexts, 1, model_args=(gate.path,), stage_threads=2) as batcher:
+        batcher.add_observer(Follower())
+        tasks, visits = [], []
+        for value in ("infer waits", "prepare waits", "prepare waits"):
+            tasks.append(call(batcher, value))
+            visits.append(await gate.visit())
+        for visit in visits:
+            visit.let_on()
+        assert [seen for _, seen in [await outcome(task) for task in tasks]] == [[0], [1], [2]]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

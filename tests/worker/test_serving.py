@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from models.base import Echo
 from models.ordinary import Slow
 from models.raising import Alarmed, BrokenAndRaises, Says, StreamsInput
 from models.returning import BrokenOnArrival
 from waits import LIMIT, Gate
 
+from fast_batcher import InferenceModel
 from fast_batcher._transport import codec
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.codec import SerializedError
@@ -43,6 +45,23 @@ class Passes:
         return value
 
 
+class RunsOut:
+    """A stage that has too little memory."""
+
+    def prepare(self, value: Any) -> Any:
+        raise RuntimeError("CUDA error: out of memory")
+
+
+class Returns(InferenceModel[Any, Any]):
+    """Returns the same object for each batch."""
+
+    def __init__(self, outputs: Any) -> None:
+        self._outputs = outputs
+
+    def infer(self, inputs: list[Any]) -> Any:
+        return self._outputs
+
+
 class Served:
     """The parent's side of a model that is served in a thread."""
 
@@ -52,7 +71,7 @@ class Served:
         max_frame_bytes: int = MEBI,
         encoder: ReplyEncoder | None = None,
         *,
-        has_stages: bool = False,
+        stages: Any = None,
     ) -> None:
         ours, theirs = open_pipes(multiprocessing.get_context())
         self.channel = BlockingChannel(ours, 2**30)
@@ -60,7 +79,7 @@ class Served:
         self.progress = WorkerProgress()
         encoder = encoder or ReplyEncoder(None, max_frame_bytes)
         loop = BatchLoop(self._theirs, {"infer": model}, self.progress, InputReader(None), encoder)
-        run = StageLoop(loop, Stages(Passes(), 1)).run if has_stages else loop.run
+        run = StageLoop(loop, Stages(stages, 1)).run if stages else loop.run
         self.thread = threading.Thread(target=run)
         self.thread.start()
 
@@ -93,14 +112,14 @@ class Served:
 @pytest.fixture
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """The model that the test is parametrised with, in each of the two loops."""
-    make, has_stages = request.param
-    served = Served(make(), has_stages=has_stages)
+    make, stages = request.param
+    served = Served(make(), stages=stages)
     yield served
     served.close()
 
 
 def serves(model: Any) -> pytest.MarkDecorator:
-    loops = [(model, False), (model, True)]
+    loops = [(model, None), (model, Passes())]
     return pytest.mark.parametrize("served", loops, indirect=True, ids=["plain", "stages"])
 
 
@@ -120,6 +139,13 @@ def outcomes_in(frame: Frame) -> list[Any]:
     ]
 
 
+def test_a_stage_is_a_method_of_the_class() -> None:
+    model = Returns([])
+    vars(model).update(prepare=str.upper, finish=False)
+    assert Stages(model, 1).count == 1
+    assert Stages(Passes(), 1).count == 3
+
+
 # --- serving --------------------------------------------------------------------------------------
 
 
@@ -136,6 +162,13 @@ def test_batches_are_answered_in_their_order(served: Served) -> None:
     for number in range(20):
         frame = served.answer()
         assert (frame.batch_id, codec.loads(frame.body)) == (number, [number])
+
+
+@serves(lambda: Returns(torch.ones((2, 3), requires_grad=True) * 2))
+def test_the_rows_of_a_tensor_leave_their_gradients_behind(served: Served) -> None:
+    rows = outcomes_in(served.ask(1, 2))
+    assert [row.tolist() for row in rows] == [[2.0] * 3] * 2
+    assert not any(row.requires_grad for row in rows)
 
 
 @serves(Echo)
@@ -202,6 +235,12 @@ def test_what_the_model_raises_tells_what_can_be_done(
     served: Served, kind: Kind, text: str
 ) -> None:
     assert text in str(failure_in(served.ask(text), kind))
+
+
+@pytest.mark.parametrize("served", [(Echo, RunsOut())], indirect=True, ids=["stages"])
+def test_out_of_memory_in_a_stage_does_not_end_the_worker(served: Served) -> None:
+    for _ in range(2):
+        assert "out of memory" in str(outcomes_in(served.ask("a"))[0])
 
 
 @serves(StreamsInput)

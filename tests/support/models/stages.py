@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from fast_batcher import Collation, InferenceModel, batchable
@@ -49,6 +50,30 @@ class InStagesWithMethod(InStages):
     @batchable()
     def measure(self, inputs: list[str]) -> list[int]:
         return [len(value) for value in inputs]
+
+
+# The batches whose context is entered now.
+entered: list[int] = []
+
+
+class Entered(AbstractContextManager[None]):
+    """Notes its batch while it is entered."""
+
+    def __init__(self, batch_id: int) -> None:
+        self._batch_id = batch_id
+
+    def __enter__(self) -> None:
+        entered.append(self._batch_id)
+
+    def __exit__(self, *_: object) -> None:
+        entered.remove(self._batch_id)
+
+
+class SeesContexts(InStages):
+    """Answers with the input and the batches whose contexts `infer` sees."""
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        return [(*output[:2], [*entered]) for output in super().infer(inputs)]
 
 
 class Threads(InferenceModel[Any, list[str]]):
