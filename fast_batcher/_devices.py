@@ -154,8 +154,11 @@ def _check_cores(cores: frozenset[int], name: str, devices: Sequence[str]) -> No
             f"devices={devices!r:.100}: workers can be pinned to cores on Linux only; give 'cpu'"
         )
     available = os.sched_getaffinity(0)
-    # None for a range that ends before it begins.
-    if not cores or not cores <= available:
+    if not cores:
+        raise ConfigurationError(
+            f"devices={devices!r:.100}: the range of {name!r} ends before it begins"
+        )
+    if not cores <= available:
         raise ConfigurationError(
             f"devices={devices!r:.100}: {name!r} names cores that this process may not use; it has "
             f"{_describe_cores(available)}"

@@ -4,7 +4,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from fast_batcher._arrays.collation import Collation
 from fast_batcher.errors import ConfigurationError
@@ -26,9 +26,23 @@ class MethodOptions:
     collation: Collation | None = None
 
 
+@overload
+def batchable(function: FunctionT, /) -> FunctionT: ...
+
+
+@overload
 def batchable(
     *, max_batch_size: int | None = None, collation: Collation | None = None
-) -> Callable[[FunctionT], FunctionT]:
+) -> Callable[[FunctionT], FunctionT]: ...
+
+
+def batchable(
+    function: Any = None,
+    /,
+    *,
+    max_batch_size: int | None = None,
+    collation: Collation | None = None,
+) -> Any:
     """Mark a method of an `InferenceModel` whose calls are batched, besides `infer`.
 
     The method takes and returns what `infer` does: a list with 1 to `max_batch_size` inputs, and
@@ -36,6 +50,7 @@ def batchable(
     methods run on the same workers, one at a time, the oldest request first.
 
     Args:
+        function: The method, if `@batchable` is written without parentheses.
         max_batch_size: Most inputs of a batch, 1 to 2**20, None for the batcher's.
         collation: How inputs become one batch, as the attribute of that name for `infer`.
 
@@ -51,10 +66,16 @@ def batchable(
         )
 
     def mark(function: FunctionT) -> FunctionT:
-        vars(function)[MARK] = MethodOptions(max_batch_size, collation)
+        try:
+            vars(function)[MARK] = MethodOptions(max_batch_size, collation)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"batchable: {function!r:.100} is no function; write @batchable() above a method "
+                "of the model's class"
+            ) from error
         return function
 
-    return mark
+    return mark if function is None else mark(function)
 
 
 def find_methods(model: object) -> dict[str, MethodOptions]:

@@ -38,7 +38,8 @@ class BatcherStats:
     batches: int
     batch_sizes: dict[int, int]
     releases: dict[str, int]
-    # Workers that were replaced, after their death or because they were due to be recycled.
+    # Workers that were replaced, after their death or because they were due to be recycled; not
+    # those that `reload` replaces.
     restarts: int
     # Successful calls of `reload`: the generation of the model's arguments, from 0.
     generation: int

@@ -9,9 +9,10 @@ output.
 import asyncio
 import copy
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
+from secrets import token_hex
 from typing import Any
 
 from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
@@ -50,6 +51,8 @@ class _Computation:
         self.callers = [leader]
         # Looks the output up; None once it was a miss.
         self.lookup: asyncio.Task[None] | None = None
+        # Whether the output may be cached.
+        self.is_cacheable = True
         # The request of the session below; None before a miss.
         self.request: Request | None = None
         # For the functions `cost` and `group_by`, and for observers.
@@ -80,7 +83,6 @@ class CachedCalls:
         self._inner = inner
         self.settings = settings
         self._ledger = ledger
-        self._counters = ledger.counters
         self._name = name
         self.cache = OutputCache(settings.cache, name)
         # The computations that further callers may join, by key; and those of each open call.
@@ -90,6 +92,11 @@ class CachedCalls:
         # One timer for the earliest deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
+        # Part of the keys since the first reload: random, so that no other process, earlier or
+        # later, has cached outputs of other weights under them.
+        self._weights = ""
+        # Calls of `reload` that have not returned.
+        self._reloads = 0
         # The tasks that look outputs up.
         self._lookups: set[asyncio.Task[None]] = set()
 
@@ -110,6 +117,7 @@ class CachedCalls:
         self._wake_at(self._calls.next_expiry)
         if known is None:
             computation = _Computation(key, request, self._end)
+            computation.is_cacheable = not self._reloads
             self._by_key[key] = self._joined[request] = computation
             self._look_up(computation)
         else:
@@ -130,17 +138,17 @@ class CachedCalls:
         return waiting < self.settings.queue_limit and self._inner.has_room(request)
 
     def _make_key(self, request: Request) -> Any:
-        """Return the key of an output: of the input, the method and the generation of the model.
+        """Return the key of an output: of the input, the method and the weights.
 
         Raises:
             ConfigurationError: The user's function raised, or its result is not hashable.
             Exception: The input cannot be pickled.
         """
         key = self._key_of(request.value)
-        method, generation = method_of(request.group), self._counters.generation
+        method = method_of(request.group)
         named = [] if method is None else [method.name]
-        if generation:
-            named.append(f"generation {generation}")
+        if self._weights:
+            named.append(self._weights)
         if not named:
             return key
         return ":".join([key, *named]) if isinstance(key, str) else (key, *named)
@@ -214,7 +222,8 @@ class CachedCalls:
         """Take the outcome of a computation: an output, or an error."""
         if error is None:
             self._deliver(computation, output)
-            self.cache.store(computation.key, output)
+            if computation.is_cacheable:
+                self.cache.store(computation.key, output)
             return
         failed = computation.callers
         request = computation.request
@@ -271,6 +280,21 @@ class CachedCalls:
         self._wake_at(self._calls.next_expiry)
 
     # The session's life.
+
+    @contextmanager
+    def reload(self) -> Iterator[None]:
+        """Cache no output that is computed meanwhile; have other keys if the reload succeeds.
+
+        Workers with the old and with the new weights serve meanwhile: the output may be of either.
+        """
+        self._reloads += 1
+        for computation in self._by_key.values():
+            computation.is_cacheable = False
+        try:
+            yield
+            self._weights = token_hex(8)
+        finally:
+            self._reloads -= 1
 
     @property
     def is_looking_up(self) -> bool:

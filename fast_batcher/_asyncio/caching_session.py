@@ -106,7 +106,8 @@ class CachingSession:
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers by workers with another model."""
-        await self._inner.reload(model_spec)
+        with self._calls.reload():
+            await self._inner.reload(model_spec)
 
     async def aclose(self) -> None:
         """Wait at most `drain_timeout` for look-ups, and as long for computations; then end."""

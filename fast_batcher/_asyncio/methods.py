@@ -59,7 +59,10 @@ class BatchMethods:
     def __getattr__(self, name: str) -> BatchMethod[Any, Any]:
         method = self._methods.get(name)
         if method is None:
-            known = ", ".join(self._methods) or "none; mark methods of the class with batchable()"
+            known = ", ".join(self._methods) or (
+                "none; mark methods of its class with batchable(), and give the batcher the class, "
+                'not a "module:Class" string'
+            )
             raise AttributeError(f"no batchable method {name!r}; the model has {known}")
         return method
 

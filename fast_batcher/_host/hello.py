@@ -42,11 +42,6 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
             f"shared={settings.shared!r}: {model_spec.name} is defined in the program that is run, "
             "which the workers of another process cannot import; put it into a module of its own"
         )
-    if model_spec.methods:
-        raise ConfigurationError(
-            f"shared={settings.shared!r}: {model_spec.name} has batchable methods, which a shared "
-            "batcher cannot call; give each method a model of its own, or omit shared"
-        )
     payload = dumps((plain_settings(settings), model_spec.pickled))
     return make_key(settings.shared, payload, find_module_file(module), name)
 

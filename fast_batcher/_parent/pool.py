@@ -183,6 +183,10 @@ class Pool:
         workers = [*self._serving.values()]
         return [(worker.id, worker.read_begun()) for worker in workers if worker.is_sending()]
 
+    def is_reloading(self, worker_id: int) -> bool:
+        """Whether a serving worker is the replacement for which a reload waits."""
+        return self._reloading is not None and self._reloading.is_awaited(self._serving[worker_id])
+
     # Called by the workers.
 
     def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:

@@ -42,16 +42,20 @@ class Reloading:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._advance()
 
+    def is_awaited(self, worker: WorkerHandle) -> bool:
+        """Whether a worker is the replacement that comes next."""
+        return worker.index == self._reload.current and worker.model_spec is self._target
+
     def worker_ready(self, worker: WorkerHandle) -> None:
         """Note that a worker is ready; its replica has it as its worker."""
         if worker.index == self._reload.current:
-            if worker.model_spec is self._target:
+            if self.is_awaited(worker):
                 self._reload.replaced()
             self._advance()
 
     def start_failed(self, worker: WorkerHandle, error: BaseException) -> None:
         """Go back if a worker with the new model could not load it."""
-        if worker.index != self._reload.current or worker.model_spec is not self._target:
+        if not self.is_awaited(worker):
             return
         if not self._reload.goes_back:
             logger.error("%s: the reload has failed, and is undone: %s", self._name, error)

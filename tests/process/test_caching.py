@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from models.ordinary import Holds, Slow
 from models.raising import Raises
+from models.versions import Versioned
 from paths import ROOT
 from programs import run_program
 from waits import LIMIT, ONE_LOOP, Gate, assert_balance, call, outcome, turns, until
@@ -24,6 +25,7 @@ from fast_batcher import (
     DeadlineExceededError,
     DynBatcher,
     UnsendableValueError,
+    WorkerStartupError,
     aio,
 )
 from fast_batcher.caching import LRUCache, hash_input
@@ -281,6 +283,47 @@ async def test_accepted_calls_are_finished_when_the_batcher_closes() -> None:
         assert await asyncio.gather(*calls) == [1, 2]
         await closing
         assert sorted(memory.known.values()) == [1, 2]
+
+
+@pytest.mark.slow
+async def test_outputs_of_other_weights_are_not_found(tmp_path: Path) -> None:
+    """What is computed while a reload runs may be of the old or of the new weights."""
+    weights = tmp_path / "weights"
+    async with DynBatcher(Versioned, model_args=("one",), cache=LRUCache(9)) as batcher:
+
+        async def ask(value: str) -> str:
+            version, _ = await batcher.process_batched(value)
+            return str(version)
+
+        assert await ask("before") == "one"
+        reload = asyncio.create_task(batcher.reload(model_args=(f"waits {weights}",)))
+        await turns()
+        assert {await ask(value) for value in ("before", "meanwhile", "meanwhile")} == {"one"}
+        assert counts(batcher)[:2] == (1, 3)
+        weights.touch()
+        await reload
+        for hits in (1, 2):
+            assert await ask("before") == f"waits {weights}"
+            assert counts(batcher)[:2] == (hits, 4)
+        with pytest.raises(WorkerStartupError):
+            await batcher.reload(model_args=("bad",))
+        assert await ask("before") == f"waits {weights}"
+        assert counts(batcher)[:2] == (3, 4)
+
+
+@pytest.mark.slow
+async def test_what_was_in_flight_when_a_reload_began_is_not_cached(gate: Gate) -> None:
+    async with DynBatcher(Holds, model_args=(gate.path,), cache=LRUCache(9)) as batcher:
+        running = call(batcher, "hold")
+        visit = await gate.visit()
+        with pytest.raises(WorkerStartupError):
+            await batcher.reload(model_args=("too", "many"))
+        visit.let_on()
+        await running
+        again = call(batcher, "hold")
+        (await gate.visit()).let_on()
+        assert await again == await running
+        assert counts(batcher)[:2] == (0, 2)
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_gpus_are_found_by_their_files_and_auto_is_the_cpu_without_any(
     [
         ("cuda:2", "'cuda:2' counts from 0 in CUDA_VISIBLE_DEVICES='3,5', which has 2 devices"),
         ("cpu:0-9999", "'cpu:0-9999' names cores that this process may not use; it has "),
-        ("cpu:1-0", "'cpu:1-0' names cores that this process may not use; it has "),
+        ("cpu:1-0", "the range of 'cpu:1-0' ends before it begins"),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(

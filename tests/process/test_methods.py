@@ -19,6 +19,7 @@ from fast_batcher import (
     InferenceModel,
     batchable,
 )
+from fast_batcher.model import MethodOptions, find_methods
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -124,8 +125,19 @@ def test_a_wrong_size_is_refused(size: Any) -> None:
 
 def test_a_wrong_collation_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="collation=5"):
-        batchable(collation=5)  # type: ignore[arg-type]
+        batchable(collation=5)  # type: ignore[call-overload]
     assert batchable(collation=Collation.stack()) is not None
+
+
+def test_a_method_may_be_marked_without_parentheses_and_nothing_else_can_be() -> None:
+    class Plain(InferenceModel[int, int]):
+        @batchable
+        def double(self, inputs: list[int]) -> list[int]:
+            return [2 * value for value in inputs]
+
+    assert find_methods(Plain) == {"double": MethodOptions()}
+    with pytest.raises(ConfigurationError, match="batchable: 5 is no function; write"):
+        batchable(5)  # type: ignore[call-overload]
 
 
 def test_a_class_without_infer_and_methods_is_abstract() -> None:
@@ -136,7 +148,6 @@ def test_a_class_without_infer_and_methods_is_abstract() -> None:
         DynBatcher(Nothing)
 
 
-async def test_a_shared_batcher_refuses_methods() -> None:
-    batcher = DynBatcher(Both, shared=True, auto_open=False)
-    with pytest.raises(ConfigurationError, match="batchable methods"):
-        await batcher.open()
+def test_a_shared_batcher_refuses_methods() -> None:
+    with pytest.raises(ConfigurationError, match="shared=True: Both has batchable methods"):
+        DynBatcher(Both, shared=True)
