@@ -39,7 +39,7 @@ class BatcherStats:
     batch_sizes: dict[int, int]
     releases: dict[str, int]
     # Workers that were replaced, after their death or because they were due to be recycled; not
-    # those that `reload` replaces.
+    # the workers that `reload` replaces.
     restarts: int
     # Successful calls of `reload`: the generation of the model's arguments, from 0.
     generation: int
