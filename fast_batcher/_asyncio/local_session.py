@@ -204,7 +204,9 @@ class LocalSession:
         self._answers.add_worker(worker)
         self.scheduler.worker_ready(monotonic(), worker.id, times, worker.stages)
         index = self._reports.index(worker.id)
-        if index in self._seen_ready and not self.pool.is_reloading(worker.id):
+        reloading = self.pool.reloading
+        is_reloaded = reloading is not None and reloading.is_awaited(worker.id)
+        if index in self._seen_ready and not is_reloaded:
             self._ledger.counters.restarts += 1
         self._seen_ready.add(index)
         if self._status.state is State.OPENING:

@@ -88,7 +88,7 @@ class Pool:
         # Earliest moment of the next recycling; later after a successor has failed to start.
         self._recycle_at = 0.0
         # The reload that runs, None without one.
-        self._reloading: Reloading | None = None
+        self.reloading: Reloading | None = None
 
         self.heartbeat = Heartbeat()
         self._heartbeat_timer: asyncio.TimerHandle | None = None
@@ -158,7 +158,7 @@ class Pool:
                 self._settings.max_rss_bytes,
             )
         # One recycling at a time: the machine may have no room for two more copies of the model.
-        is_free = not (self._retired or self._reloading)
+        is_free = not (self._retired or self.reloading)
         is_free = is_free and all(one.successor is None for one in self._replicas)
         replica = self._replicas[worker.index]
         if is_due and is_free and replica.worker is worker and monotonic() >= self._recycle_at:
@@ -183,10 +183,6 @@ class Pool:
         workers = [*self._serving.values()]
         return [(worker.id, worker.read_begun()) for worker in workers if worker.is_sending()]
 
-    def is_reloading(self, worker_id: int) -> bool:
-        """Whether a serving worker is the replacement for which a reload waits."""
-        return self._reloading is not None and self._reloading.is_awaited(self._serving[worker_id])
-
     # Called by the workers.
 
     def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
@@ -199,16 +195,16 @@ class Pool:
         self._log.ready(worker)
         if worker is not replica.successor:
             self._events.worker_ready(worker, times)
-            if self._reloading is not None:
-                self._reloading.worker_ready(worker)
+            if self.reloading is not None:
+                self.reloading.worker_ready(worker)
             return
         before, replica.worker, replica.successor = replica.worker, worker, None
         # In this order, so that there is a ready worker at every moment.
         self._events.worker_ready(worker, times)
         assert before is not None, "a replica has a successor only while it has a worker"
         self._retire(before)
-        if self._reloading is not None:
-            self._reloading.worker_ready(worker)
+        if self.reloading is not None:
+            self.reloading.worker_ready(worker)
 
     def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
         """Kill a worker that could not be started or load its model, and schedule a restart."""
@@ -219,8 +215,8 @@ class Pool:
         worker.kill()
         if worker is replica.successor:
             replica.successor = None
-            if self._reloading is not None:
-                self._reloading.start_failed(worker, error)
+            if self.reloading is not None:
+                self.reloading.start_failed(worker, error)
             self._recycle_at = monotonic() + MAX_DELAY
             logger.warning(
                 "%s: %s; the worker before it goes on", self._name, error, exc_info=error
@@ -228,8 +224,8 @@ class Pool:
             return
         replica.worker = None
         if not self.is_closing:
-            if self._reloading is not None:
-                self._reloading.start_failed(worker, error)
+            if self.reloading is not None:
+                self.reloading.start_failed(worker, error)
             self._events.worker_failed_to_start(worker.id, error)
             self._restart_later(replica)
 
@@ -261,13 +257,13 @@ class Pool:
             BatcherClosedError: The pool was ended meanwhile.
             ConfigurationError: A reload runs.
         """
-        if self._reloading is not None:
+        if self.reloading is not None:
             raise ConfigurationError(f"{self._name}: a reload runs; wait for its end")
-        self._reloading = Reloading(self._replicas, model_spec, self._start, self._name)
+        self.reloading = Reloading(self._replicas, model_spec, self._start, self._name)
         try:
-            await self._reloading.done
+            await self.reloading.done
         finally:
-            self._reloading = None
+            self.reloading = None
 
     def _start(self, replica: Replica) -> None:
         """Start the worker of a replica without one, or the successor of its worker."""
@@ -408,8 +404,8 @@ class Pool:
 
     def _cancel_timers(self) -> None:
         """Cancel the restarts and the heartbeat; if the pool ends, the reload, too."""
-        if self._reloading is not None and self.is_closing:
-            self._reloading.fail(BatcherClosedError(f"{self._name} was closed while it reloaded"))
+        if self.reloading is not None and self.is_closing:
+            self.reloading.fail(BatcherClosedError(f"{self._name} was closed while it reloaded"))
         for replica in self._replicas:
             if replica.restart_timer is not None:
                 replica.restart_timer.cancel()

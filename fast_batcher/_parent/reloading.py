@@ -42,20 +42,25 @@ class Reloading:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._advance()
 
-    def is_awaited(self, worker: WorkerHandle) -> bool:
-        """Whether a worker is the replacement that comes next."""
+    def is_awaited(self, worker_id: int) -> bool:
+        """Whether a worker that has become ready is the replacement that comes next."""
+        index = self._reload.current
+        worker = None if index is None else self._replicas[index].worker
+        return worker is not None and worker.id == worker_id and self._is_next(worker)
+
+    def _is_next(self, worker: WorkerHandle) -> bool:
         return worker.index == self._reload.current and worker.model_spec is self._target
 
     def worker_ready(self, worker: WorkerHandle) -> None:
         """Note that a worker is ready; its replica has it as its worker."""
         if worker.index == self._reload.current:
-            if self.is_awaited(worker):
+            if self._is_next(worker):
                 self._reload.replaced()
             self._advance()
 
     def start_failed(self, worker: WorkerHandle, error: BaseException) -> None:
         """Go back if a worker with the new model could not load it."""
-        if not self.is_awaited(worker):
+        if not self._is_next(worker):
             return
         if not self._reload.goes_back:
             logger.error("%s: the reload has failed, and is undone: %s", self._name, error)
