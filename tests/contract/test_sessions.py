@@ -155,7 +155,7 @@ async def test_threads_submit(make: Make) -> None:
 
 
 async def test_stages_work_on_batches_at_the_same_time(make: Make, gate: Gate) -> None:
-    async with make(InStages, 1, model_args=(gate.path,)) as batcher:
+    async with make(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         values = ["finish waits", "infer waits", "prepare waits"]
         calls, visits = [], []
         for value in values:

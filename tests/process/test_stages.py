@@ -60,7 +60,7 @@ def last_begun(batcher: DynBatcher[Any, Any]) -> int | None:
 
 
 async def test_each_stage_has_a_batch_of_its_own(gate: Gate) -> None:
-    async with DynBatcher(InStages, 1, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         calls, visits = {}, {}
         for value in IN_STAGES:
             calls[value] = call(batcher, value)
@@ -82,7 +82,9 @@ async def test_each_stage_has_a_batch_of_its_own(gate: Gate) -> None:
 async def test_an_error_of_prepare_or_finish_fails_its_request_alone(
     gate: Gate, stage: str
 ) -> None:
-    async with DynBatcher(InStages, 4, model_args=(gate.path,), isolate_errors=False) as batcher:
+    async with DynBatcher(
+        InStages, 4, stage_threads=2, model_args=(gate.path,), isolate_errors=False
+    ) as batcher:
         bad = f"{stage} raises"
         values = ["a", bad, "infer rejects", "b"]
         first, wrong, rejected, last = [
@@ -101,7 +103,7 @@ async def test_an_error_of_prepare_or_finish_fails_its_request_alone(
 
 
 async def test_a_batch_for_which_infer_raises_is_divided(gate: Gate) -> None:
-    async with DynBatcher(InStages, 4, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(InStages, 4, stage_threads=2, model_args=(gate.path,)) as batcher:
         tasks = [call(batcher, value) for value in ("a", "infer raises", "b", "c")]
         outcomes = [await outcome(task) for task in tasks]
         assert isinstance(outcomes.pop(1), ValueError)
@@ -109,7 +111,9 @@ async def test_a_batch_for_which_infer_raises_is_divided(gate: Gate) -> None:
 
 
 async def test_a_death_costs_the_batches_that_infer_has_begun(gate: Gate) -> None:
-    async with DynBatcher(InStages, 1, model_args=(gate.path,), idempotent=False) as batcher:
+    async with DynBatcher(
+        InStages, 1, stage_threads=2, model_args=(gate.path,), idempotent=False
+    ) as batcher:
         tasks, pids = [], []
         for value in IN_STAGES:
             tasks.append(call(batcher, value))
@@ -124,7 +128,9 @@ async def test_a_death_costs_the_batches_that_infer_has_begun(gate: Gate) -> Non
 
 
 async def test_a_death_in_prepare_is_found_to_be_of_one_request(gate: Gate) -> None:
-    async with DynBatcher(InStages, 4, model_args=(gate.path,), max_restarts=None) as batcher:
+    async with DynBatcher(
+        InStages, 4, stage_threads=2, model_args=(gate.path,), max_restarts=None
+    ) as batcher:
         values = ("a", "prepare dies", "b", "c")
         tasks = [call(batcher, value) for value in values]
         outcomes = [await outcome(task) for task in tasks]
@@ -136,7 +142,7 @@ async def test_a_death_in_prepare_is_found_to_be_of_one_request(gate: Gate) -> N
 async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_answered(
     gate: Gate,
 ) -> None:
-    async with DynBatcher(InStages, 1, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         first = call(batcher, "finish waits")
         visit = await gate.visit()
         broken, behind = call(batcher, "infer breaks"), call(batcher, "behind")
@@ -152,14 +158,14 @@ async def test_a_fatal_error_of_infer_replaces_the_worker_and_the_others_are_ans
 async def test_a_fatal_error_of_prepare_or_finish_replaces_the_worker_too(
     gate: Gate, stage: str
 ) -> None:
-    async with DynBatcher(InStages, 1, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         assert isinstance(await outcome(call(batcher, f"{stage} breaks")), InferenceError)
         assert await outcome(call(batcher, "next")) == ("next", 1)
         assert assert_balance(batcher).restarts == 1
 
 
 async def test_deadlines_and_cancellation_hold_in_every_stage(gate: Gate) -> None:
-    async with DynBatcher(InStages, 2, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(InStages, 2, stage_threads=2, model_args=(gate.path,)) as batcher:
         for value in IN_STAGES:
             gone = call(batcher, value)
             mate = call(batcher, f"beside {value}")
@@ -178,7 +184,7 @@ async def test_deadlines_and_cancellation_hold_in_every_stage(gate: Gate) -> Non
 
 
 async def test_closing_finishes_every_stage(gate: Gate) -> None:
-    async with DynBatcher(InStages, 1, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(InStages, 1, stage_threads=2, model_args=(gate.path,)) as batcher:
         tasks, visits = [], []
         for value in IN_STAGES:
             tasks.append(call(batcher, value))
@@ -192,7 +198,9 @@ async def test_closing_finishes_every_stage(gate: Gate) -> None:
 
 
 async def test_methods_other_than_infer_have_no_stages(gate: Gate) -> None:
-    async with DynBatcher(InStagesWithMethod, 4, model_args=(gate.path,)) as batcher:
+    async with DynBatcher(
+        InStagesWithMethod, 4, stage_threads=2, model_args=(gate.path,)
+    ) as batcher:
         lengths = batcher.methods.measure.process_many(["a", "prepare raises"])
         assert await asyncio.gather(lengths, batcher.process_batched("b")) == [[1, 14], ("b", 1)]
 
@@ -255,7 +263,9 @@ async def test_a_failing_warm_up_names_the_error_of_prepare() -> None:
 
 
 async def test_a_model_that_is_named_by_text_has_stages_too(gate: Gate) -> None:
-    batcher: DynBatcher[Any, Any] = DynBatcher("models.stages:InStages", 1, model_args=(gate.path,))
+    batcher: DynBatcher[Any, Any] = DynBatcher(
+        "models.stages:InStages", 1, stage_threads=2, model_args=(gate.path,)
+    )
     async with batcher:
         tasks = [call(batcher, value) for value in IN_STAGES]
         for visit in [await gate.visit() for _ in IN_STAGES]:
