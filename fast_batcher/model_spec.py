@@ -96,10 +96,10 @@ def check_model(
 
 
 def refuse_shared_methods(model_spec: ModelSpec, shared: bool | str) -> None:
-    """Raise for a model with several methods if the batcher is shared.
+    """Check that a shared batcher has a model without `batchable` methods.
 
     Raises:
-        ConfigurationError: It is.
+        ConfigurationError: The model has such methods, and the batcher is shared.
     """
     if shared and model_spec.methods:
         raise ConfigurationError(

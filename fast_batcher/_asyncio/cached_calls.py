@@ -41,18 +41,23 @@ class _Computation:
         key: Key of the output.
         leader: The first caller's request.
         end: Called with this computation and its output or error.
+        is_cacheable: Whether the output may be cached.
     """
 
     def __init__(
-        self, key: Any, leader: Request, end: Callable[["_Computation", Any, Any], None]
+        self,
+        key: Any,
+        leader: Request,
+        end: Callable[["_Computation", Any, Any], None],
+        *,
+        is_cacheable: bool,
     ) -> None:
         self.key = key
         # The callers that still wait, in order of arrival.
         self.callers = [leader]
         # Looks the output up; None once it was a miss.
         self.lookup: asyncio.Task[None] | None = None
-        # Whether the output may be cached.
-        self.is_cacheable = True
+        self.is_cacheable = is_cacheable
         # The request of the session below; None before a miss.
         self.request: Request | None = None
         # For the functions `cost` and `group_by`, and for observers.
@@ -116,8 +121,8 @@ class CachedCalls:
         self._calls.add(monotonic(), request)
         self._wake_at(self._calls.next_expiry)
         if known is None:
-            computation = _Computation(key, request, self._end)
-            computation.is_cacheable = not self._reloads
+            is_cacheable = not self._reloads
+            computation = _Computation(key, request, self._end, is_cacheable=is_cacheable)
             self._by_key[key] = self._joined[request] = computation
             self._look_up(computation)
         else:

@@ -30,8 +30,13 @@ class Limits:
     # Whether a batch for which `infer` raised is divided to find the culprit.
     isolate_errors: bool = True
     # Most batches of a worker with one stage: one that runs, and above 1 full ones that wait behind
-    # it. Each further stage runs another.
+    # it. See `most_batches`.
     batches_per_worker: int = BATCHES_PER_WORKER
+
+
+def most_batches(stages: int, batches_per_worker: int = BATCHES_PER_WORKER) -> int:
+    """Return the most batches of a worker: each stage but the first runs one more."""
+    return batches_per_worker + stages - 1
 
 
 def or_infinite(limit: float | None) -> float:

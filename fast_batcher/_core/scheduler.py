@@ -69,7 +69,6 @@ class Scheduler:
         methods: Sequence[Method] = (),
     ) -> None:
         self._policy = policy
-        self._batches_per_worker = limits.batches_per_worker
         self.counts_bytes = limits.max_queue_bytes is not None
         self._timeout = or_infinite(limits.timeout)
         self._packer = packer
@@ -206,7 +205,7 @@ class Scheduler:
             times: Sizes and seconds of its warm-up batches.
             stages: Batches on which it works at the same time.
         """
-        self.workers.add(worker, self._batches_per_worker + stages - 1)
+        self.workers.add(worker, stages)
         self._times.observe_warm_up(times)
         self._times.price_warm_ups(list(self.queue))
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from fast_batcher._core.limits import BATCHES_PER_WORKER, Limits, or_infinite
+from fast_batcher._core.limits import Limits, most_batches, or_infinite
 from fast_batcher._core.messages import (
     Action,
     Batch,
@@ -27,8 +27,8 @@ class WorkerSlot:
     """A worker that has been ready and has not been lost, and its batches."""
 
     id: int
-    # Most batches at a time.
-    most_batches: int
+    # Batches on which it works at the same time.
+    stages: int
     # Its batches, oldest first; it computes the first one.
     batches: list[Batch] = field(default_factory=list)
     # Start of the first batch; infinite once that batch is beyond `infer_timeout`.
@@ -46,13 +46,13 @@ class WorkerSlot:
 
     @property
     def is_on_trial(self) -> bool:
-        """Whether it computes a request with which another worker died, and has stages.
+        """Whether it has several stages, and a request with which another worker died.
 
-        With stages it would prepare the next batch meanwhile. If it died too, that batch could be
-        the cause, and the request would be given up: see docs/decisions/0010.
+        It would prepare the next batch meanwhile. If it died too, that batch could be the cause,
+        and the request would be given up: see docs/decisions/0010.
         """
-        has_stages = self.most_batches > BATCHES_PER_WORKER
-        return has_stages and bool(self.batches) and self.batches[0].requests[0].losses > 0
+        is_busy = self.stages > 1 and bool(self.batches)
+        return is_busy and self.batches[0].requests[0].losses > 0
 
 
 class WorkerTable:
@@ -65,6 +65,7 @@ class WorkerTable:
     def __init__(self, limits: Limits) -> None:
         self._timeout = or_infinite(limits.timeout)
         self._infer_timeout = or_infinite(limits.infer_timeout)
+        self._batches_per_worker = limits.batches_per_worker
         # By the worker's number.
         self.slots: dict[int, WorkerSlot] = {}
         # Batches on workers, by id.
@@ -100,10 +101,10 @@ class WorkerTable:
         yield from self.batches.values()
         yield from self.copying_out.values()
 
-    def add(self, worker: int, most_batches: int) -> None:
-        """Add a worker that has become ready, with room for `most_batches`."""
+    def add(self, worker: int, stages: int) -> None:
+        """Add a worker that has become ready, and its number of stages."""
         assert worker not in self.slots, "a worker is lost before it can be ready again"
-        self.slots[worker] = WorkerSlot(worker, most_batches)
+        self.slots[worker] = WorkerSlot(worker, stages)
 
     def retire(self, worker: int) -> None:
         """Give a worker no more batches; it finishes its own."""
@@ -137,9 +138,9 @@ class WorkerTable:
         found = None
         for slot in self.slots.values():
             count = len(slot.batches)
-            has_room = count < below and count < slot.most_batches
+            most = min(below, most_batches(slot.stages, self._batches_per_worker))
             is_available = not (slot.is_stalled or slot.is_retired)
-            if has_room and is_available and not slot.is_on_trial:
+            if count < most and is_available and not slot.is_on_trial:
                 found, below = slot, count
         return found
 

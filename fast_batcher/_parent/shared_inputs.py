@@ -13,7 +13,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from fast_batcher._core.limits import BATCHES_PER_WORKER
+from fast_batcher._core.limits import most_batches
 from fast_batcher._core.messages import Batch
 from fast_batcher._parent.input_arena import MOST_AT_ONCE, CopyState, InputArena, StagedInput
 from fast_batcher._parent.memory_service import MemoryService
@@ -59,13 +59,13 @@ class SharedInputSender:
         # By ready worker and batch id: the slabs of batches that the worker may still view.
         self._leases: dict[int, dict[int, list[Slab]]] = {}
         # Batches that a worker may have; all workers have the same model.
-        self._most_batches = BATCHES_PER_WORKER
+        self._most_batches = most_batches(stages=1)
         self.arena = InputArena(memory, settings, self._warn)
 
     def add_worker(self, link: WorkerLink) -> None:
         """Add a worker that is ready."""
         self._leases[link.id] = {}
-        self._most_batches = BATCHES_PER_WORKER + link.stages - 1
+        self._most_batches = most_batches(link.stages)
 
     def remove_worker(self, worker_id: int, inherited: int | None) -> None:
         """Remove a dead worker, and end its leases.

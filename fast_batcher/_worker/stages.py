@@ -114,6 +114,8 @@ class StageLoop:
     def run(self) -> None:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error.
 
+        After a fatal error of `finish` the parent ends the process.
+
         Raises:
             BrokenPipeError: The parent has closed its end.
         """

@@ -94,16 +94,17 @@ class Reuses(AtGate):
 
     def __init__(self, gate: str) -> None:
         super().__init__(gate)
-        self._output = load_numpy().zeros(4)
+        # Two axes: what is taken out of an array with one is a copy in any case.
+        self._output = load_numpy().zeros((4, 1))
 
     def infer(self, inputs: list[int]) -> Any:
-        self._output[: len(inputs)] = inputs
+        self._output[: len(inputs), 0] = inputs
         return self._output[: len(inputs)]
 
     def finish(self, output: Any) -> float:
-        if output > 0:
+        if output[0] > 0:
             pass_gate(self._gate)
-        return float(output)
+        return float(output[0])
 
 
 class Halves(InferenceModel[Any, float]):
