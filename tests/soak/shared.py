@@ -16,6 +16,7 @@ from time import monotonic
 from waits import LIMIT
 
 from soak.lives import ENVIRONMENT
+from soak.models import read_journal
 from soak.report import Findings
 from soak.watch import shared_names
 
@@ -60,14 +61,18 @@ def find_hosts(folder: str) -> list[int]:
     return [pid for pid, parent in found.items() if parent not in found]
 
 
-def find_workers(hosts: list[int]) -> list[int]:
-    """Find the workers of hosts."""
-    children = []
+def find_workers(hosts: list[int], folder: str) -> list[int]:
+    """Find the workers of hosts that have computed a batch.
+
+    The death of a worker that loads the first model of its host is a failed start, which every
+    caller is told.
+    """
+    children: list[int] = []
     for host in hosts:
         for path in Path(f"/proc/{host}/task").glob("*/children"):
             with suppress(OSError):
                 children += [int(pid) for pid in path.read_text().split()]
-    return children
+    return [pid for pid in children if read_journal(folder, pid)]
 
 
 @dataclass
@@ -106,7 +111,7 @@ class Run:
         hosts = find_hosts(self.folder)
         self.most_hosts = max(self.most_hosts, len(hosts))
         victims = {
-            "a worker": find_workers(hosts),
+            "a worker": find_workers(hosts, self.folder),
             "the host": hosts,
             "an API process": [one.process.pid for one in self.sharers],
         }[what]
