@@ -27,8 +27,9 @@ class WorkerSlot:
     """A worker that has been ready and has not been lost, and its batches."""
 
     id: int
-    # Batches on which it works at the same time.
-    stages: int
+    # Most batches at a time, and whether it may work on several at the same time.
+    most_batches: int
+    has_stages: bool
     # Its batches, oldest first; it computes the first one.
     batches: list[Batch] = field(default_factory=list)
     # Start of the first batch; infinite once that batch is beyond `infer_timeout`.
@@ -51,7 +52,7 @@ class WorkerSlot:
         It would prepare the next batch meanwhile. If it died too, that batch could be the cause,
         and the request would be given up: see docs/decisions/0010.
         """
-        is_busy = self.stages > 1 and bool(self.batches)
+        is_busy = self.has_stages and bool(self.batches)
         return is_busy and self.batches[0].requests[0].losses > 0
 
 
@@ -104,7 +105,9 @@ class WorkerTable:
     def add(self, worker: int, stages: int) -> None:
         """Add a worker that has become ready, and its number of stages."""
         assert worker not in self.slots, "a worker is lost before it can be ready again"
-        self.slots[worker] = WorkerSlot(worker, stages)
+        self.slots[worker] = WorkerSlot(
+            worker, most_batches(stages, self._batches_per_worker), has_stages=stages > 1
+        )
 
     def retire(self, worker: int) -> None:
         """Give a worker no more batches; it finishes its own."""
@@ -138,7 +141,7 @@ class WorkerTable:
         found = None
         for slot in self.slots.values():
             count = len(slot.batches)
-            most = min(below, most_batches(slot.stages, self._batches_per_worker))
+            most = min(below, slot.most_batches)
             is_available = not (slot.is_stalled or slot.is_retired)
             if count < most and is_available and not slot.is_on_trial:
                 found, below = slot, count
