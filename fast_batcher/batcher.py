@@ -22,6 +22,7 @@ from contextlib import (
     suppress,
 )
 from contextvars import Context
+from threading import get_ident
 from typing import Any, Generic, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
@@ -239,12 +240,15 @@ class DynBatcher(Generic[InputT, OutputT]):
         input may be read for some milliseconds after the cancellation: until then a `bytearray`
         cannot be resized, and an array must not be resized with `refcheck=False`.
         """
-        loop = get_running_loop()
         session = self._session
-        if session is None or session.binding.loop is not loop or self._status.state is not _OPEN:
+        if session is None or self._status.state is not _OPEN:
             session = self._find_session()
+        binding = session.binding
+        if binding.thread != get_ident() or not binding.loop.is_running():
+            session = self._find_session()
+            binding = session.binding
         deadline = None if timeout is None else monotonic() + checked_timeout(timeout)
-        future: Future[OutputT] = Future(loop=loop)
+        future: Future[OutputT] = Future(loop=binding.loop)
         request = Request(value, future, deadline)
         if timeout is not None:
             request.timeout = timeout

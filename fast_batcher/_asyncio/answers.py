@@ -107,10 +107,12 @@ class Answers:
             Exception: The frame is invalid. The requests of its batch have failed, and the pool
                 replaces the worker.
         """
-        if frame.kind in UNFINISHED_KINDS:
-            self._take_unfinished(worker, frame)
-            return
-        has_raised = frame.kind in RAISED_KINDS
+        kind, has_raised = frame.kind, False
+        if kind is not _OUTPUT_ATOMS:
+            if kind in UNFINISHED_KINDS:
+                self._take_unfinished(worker, frame)
+                return
+            has_raised = kind in RAISED_KINDS
         scheduler = self._scheduler
         now = monotonic()
         batch = scheduler.batch_done(now, worker, frame.batch_id, has_raised)
@@ -126,10 +128,10 @@ class Answers:
         if has_raised or scheduler.is_poll_due:
             self._pump.advance(monotonic())
         try:
-            if frame.kind is _SHARED_OUTPUTS:
+            if kind is _SHARED_OUTPUTS:
                 self._collect(frame, batch)
             else:
-                earlier = self._fragments.pop(worker, None)
+                earlier = self._fragments.pop(worker, None) if self._fragments else None
                 outcomes = read_outcomes(frame, earlier, len(requests), self._reader)
                 self._ledger.answer(batch, requests, outcomes)
         except Exception as error:

@@ -7,6 +7,11 @@ from contextvars import Context
 from threading import get_ident
 from typing import Any, NoReturn
 
+from fast_batcher._fork import at_fork
+
+# The number of no thread: a forked child has a copy of the loop, which says that it is running.
+_NO_THREAD = -1
+
 
 class LoopBinding:
     """Binds a session to the event loop that runs now, until it is bound to another one.
@@ -18,18 +23,25 @@ class LoopBinding:
     def __init__(self, name: str) -> None:
         self._name = name
         self._pid = os.getpid()
+        # A call comes from this loop if the loop runs and the call is in its thread. To ask
+        # `asyncio.get_running_loop` takes a system call, 0.3 us, on Python 3.11.
         self.loop = asyncio.get_running_loop()
-        self._thread = get_ident()
+        self.thread = get_ident()
+        at_fork(self, in_child=LoopBinding._unbind)
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Bind to another event loop, which runs in this thread."""
         self.loop = loop
-        self._thread = get_ident()
+        self.thread = get_ident()
+
+    def _unbind(self) -> None:
+        """Let no call of a forked child take the copy of the loop for one that runs."""
+        self.thread = _NO_THREAD
 
     @property
     def runs_elsewhere(self) -> bool:
         """Whether the event loop runs in another thread than this call."""
-        return self.loop.is_running() and self._thread != get_ident()
+        return self.loop.is_running() and self.thread != get_ident()
 
     @property
     def is_forked(self) -> bool:

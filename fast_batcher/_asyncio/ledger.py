@@ -63,21 +63,33 @@ class Counters:
     cache_results: Counter[str] = field(default_factory=Counter)
     batch_sizes: Counter[int] = field(default_factory=Counter)
     releases: Counter[str] = field(default_factory=Counter)
-    # The last answered batches.
-    samples: deque[BatchSample] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
+    # The last answered batches: the fields of a `BatchSample`, which takes 0.2 us to make.
+    samples: deque[Any] = field(default_factory=lambda: deque(maxlen=SAMPLED_BATCHES))
+
+    def count_outcomes(self, ended: list[Outcome]) -> None:
+        """Count how the requests of a batch have ended; most have completed."""
+        completed = ended.count("completed")
+        self.outcomes["completed"] += completed
+        if completed != len(ended):
+            self.outcomes.update(one for one in ended if one != "completed")
 
     def count_batch(self, size: int, release: str) -> None:
         """Count a batch that is sent."""
         self.batch_sizes[size] += 1
         self.releases[release] += 1
 
+    def list_samples(self) -> list[BatchSample]:
+        """Return the last answered batches, oldest first."""
+        return [*map(BatchSample._make, self.samples)]
+
     def snapshot(
         self, *, state: str, workers_ready: int, num_workers: int, waiting: int, running: int
     ) -> BatcherStats:
         """Copy the present counts, completed by the batcher's state and load."""
         # A wait counts for all requests of its batch.
-        waits = [(one.waited, one.size) for one in self.samples]
-        infer_times = [(one.infer_seconds, 1) for one in self.samples]
+        samples = self.list_samples()
+        waits = [(one.waited, one.size) for one in samples]
+        infer_times = [(one.infer_seconds, 1) for one in samples]
         queue_wait_p50, queue_wait_p95 = weighted_quantiles(waits, (0.50, 0.95))
         infer_p50, infer_p95 = weighted_quantiles(infer_times, (0.50, 0.95))
         return BatcherStats(
@@ -148,7 +160,7 @@ class Ledger:
                     ended.append("completed")
             except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
                 ended.append("cancelled")
-        self.counters.outcomes.update(ended)
+        self.counters.count_outcomes(ended)
         if is_observed:
             worker = batch.worker % self._num_workers
             told = list(zip(waiting, ended, strict=True))
@@ -156,18 +168,10 @@ class Ledger:
 
     def complete_batch(self, now: float, batch: Batch) -> None:
         """Record an answered batch, whose requests need not have ended."""
-        waited, size = batch.wait_until(batch.began_at)
-        self.counters.samples.append(
-            BatchSample(
-                batch.began_at,
-                now,
-                size,
-                batch.release,
-                batch.left_waiting,
-                waited,
-                batch.infer_seconds,
-            )
-        )
+        began_at = batch.began_at
+        waited, size = batch.wait_until(began_at)
+        left, seconds = batch.left_waiting, batch.infer_seconds
+        self.counters.samples.append((began_at, now, size, batch.release, left, waited, seconds))
 
     def fail(self, request: Request, error: BaseException, reason: str) -> None:
         """Give one caller an error; the request is settled already."""

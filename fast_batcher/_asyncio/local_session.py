@@ -41,7 +41,6 @@ from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._transport.codec import measure_size
-from fast_batcher._transport.frames import Frame
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,
@@ -125,6 +124,8 @@ class LocalSession:
         self._answers = Answers(
             scheduler, ledger, pump, sender, pool, memory, reports, access.reader
         )
+        # Handles a frame of a ready worker; directly, as above.
+        self.frame_arrived = self._answers.take
 
     @property
     def load(self) -> tuple[int, int, int]:
@@ -153,7 +154,7 @@ class LocalSession:
             settings.group_by is not None,
             settings.enabled,
         )
-        explained = explain(self._ledger.counters.samples, setup)
+        explained = explain(self._ledger.counters.list_samples(), setup)
         return replace(explained, service_times=self.scheduler.service.points())
 
     # Opening.
@@ -255,10 +256,6 @@ class LocalSession:
         self.pump.take_arrivals(monotonic())
         self._fail(self.scheduler.give_up())
         self.pump.notice_drained()
-
-    def frame_arrived(self, worker: int, frame: Frame) -> None:
-        """Handle a frame of a ready worker."""
-        self._answers.take(worker, frame)
 
     def worker_retired(self, worker: int) -> None:
         """Give a worker no more batches: another has taken its place."""

@@ -67,7 +67,9 @@ class Pump:
         self._pool = pool
         self._ledger = ledger
         self._observers = ledger.observers
-        self._evaluator = evaluator
+        # Empty without observers.
+        self._active = ledger.observers.active
+        self._find_fault = evaluator.find_fault if evaluator.is_needed else None
         self._status = status
         self._reports = reports
         self._loop = loop
@@ -92,16 +94,17 @@ class Pump:
 
         Called in the caller's context, which the user's functions see.
         """
-        if self._observers.active:
+        if self._active:
             request.context = self._observers.copy_context()
-        if self._evaluator.is_needed:
-            error = self._evaluator.find_fault(request)
+        if self._find_fault is not None:
+            error = self._find_fault(request)
             if error is not None:
                 self._ledger.reject(request, error, "invalid input")
                 return
         if request.priority:
             self._scheduler.rank_requests()
-        if type(request.value) in self._staged_types and self._has_queue_room():
+        staged_types = self._staged_types
+        if staged_types and type(request.value) in staged_types and self._has_queue_room():
             request.staged = self._arena.stage(request.value)
         self.arrivals.append(request)
         if not self._is_scheduled:
@@ -199,7 +202,8 @@ class Pump:
             has_read: As for `Scheduler.poll`. Frames cannot be read while a frame is handled, whose
                 memory would be overwritten.
         """
-        self.take_arrivals(now)
+        if self.arrivals:
+            self.take_arrivals(now)
         actions, wake_at = self._scheduler.poll(now, has_read=has_read, answering=self._answering)
         for action in actions:
             try:
@@ -211,7 +215,7 @@ class Pump:
                 elif isinstance(action, Dispatch):
                     batch = action.batch
                     self.withdraw(batch, [(one, to_error()) for one in batch.requests])
-        if wake_at is not None:
+        if wake_at is not None and wake_at < self._timer_at:
             self._wake_at(wake_at)
         if self._drained is not None:
             self.notice_drained()
@@ -219,12 +223,14 @@ class Pump:
     def _do(self, action: Dispatch | Expire | Stall | Replace | Fail) -> None:
         if isinstance(action, Dispatch):
             batch = action.batch
-            self._ledger.counters.count_batch(len(batch.requests), batch.release)
             contexts: list[bytes] = []
-            if self._observers.active:
+            if self._active:
                 worker = self._reports.index(batch.worker)
                 contexts = self._observers.follow(batch, dumps, worker)
+            size = len(batch.requests)
             unsendable = self._sender.send(batch, contexts)
+            # While the worker wakes up.
+            self._ledger.counters.count_batch(size, batch.release)
             if unsendable:
                 self.withdraw(batch, unsendable)
         elif isinstance(action, Expire):

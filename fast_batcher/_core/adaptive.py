@@ -144,7 +144,7 @@ class AdaptivePolicy(Policy):
         self.learns = True
         self._is_holding = False
         # False until a batch has shown that there are more clients than workers, and in a rest.
-        self._considers_holds = False
+        self.may_hold = False
         self._max_delay = inf if max_delay is None else max_delay
         # Arrivals after a batch, and after an arrival at an idle system.
         self._after_batch = ReturnCurve()
@@ -182,7 +182,7 @@ class AdaptivePolicy(Policy):
             self._alone = load.service.median(1)
             self._after_batch.begin(now, self._alone, size)
         # Otherwise each client could have a worker for itself, and no batch would become larger.
-        self._considers_holds = max(self._peaks) > load.workers
+        self.may_hold = max(self._peaks) > load.workers
         self._without_hold += 1
         if self._without_hold == PATIENCE:
             self._begin_rest()
@@ -196,7 +196,7 @@ class AdaptivePolicy(Policy):
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now, or hold until the moment at which the expected gain is largest."""
         was_holding = self._is_holding
-        if not self._considers_holds:
+        if not self.may_hold:
             return Release.HOLD if was_holding else Release.IDLE
         if was_holding and now >= self._hold_until:
             late = min(now - self._hold_until, MOST_LATENESS)
@@ -227,7 +227,7 @@ class AdaptivePolicy(Policy):
         self._rest = self._next_rest
         self._next_rest = min(2 * self._next_rest, LONGEST_REST)
         self.learns = False
-        self._considers_holds = False
+        self.may_hold = False
         # Lateness is measured during holds only. Halving it lets holds resume after a load that
         # made timers late.
         self._lateness /= 2

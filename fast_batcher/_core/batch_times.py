@@ -127,8 +127,7 @@ def method_of(group: Group | None) -> Method | None:
 
 def cap_of(group: Group | None, default: SizeCap) -> SizeCap:
     """Return the limit of the batches of a group."""
-    method = method_of(group)
-    return default if method is None else method.size_cap
+    return default if group is None or group.method is None else group.method.size_cap
 
 
 def shrink(batch: Batch, default: SizeCap) -> None:

@@ -93,30 +93,51 @@ _QUEUED = Phase.QUEUED
 class Request:
     """Input of one call, with its deadline, cost and phase, from the queue to the answer."""
 
-    # Slots: an object whose attributes lie in a dict takes 0.1 us more per call.
+    # One is made for each call, so what most requests never need is a default of the class, and
+    # lies in the dict of the requests that need it.
     __slots__ = (
+        "__dict__",
         "__weakref__",
         "arrival",
         "batch_id",
         "caller",
-        "context",
-        "cost",
         "deadline",
-        "deaths",
-        "group",
         "has_explicit_deadline",
         "id",
         "is_settled",
-        "lane_position",
-        "losses",
         "phase",
-        "priority",
-        "size",
-        "staged",
-        "target",
-        "timeout",
         "value",
     )
+    # The moment at which the scheduler accepted it.
+    arrival: float
+    # The id of the batch that carries it, while it is SENT or COPYING_OUT. A reference to the batch
+    # would make every batch a cycle that only the garbage collector can free.
+    batch_id: int
+    # The seconds that the caller named, None if it named none; errors repeat them.
+    timeout: float | None = None
+    # Higher goes first: see `RankedQueue`.
+    priority = 0
+    # Requests with different groups never share a batch; None where there is no `group_by`.
+    group: Group | None = None
+    cost = 1.0
+    # Bytes of the input; -1 until it is measured, which happens only where there is a
+    # `max_queue_bytes`.
+    size = -1
+    # The moment by which the answer is wanted, at most the deadline; unlike the deadline it ends
+    # nothing: see `Admission`. None until the scheduler sets one. The shell sets it to infinity if
+    # an explicit deadline is not to become a target.
+    target: float | None = None
+    # The context variables of the caller, None if no observer needs them. The shell sets them.
+    context: Any = None
+    # The copy of the input in shared memory, or None. The shell sets it, and the core never reads
+    # it.
+    staged: Any = None
+    # Number of earlier arrivals in its lane of a `RankedQueue`.
+    lane_position = 0
+    # Workers that died with this request, and how many of these had begun to compute it: see
+    # `Retries`.
+    losses = 0
+    deaths = 0
 
     def __init__(self, value: Any, caller: Any, deadline: float | None = None) -> None:
         self.value = value
@@ -125,41 +146,11 @@ class Request:
         # See the module's docstring.
         self.phase = _QUEUED
         self.is_settled = False
-        # The id of the batch that carries it; meaningful while it is SENT or COPYING_OUT. A
-        # reference to the batch would make every batch a cycle that only the garbage collector can
-        # free.
-        self.batch_id = -1
         # The moment at which it expires. Without an explicit one the scheduler sets it on arrival.
         self.has_explicit_deadline = deadline is not None
         self.deadline = inf if deadline is None else deadline
-        # The seconds that the caller named, None if it named none; errors repeat them.
-        self.timeout: float | None = None
-        # Higher goes first: see `RankedQueue`.
-        self.priority = 0
-        # Requests with different groups never share a batch; None where there is no `group_by`.
-        self.group: Group | None = None
-        self.cost = 1.0
-        # Bytes of the input; -1 until it is measured, which happens only where there is a
-        # `max_queue_bytes`.
-        self.size = -1
-        # The moment by which the answer is wanted, at most the deadline; unlike the deadline it
-        # ends nothing: see `Admission`. None until the scheduler sets one. The shell sets it to
-        # infinity if an explicit deadline is not to become a target.
-        self.target: float | None = None
-        # The context variables of the caller, None if no observer needs them. The shell sets them.
-        self.context: Any = None
-        # The copy of the input in shared memory, or None. The shell sets it, and the core never
-        # reads it.
-        self.staged: Any = None
-        # The scheduler sets these when it accepts the request. Ids rise with the order of arrival.
+        # The scheduler sets it when it accepts the request. Ids rise with the order of arrival.
         self.id = -1
-        self.arrival = 0.0
-        # Number of earlier arrivals in its lane of a `RankedQueue`.
-        self.lane_position = 0
-        # Workers that died with this request, and how many of these had begun to compute it: see
-        # `Retries`.
-        self.losses = 0
-        self.deaths = 0
 
 
 def target_of(request: Request) -> float:
@@ -182,6 +173,9 @@ def settle_open(requests: Iterable[Request]) -> list[Request]:
 
 class Release(StrEnum):
     """Reason for dispatching a batch at this moment."""
+
+    # The hash of an enumeration is a Python function, and each batch is counted by its reason.
+    __hash__ = str.__hash__
 
     FULL = "full"  # it holds `max_batch_size` requests
     IDLE = "idle"  # a worker was free

@@ -31,6 +31,8 @@ class Policy(ABC):
 
     # Whether `arrived` and `batch_done` are to be called.
     learns = False
+    # Whether `decide` may return a moment now; otherwise the batch leaves without asking.
+    may_hold = True
 
     @abstractmethod
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
@@ -72,6 +74,8 @@ class GreedyPolicy(Policy):
     optimum for models with a high fixed cost per batch, and fixed windows cost up to ten times
     as much: `benchmarks/results/simulation-open-loop.txt`.
     """
+
+    may_hold = False
 
     def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
         """Send now."""

@@ -64,6 +64,9 @@ class RequestQueue:
     def batch_left(self, requests: list[Request]) -> None:
         """Remove the requests that `choose` has just returned."""
         self.size -= len(requests)
+        if not self.size:
+            self._entries.clear()
+            return
         while self._entries.popleft() is not requests[-1]:
             pass
 

@@ -41,6 +41,8 @@ from fast_batcher._core.request_queue import RequestQueue
 from fast_batcher._core.retries import Retries
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
 
+# Read once: on Python 3.11 a member of an enumeration costs as much as a call.
+_FULL, _IDLE, _RETRY, _SENT = Release.FULL, Release.IDLE, Release.RETRY, Phase.SENT
 _deadline = attrgetter("deadline")
 _has_explicit_deadline = attrgetter("has_explicit_deadline")
 
@@ -102,7 +104,9 @@ class Scheduler:
     @property
     def next_expiry(self) -> float:
         """Lower bound of the next expiry; before it `poll` need not be called for expiries."""
-        return min(self._next_expiry, self.workers.next_expiry)
+        # Not `min`, which takes 0.07 us; here and below.
+        waiting, running = self._next_expiry, self.workers.next_expiry
+        return waiting if waiting < running else running
 
     @property
     def is_poll_due(self) -> bool:
@@ -140,7 +144,7 @@ class Scheduler:
         for request_id, request in enumerate(accepted, self._next_request_id):
             request.id = request_id
             request.arrival = now
-            if not request.has_explicit_deadline:
+            if not (are_named and request.has_explicit_deadline):
                 request.deadline = deadline
         self._next_request_id += len(accepted)
         self.queue.extend(accepted)
@@ -354,12 +358,12 @@ class Scheduler:
         actions, self._learning_errors = self._learning_errors, []
         held_until = inf
         try:
-            if min(self._next_expiry, self.workers.next_expiry) <= now:
+            if self._next_expiry <= now or self.workers.next_expiry <= now:
                 self._expire(now, actions, has_read=has_read, answering=answering)
             held_until = self._dispatch(now, actions)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
             actions.append(Fail(error, self.give_up()))
-        wake_at = min(held_until, self._next_expiry, self.workers.next_expiry)
+        wake_at = held_until if held_until < self.next_expiry else self.next_expiry
         return actions, None if wake_at == inf else wake_at
 
     def _expire(
@@ -391,8 +395,8 @@ class Scheduler:
             # worker.
             if slot.batches and (self._retries.groups or not is_full):
                 break
-            release = Release.FULL if is_full else self._decide(now)
-            if not isinstance(release, Release):
+            release = _FULL if is_full else self._decide(now)
+            if release is not _IDLE and not isinstance(release, Release):
                 return release
             requests, release = self._choose(now, slot, release, actions)
             if not requests:
@@ -405,8 +409,9 @@ class Scheduler:
         """Decide about a batch that is not full: its reason to leave, or the end of its hold."""
         if self._admission.is_draining:
             return Release.DRAIN
-        if self.queue.has_full_group(self._size_cap.size):
-            return Release.IDLE  # so that a full batch of another group can follow
+        # A full batch of another group can follow.
+        if not self._policy.may_hold or self.queue.has_full_group(self._size_cap.size):
+            return _IDLE
         decision = self._policy.decide(now, self.queue, self._load())
         if isinstance(decision, Release):
             return decision
@@ -444,16 +449,17 @@ class Scheduler:
         isolate_until: float = inf,
     ) -> None:
         """Make a batch, assign it to a worker, and add its `Dispatch` action."""
-        size, deadline = len(requests), min(map(_deadline, requests))
-        batch_id = self._next_batch_id
-        batch = Batch(batch_id, slot.id, requests, release, deadline, size, now)
+        queue, batch_id = self.queue, self._next_batch_id
+        # A `RequestQueue` is in the order of deadlines.
+        is_ranked = isinstance(queue, RankedQueue)
+        deadline = min(map(_deadline, requests)) if is_ranked else requests[0].deadline
+        batch = Batch(batch_id, slot.id, requests, release, deadline, len(requests), now)
         self._next_batch_id += 1
-        if release is not Release.RETRY:
-            self.queue.batch_left(requests)
-        batch.isolate_until, batch.left_waiting = isolate_until, self.queue.size
-        sent = Phase.SENT  # read once: on Python 3.11 that takes 0.15 us, and this loop a third
+        if release is not _RETRY:
+            queue.batch_left(requests)
+        batch.isolate_until, batch.left_waiting = isolate_until, queue.size
         for request in requests:
-            request.phase = sent
-            request.batch_id = batch.id
+            request.phase = _SENT
+            request.batch_id = batch_id
         self.workers.give(now, slot, batch)
         actions.append(Dispatch(batch))

@@ -141,9 +141,10 @@ class WorkerTable:
         found = None
         for slot in self.slots.values():
             count = len(slot.batches)
-            most = min(below, slot.most_batches)
             is_available = not (slot.is_stalled or slot.is_retired)
-            if count < most and is_available and not slot.is_on_trial:
+            if is_available and count < below and count < slot.most_batches:
+                if count and slot.is_on_trial:
+                    continue
                 found, below = slot, count
         return found
 
@@ -184,7 +185,8 @@ class WorkerTable:
     def _begin_first(self, now: float, slot: WorkerSlot) -> None:
         """Start the time of a worker's first batch."""
         slot.started_at = now
-        self.next_expiry = min(self.next_expiry, now + self._infer_timeout)
+        if now + self._infer_timeout < self.next_expiry:
+            self.next_expiry = now + self._infer_timeout
         if not slot.batches[0].open_count:  # its callers left while it waited behind another one
             self.notice_deserted(slot.batches[0])
 

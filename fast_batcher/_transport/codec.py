@@ -80,11 +80,12 @@ def dump_atoms(values: list[Any], limit: int) -> bytes | None:
     Returns:
         The pickle, or None if a value has another type or the total reaches the limit.
     """
-    kinds = set(map(type, values))
-    if not kinds <= ATOMS:
-        return None
-    texts = values if kinds <= TEXTS else [one for one in values if type(one) in TEXTS]
-    return dumps(values) if sum(map(len, texts)) < limit else None
+    texts = values
+    if not TEXTS.issuperset(map(type, values)):
+        if not ATOMS.issuperset(map(type, values)):
+            return None
+        texts = [one for one in values if type(one) in TEXTS]
+    return pickle.dumps(values, PROTOCOL) if sum(map(len, texts)) < limit else None
 
 
 def fragment(items: Iterable[bytes | SerializedError], max_frame_bytes: int) -> Iterator[bytes]:

@@ -98,6 +98,8 @@ class Frame(NamedTuple):
     body: memoryview | bytearray | bytes
 
 
+# Makes a frame of a tuple; the constructor of a named tuple is a Python function.
+_make_frame: Final = functools.partial(tuple.__new__, Frame)
 # Packs a header: kind, body length, batch id, seconds.
 pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
 
@@ -193,7 +195,8 @@ class FrameReader:
         else:
             self._start += size
             self.rest -= size
-        return Frame(kind, batch_id, seconds, self._view[start + HEADER_SIZE : start + size])
+        body = self._view[start + HEADER_SIZE : start + size]
+        return _make_frame((kind, batch_id, seconds, body))
 
     @property
     def missing(self) -> int | None:

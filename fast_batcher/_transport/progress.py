@@ -13,6 +13,8 @@ from fast_batcher._transport.memory_file import make_memory_file, map_file
 
 # Five unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, a flag, and a count.
 _SIZE = 40
+# Positions of the ids of `taken` and `begun`, which the worker writes without a call.
+TAKEN, BEGUN = 0, 1
 _IS_TO_END = 3
 _LOST_RECORDS = 4
 
@@ -42,9 +44,9 @@ class WorkerProgress:
     """
 
     # The batch that the worker read last.
-    taken = _BatchId(0)
+    taken = _BatchId(TAKEN)
     # The batch whose computation began last.
-    begun = _BatchId(1)
+    begun = _BatchId(BEGUN)
     # The last batch whose inputs the worker's children may still view; set to -1 for no batch.
     inherited = _BatchId(2)
 

@@ -9,11 +9,11 @@ import ctypes
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._arrays.stacking import Piece, lent, make_piece
-from fast_batcher._batch_contexts import NO_CONTEXTS, BatchContexts
+from fast_batcher._batch_contexts import BatchContexts
 from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
 from fast_batcher._shared_memory.views import SlabViews
 from fast_batcher._transport import codec
@@ -21,7 +21,7 @@ from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind, pack_header
 from fast_batcher._transport.pickler import load_items, view_pickle
-from fast_batcher._transport.progress import WorkerProgress
+from fast_batcher._transport.progress import BEGUN, TAKEN, WorkerProgress
 from fast_batcher._worker.out_of_memory import free_memory
 from fast_batcher._worker.replies import Reply, ReplyEncoder
 from fast_batcher.errors import (
@@ -34,15 +34,9 @@ from fast_batcher.errors import (
 _INPUT_ATOMS, _INPUTS, _SHARED_INPUTS = Kind.INPUT_ATOMS, Kind.INPUTS, Kind.SHARED_INPUTS
 
 
-class Inputs(NamedTuple):
-    """The inputs of a batch."""
-
-    # Those that could be unpickled, in their order.
-    values: list[Any]
-    # Errors of the others, by position in the batch.
-    errors: dict[int, SerializedError]
-    # Shared memory of the values, for `stack`.
-    pieces: list[Piece]
+# The inputs of a batch: those that could be unpickled, in their order; errors of the others, by
+# position in the batch; and the shared memory of the inputs, for `stack`.
+Inputs = tuple[list[Any], dict[int, SerializedError], list[Piece]]
 
 
 class InputReader:
@@ -54,6 +48,9 @@ class InputReader:
 
     def __init__(self, slabs: SlabViews | None) -> None:
         self._slabs = slabs
+        # While both are empty, no shared memory is to be reported as free.
+        self.freed: list[int] = [] if slabs is None else slabs.freed
+        self.forks: list[Any] = [] if slabs is None else slabs.forks
         # Inputs from INPUTS_FRAGMENT frames, by batch id, until the last frame of the batch.
         self._fragments: dict[int, list[bytes]] = {}
 
@@ -65,7 +62,7 @@ class InputReader:
         """Return the inputs of a batch."""
         pieces: list[Piece] = []
         if frame.kind is _INPUT_ATOMS:
-            return Inputs(codec.loads(frame.body), {}, pieces)
+            return codec.loads(frame.body), {}, pieces
         if frame.kind is _INPUTS:
             items = self._fragments.pop(frame.batch_id, []) + codec.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
@@ -74,14 +71,12 @@ class InputReader:
         errors = {at: one for at, one in enumerate(values) if type(one) is SerializedError}
         if errors:
             values = [one for one in values if type(one) is not SerializedError]
-        return Inputs(values, errors, pieces)
+        return values, errors, pieces
 
     def pack_freed(self) -> bytes:
         """Return a FREED frame with the batches that have no view left; empty without any."""
         slabs = self._slabs
-        if slabs is None or not (slabs.freed or slabs.forks):
-            return b""
-        freed = slabs.take_freed()
+        freed = [] if slabs is None else slabs.take_freed()
         if not freed:  # a child that the model has forked still has views
             return b""
         body = codec.dumps(freed)
@@ -147,12 +142,14 @@ class BatchJob:
     Args:
         batch_id: The batch.
         method: The name of the method that computes it.
-        contexts: Entered while the method computes it.
+        contexts: Entered while the method computes it, None without any.
     """
 
     __slots__ = ("batch_id", "contexts", "errors", "method", "pieces", "reply", "seconds", "values")
 
-    def __init__(self, batch_id: int, method: str, contexts: AbstractContextManager[None]) -> None:
+    def __init__(
+        self, batch_id: int, method: str, contexts: AbstractContextManager[None] | None = None
+    ) -> None:
         self.batch_id = batch_id
         self.method = method
         self.contexts = contexts
@@ -205,7 +202,7 @@ class BatchLoop:
     ) -> None:
         self._channel = channel
         self._models = models
-        self._progress = progress
+        self._progress = progress.numbers
         self._inputs = inputs
         self._encoder = encoder
         self._contexts = BatchContexts()
@@ -219,7 +216,8 @@ class BatchLoop:
         """Answer batches until STOP, until the parent closes its end, or until a fatal error."""
         while True:
             # Batches whose last view the model has dropped since the last answer.
-            self.report_freed()
+            if self._inputs.freed or self._inputs.forks:
+                self.report_freed()
             job = self.receive()
             if job is _STOP:
                 return
@@ -256,9 +254,11 @@ class BatchLoop:
 
     def _read(self, frame: Frame) -> BatchJob:
         batch_id = frame.batch_id
-        self._progress.taken = batch_id
-        method = self._method.pop(batch_id, "infer")
-        job = BatchJob(batch_id, method, self._given.pop(batch_id, NO_CONTEXTS))
+        self._progress[TAKEN] = batch_id + 1
+        job = BatchJob(batch_id, "infer")
+        if self._method or self._given:
+            job.method = self._method.pop(batch_id, "infer")
+            job.contexts = self._given.pop(batch_id, None)
         try:
             job.values, job.errors, job.pieces = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
@@ -275,7 +275,7 @@ class BatchLoop:
         """
         if job.reply is not None:
             return
-        self._progress.begun = job.batch_id
+        self._progress[BEGUN] = job.batch_id + 1
         inputs = job.values
         # Read now: the method may change the list that it is given.
         count = len(inputs)
@@ -283,8 +283,12 @@ class BatchLoop:
         lent[:], job.pieces, job.values = job.pieces, [], []
         started = monotonic()
         try:
-            with job.contexts:
-                outputs = self._models[job.method].infer(inputs) if inputs else []
+            infer, contexts = self._models[job.method].infer, job.contexts
+            if contexts is None:  # entering a `nullcontext` is two calls
+                outputs = infer(inputs) if inputs else []
+            else:
+                with contexts:
+                    outputs = infer(inputs) if inputs else []
         except BaseException as error:  # noqa: BLE001  sys.exit() in a model must not end the worker
             job.seconds = monotonic() - started
             job.fail(*_judge(error))
@@ -303,7 +307,8 @@ class BatchLoop:
         """Send the outputs of a batch, or its error."""
         frames = self._encode(job) if job.reply is None else job.reply
         # If the model keeps no view of the batch, its memory is free when the answer arrives.
-        ahead = self._inputs.pack_freed()
+        inputs = self._inputs
+        ahead = inputs.pack_freed() if inputs.freed or inputs.forks else b""
         for kind, body in frames:
             self._channel.send(kind, job.batch_id, body, job.seconds, ahead)
             ahead = b""

@@ -8,7 +8,6 @@ middleware, body limit and exception handler of the app applies.
 import inspect
 import json
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from typing import Annotated, Any, get_args, get_origin
 
 from fastapi import APIRouter, params
@@ -16,7 +15,6 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
@@ -59,18 +57,22 @@ class JsonEndpoint:
             )
         self._predict = predict
         body, result = _read_annotations(predict)
-        self._reader, self._writer = _make_adapter(predict, body), _make_adapter(predict, result)
+        # The methods of a `TypeAdapter` pass a dozen arguments on to these.
+        self._read = _make_adapter(predict, body).validator.validate_json
+        self._write = _make_adapter(predict, result).serializer.to_json
         self._ends_by_disconnect = cancel_on_disconnect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         self._refuse_dependencies(scope)
-        request = Request(scope, receive)
-        body = self._validate(await _read_json(request))
-        async with EndedByDisconnect(receive) if self._ends_by_disconnect else nullcontext():
+        body = self._validate(await _read_json(scope, receive))
+        if self._ends_by_disconnect:
+            async with EndedByDisconnect(receive):
+                result = await self._predict(body)
+        else:
             result = await self._predict(body)
         # A result of another type is an error: it may hold fields that `Out` omits.
-        content = self._writer.dump_json(result, by_alias=True, warnings="error")
+        content = self._write(result, by_alias=True, warnings="error")
         headers = [
             (b"content-length", str(len(content)).encode()),
             (b"content-type", b"application/json"),
@@ -105,27 +107,41 @@ class JsonEndpoint:
             RequestValidationError: The body is invalid.
         """
         try:
-            return self._reader.validate_json(content)
+            return self._read(content)
         except ValidationError as error:
             raise _make_request_error(error, content) from None
 
 
-async def _read_json(request: Request) -> bytes:
+async def _read_json(scope: Scope, receive: Receive) -> bytes:
     """Read a body whose Content-Type is JSON.
 
     Raises:
         HTTPException: 415 for any other Content-Type, which a page of another site could send with
             the user's cookies; 499 if the client disconnected before the end of the body.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json" and not (
-        kind.startswith("application/") and kind.endswith("+json")
-    ):
+    kind = b""
+    for name, value in scope["headers"]:
+        if name == b"content-type":
+            kind = value
+            break
+    if kind != b"application/json" and not _is_json(kind.decode("latin-1")):
         raise HTTPException(415, "the body must be JSON: send Content-Type: application/json")
-    try:
-        return await request.body()
-    except ClientDisconnect:
-        raise client_has_gone() from None
+    parts: list[bytes] = []
+    has_more = True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise client_has_gone()
+        parts.append(message.get("body", b""))
+        has_more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
 
 
 def _make_request_error(error: ValidationError, content: bytes) -> RequestValidationError:

@@ -26,6 +26,7 @@ class FaultyPolicy(GreedyPolicy):
     """Raises in one of its methods, once."""
 
     learns = True
+    may_hold = True
 
     def __init__(self, where: str) -> None:
         self.where = where

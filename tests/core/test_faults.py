@@ -16,6 +16,7 @@ class Faulty(GreedyPolicy):
     """Raises in one of its methods, as often as it is told."""
 
     learns = True
+    may_hold = True
 
     def __init__(self, where: str, times: int = 1) -> None:
         self._where = where
