@@ -112,6 +112,8 @@ class BatcherOptions(TypedDict, total=False):
             the queue and the workers, and this process sends it the requests. A name instead of
             True is for all processes of this user that give it. Default False. See
             docs/server_processes.md.
+        shared_version: A text that tells apart processes that must not share, for example the id
+            of a release whose weights no file name shows; needs `shared`. Default None.
         devices: Devices of the workers, which take them in turn: "auto" for all GPUs of this
             process, or the CPU without any; "cpu"; or a list such as ["cuda:0", "cuda:1"], or
             ["cpu:0-3", "cpu:4-7"] to pin workers to cores. It replaces `num_workers`. With None
@@ -151,6 +153,7 @@ class BatcherOptions(TypedDict, total=False):
     freeze_gc: bool
     observers: Sequence[Observer]
     shared: bool | str
+    shared_version: str | None
     devices: str | Sequence[str] | None
     workers_per_device: int
     stage_threads: int | None
@@ -357,6 +360,7 @@ class Settings:
     freeze_gc: Annotated[bool, _check_switch] = True
     observers: Annotated[Sequence[Observer], check_observers] = ()
     shared: Annotated[bool | str, _check_shared] = False
+    shared_version: Annotated[str | None, _check_label] = None
     # After the checks a list of names, and `num_workers` the workers on them.
     devices: Annotated[str | Sequence[str] | None, check_devices] = None
     workers_per_device: Annotated[int, _Count(1, MAX_WORKERS)] = 1
@@ -388,6 +392,11 @@ class Settings:
         if self.key is not None and self.cache is None:
             raise ConfigurationError(
                 f"key={self.key!r:.100}: without a cache it has no meaning; give cache="
+            )
+        if self.shared_version is not None and not self.shared:
+            raise ConfigurationError(
+                f"shared_version={self.shared_version!r:.100}: without sharing it has no meaning; "
+                "give shared=True"
             )
         self._resolve_devices()
 

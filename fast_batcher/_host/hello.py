@@ -1,21 +1,26 @@
 """Introduction of an API process to its host: settings, model and key. API process, any thread."""
 
 import logging
+import os
 import sys
 import warnings
 from dataclasses import fields
 from typing import Any
 
+from fast_batcher._host.digests import digest
 from fast_batcher._host.identity import HostKey, find_module_file, make_key
 from fast_batcher._host.protocol import Hello
-from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.codec import dumps, loads
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Reconfiguration, Settings
 
 # Settings that mean nothing to a host, or are no plain values.
 NOT_OF_HOST = frozenset(
-    {"cost", "group_by", "observers", "auto_open", "name", "shared", "cache", "key"}
+    {
+        *("cost", "group_by", "observers", "auto_open", "name", "cache", "key"),
+        *("shared", "shared_version"),
+    }
 )
 
 
@@ -42,8 +47,38 @@ def find_key(model_spec: ModelSpec, settings: Settings, name: str) -> HostKey:
             f"shared={settings.shared!r}: {model_spec.name} is defined in the program that is run, "
             "which the workers of another process cannot import; put it into a module of its own"
         )
-    payload = dumps((plain_settings(settings), model_spec.pickled))
-    return make_key(settings.shared, payload, find_module_file(module), name)
+    own = _digest_settings(settings) | _digest_model(model_spec)
+    return make_key(settings.shared, own, find_module_file(module), name)
+
+
+def _digest_settings(settings: Settings) -> dict[str, str]:
+    """Digest each setting, by its name in messages; a function by whether there is one."""
+    own = plain_settings(settings)
+    own |= {name: getattr(settings, name) is not None for name in ("cost", "group_by")}
+    own["shared_version"] = settings.shared_version
+    return {name: digest(value) for name, value in own.items()}
+
+
+def _digest_model(model_spec: ModelSpec) -> dict[str, str]:
+    """Digest the model and each of its arguments, by their names in messages."""
+    # Unpickled here, because only a shared batcher needs the digests of its arguments.
+    model, args, kwargs = loads(model_spec.pickled)
+    named = model if isinstance(model, str) else f"{model.__module__}:{model.__qualname__}"
+    own = {"the model": named}
+    own |= {f"model_args[{at}]": value for at, value in enumerate(args)}
+    own |= {f"model_kwargs[{name!r}]": value for name, value in kwargs.items()}
+    return {name: digest(value) for name, value in own.items()}
+
+
+def _list_paths(value: Any) -> list[str]:
+    """Return the texts and paths in arguments and in the containers among these."""
+    if isinstance(value, str | os.PathLike):
+        path = os.fspath(value)
+        return [path] if isinstance(path, str) else []
+    parts: Any = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return [path for part in parts for path in _list_paths(part)]
+    return []
 
 
 def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, observes: bool) -> Hello:
@@ -62,6 +97,7 @@ def make_hello(model_spec: ModelSpec, settings: Settings, key: HostKey, *, obser
         name=key.name,
         model_name=model_spec.name,
         model=model_spec.pickled,
+        named_paths=_list_paths(loads(model_spec.pickled)[1:]),
         sys_path=list(sys.path),
         root_level=logging.getLogger().level,
         library_level=logging.getLogger("fast_batcher").getEffectiveLevel(),

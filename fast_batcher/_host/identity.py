@@ -1,25 +1,49 @@
 """Keys of hosts: processes with equal keys share one host. Server process, any thread.
 
 A key has two parts. The *scope* says whose processes may share: by default those with one parent,
-which are the siblings of one server. The *fingerprint* says whether they want the same of a host.
+which are the siblings of one server. The *fingerprint* says whether they want the same of a host:
+it is the digest of everything that the answers of the host's workers may depend on.
 """
 
 import contextlib
-import hashlib
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from itertools import accumulate
 from multiprocessing import spawn
 from pathlib import Path
 
+from fast_batcher._file_state import read_state
+from fast_batcher._host.digests import digest
 from fast_batcher._version import __version__
 
 # Hexadecimal digits of each part: socket paths are short, and macOS leaves 37 bytes behind its
 # temporary directory.
 SCOPE_DIGITS = 12
 FINGERPRINT_DIGITS = 16
+# Of the digest of one facet, which is compared with one other and must not tell a short secret.
+FACET_DIGITS = 8
+
+# Environment variables that supervisors, shells and terminals set for each process, and no model
+# reads. Every other variable is a facet. Listed in docs/server_processes.md.
+PER_PROCESS_VARIABLES = frozenset(
+    {
+        # Shells and terminals.
+        *("_", "COLUMNS", "LINES", "OLDPWD", "PWD", "SHLVL", "TERM", "WINDOWID", "XDG_SESSION_ID"),
+        *("SSH_CLIENT", "SSH_CONNECTION", "SSH_TTY"),
+        # honcho and foreman; supervisord; PM2.
+        *("HONCHO_PROCESS_NAME", "PORT", "PS"),
+        *("SUPERVISOR_GROUP_NAME", "SUPERVISOR_PROCESS_NAME"),
+        *("NODE_APP_INSTANCE", "pm_id", "unique_id"),
+        # systemd.
+        *("INVOCATION_ID", "JOURNAL_STREAM", "LISTEN_FDNAMES", "LISTEN_FDS", "LISTEN_PID"),
+        *("MAINPID", "NOTIFY_SOCKET", "SYSTEMD_EXEC_PID", "WATCHDOG_PID", "WATCHDOG_USEC"),
+        # The test that runs, which changes within a process.
+        "PYTEST_CURRENT_TEST",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,8 @@ class HostKey:
     # Pid of the parent of all processes of the scope; None if they have various parents, or if the
     # parent is outside of the PID namespace.
     supervisor: int | None
+    # Digests of the facets of the fingerprint, by their names in messages.
+    facets: Mapping[str, str]
 
     @property
     def file_name(self) -> str:
@@ -40,36 +66,42 @@ class HostKey:
         return f"{self.scope}-{self.fingerprint}.sock"
 
 
-def make_key(shared: bool | str, payload: bytes, module_file: str | None, name: str) -> HostKey:
+def make_key(
+    shared: bool | str, own: Mapping[str, str], module_file: str | None, name: str
+) -> HostKey:
     """Make the key of the host that a batcher of this process wants.
 
     Args:
         shared: True for processes with the parent of this one; a name for all processes of this
             user that give it, if they find the same directory of sockets.
-        payload: The settings and the model, pickled.
+        own: Digests of the batcher's settings and of the model's arguments, by their names.
         module_file: The file of the model's module, if it has one.
         name: The batcher's name. Processes of one scope that give a batcher of one name different
-            payloads are warned.
+            facets are warned.
     """
     supervisor = None
+    facets = {**own, **_digest_process(module_file)}
     if isinstance(shared, str):
-        scope = _digest("name", shared, name)
+        scope = digest("name", shared, name)
     else:
         pid, started = _find_parent()
-        scope = _digest("siblings", _find_namespace(), pid, started, name)
+        scope = digest("siblings", _find_namespace(), pid, started, name)
         supervisor = pid or None
-    fingerprint = _digest(
-        __version__,
-        sys.version,
-        # Of the host and the workers.
-        os.fsdecode(spawn.get_executable()),
-        payload,
-        sys.path,
-        _find_working_directory(),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        _find_file_state(module_file),
+        # Processes that share a name are often different programs.
+        facets["the command line"] = digest(sys.argv)
+    return HostKey(
+        name,
+        scope[:SCOPE_DIGITS],
+        digest(facets)[:FINGERPRINT_DIGITS],
+        supervisor,
+        {facet: found[:FACET_DIGITS] for facet, found in facets.items()},
     )
-    return HostKey(name, scope[:SCOPE_DIGITS], fingerprint[:FINGERPRINT_DIGITS], supervisor)
+
+
+def list_differences(facets: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """Return the names of the facets in which two keys differ, sorted."""
+    names = facets.keys() | others.keys()
+    return sorted(name for name in names if facets.get(name) != others.get(name))
 
 
 def find_module_file(module: str) -> str | None:
@@ -102,9 +134,26 @@ def read_start_time(pid: int) -> str | None:
     return text.rpartition(")")[2].split()[19]
 
 
-def _digest(*parts: object) -> str:
-    # The text of builtins is unambiguous, and escapes surrogates of file names.
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+def _digest_process(module_file: str | None) -> dict[str, str]:
+    """Digest what the answers of workers depend on besides the batcher and the model."""
+    facets = {
+        "the version of fast_batcher": __version__,
+        "the version of Python": sys.version,
+        # Of the host and the workers.
+        "the interpreter": os.fsdecode(spawn.get_executable()),
+        "sys.path": sys.path,
+        "the working directory": _find_working_directory(),
+        "the CPU affinity": _find_affinity(),
+        "the file of the model's module": None if module_file is None else read_state(module_file),
+    }
+    # Other threads may remove variables during the copy.
+    present = ((name, os.environ.get(name)) for name in list(os.environ))
+    facets |= {
+        f"the environment variable {name}": value
+        for name, value in present
+        if name not in PER_PROCESS_VARIABLES and value is not None
+    }
+    return {name: digest(value) for name, value in facets.items()}
 
 
 def _find_parent() -> tuple[int, str | None]:
@@ -130,9 +179,6 @@ def _find_working_directory() -> str | None:
     return None
 
 
-def _find_file_state(path: str | None) -> tuple[int, int] | None:
-    if path is not None:
-        with contextlib.suppress(OSError):  # it is in an archive, for example
-            status = os.stat(path)
-            return status.st_mtime_ns, status.st_size
-    return None
+def _find_affinity() -> list[int]:
+    """Return the cores of this process, which its workers inherit; none where these are unknown."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

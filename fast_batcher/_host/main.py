@@ -18,7 +18,8 @@ def main() -> None:
     inherited = Inherited(sys.argv[1:])
     with asyncio.Runner() as runner:
         server = runner.run(_serve(inherited))
-    retire(inherited.listener)
+    if inherited.listener.fileno() >= 0:  # it has not stepped down
+        retire(inherited.listener)
     _exit_with(server)
 
 

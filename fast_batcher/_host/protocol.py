@@ -61,6 +61,8 @@ class Hello(NamedTuple):
     root_level: int
     library_level: int
     captures_warnings: bool
+    # Texts and paths in the model's arguments, which may name files.
+    named_paths: list[str]
     # Whether events are wanted.
     observes: bool
     # The process after whose death no further API process will come, or None.

@@ -11,6 +11,7 @@ A starter that is killed leaves a socket without a listener, and the next proces
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import socket
@@ -24,7 +25,7 @@ from typing import NamedTuple
 
 from fast_batcher._fork import at_fork
 from fast_batcher._host.directory import check_length, locked, open_directory, take_lock
-from fast_batcher._host.identity import HostKey
+from fast_batcher._host.identity import HostKey, list_differences
 from fast_batcher._host.launch import HostProcess
 from fast_batcher._transport.descriptors import occupy_stdio
 from fast_batcher.errors import NotReadyError
@@ -69,7 +70,7 @@ def connect(key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joi
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
             return Joined(_dial(path), None)
         _sweep(directory, key)
-        return _start(path, launch)
+        return _start(path, key, launch)
 
 
 def check_peer(connection: socket.socket) -> None:
@@ -101,14 +102,27 @@ def retire(listener: socket.socket) -> None:
     """
     path = Path(listener.getsockname())
     _locks_of_retired.append(take_lock(path.parent))
-    path.unlink(missing_ok=True)
+    _remove(path)
 
 
-def _start(path: Path, launch: Callable[[socket.socket], HostProcess]) -> Joined:
+def withdraw(listener: socket.socket) -> None:
+    """Remove the host's socket and close the listener. Host process, which goes on.
+
+    Whoever waits in the backlog reads an end of file, and finds no host, or the next one.
+    """
+    path = Path(listener.getsockname())
+    with locked(path.parent):
+        _remove(path)
+    listener.close()
+
+
+def _start(path: Path, key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joined:
     with contextlib.ExitStack() as on_failure:
+        on_failure.callback(_remove, path)
+        # For processes with other keys.
+        _facets_of(path).write_text(json.dumps(dict(key.facets)))
         with _open_socket() as listener:
             listener.bind(os.fspath(path))
-            on_failure.callback(path.unlink, missing_ok=True)
             listener.listen(BACKLOG)
             # Before the launch: a host that dies at once resets the connection.
             connection = on_failure.enter_context(_dial(path))
@@ -157,18 +171,36 @@ def _is_bound(path: Path) -> bool:
 
 
 def _sweep(directory: Path, key: HostKey) -> None:
-    """Remove the sockets of dead hosts, this key's too; warn if others of its scope live."""
-    others = 0
+    """Remove the files of dead hosts, this key's too; warn if others of its scope live."""
+    differences: set[str] = set()
     for path in directory.glob("*.sock"):
         if not _is_bound(path):
-            path.unlink(missing_ok=True)
+            _remove(path)
         elif path.name.startswith(f"{key.scope}-"):
-            others += 1
-    if others:
+            differences.update(list_differences(key.facets, _read_facets(path)))
+    if differences:
         logger.warning(
-            "%s: %d other host processes of these server processes have other settings, another "
-            "state of the model's file, another working directory or another environment; one more "
-            "is started, with workers of its own",
+            "%s: these server processes have another host process already, which this process "
+            "cannot share: they differ in %s. One more host process is started, with workers of "
+            "its own. To share one, make these equal",
             key.name,
-            others,
+            ", ".join(sorted(differences)),
         )
+
+
+def _read_facets(path: Path) -> dict[str, str]:
+    """Return the facets of a host's key; none if its starter was killed before it wrote them."""
+    with contextlib.suppress(OSError, ValueError):
+        facets: dict[str, str] = json.loads(_facets_of(path).read_text())
+        return facets
+    return {}
+
+
+def _remove(path: Path) -> None:
+    """Remove a host's socket and the facets of its key."""
+    path.unlink(missing_ok=True)
+    _facets_of(path).unlink(missing_ok=True)
+
+
+def _facets_of(path: Path) -> Path:
+    return path.with_suffix(".json")

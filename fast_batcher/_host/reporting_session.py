@@ -6,6 +6,7 @@ from fast_batcher._asyncio.ledger import Ledger, set_exception
 from fast_batcher._asyncio.local_session import LocalSession, ValueAccess
 from fast_batcher._asyncio.status import Status
 from fast_batcher._core.messages import Request, settle
+from fast_batcher._file_state import FileState, read_state
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import ModelSpec
@@ -22,6 +23,7 @@ class ReportingSession(LocalSession):
         status: The batcher's state.
         ledger: Settles and counts the requests.
         access: Access to inputs and outputs.
+        named_paths: Texts and paths in the model's arguments, which may name files.
     """
 
     def __init__(
@@ -32,9 +34,13 @@ class ReportingSession(LocalSession):
         status: Status,
         ledger: Ledger,
         access: ValueAccess,
+        named_paths: list[str],
     ) -> None:
         super().__init__(model_spec, settings, status, ledger, access)
         self._on_change = on_change
+        self._named_paths = named_paths
+        # States of the files that the first worker has loaded.
+        self._loaded: dict[str, FileState] = {}
         self.accept = self._accept
 
     def _accept(self, request: Request) -> None:
@@ -49,7 +55,17 @@ class ReportingSession(LocalSession):
     def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
         """Give a ready worker batches."""
         super().worker_ready(worker, times)
+        named = {path: read_state(path) for path in self._named_paths}
+        for path, state in {**worker.module_files, **named}.items():
+            if state is not None:
+                # A later worker may have loaded a file that has changed.
+                self._loaded.setdefault(path, state)
         self._on_change()
+
+    def find_changed_file(self) -> str | None:
+        """Return a file or folder that has changed since a worker loaded it, None without any."""
+        changed = (path for path, state in self._loaded.items() if read_state(path) != state)
+        return next(changed, None)
 
     def worker_lost(self, worker: int, exit: Exit) -> None:
         """Retry the requests of a dead worker, or fail them."""

@@ -33,7 +33,7 @@ from fast_batcher._host.protocol import (
     Welcome,
     pack_start_error,
 )
-from fast_batcher._host.rendezvous import check_peer
+from fast_batcher._host.rendezvous import check_peer, withdraw
 from fast_batcher._host.reporting_session import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
@@ -150,6 +150,11 @@ class HostServer:
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
         if self._session is None:
             self._begin(hello)
+        else:
+            changed = self._session.find_changed_file()
+            if changed is not None:
+                self._step_down(hello.name, changed)
+                return
         assert self._session is not None, "it has just begun"
         tenant.session = self._session
         memory, start, length = self._take_range(tenant)
@@ -236,6 +241,7 @@ class HostServer:
             self._status,
             self._ledger,
             HostAccess(self._range_size),
+            hello.named_paths,
         )
         self._watch_supervisor(hello.supervisor)
         self._session.begin()
@@ -308,6 +314,23 @@ class HostServer:
         self._tenancy.asked_to_end(monotonic())
         self._check_end()
 
+    def _step_down(self, name: str, changed: str) -> None:
+        """Take no further API process, because a file has changed; end with the present ones."""
+        logger.warning(
+            "%s: %s has changed since a worker of the host process loaded it; server processes "
+            "that open from now on share a new host process, and this one ends with the present "
+            "ones",
+            *(name, changed),
+        )
+        self._loop.remove_reader(self._listener.fileno())
+        # Who waits in the backlog is turned away, too, and finds or starts the next host.
+        withdraw(self._listener)
+        self._tenancy.asked_to_end(monotonic())
+        for tenant in [*self._tenants.values()]:
+            if tenant.session is None:  # not welcome yet
+                tenant.close()
+                self.tenant_vanished(tenant)
+
     def _watch_supervisor(self, pid: int | None) -> None:
         if pid is None or not hasattr(os, "pidfd_open"):
             return
@@ -339,7 +362,8 @@ class HostServer:
 
     def _end(self) -> None:
         if not self.ended.done():
-            self._loop.remove_reader(self._listener.fileno())
+            if self._listener.fileno() >= 0:  # it has not stepped down
+                self._loop.remove_reader(self._listener.fileno())
             self.ended.set_result(None)
 
     async def aclose(self) -> None:

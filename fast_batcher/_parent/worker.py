@@ -14,6 +14,7 @@ from enum import Enum
 from signal import Signals
 from typing import NamedTuple, Protocol
 
+from fast_batcher._file_state import FileState
 from fast_batcher._shared_memory.outbox_reader import OutboxReader
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import Frames, Reservation
@@ -72,6 +73,10 @@ class WorkerLink(Protocol):
     @property
     def stages(self) -> int:
         """Number of batches on which the worker works at the same time, 1 to 3."""
+
+    @property
+    def module_files(self) -> dict[str, FileState]:
+        """States of the app's files that the worker has imported, when it was ready."""
 
     def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
         """Send a frame without waiting; a frame to a dead worker is dropped."""

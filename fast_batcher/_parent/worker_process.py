@@ -12,7 +12,7 @@ import signal
 from asyncio import AbstractEventLoop, TimerHandle
 from collections.abc import Callable
 from contextvars import Context
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fast_batcher._descendants import opened_descendants, send_signal
 from fast_batcher._devices import Placement
@@ -34,6 +34,9 @@ from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
+
+if TYPE_CHECKING:
+    from fast_batcher._file_state import FileState
 
 logger = logging.getLogger("fast_batcher")
 
@@ -106,6 +109,8 @@ class WorkerProcess:
         self.outbox: OutboxReader | None = None
         # Batches on which it works at the same time; set when it is ready.
         self.stages = 1
+        # Files of the app that the worker has imported; set when it is ready.
+        self.module_files: dict[str, FileState] = {}
         # None before `spawn` and after `reap`. Setting it to None breaks the reference cycle with
         # the channel, whose buffer would otherwise live until the next garbage collection.
         self._live: _LiveProcess | None = None
@@ -218,7 +223,7 @@ class WorkerProcess:
 
     def _finish_loading(self, frame: Frame) -> None:
         if frame.kind is Kind.READY:
-            times, self.stages = codec.loads(frame.body)
+            times, self.stages, self.module_files = codec.loads(frame.body)
             self.state = _READY
             self._events.worker_loaded(self, times)
         elif frame.kind is Kind.STARTUP_FAILED:

@@ -26,6 +26,7 @@ from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.collated_model import collate_methods
+from fast_batcher._worker.loaded_files import read_module_files
 from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.model_loading import load_model
 from fast_batcher._worker.process_setup import end_with_parent, set_signals
@@ -123,7 +124,7 @@ def _load_and_serve(
         channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
         return 1
     try:
-        channel.send(Kind.READY, body=codec.dumps((times, stages.count)))
+        channel.send(Kind.READY, body=codec.dumps((times, stages.count, read_module_files())))
         if views is not None:
             views.report_forks(progress)
         loop = BatchLoop(channel, models, progress, InputReader(views), encoder)

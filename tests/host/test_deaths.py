@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -504,7 +504,23 @@ async def test_other_settings_get_another_host_and_one_warning(
         assert workers[0] != workers[1] == workers[2]
     warnings = [one for one in caplog.records if one.levelno == logging.WARNING]
     assert len(warnings) == 1
-    assert "Whereabouts: 1 other host processes" in warnings[0].getMessage()
+    assert "they differ in max_batch_size." in warnings[0].getMessage()
+
+
+@pytest.mark.usefixtures("hosts")
+async def test_environments_that_differ_get_their_own_answers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers = []
+    async with AsyncExitStack() as opened:
+        for value in ("one", "two"):
+            monkeypatch.setenv("A_VARIABLE", value)
+            batcher: Batcher = DynBatcher("models.ordinary:Variables", shared="test")
+            await opened.enter_async_context(batcher)
+            answers.append(await batcher.process_batched("A_VARIABLE"))
+    assert answers == ["one", "two"]
+    (warning,) = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert "they differ in the environment variable A_VARIABLE." in warning
 
 
 @pytest.mark.parametrize("is_imported", [False, True])
@@ -536,6 +552,42 @@ async def test_a_changed_model_file_gets_another_host(
         monkeypatch.setitem(sys.modules, "changing.model", module)
     async with opened(1) as before, opened(2) as after:
         assert [await one.process_batched(0) for one in (before, after)] == [1, 2]
+
+
+@pytest.mark.parametrize("changed", ["helper.py", "weights.txt", "folder/of/weights.txt"])
+@pytest.mark.usefixtures("hosts")
+async def test_newcomer_after_a_changed_file_gets_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """A module that the model's module imports, a file, or one in a folder named by an argument."""
+    package = tmp_path / "helped"
+    (package / "folder" / "of").mkdir(parents=True)
+    for name in ("__init__.py", "helper.py", "weights.txt", "folder/of/weights.txt"):
+        (package / name).write_text("text = 'old'")
+    (package / "model.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "from helped.helper import text\n"
+        "class Model:\n"
+        "    def __init__(self, file, folders):\n"
+        "        files = [Path(file), *folders[0].rglob('*.txt')]\n"
+        "        self.texts = [text, *(one.read_text() for one in files)]\n"
+        "    def infer(self, inputs):\n"
+        "        is_new = any('new' in one for one in self.texts)\n"
+        "        return [(is_new, os.getpid()) for _ in inputs]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    arguments = str(package / "weights.txt"), [package / "folder"]
+
+    def make() -> Batcher:
+        return DynBatcher("helped.model:Model", shared="test", model_args=arguments)
+
+    async with make() as before:
+        (package / changed).write_text("text = 'newer'")
+        async with make() as after, make() as later:
+            answers = [await one.process_batched(0) for one in (before, after, later)]
+            assert [is_new for is_new, _ in answers] == [False, True, True]
+            assert answers[1] == answers[2]  # of one worker
 
 
 # --- logs -----------------------------------------------------------------------------------------

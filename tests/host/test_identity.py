@@ -1,20 +1,39 @@
 """Keys of hosts: which processes share a host, and what they must have in common."""
 
+import json
 import os
+import re
 import sys
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy
+import pydantic
 import pytest
-from paths import PYTHONPATH
+import torch
+from paths import PYTHONPATH, ROOT
 from programs import run_command
 
-from fast_batcher._host.identity import make_key, read_start_time
+from fast_batcher._host.digests import digest
+from fast_batcher._host.hello import find_key
+from fast_batcher._host.identity import (
+    PER_PROCESS_VARIABLES,
+    list_differences,
+    make_key,
+    read_start_time,
+)
+from fast_batcher.model_spec import check_model
+from fast_batcher.settings import Settings
 
 # Prints the scope of the default key.
 TELL_SCOPE = (
     "from fast_batcher._host.identity import make_key\n"
-    "print(make_key({shared!r}, b'', None, 'Model').scope)"
+    "print(make_key({shared!r}, {{}}, None, 'Model').scope)"
 )
 
 
@@ -44,84 +63,248 @@ def test_siblings_share_a_scope_and_others_share_a_name(
 def test_scopes_differ_by_the_name_given_and_by_the_batchers_name(
     shared: bool | str, name: str
 ) -> None:
-    key = make_key(shared, b"", None, name)
-    assert key.scope not in {make_key(other, b"", None, "Model").scope for other in (True, "two")}
+    key = make_key(shared, {}, None, name)
+    assert key.scope not in {make_key(other, {}, None, "Model").scope for other in (True, "two")}
 
 
 def test_the_supervisor_is_the_parent_and_a_named_scope_has_none() -> None:
-    assert make_key(True, b"", None, "Model").supervisor == os.getppid()
-    assert make_key("name", b"", None, "Model").supervisor is None
+    assert make_key(True, {}, None, "Model").supervisor == os.getppid()
+    assert make_key("name", {}, None, "Model").supervisor is None
     assert read_start_time(os.getppid()) == read_start_time(os.getppid())
     assert read_start_time(0) is None
 
 
-def write_longer(file: Path, _: pytest.MonkeyPatch) -> bytes:
+def write_longer(file: Path, _: pytest.MonkeyPatch) -> None:
     file.write_text("longer")
     os.utime(file, ns=(1, 1))
-    return b"settings"
 
 
-def touch(file: Path, _: pytest.MonkeyPatch) -> bytes:
+def touch(file: Path, _: pytest.MonkeyPatch) -> None:
     os.utime(file, ns=(2, 2))
-    return b"settings"
 
 
-def remove(file: Path, _: pytest.MonkeyPatch) -> bytes:
+def remove(file: Path, _: pytest.MonkeyPatch) -> None:
     file.unlink()
-    return b"settings"
 
 
-def change_payload(_: Path, __: pytest.MonkeyPatch) -> bytes:
-    return b"other settings"
-
-
-def change_directory(file: Path, patch: pytest.MonkeyPatch) -> bytes:
+def change_directory(file: Path, patch: pytest.MonkeyPatch) -> None:
     patch.chdir(file.parent)
-    return b"settings"
 
 
-def delete_working_directory(file: Path, patch: pytest.MonkeyPatch) -> bytes:
+def delete_working_directory(file: Path, patch: pytest.MonkeyPatch) -> None:
     gone = file.parent / "gone"
     gone.mkdir()
     patch.chdir(gone)
     gone.rmdir()
-    return b"settings"
 
 
-def choose_device(_: Path, patch: pytest.MonkeyPatch) -> bytes:
+def choose_device(_: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("CUDA_VISIBLE_DEVICES", "")
-    return b"settings"
 
 
-def extend_path(_: Path, patch: pytest.MonkeyPatch) -> bytes:
+def set_variable(_: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("A_VARIABLE", "/a value that is not UTF-8: \udcff")
+
+
+def remove_variable(_: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("REMOVED")
+
+
+def extend_path(_: Path, patch: pytest.MonkeyPatch) -> None:
     patch.syspath_prepend("/a name that is not UTF-8: \udcff")
-    return b"settings"
+
+
+def add_argument(_: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sys, "argv", [*sys.argv, "--port=2"])
+
+
+AFFINITY, FILE = "the CPU affinity", "the file of the model's module"
+DIRECTORY, COMMAND = "the working directory", "the command line"
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "facet"),
     [
-        write_longer,
-        touch,
-        remove,
-        change_payload,
-        change_directory,
-        delete_working_directory,
-        choose_device,
-        extend_path,
+        (write_longer, FILE),
+        (touch, FILE),
+        (remove, FILE),
+        (change_directory, DIRECTORY),
+        (delete_working_directory, DIRECTORY),
+        (choose_device, "the environment variable CUDA_VISIBLE_DEVICES"),
+        (set_variable, "the environment variable A_VARIABLE"),
+        (remove_variable, "the environment variable REMOVED"),
+        (extend_path, "sys.path"),
+        (add_argument, COMMAND),
     ],
 )
-def test_the_fingerprint_changes_with_all_that_a_host_depends_on(
-    change: Callable[[Path, pytest.MonkeyPatch], bytes],
+def test_key_changes_with_each_facet_of_a_process(
+    change: Callable[[Path, pytest.MonkeyPatch], None],
+    facet: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("REMOVED", "")
     file = tmp_path / "model.py"
     file.write_text("short")
     os.utime(file, ns=(1, 1))
-    before = make_key(True, b"settings", str(file), "Model")
-    assert make_key(True, b"settings", str(file), "Model") == before
-    after = make_key(True, change(file, monkeypatch), str(file), "Model")
+    before, named = [make_key(shared, {}, str(file), "Model") for shared in (True, "name")]
+    assert make_key(True, {}, str(file), "Model") == before
+    change(file, monkeypatch)
+    after = make_key(True, {}, str(file), "Model")
     assert after.fingerprint != before.fingerprint
     assert after.scope == before.scope
+    assert list_differences(before.facets, after.facets) == [facet]
+    # Programs that share a name may have other arguments, and nothing else.
+    after_named = make_key("name", {}, str(file), "Model")
+    assert (after_named == named) is (facet == COMMAND)
+
+
+def test_key_changes_with_the_cores_of_a_process() -> None:
+    before, cores = make_key(True, {}, None, "Model"), os.sched_getaffinity(0)
+    if len(cores) == 1:
+        pytest.skip("this process has one core")
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        after = make_key(True, {}, None, "Model")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert list_differences(before.facets, after.facets) == [AFFINITY]
+    assert after.fingerprint != before.fingerprint
+
+
+@pytest.mark.parametrize("name", ["SHLVL", "PORT", "SUPERVISOR_PROCESS_NAME", "INVOCATION_ID"])
+def test_variables_of_supervisors_do_not_change_a_key(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = make_key(True, {}, None, "Model")
+    monkeypatch.setenv(name, "of this process alone")
+    assert make_key(True, {}, None, "Model") == before
+
+
+def test_documentation_lists_the_variables_of_supervisors() -> None:
+    text = (ROOT / "docs" / "server_processes.md").read_text()
+    listed = text.partition("do not count:")[2].partition("\n\n")[0]
+    assert {*re.findall(r"`(\w+)`", listed)} == PER_PROCESS_VARIABLES
+
+
+# --- the batcher and the model --------------------------------------------------------------------
+
+
+@dataclass
+class Weights:
+    """Arguments that are pickled by their state."""
+
+    labels: set[str]
+    steps: dict[str, Any]
+
+
+class Body(pydantic.BaseModel):
+    """Has a set of the fields that were given."""
+
+    first: str = ""
+    second: int = 0
+    third: set[str] = set()
+
+
+def make_arguments() -> dict[str, Any]:
+    """Values that are equal in all processes, and whose pickles are not."""
+    labels = {"cat", "dog", "cow", "pig"}
+    shared = [*"ab"]
+    circle: list[Any] = [labels]
+    circle.append(circle)
+    return {
+        "set": labels,
+        "frozenset": (frozenset(labels),),
+        "dict of a set": dict.fromkeys(labels),
+        "default dict": defaultdict(set, {label: {label} for label in labels}),
+        "dataclass": Weights(labels, dict.fromkeys(labels)),
+        "pydantic": Body(first="1", second=1, third=labels),
+        "namespace": SimpleNamespace(labels=labels),
+        "partial": partial(sorted, labels),
+        "circle": circle,
+        "one object twice": [shared, shared],
+        "objects": numpy.array([labels, None], dtype=object),
+        "fields": numpy.zeros(2, [("a", "i4"), ("b", "f8")]),
+        "array": numpy.arange(6).reshape(2, 3).T,
+        "tensor": torch.arange(3),
+        "half": torch.ones(2, 2, dtype=torch.bfloat16).T,
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "module": torch.nn.ReLU(),
+        "dtype": torch.float16,
+        "path": Path("/models"),
+        "pattern": re.compile("a+"),
+        "enum": re.IGNORECASE,
+        "function": len,
+    }
+
+
+TELL_DIGESTS = (
+    "import json, test_identity as own\n"
+    "from fast_batcher._host.digests import digest\n"
+    "print(json.dumps({name: digest(one) for name, one in own.make_arguments().items()}))"
+)
+
+
+@pytest.mark.slow
+def test_equal_arguments_have_one_digest_in_all_processes() -> None:
+    path = os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])
+    told = []
+    for seed in ("1", "2", "3"):
+        env = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed}
+        done = run_command([sys.executable, "-c", TELL_DIGESTS], env=env)
+        assert done.returncode == 0, done.stderr
+        told.append(json.loads(done.stdout))
+    assert told[0] == told[1] == told[2]
+    assert len({*told[0].values()}) == len(told[0])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ("1", b"1"),
+        ([1], (1,)),
+        ({1}, frozenset({1})),
+        ([1, 2], [2, 1]),
+        ([[1], 2], [1, [2]]),
+        ({"a": 1}, {"a": 2}),
+        ({"a": "b"}, {"b": "a"}),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (numpy.zeros(2, "f4"), numpy.zeros(2, "i4")),
+        (numpy.zeros((2, 1)), numpy.zeros((1, 2))),
+        (torch.zeros(2), torch.zeros(2, requires_grad=True)),
+        (torch.zeros(2), numpy.zeros(2, "f4")),
+        (Weights(set(), {}), Weights({"a"}, {})),
+        (Weights, Body),
+    ],
+)
+def test_different_arguments_have_different_digests(one: Any, other: Any) -> None:
+    assert digest(one) != digest(other)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "differences"),
+    [
+        ({"max_delay": 0.5}, (1, {"a"}), ["max_delay"]),
+        ({"shared_version": "2"}, (1, {"a"}), ["shared_version"]),
+        ({"cost": len}, (1, {"a"}), ["cost"]),
+        ({}, (1, {"b"}), ["model_args[1]"]),
+        ({}, (1,), ["model_args[1]"]),
+        ({}, (1, {"a"}), []),
+    ],
+)
+def test_key_names_settings_and_arguments_that_differ(
+    options: dict[str, Any], arguments: tuple[Any, ...], differences: list[str]
+) -> None:
+    keys = [
+        find_key(check_model("models:Model", args, None, 2**20), Settings(**given), "Model")
+        for args, given in (
+            ((1, {"a"}), {"shared": True}),
+            (arguments, {"shared": True, **options}),
+        )
+    ]
+    assert list_differences(keys[0].facets, keys[1].facets) == differences
+    assert (keys[0] == keys[1]) is (not differences)

@@ -51,7 +51,7 @@ def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def key() -> HostKey:
-    return make_key(True, b"payload", None, "Tiny")
+    return make_key(True, {}, None, "Tiny")
 
 
 def pids_of(note: str, runtime: str | Path) -> list[int]:
@@ -312,7 +312,7 @@ def test_a_starter_without_standard_streams_has_a_host(directory: Path, key: Hos
         "os.closerange(0, 3)\n"
         "from tiny_host import open_host\n"
         "from fast_batcher._host.identity import make_key\n"
-        "connection, process, pid = open_host(make_key('name', b'payload', None, 'Tiny'))\n"
+        "connection, process, pid = open_host(make_key('name', {}, None, 'Tiny'))\n"
         "os.kill(pid, signal.SIGKILL)\n"
         "assert 'SIGKILL' in process.reap()\n"
     )
@@ -362,9 +362,9 @@ def test_one_warning_if_siblings_differ(
         listeners.append(listener.dup())
 
     others = [
-        make_key(True, b"payload", None, "Other model"),
-        make_key("name", b"payload", None, "Tiny"),
-        make_key(True, b"dead", None, "Tiny"),
+        make_key(True, {}, None, "Other model"),
+        make_key("name", {}, None, "Tiny"),
+        make_key(True, {"max_delay": "dead"}, None, "Tiny"),
     ]
     connections = [connect(one, keep).connection for one in others]
     listeners.pop().close()
@@ -372,10 +372,11 @@ def test_one_warning_if_siblings_differ(
         connections += [connect(key, keep).connection for _ in range(2)]
         assert caplog.messages == []
         assert not (directory / others[2].file_name).exists()
-        changed = make_key(True, b"changed", None, "Tiny")
+        changed = make_key(True, {"max_delay": "changed"}, None, "Tiny")
         connections += [connect(changed, keep).connection for _ in range(2)]
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("Tiny: ")
+    assert "they differ in max_delay." in caplog.messages[0]
     for one in [*listeners, *connections]:
         one.close()
 

@@ -1,11 +1,12 @@
 """Batches to frames and frames to outcomes: which frames are sent, and who gets what from them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from models.returning import RefusesPickling
 
 from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._file_state import FileState
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Kind
@@ -26,6 +27,7 @@ class Wire:
     id = WORKER
     slabs = outbox = None
     stages = 1
+    module_files: ClassVar[dict[str, FileState]] = {}
 
     def __init__(self) -> None:
         self.sent: list[tuple[Kind, int, bytes]] = []

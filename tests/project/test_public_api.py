@@ -168,6 +168,7 @@ def test_the_options() -> None:
         "freeze_gc": True,
         "observers": (),
         "shared": False,
+        "shared_version": None,
         "devices": None,
         "workers_per_device": 1,
         "stage_threads": None,

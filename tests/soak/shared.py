@@ -91,12 +91,10 @@ class Run:
     counts: Counter[str] = field(default_factory=Counter)
     longest: float = 0.0
     most_hosts: int = 0
-    _started: int = 0
 
     async def start(self) -> None:
         """Start an API process, and wait until its batcher is open."""
-        program = (sys.executable, "-m", "soak.sharer", self.folder, str(self._started))
-        self._started += 1
+        program = (sys.executable, "-m", "soak.sharer")
         pipe = asyncio.subprocess.PIPE
         environment = {**ENVIRONMENT, "XDG_RUNTIME_DIR": self.folder}
         process = await asyncio.create_subprocess_exec(

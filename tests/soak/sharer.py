@@ -8,7 +8,7 @@ from collections import Counter
 from time import monotonic
 
 from fast_batcher import BatcherError, DynBatcher
-from soak.models import Item, Journal, right_answer
+from soak.models import Item, SharedJournal, right_answer
 
 CALLERS = 32
 # Of each call, seconds; an outcome that comes later than that and a second is lost.
@@ -18,7 +18,6 @@ MOST_SECONDS = TIMEOUT + 1.0
 
 async def main() -> None:
     """Call, count, tell."""
-    folder, process = sys.argv[1], int(sys.argv[2])
     counts: Counter[str] = Counter()
     longest, is_over = 0.0, False
 
@@ -27,7 +26,7 @@ async def main() -> None:
         sequence = 0
         while not is_over:
             # No other process has this number.
-            nonce = ((process * CALLERS + client) << 32) + sequence
+            nonce = ((os.getpid() * CALLERS + client) << 32) + sequence
             size = 100_000 if sequence % 100 == 0 else client
             item = Item(client, sequence, nonce, os.urandom(16) * (size // 16))
             sequence += 1
@@ -43,8 +42,7 @@ async def main() -> None:
             counts["LATE"] += seconds > MOST_SECONDS
 
     batcher: DynBatcher[Item, object] = DynBatcher(
-        Journal,
-        model_args=(folder, 0.0),
+        SharedJournal,
         num_workers=2,
         timeout=TIMEOUT,
         shared=True,

@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._file_state import FileState
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._shared_memory.slabs import Slabs
@@ -37,6 +38,7 @@ class Worker:
 
     outbox = None
     stages = 1
+    module_files: ClassVar[dict[str, FileState]] = {}
 
     def __init__(self, id: int, slabs: Slabs) -> None:
         self.id = id

@@ -143,7 +143,7 @@ def tell(thing: Any) -> None:
 
 def run_opener() -> None:
     """Open the host at each line of stdin, and tell its pid; the line says how to close it."""
-    key = make_key(True, b"payload", None, "Tiny")
+    key = make_key(True, {}, None, "Tiny")
     tell("started")
     for line in sys.stdin:
         connection, process, pid = open_host(key)

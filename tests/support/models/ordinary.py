@@ -21,6 +21,13 @@ class Whereabouts(InferenceModel[Any, int]):
         return [os.getpid() for _ in inputs]
 
 
+class Variables(InferenceModel[str, str]):
+    """Answers with the values of environment variables."""
+
+    def infer(self, inputs: list[str]) -> list[str]:
+        return [os.environ[name] for name in inputs]
+
+
 class Placed(InferenceModel[Any, tuple[Any, ...]]):
     """Answers with where it is, as its `__init__` has found it."""
 
