@@ -29,8 +29,8 @@ from fast_batcher.errors import InferenceError, TransportError
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
 _SHARED_OUTPUTS = Kind.SHARED_OUTPUTS
 _OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
-# Frames that do not end the answer to a batch.
-UNFINISHED_KINDS = frozenset({Kind.OUTPUTS_FRAGMENT, Kind.PONG, Kind.FREED})
+# Frames that bring no outcomes of a batch, or not its last ones.
+KINDS_WITHOUT_OUTCOMES = frozenset({Kind.OUTPUTS_FRAGMENT, Kind.PONG, Kind.FREED, Kind.SKIPPED})
 # Frames after which some of the batch's requests may be tried again.
 RAISED_KINDS = frozenset({Kind.RAISED, Kind.OUT_OF_MEMORY, Kind.FATAL})
 # Frames that are one failure for every request of their batch.
@@ -109,8 +109,8 @@ class Answers:
         """
         kind, has_raised = frame.kind, False
         if kind is not _OUTPUT_ATOMS:
-            if kind in UNFINISHED_KINDS:
-                self._take_unfinished(worker, frame)
+            if kind in KINDS_WITHOUT_OUTCOMES:
+                self._take_other(worker, frame)
                 return
             has_raised = kind in RAISED_KINDS
         scheduler = self._scheduler
@@ -139,16 +139,34 @@ class Answers:
             raise
         self._pump.notice_drained()
 
-    def _take_unfinished(self, worker: int, frame: Frame) -> None:
-        """Handle a frame that is not the end of a batch's answer."""
+    def _take_other(self, worker: int, frame: Frame) -> None:
+        """Handle a frame that does not settle requests."""
         if frame.kind is Kind.FREED:
             self._sender.free(worker, frame)
         elif frame.kind is Kind.PONG:
             self._pool.heartbeat.answered(worker)
         elif self._scheduler.workers.find(worker, frame.batch_id) is None:
             self._reject_answer(frame)
+        elif frame.kind is Kind.SKIPPED:
+            self._take_skipped(worker, frame)
         else:
             self._fragments.setdefault(worker, []).extend(loads(frame.body))
+
+    def _take_skipped(self, worker: int, frame: Frame) -> None:
+        """Handle that the worker has not computed a batch for which no caller waits.
+
+        Raises:
+            TransportError: A caller waits for it.
+        """
+        batch = self._scheduler.batch_done(monotonic(), worker, frame.batch_id, has_raised=True)
+        assert batch is not None, "the caller has found it"
+        if batch.open_count:
+            error = TransportError(f"batch {batch.id} was skipped, and callers wait for it")
+            self._fail(batch, batch.requests, error)
+            raise error
+        self._ledger.observers.lose([batch], "skipped")
+        self._pump.advance(monotonic())
+        self._pump.notice_drained()
 
     def _reject_answer(self, frame: Frame) -> None:
         """Raise the error for an answer to a batch that the worker does not have."""

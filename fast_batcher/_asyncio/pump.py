@@ -24,6 +24,7 @@ from fast_batcher._core.messages import (
     Phase,
     Replace,
     Request,
+    Skip,
     Stall,
 )
 from fast_batcher._core.scheduler import Scheduler
@@ -129,6 +130,8 @@ class Pump:
         self.take_arrivals(monotonic())  # the request may be among them
         self._cancel(request)
         self._wake_at(self._scheduler.next_expiry)
+        if self._scheduler.workers.deserted:
+            self.run_soon()
         self.notice_drained()
 
     def _cancel(self, request: Request) -> None:
@@ -220,24 +223,16 @@ class Pump:
         if self._drained is not None:
             self.notice_drained()
 
-    def _do(self, action: Dispatch | Expire | Stall | Replace | Fail) -> None:
+    def _do(self, action: Dispatch | Expire | Stall | Replace | Skip | Fail) -> None:
         if isinstance(action, Dispatch):
-            batch = action.batch
-            contexts: list[bytes] = []
-            if self._active:
-                worker = self._reports.index(batch.worker)
-                contexts = self._observers.follow(batch, dumps, worker)
-            size = len(batch.requests)
-            unsendable = self._sender.send(batch, contexts)
-            # While the worker wakes up.
-            self._ledger.counters.count_batch(size, batch.release)
-            if unsendable:
-                self.withdraw(batch, unsendable)
+            self._send(action.batch)
         elif isinstance(action, Expire):
             error = self._reports.expiry_error(action)
             self._ledger.expire(action.request, error, str(action.reason))
         elif isinstance(action, Stall):
             self._reports.log_stall(action.worker)
+        elif isinstance(action, Skip):
+            self._sender.skip(action.batch)
         elif isinstance(action, Replace):
             self._pool.replace(action.worker)
             self._reports.log_infer_timeout(action.worker)
@@ -245,6 +240,18 @@ class Pump:
             to_error = self._reports.internal_error(action.error)
             for request in action.requests:
                 self._ledger.fail(request, to_error(), "internal error")
+
+    def _send(self, batch: Batch) -> None:
+        contexts: list[bytes] = []
+        if self._active:
+            worker = self._reports.index(batch.worker)
+            contexts = self._observers.follow(batch, dumps, worker)
+        size = len(batch.requests)
+        unsendable = self._sender.send(batch, contexts)
+        # While the worker wakes up.
+        self._ledger.counters.count_batch(size, batch.release)
+        if unsendable:
+            self.withdraw(batch, unsendable)
 
     def withdraw(self, batch: Batch, unsendable: list[tuple[Request, BatcherError]]) -> None:
         """Fail requests of a batch that cannot be sent; the worker gets the others."""

@@ -53,8 +53,7 @@ class DeadlineBatches:
             The batch, empty if it is to wait, and whether targets have changed the choice.
         """
         # A batch that was sent cannot be dropped any more, however long the one before it takes.
-        is_unknown = self.has_set_targets and not self._times.is_known
-        if slot.batches and (slot.is_second_late or is_unknown):
+        if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
             return [], False
         start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
         requests, is_smaller = self._choose(start, queue)
@@ -65,6 +64,13 @@ class DeadlineBatches:
             slot.is_second_late = True
             return [], True
         return requests, is_other
+
+    def _is_unknown(self, queue: RankedQueue) -> bool:
+        """Return whether it cannot be predicted if the next batch meets its targets."""
+        if self._times.is_known:
+            return False
+        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+        return any(target_of(request) < inf for request in requests)
 
     def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
         """Choose a batch that begins at `start`; the flag says that targets made it smaller."""

@@ -291,6 +291,16 @@ class Replace:
 
 
 @dataclass(slots=True)
+class Skip:
+    """Action: tell the worker not to compute this batch, for which no caller waits any more.
+
+    The worker has another batch first. If it has begun with this one meanwhile, it goes on.
+    """
+
+    batch: Batch
+
+
+@dataclass(slots=True)
 class Fail:
     """Action: log an error in the scheduler, and fail these requests, which have left the queue."""
 
@@ -298,4 +308,4 @@ class Fail:
     requests: list[Request]
 
 
-Action = Dispatch | Expire | Stall | Replace | Fail
+Action = Dispatch | Expire | Stall | Replace | Skip | Fail

@@ -360,6 +360,8 @@ class Scheduler:
         try:
             if self._next_expiry <= now or self.workers.next_expiry <= now:
                 self._expire(now, actions, has_read=has_read, answering=answering)
+            if self.workers.deserted:
+                actions += self.workers.take_deserted()
             held_until = self._dispatch(now, actions)
         except Exception as error:  # noqa: BLE001  no caller may wait for ever
             actions.append(Fail(error, self.give_up()))

@@ -17,6 +17,7 @@ from fast_batcher._core.messages import (
     Phase,
     Replace,
     Request,
+    Skip,
     Stall,
     settle_open,
 )
@@ -76,6 +77,9 @@ class WorkerTable:
         # Lower bound of the next expiry in this table, computed again only when it is reached: most
         # requests are answered long before their deadlines.
         self.next_expiry = inf
+        # Batches behind others, without a caller that waits, for the `Skip` actions of the next
+        # poll.
+        self.deserted: list[Batch] = []
 
     @property
     def ready_count(self) -> int:
@@ -129,6 +133,7 @@ class WorkerTable:
         self.slots.clear()
         self.batches.clear()
         self.copying_out.clear()
+        self.deserted.clear()
         self.next_expiry = inf
 
     def find(self, worker: int, batch_id: int) -> Batch | None:
@@ -199,10 +204,22 @@ class WorkerTable:
             self.notice_deserted(batch)
 
     def notice_deserted(self, batch: Batch) -> None:
-        """Schedule the check for a stall if no caller waits for this running batch."""
+        """If no caller waits for this batch, schedule the check for a stall, or a `Skip`.
+
+        A worker that computes the batch may stall; one that has another first need not begin.
+        """
         slot = self.slots.get(batch.worker)
-        if not batch.open_count and slot and slot.batches and batch is slot.batches[0]:
+        if batch.open_count or slot is None or batch.id not in self.batches:
+            return
+        if batch is slot.batches[0]:
             self.next_expiry = min(self.next_expiry, slot.started_at + self._timeout)
+        else:
+            self.deserted.append(batch)
+
+    def take_deserted(self) -> list[Skip]:
+        """Return actions for the batches behind others that have become without callers."""
+        deserted, self.deserted = self.deserted, []
+        return [Skip(batch) for batch in deserted if batch.id in self.batches]
 
     def not_sent_yet(self, now: float, worker: int, begun: int | None) -> None:
         """Restart the time of a worker's first batch, because the frame is only now being written.
@@ -253,6 +270,7 @@ class WorkerTable:
             for batch in slot.batches[is_answering:]:
                 if batch.open_count and batch.deadline <= now:
                     actions += _expire_batch(now, batch)
+                    self.notice_deserted(batch)
             if not is_answering:
                 self._stall(now, slot, actions)
         self.next_expiry = self._earliest_expiry()

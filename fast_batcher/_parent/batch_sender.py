@@ -176,6 +176,10 @@ class BatchSender:
             send(Kind.INPUTS, batch.id, bodies[-1])
         return unsendable
 
+    def skip(self, batch: Batch) -> None:
+        """Let the worker of a batch not compute it, unless it has begun."""
+        self._links[batch.worker].skip(batch.id)
+
     def free(self, worker_id: int, frame: Frame) -> None:
         """End the leases of the batches that a worker names in a FREED frame.
 

@@ -81,6 +81,9 @@ class WorkerLink(Protocol):
     def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
         """Send a frame without waiting; a frame to a dead worker is dropped."""
 
+    def skip(self, batch_id: int, /) -> None:
+        """Let the worker not compute a batch, unless it has begun."""
+
     def reserve(self) -> Reservation:
         """Reserve a position in the order of frames, for frames that are not ready yet."""
 

@@ -195,6 +195,11 @@ class WorkerProcess:
         if self._live is not None:
             self._live.channel.send(kind, batch_id, body)
 
+    def skip(self, batch_id: int) -> None:
+        """Let the worker not compute a batch, unless it has begun."""
+        if self._live is not None:
+            self._live.progress.skip(batch_id)
+
     def reserve(self) -> Reservation:
         """Reserve a position in the order of frames, for frames that are not ready yet."""
         return Reservation() if self._live is None else self._live.channel.reserve()

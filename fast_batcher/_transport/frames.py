@@ -63,6 +63,7 @@ class Kind(IntEnum):
     FAILED = 23  # a retry cannot succeed
     RAISED = 24  # `infer` raised
     OUT_OF_MEMORY = 25  # `infer` ran out of memory
+    SKIPPED = 28  # the batch was not computed, because no caller waits for it
     FATAL = 26  # `infer` raised, and the process cannot use its device any more
     # API process to host; see `_host/protocol.py`
     HELLO = 32  # the first frame: the pickled fields of a `Hello`

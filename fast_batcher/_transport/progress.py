@@ -1,8 +1,9 @@
 """Progress of a worker (its current batches), in memory that it shares with the parent.
 
 The parent reads the batch ids here after the worker has died. A message before every batch would
-cost a system call. The worker also counts the log records here that it could not send. One number
-goes in the other direction: a flag set by the parent that lets SIGTERM end the worker.
+cost a system call. The worker also counts the log records here that it could not send. Some numbers
+go in the other direction: a flag that lets SIGTERM end the worker, and ids of batches that it need
+not compute.
 """
 
 import os
@@ -11,12 +12,15 @@ from typing import Any
 
 from fast_batcher._transport.memory_file import make_memory_file, map_file
 
-# Five unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, a flag, and a count.
-_SIZE = 40
+# Unsigned numbers of 8 bytes: ids of batches plus one, 0 for none, a flag, a count, and more ids.
+_SIZE = 72
 # Positions of the ids of `taken` and `begun`, which the worker writes without a call.
 TAKEN, BEGUN = 0, 1
 _IS_TO_END = 3
 _LOST_RECORDS = 4
+_FIRST_SKIPPED = 5
+# Each batch has the position of its id modulo this: a worker has at most four batches at a time.
+_SKIPPED = 4
 
 
 class _BatchId:
@@ -67,6 +71,14 @@ class WorkerProgress:
     def let_sigterm_end(self) -> None:
         """Let the next SIGTERM end the worker; called before the parent sends it."""
         self.numbers[_IS_TO_END] = 1
+
+    def skip(self, batch_id: int) -> None:
+        """Let the worker not compute a batch, unless it has begun."""
+        self.numbers[_FIRST_SKIPPED + batch_id % _SKIPPED] = batch_id + 1
+
+    def is_skipped(self, batch_id: int) -> bool:
+        """Return whether the worker need not compute a batch."""
+        return self.numbers[_FIRST_SKIPPED + batch_id % _SKIPPED] == batch_id + 1
 
     @property
     def lost_records(self) -> int:

@@ -169,6 +169,11 @@ class BatchJob:
         self.values, self.errors = [], {}
         self.reply = [(kind, codec.dumps(failure))]
 
+    def skip(self) -> None:
+        """Answer that the batch was not computed."""
+        self.values, self.errors, self.pieces = [], {}, []
+        self.reply = [(Kind.SKIPPED, b"")]
+
     @property
     def is_fatal(self) -> bool:
         """Whether the process cannot use its device any more."""
@@ -203,6 +208,7 @@ class BatchLoop:
         self._channel = channel
         self._models = models
         self._progress = progress.numbers
+        self._is_skipped = progress.is_skipped
         self._inputs = inputs
         self._encoder = encoder
         self._contexts = BatchContexts()
@@ -274,6 +280,9 @@ class BatchLoop:
             copies: Whether the outputs must keep their values while the next batch is computed.
         """
         if job.reply is not None:
+            return
+        if self._is_skipped(job.batch_id):
+            job.skip()
             return
         self._progress[BEGUN] = job.batch_id + 1
         inputs = job.values

@@ -19,7 +19,17 @@ import pytest
 from models.base import Echo
 from models.crashing import Stuck
 from models.loading import NeverLoads, RaisesOnLoad
-from models.ordinary import BatchSize, Closes, Gated, GatedOnLoad, Holds, Lengths, Slow, Whereabouts
+from models.ordinary import (
+    BatchSize,
+    Closes,
+    Gated,
+    GatedOnLoad,
+    GatedStages,
+    Holds,
+    Lengths,
+    Slow,
+    Whereabouts,
+)
 from models.raising import FailsPositions
 from models.returning import TellsArrival
 from waits import (
@@ -279,6 +289,29 @@ async def test_a_waiting_request_that_is_cancelled_is_never_computed(
         assert await outcome(first) == "first"
         assert [await outcome(started[number][0]) for number in others] == others
         assert batcher.stats.batches == 1 + bool(others)
+
+
+@ways_to_cancel
+@pytest.mark.parametrize("stages", [False, True])
+async def test_cancelled_batch_behind_another_is_not_computed(
+    gate: Gate, start: Cancellable, *, stages: bool
+) -> None:
+    model = GatedStages if stages else Gated
+    async with DynBatcher(model, 1, model_args=(gate.path,)) as batcher:
+        (first,), visit = await begin(batcher, gate, "first")
+        second, cancel = start(batcher, "second")
+        await until(lambda: batcher.stats.running == 2)
+        cancel()
+        assert isinstance(await outcome(second), asyncio.CancelledError)
+        third = call(batcher, "third")
+        await turns()
+        visit.let_on()
+        visit = await gate.visit()
+        assert visit.note == ["third"]
+        visit.let_on()
+        assert [await outcome(one) for one in (first, third)] == ["first", "third"]
+        stats = assert_balance(batcher)
+        assert (stats.completed, stats.cancelled) == (2, 1)
 
 
 async def test_the_answer_and_the_cancellation_come_in_the_same_turn(gate: Gate) -> None:

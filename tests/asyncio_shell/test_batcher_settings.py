@@ -126,6 +126,7 @@ TABLE: dict[str, Row] = {
         [0, 1, "", "  ", "two\nlines", b"name", ["name"]],
         "give True, False or a printable name",
     ),
+    "shared_version": Row(["2026-11-25"], NOT_A_NAME, "give a printable", none=True),
     "devices": Row(
         ["auto", "cpu", "cpu:0", "cuda:7", ["cuda:0", "cuda:1"], ("cpu", "cuda:9")],
         [7, "", "gpu", "cuda", "cuda:-1", "cpu:", "cpu:x", [], [1], ["auto"], ["cpu", None]],
@@ -147,6 +148,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "policy": {"max_delay": 0.01},
     "workers_per_device": {"devices": "cpu"},
     "key": {"cache": LRUCache(1)},
+    "shared_version": {"shared": True},
 }
 
 

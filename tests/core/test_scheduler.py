@@ -17,6 +17,7 @@ from fast_batcher._core.messages import (
     Release,
     Replace,
     Request,
+    Skip,
     Stall,
 )
 from fast_batcher._core.policy import FixedPolicy, Policy
@@ -46,6 +47,49 @@ def test_a_busy_worker_gets_a_second_batch_that_is_full() -> None:
     (second,) = poll_batches(scheduler, 0.2)
     assert second.requests == waiting
     assert (second.worker, second.release) == (0, Release.FULL)
+
+
+def leave(scheduler: Scheduler, batch: Batch) -> None:
+    for request in batch.requests:
+        scheduler.cancel(request)
+
+
+def test_batch_behind_another_is_skipped_without_callers() -> None:
+    scheduler = make(max_batch_size=2)
+    run(scheduler, 0.0, 2)
+    second = run(scheduler, 0.0, 2)
+    scheduler.cancel(second.requests[0])
+    assert told(scheduler.poll(0.1)[0]) == []
+    scheduler.cancel(second.requests[1])
+    assert told(scheduler.poll(0.2)[0]) == [(Skip, second.id)]
+    assert told(scheduler.poll(0.3)[0]) == []
+
+
+def test_batch_behind_another_is_skipped_when_it_has_expired() -> None:
+    scheduler = make(max_batch_size=2, timeout=5.0)
+    run(scheduler, 0.0)
+    second = run(scheduler, 1.0, 2)
+    actions, _ = scheduler.poll(6.0)
+    assert told(actions)[-1] == (Skip, second.id)
+
+
+def test_first_batch_of_a_worker_is_not_skipped() -> None:
+    scheduler = make(max_batch_size=2)
+    first, second = run(scheduler, 0.0, 2), run(scheduler, 0.0, 2)
+    leave(scheduler, first)
+    leave(scheduler, second)
+    settle(scheduler, 0.1, first)
+    settle(scheduler, 0.1, second)
+    assert told(scheduler.poll(0.2)[0]) == []
+
+
+@pytest.mark.parametrize("has_target", [True, False])
+def test_no_second_batch_with_deadlines_before_times_are_known(*, has_target: bool) -> None:
+    """Nothing tells whether it would be in time behind the other."""
+    scheduler = make(max_batch_size=2)
+    run(scheduler, 0.0, 2)
+    submit(scheduler, 0.0, 2, deadline=5.0 if has_target else None)
+    assert len(poll_batches(scheduler, 0.0)) == (0 if has_target else 1)
 
 
 def test_a_worker_cannot_be_ready_twice() -> None:
@@ -212,7 +256,7 @@ def test_a_clients_shorter_deadline_says_nothing_about_the_worker() -> None:
     assert told(actions) == [(ExpiryReason.RUNNING, batch.requests[0])]
     assert (scheduler.workers.ready_count, wake_at) == (1, 30.0)
     # It is still given a full batch ahead.
-    run(scheduler, 1.0, deadline=60.0)
+    run(scheduler, 1.0)
     assert told(scheduler.poll(30.0)[0]) == [(Stall, 0)]
     assert scheduler.workers.ready_count == 0
     settle(scheduler, 31.0, batch)

@@ -40,6 +40,7 @@ from fast_batcher._core.messages import (
     Release,
     Replace,
     Request,
+    Skip,
     Stall,
 )
 from fast_batcher._core.ranked_queue import AGED_BATCHES
@@ -137,6 +138,7 @@ class Running:
 
     batch: Batch
     open_ids: list[int]
+    is_skipped: bool = field(default=False, kw_only=True)
     # Until when it is divided if it fails; infinite before the first failure.
     isolate_until: float = inf
 
@@ -172,6 +174,8 @@ def plain(action: Action) -> tuple[Any, ...]:
     if isinstance(action, Expire):
         return "expire", action.request.id, action.reason
     assert not isinstance(action, Fail), action.error
+    if isinstance(action, Skip):
+        return "skip", action.batch.id
     return type(action).__name__, action.worker
 
 
@@ -567,11 +571,20 @@ class Schedule(RuleBasedStateMachine):
             assert not has_dispatched, "what has expired is told first, and never dispatched"
             if isinstance(action, Expire):
                 self.expire(action, waiting_reason)
+            elif isinstance(action, Skip):
+                self.skip(action.batch)
             elif isinstance(action, Stall):
                 self.stall(self.workers[action.worker])
             else:
                 assert isinstance(action, Replace)
                 self.replace(self.workers[action.worker])
+
+    def skip(self, batch: Batch) -> None:
+        worker = self.workers[batch.worker]
+        (one,) = [one for one in worker.batches if one.batch.id == batch.id]
+        assert not one.open_ids, "nobody waits for it"
+        assert not one.is_skipped, "a worker is told once"
+        one.is_skipped = True
 
     def drop(self, action: Expire) -> None:
         number = action.request.id
@@ -735,6 +748,8 @@ class Schedule(RuleBasedStateMachine):
                 alive += [number for one in worker.batches for number in one.open_ids]
                 assert worker.is_replaced or not self.has_run_too_long(worker)
                 assert worker.is_stalled or not self.has_run_for_nobody(worker)
+            for one in worker.batches[1:]:
+                assert one.open_ids or one.is_skipped, "it would be computed for nobody"
             limit = self.options.infer_timeout
             if worker.batches and limit is not None and not worker.is_replaced:
                 self.check_it_wakes_by(worker.started_at + limit)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fail, Request
+from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fail, Request, Skip
 from fast_batcher._core.policy import GreedyPolicy, Policy
 from fast_batcher._core.scheduler import Scheduler
 
@@ -98,6 +98,8 @@ def told(actions: Sequence[Action]) -> list[object]:
             plain.append((action.reason, action.request))
         elif isinstance(action, Fail):
             plain.append((action.error, action.requests))
+        elif isinstance(action, Skip):
+            plain.append((Skip, action.batch.id))
         else:
             plain.append((type(action), action.worker))
     return plain

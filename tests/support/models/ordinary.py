@@ -71,6 +71,13 @@ class Gated(AtGate):
         return inputs
 
 
+class GatedStages(Gated):
+    """The same with a stage before it."""
+
+    def prepare(self, value: Any) -> Any:
+        return value
+
+
 class Holds(AtGate):
     """Echoes, and waits at the gate with every batch that has "hold" among its inputs."""
 
