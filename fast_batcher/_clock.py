@@ -10,9 +10,14 @@ import functools
 import sys
 import time
 from collections.abc import Callable
+from typing import Final
 
 monotonic: Callable[[], float]
 if sys.platform == "win32":  # has no `clock_gettime`, and `DynBatcher` does not run there
     monotonic = time.monotonic
 else:
     monotonic = functools.partial(time.clock_gettime, time.CLOCK_MONOTONIC)
+
+# Seconds for which the user's code may block the event loop before a warning is logged: users
+# notice a tenth of a second.
+SLOW: Final = 0.1

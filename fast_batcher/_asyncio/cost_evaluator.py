@@ -11,7 +11,7 @@ from numbers import Real
 from typing import Any
 from weakref import WeakValueDictionary
 
-from fast_batcher._clock import monotonic
+from fast_batcher._clock import SLOW, monotonic
 from fast_batcher._core.batch_times import Method, method_of
 from fast_batcher._core.messages import Group, Request
 from fast_batcher.errors import BatcherError, ConfigurationError, RequestTooLargeError
@@ -19,9 +19,6 @@ from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")
 
-# Seconds of one call above which a warning is logged: the call blocks the event loop, and users
-# notice a tenth of a second.
-SLOW = 0.1
 # Sums and products of costs over a whole queue must stay finite. No useful unit of cost reaches
 # this value.
 MOST_COST = 1e15

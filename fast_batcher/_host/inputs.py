@@ -9,9 +9,10 @@ import asyncio
 import logging
 from typing import Any
 
+from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Request
 from fast_batcher._host.protocol import Row
-from fast_batcher._parent.batch_sender import dump_input, make_pickler
+from fast_batcher._parent.batch_sender import PicklingWatch, dump_input, make_pickler
 from fast_batcher._parent.input_arena import LEAST_STAGED, CopyState, InputArena, StagedInput
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._shared_memory.slabs import Slab, Slabs
@@ -34,6 +35,7 @@ class HostInputs:
         self._settings = settings
         self._name = name
         self._pickler = make_pickler(settings)
+        self._watch = PicklingWatch(name)
         self._memory = MemoryService(loop, 0, name)
         self._arena = InputArena(self._memory, settings, self._warn)
         # Memory of rows that a worker may view, by the request's id.
@@ -104,7 +106,9 @@ class HostInputs:
 
     def pickle(self, value: Any) -> bytes | BatcherError:
         """Return an input as a pickle, or an error."""
+        began_at = monotonic()
         item = dump_input(self._pickler, value, self._settings.max_frame_bytes)
+        self._watch.check(began_at)
         if isinstance(item, bytes) and len(item) >= LEAST_STAGED:
             self._enable()
         return item

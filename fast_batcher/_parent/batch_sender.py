@@ -6,10 +6,12 @@ large inputs, which `SharedInputSender` copies into shared memory. The sender do
 batches, which the scheduler does, and does not read answers, which `Answers` does.
 """
 
+import logging
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from fast_batcher._clock import SLOW, monotonic
 from fast_batcher._core.messages import Batch, Request
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
@@ -24,6 +26,8 @@ from fast_batcher.errors import (
     UnsendableValueError,
 )
 from fast_batcher.settings import Settings
+
+logger = logging.getLogger("fast_batcher")
 
 # On Python 3.11 looking up a member of an enumeration costs as much as a call.
 _INPUT_ATOMS = Kind.INPUT_ATOMS
@@ -81,6 +85,7 @@ class BatchSender:
         # The ready workers by id.
         self._links: dict[int, WorkerLink] = {}
         self._pickler: InputPickler = pickler or make_pickler(settings)
+        self._watch = PicklingWatch(name)
 
     def add_worker(self, link: WorkerLink) -> None:
         """Add a worker that is ready."""
@@ -135,10 +140,12 @@ class BatchSender:
             if request.staged is not None:  # staged inputs are used only if all inputs are staged
                 request.staged.release()
         pickled: list[bytes] | OutOfBandPickle | None
+        began_at = monotonic()
         try:
             pickled = self._pickler.pickle(values, self._shared_inputs.is_available)
         except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
             pickled = None
+        self._watch.check(began_at)
         if isinstance(pickled, OutOfBandPickle):
             self.arena.enable()
             # The limit of a single output: a model may return its input.
@@ -187,6 +194,31 @@ class BatchSender:
             KeyError: The worker has no lease of one of them.
         """
         self._shared_inputs.free(worker_id, loads(frame.body))
+
+
+class PicklingWatch:
+    """Warns once if pickling inputs blocks the event loop.
+
+    Args:
+        name: The batcher's name, for the log.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_warned = False
+
+    def check(self, began_at: float) -> None:
+        """Warn if pickling that began at this moment has taken too long."""
+        seconds = monotonic() - began_at
+        if seconds > SLOW and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: pickling inputs took %.3g seconds, and the event loop with all its requests "
+                "waited; send bytes or an array instead, for example an image file that is not "
+                "decoded yet, and decode it in the model's prepare (docs/stages.md)",
+                self._name,
+                seconds,
+            )
 
 
 def make_pickler(settings: Settings) -> OutOfBandPickler:

@@ -21,7 +21,8 @@ from fast_batcher import (
     InferenceModel,
     RequestTooLargeError,
 )
-from fast_batcher._asyncio.cost_evaluator import SLOW, CostEvaluator
+from fast_batcher._asyncio.cost_evaluator import CostEvaluator
+from fast_batcher._clock import SLOW
 from fast_batcher._core.messages import Request
 from fast_batcher.settings import Settings
 

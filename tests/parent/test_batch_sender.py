@@ -1,10 +1,12 @@
 """Batches to frames and frames to outcomes: which frames are sent, and who gets what from them."""
 
+import time
 from typing import Any, ClassVar
 
 import pytest
 from models.returning import RefusesPickling
 
+from fast_batcher._clock import SLOW
 from fast_batcher._core.messages import Batch, Release, Request
 from fast_batcher._file_state import FileState
 from fast_batcher._parent.batch_sender import BatchSender
@@ -39,7 +41,7 @@ class Wire:
     def _refuse(self, *_: object) -> Any:
         raise AssertionError("without shared memory nothing is copied, or found out later")
 
-    run_in_thread = reserve = fill = inputs_unsendable = _refuse
+    run_in_thread = reserve = fill = skip = inputs_unsendable = _refuse
 
     def send(self, kind: Kind, batch_id: int, body: bytes) -> None:
         assert len(body) <= MAX_FRAME_BYTES
@@ -98,6 +100,22 @@ def test_an_input_that_cannot_be_pickled_is_refused_and_the_others_are_sent(
     assert "RefusesPickling" in str(refusal)
     assert wire.kinds == [Kind.INPUTS]
     assert wire.items() == ["a", "c"]
+
+
+class SlowToPickle:
+    """Works while it is pickled, as an image that is read and decoded only then."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        time.sleep(1.5 * SLOW)
+        return list, ()
+
+
+@pytest.mark.slow
+def test_slow_pickling_is_logged_once(wire: Wire, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert wire.sender.send(batch_of(SlowToPickle())) == []
+    (message,) = caplog.messages
+    assert message.startswith("name: pickling inputs took ")
 
 
 def test_nothing_is_sent_when_nothing_can_be(wire: Wire) -> None:
