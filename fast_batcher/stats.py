@@ -80,14 +80,14 @@ _SENTENCES: dict[Cause, str] = {
     "no data": "fewer than two batches were answered",
     "disabled": "batching is off (enabled=False)",
     "arrivals": "no more requests were waiting",
-    "max_batch_size": "they hold max_batch_size requests",
-    "cost": "they reach max_batch_cost",
-    "groups": "the requests that wait belong to other groups (group_by)",
+    "max_batch_size": "they held max_batch_size requests",
+    "cost": "they reached max_batch_cost",
+    "groups": "the requests that waited belong to other groups (group_by)",
     "hold": "they were held, and more requests were not worth the wait",
     "window": "max_delay had passed (policy='fixed')",
     "deadline": "waiting for more would have made requests late",
     "memory": "the model ran out of memory with larger ones",
-    "retries": "they hold requests that are tried again",
+    "retries": "they held requests that were tried again",
 }
 
 
@@ -100,12 +100,15 @@ class Explanation:
     seconds: float = 0.0
     requests_per_second: float = 0.0
     mean_batch_size: float = 0.0
-    # Share of the workers' time in which they had a batch, 0 to 1.
+    # Share of the workers' time in which they had a batch, 0 to 1. No measure of the load: the
+    # adaptive policy keeps workers busy with smaller batches.
     busy: float = 0.0
     # Requests per second with full batches, predicted from the measured times; None if unknown.
     capacity: float | None = None
     # Why most requests were in batches that were no larger.
     cause: Cause = "no data"
+    # Share of the requests whose batch it explains, 0 to 1.
+    cause_share: float = 0.0
     # What would change that, and what it would gain.
     advice: str = ""
     # Learned seconds of batches: for each range of sizes the mean size, the median and the 95 %
@@ -125,7 +128,9 @@ class Explanation:
         return (
             f"{self.batches} batches in {self.seconds:.3g} seconds: {self.requests_per_second:.4g} "
             f"requests per second{load}; the workers were busy for {self.busy:.0%} of the time. "
-            f"Batches hold {self.mean_batch_size:.3g} requests, because {_SENTENCES[self.cause]}. "
+            f"Batches hold {self.mean_batch_size:.3g} requests on average; those of "
+            f"{self.cause_share:.0%} of the requests were no larger because "
+            f"{_SENTENCES[self.cause]}. "
             f"Advice: {self.advice}."
         )
 

@@ -154,8 +154,9 @@ class LocalSession:
             settings.group_by is not None,
             settings.enabled,
         )
-        explained = explain(self._ledger.counters.list_samples(), setup)
-        return replace(explained, service_times=self.scheduler.service.points())
+        learned = self.scheduler.service.points()
+        explained = explain(self._ledger.counters.list_samples(), setup, learned)
+        return replace(explained, service_times=learned)
 
     # Opening.
 

@@ -1,7 +1,8 @@
 """Explanation of a batcher's recent batches: what limits their size. Pure.
 
 Each batch votes with its requests for one cause: the reason for which it left, and whether others
-had to stay behind. What a setting would gain is read from a service model of the same batches.
+had to stay behind. What a setting would gain is read from a service model of the same batches, and
+of earlier ones of other sizes: the warm-up has measured a single input.
 """
 
 from collections import Counter
@@ -14,8 +15,10 @@ from fast_batcher.stats import Cause, Explanation
 
 # A gain below this share of the capacity is within what the service model is off by.
 LEAST_GAIN = 0.05
-# From this share of the workers' time on, more capacity is worth a change.
-BUSY = 0.7
+# From this share of the capacity on, more capacity is worth a change. The share of the time in
+# which workers have a batch tells nothing: adaptive batches are smaller at a lower load, and so at
+# half of the capacity the workers are busy all the time.
+HIGH_LOAD = 0.7
 
 
 class BatchSample(NamedTuple):
@@ -43,12 +46,17 @@ class Setup(NamedTuple):
     is_enabled: bool = True
 
 
-def explain(samples: Sequence[BatchSample], setup: Setup) -> Explanation:
+def explain(
+    samples: Sequence[BatchSample],
+    setup: Setup,
+    learned: Sequence[tuple[float, float, float]] = (),
+) -> Explanation:
     """Explain recent batches.
 
     Args:
         samples: The last batches, oldest first.
         setup: The present settings.
+        learned: The points of the scheduler's service model, which knows older batches, too.
     """
     if len(samples) < 2:
         return Explanation()
@@ -59,22 +67,44 @@ def explain(samples: Sequence[BatchSample], setup: Setup) -> Explanation:
     votes: Counter[Cause] = Counter()
     for one in samples:
         votes[_find_cause(one, setup)] += one.size
-    (cause, _), *_ = votes.most_common(1)
-    service = ServiceModel()
-    for one in samples:
-        service.observe(one.size, one.answered_at - one.began_at)
-    full = setup.max_batch_size
-    capacity = setup.num_workers * full / service.median(full) if service.is_known else None
+    (cause, count), *_ = votes.most_common(1)
+    service = _learn(samples, learned)
+    rate, capacity = requests / seconds, _predict_capacity(setup, service)
     return Explanation(
         batches=len(samples),
         seconds=seconds,
-        requests_per_second=requests / seconds,
+        requests_per_second=rate,
         mean_batch_size=requests / len(samples),
         busy=min(busy, 1.0),
         capacity=capacity,
         cause=cause,
-        advice=_advise(cause, samples, setup, service, busy),
+        cause_share=count / requests,
+        advice=_advise(cause, samples, setup, service, rate),
     )
+
+
+def _learn(
+    samples: Sequence[BatchSample], learned: Sequence[tuple[float, float, float]]
+) -> ServiceModel:
+    """Make a service model of the samples, and of the other sizes that were learned before."""
+    service = ServiceModel()
+    for one in samples:
+        service.observe(one.size, one.answered_at - one.began_at)
+    sampled = [size for size, _, _ in service.points()]
+    # Last, and so with their full weight: nothing newer tells about these sizes.
+    for size, median, _ in learned:
+        if all(max(size, one) >= 2 * min(size, one) for one in sampled):
+            service.observe(size, median)
+    return service
+
+
+def _predict_capacity(setup: Setup, service: ServiceModel) -> float | None:
+    """Predict the requests per second with full batches; None if too little was measured."""
+    full, sizes = setup.max_batch_size, [size for size, _, _ in service.points()]
+    # One size alone tells nothing about a batch twice as large.
+    if not sizes or (len(sizes) == 1 and full >= 2 * sizes[0]):
+        return None
+    return setup.num_workers * full / service.median(full)
 
 
 def _find_cause(sample: BatchSample, setup: Setup) -> Cause:
@@ -104,11 +134,11 @@ def _advise(
     samples: Sequence[BatchSample],
     setup: Setup,
     service: ServiceModel,
-    busy: float,
+    rate: float,
 ) -> str:
     """Return what would change the size of the batches, and what it would gain."""
     if cause == "max_batch_size":
-        return _advise_size(setup, service, busy)
+        return _advise_size(setup, service, rate)
     if cause == "window":
         waited = sum(one.waited * one.size for one in samples) / sum(one.size for one in samples)
         return (
@@ -127,14 +157,24 @@ def _advise(
     }[cause]
 
 
-def _advise_size(setup: Setup, service: ServiceModel, busy: float) -> str:
-    full = setup.max_batch_size
-    if busy < BUSY or not service.is_known:
+def _advise_size(setup: Setup, service: ServiceModel, rate: float) -> str:
+    """Return what a larger `max_batch_size` would gain."""
+    full, capacity = setup.max_batch_size, _predict_capacity(setup, service)
+    sizes = [size for size, _, _ in service.points()]
+    if capacity is not None and rate < HIGH_LOAD * capacity:
         return "nothing to change: the workers have time left"
+    if len(sizes) == 1:
+        return (
+            f"no other size than {sizes[0]:.3g} was measured, so what larger batches gain is "
+            "unknown: give the model warmup_inputs"
+        )
     gain = 2 * service.median(full) / service.median(2 * full) - 1
     if gain < LEAST_GAIN:
         return (
             f"larger batches would not help: one of {2 * full} is predicted to take twice as long; "
             f"num_workers={setup.num_workers + 1} helps if there is a core or GPU for it"
         )
-    return f"max_batch_size={2 * full} is predicted to raise the capacity by {gain:.0%}"
+    return (
+        f"max_batch_size={2 * full} is predicted to raise the capacity by {gain:.0%}, if the time "
+        f"of a batch goes on as from {sizes[0]:.3g} to {sizes[-1]:.3g} requests"
+    )

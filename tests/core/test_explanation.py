@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from schedulers import make
-from virtual_time import poisson, with_knee
+from virtual_time import Seconds, poisson, with_knee
 
 from fast_batcher._core.adaptive import make_policy
 from fast_batcher._core.batch_packer import BatchPacker
@@ -25,13 +25,19 @@ CAPACITY = SIZE / with_knee(SIZE)
 class Shell:
     """Serves arrivals with one worker; batches of more than `room` requests run out of memory.
 
-    Each of the `clients` asks again some 0.2 ms after its answer.
+    Each of the `clients` asks again some 0.2 ms after its answer. A batch of n takes `seconds(n)`.
     """
 
-    def __init__(self, scheduler: Scheduler, room: float = inf, clients: int = 0) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        room: float = inf,
+        clients: int = 0,
+        seconds: Seconds = with_knee,
+    ) -> None:
         self.scheduler = scheduler
         self.samples: list[BatchSample] = []
-        self._room, self._clients = room, clients
+        self._room, self._clients, self._seconds = room, clients, seconds
         self._due = [0.0] * clients
         self._running: list[Batch] = []
         self._done_at = self._wake_at = inf
@@ -53,7 +59,7 @@ class Shell:
             self._wake_at = inf if wake_at is None else wake_at
             self._running += [one.batch for one in actions if isinstance(one, Dispatch)]
             if self._done_at == inf and self._running:
-                self._done_at = now + with_knee(len(self._running[0].requests))
+                self._done_at = now + self._seconds(len(self._running[0].requests))
 
     def _finish(self, now: float) -> None:
         batch, self._done_at = self._running.pop(0), inf
@@ -68,7 +74,7 @@ class Shell:
             for _ in range(size if self._clients else 0):
                 heappush(self._due, now + self._random.uniform(1e-4, 3e-4))
         if self._running:
-            self._done_at = now + with_knee(len(self._running[0].requests))
+            self._done_at = now + self._seconds(len(self._running[0].requests))
 
 
 def run(
@@ -198,6 +204,91 @@ def test_idle_workers_need_no_change(
     assert found.cause == cause
     if cause == "max_batch_size":
         assert found.advice == "nothing to change: the workers have time left"
+
+
+# --- what a larger size gains ---------------------------------------------------------------------
+
+
+def linear(size: float) -> float:
+    return 0.0025 * size
+
+
+def fixed(_: float) -> float:
+    return 0.02
+
+
+def affine(size: float) -> float:
+    return 0.02 + 0.0025 * size
+
+
+def explain_run(
+    seconds: Seconds, *, warm: bool, clients: int = 24, arrivals: Sequence[float] = ()
+) -> Explanation:
+    """The explanation of a run with batches of at most 8."""
+    scheduler = make(make_policy("adaptive", None), max_batch_size=8)
+    if warm:
+        scheduler.worker_lost(0)
+        scheduler.worker_ready(0.0, 0, [(size, seconds(size)) for size in (1, 8)])
+    shell = Shell(scheduler, clients=clients, seconds=seconds)
+    shell.run(arrivals, lambda number: Request(number, None))
+    setup = Setup(8, 1, has_cost_limit=False, is_grouped=False)
+    return explain(shell.samples, setup, scheduler.service.points())
+
+
+NO_GAIN = "larger batches would not help: one of 16 is predicted to take twice as long"
+UNKNOWN = "no other size than 8 was measured"
+TIME_LEFT = "nothing to change: the workers have time left"
+# Full batches, each as the worker is half way to the next.
+HALF_LOAD = [0.04 * number for number in range(50) for _ in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "situation", "advice", "capacity"),
+    [
+        (linear, {"warm": True}, NO_GAIN, 400.0),
+        (linear, {"warm": False}, UNKNOWN, 400.0),
+        (
+            fixed,
+            {"warm": True},
+            "max_batch_size=16 is predicted to raise the capacity by 100%",
+            400,
+        ),
+        (fixed, {"warm": False}, UNKNOWN, 400.0),
+        (
+            affine,
+            {"warm": True},
+            "max_batch_size=16 is predicted to raise the capacity by 33%",
+            200,
+        ),
+        (affine, {"warm": False}, UNKNOWN, 200.0),
+        (linear, {"warm": True, "clients": 0, "arrivals": HALF_LOAD}, TIME_LEFT, 400.0),
+        (fixed, {"warm": True, "clients": 0, "arrivals": HALF_LOAD}, TIME_LEFT, 400.0),
+        (
+            fixed,
+            {"warm": True, "clients": 0, "arrivals": poisson(200.0, 3.0, seed=3)},
+            "nothing to change: batches hold what arrives",
+            400.0,
+        ),
+        (linear, {"warm": False, "clients": 1}, "nothing to change", None),
+    ],
+)
+def test_advice_is_true_for_a_known_model(
+    seconds: Seconds, situation: dict[str, Any], advice: str, capacity: float | None
+) -> None:
+    found = explain_run(seconds, **situation)
+    assert found.advice.startswith(advice), found
+    assert found.capacity == (None if capacity is None else pytest.approx(capacity, rel=0.05))
+
+
+def test_reason_and_mean_are_told_apart() -> None:
+    sizes = [8, 8, 8, 8, 4]
+    samples = [
+        BatchSample(at, at + 1.0, size, Release.FULL if size == 8 else Release.IDLE, 0, 0.0, 1.0)
+        for at, size in enumerate(sizes)
+    ]
+    found = explained(samples, max_batch_size=8)
+    assert (found.cause, found.cause_share) == ("max_batch_size", pytest.approx(32 / 36))
+    assert "hold 7.2 requests on average; those of 89% of the requests were no" in str(found)
 
 
 def test_a_larger_size_is_advised_where_it_is_predicted_to_gain() -> None:

@@ -21,6 +21,21 @@ class Whereabouts(InferenceModel[Any, int]):
         return [os.getpid() for _ in inputs]
 
 
+class Timed(InferenceModel[Any, Any]):
+    """Echoes; a batch takes a fixed time and a time for each input, seconds."""
+
+    def __init__(self, fixed: float, each: float, *, warm: bool) -> None:
+        self._fixed, self._each = fixed, each
+        self._examples = [0] if warm else []
+
+    def warmup_inputs(self) -> list[int]:
+        return self._examples
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        time.sleep(self._fixed + self._each * len(inputs))
+        return inputs
+
+
 class Variables(InferenceModel[str, str]):
     """Answers with the values of environment variables."""
 
