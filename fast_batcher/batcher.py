@@ -19,11 +19,10 @@ from contextlib import (
     AbstractContextManager,
     asynccontextmanager,
     nullcontext,
-    suppress,
 )
 from contextvars import Context
 from threading import get_ident
-from typing import Any, Generic, Self, Unpack, overload
+from typing import Any, Generic, NoReturn, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
@@ -35,7 +34,7 @@ from fast_batcher._asyncio.methods import BatchMethods
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.owners import Owners
 from fast_batcher._asyncio.session import Session
-from fast_batcher._asyncio.signals import call_on_sigterm
+from fast_batcher._asyncio.signals import call_on_end, call_on_sigterm
 from fast_batcher._asyncio.status import Status
 from fast_batcher._asyncio.thread_calls import ThreadCalls
 from fast_batcher._clock import monotonic
@@ -65,6 +64,7 @@ from fast_batcher.settings import (
     Reconfiguration,
     Settings,
     check_observers,
+    check_seconds,
     checked_priority,
     checked_timeout,
     refuse_followers,
@@ -109,8 +109,7 @@ class DynBatcher(Generic[InputT, OutputT]):
             for that batch any more.
         infer_timeout: Seconds that one batch may take before its worker is replaced, or None. No
             other limit replaces a worker that computes.
-        auto_open: Whether the batcher opens by itself: at construction under a running event loop,
-            otherwise at the first call.
+        auto_open: Whether the first awaited call opens a new batcher.
         name: Printable name for logs and health checks. Default the model's name.
         cost: Function that returns the cost of an input, for example its number of tokens: above 0,
             at most 1e15. Batches are then formed of inputs with similar costs. The function is
@@ -188,9 +187,6 @@ class DynBatcher(Generic[InputT, OutputT]):
         self.methods = BatchMethods(self._call_many, names)
         self._owners = Owners()
         self._cores = CoreClaim(0 if settings.shared else settings.num_workers)
-        if auto_open:
-            with suppress(RuntimeError):  # no event loop runs here
-                get_running_loop().call_soon(self._open_if_new)
 
     # Calls.
 
@@ -547,6 +543,7 @@ class DynBatcher(Generic[InputT, OutputT]):
         *,
         wait_ready: bool = True,
         drain_on_sigterm: bool = False,
+        lame_duck: float = 0.0,
         freeze_gc: bool = True,
     ) -> Callable[[Any], AbstractAsyncContextManager[None]]: ...
     def lifespan(
@@ -556,12 +553,14 @@ class DynBatcher(Generic[InputT, OutputT]):
         *,
         wait_ready: bool = True,
         drain_on_sigterm: bool = False,
+        lame_duck: float = 0.0,
         freeze_gc: bool = True,
     ) -> Any:
         """Open and close the batcher with an app: `FastAPI(lifespan=batcher.lifespan)`.
 
         Several lifespans on one event loop may share the batcher, also with `async with`: the first
         opens it, and the last that ends closes it. `aclose` and `stop` close it for all of them.
+        SIGINT or SIGTERM while the model loads ends the workers and the start at once.
 
         Args:
             app: The app, passed by the framework. Without it, the call returns a lifespan with the
@@ -569,8 +568,13 @@ class DynBatcher(Generic[InputT, OutputT]):
             wait_ready: Whether the app starts to answer only when every worker is ready.
             drain_on_sigterm: Whether SIGTERM makes `is_ready`, and with it `/readyz`, false at
                 once, while the server still finishes its requests. The server's own handler runs
-                afterwards. If the lifespan does not run in the main thread, as with `TestClient`,
-                SIGTERM has no such effect, and a warning says so.
+                afterwards, and closes the listening socket: see `lame_duck`. If the lifespan does
+                not run in the main thread, as with `TestClient`, SIGTERM has no such effect, and a
+                warning says so.
+            lame_duck: Seconds from SIGTERM to the server's own handler, 0 or more; needs
+                `drain_on_sigterm`. Meanwhile the server still accepts connections, so that a load
+                balancer sees that `/readyz` is 503 and sends its requests elsewhere. A second
+                SIGTERM ends the wait.
             freeze_gc: Whether Python's garbage collector excludes the objects that are alive when
                 the batcher is ready, until the last such lifespan of the process ends. An app that
                 has called `gc.freeze` itself keeps its frozen objects. See
@@ -578,15 +582,22 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Raises:
             WorkerStartupError: A worker could not load its model; the server then stops.
+            ConfigurationError: `lame_duck` is invalid.
         """
+        check_seconds("lame_duck", lame_duck)
+        if lame_duck and not drain_on_sigterm:
+            raise ConfigurationError(
+                f"lame_duck={lame_duck}: without drain_on_sigterm=True it has no meaning"
+            )
 
         @asynccontextmanager
         async def run(app: Any) -> AsyncIterator[None]:
             draining: AbstractContextManager[None] = nullcontext()
             if drain_on_sigterm:
-                draining = call_on_sigterm(get_running_loop(), self._leave, self.name)
+                draining = call_on_sigterm(get_running_loop(), self._leave, self.name, lame_duck)
             with draining:
-                await self._enter(wait_ready=wait_ready)
+                with call_on_end(get_running_loop(), self._end_opening):
+                    await self._enter(wait_ready=wait_ready)
                 try:
                     with frozen() if freeze_gc else nullcontext():
                         yield
@@ -712,6 +723,14 @@ class DynBatcher(Generic[InputT, OutputT]):
             running=0,
         )
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled, as a part of an app would be."""
+        raise TypeError(
+            f"{self.name}: a batcher has processes and cannot be copied or pickled; build the app "
+            "and its batcher in a function, and give this function to whatever starts the app "
+            "in another process"
+        )
+
     def __repr__(self) -> str:
         stats = self.stats
         return (
@@ -722,10 +741,6 @@ class DynBatcher(Generic[InputT, OutputT]):
         )
 
     # The life of a session.
-
-    def _open_if_new(self) -> None:
-        if self._status.state is State.NEW:
-            self._begin_open()
 
     def _begin_open(self) -> Session:
         """Make a session and start its workers, unless there is one; return the session."""
@@ -824,6 +839,12 @@ class DynBatcher(Generic[InputT, OutputT]):
         """Report not ready, but accept calls: open connections may send more requests."""
         logger.info("%s: not ready any more (SIGTERM)", self.name)
         self._status.is_leaving = True
+
+    def _end_opening(self) -> None:
+        """End workers that load their model: the program was told to end."""
+        if self._status.state is State.OPENING:
+            logger.info("%s: ends while its model loads, because of a signal", self.name)
+            self._end(grace=0.0)
 
     def _end_for_thread(self, ended: concurrent.futures.Future[None]) -> None:
         try:

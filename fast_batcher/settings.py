@@ -292,6 +292,15 @@ def _check_shared(name: str, value: object) -> None:
         raise ConfigurationError(f"{name}={value!r}: give True, False or a printable name")
 
 
+def check_seconds(name: str, value: Any) -> None:
+    """Check a duration of 0 or more seconds.
+
+    Raises:
+        ConfigurationError: It is something else.
+    """
+    _Seconds(zero_allowed=True)(name, value)
+
+
 def checked_timeout(timeout: Any) -> float:
     """Check and return the timeout of a call: seconds, or `math.inf` for no limit.
 

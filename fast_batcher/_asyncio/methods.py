@@ -57,6 +57,8 @@ class BatchMethods:
         self._methods = {name: BatchMethod[Any, Any](call_many, name) for name in names}
 
     def __getattr__(self, name: str) -> BatchMethod[Any, Any]:
+        if name.startswith("_"):  # a copy is asked for special methods before it has attributes
+            raise AttributeError(name)
         method = self._methods.get(name)
         if method is None:
             known = ", ".join(self._methods) or (

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import copy
+import pickle
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx2
 import pytest
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from models.base import Echo
 from models.ordinary import Gated
 from sessions import session_of
@@ -57,6 +60,26 @@ async def test_two_apps_share_a_batcher_until_the_last_of_them_ends(first: int) 
         await apps[1 - first].__aexit__(None, None, None)
         assert watch.survivors(0.0) == []
     assert batcher.state == "closed"
+
+
+async def test_first_lifespan_decides_about_the_loop() -> None:
+    """And not the loop under which the batcher was constructed, as in a notebook."""
+    batcher = DynBatcher(Echo)
+    await asyncio.sleep(0)
+
+    def serve() -> Any:
+        with TestClient(make_app(batcher)) as client:
+            return client.get("/", params={"value": "served"}).json()
+
+    assert await asyncio.to_thread(serve) == "served"
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copy_of_a_batcher_says_what_to_do(duplicate: Callable[[object], object]) -> None:
+    batcher = DynBatcher(Echo)
+    with pytest.raises(TypeError, match=r"Echo: a batcher has processes .* in a function"):
+        duplicate(batcher)
+    assert vars(copy.copy(batcher.methods)) == vars(batcher.methods)
 
 
 @pytest.mark.parametrize("end", ["aclose", "stop"])

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -12,7 +13,7 @@ from fastapi.testclient import TestClient
 from models.base import Echo
 from waits import LIMIT, until
 
-from fast_batcher import DynBatcher
+from fast_batcher import ConfigurationError, DynBatcher
 from fast_batcher._asyncio.signals import call_on_sigterm
 
 pytestmark = pytest.mark.anyio
@@ -41,6 +42,40 @@ async def test_sigterm_ends_readiness_and_the_handler_before_runs_too() -> None:
         assert await batcher.process_batched("late") == "late"
         assert await batcher.process_many(range(100)) == [*range(100)]
     assert signal.getsignal(signal.SIGTERM) is server
+
+
+async def test_second_signal_ends_the_delay_of_the_first() -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    called: list[None] = []
+    loop = asyncio.get_running_loop()
+    with call_on_sigterm(loop, lambda: called.append(None), "name", delay=LIMIT):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: len(called) == 1)
+        assert seen == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: len(called) == 2)
+        assert seen == [signal.SIGTERM]
+
+
+async def test_delayed_handler_is_called() -> None:
+    seen: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    with call_on_sigterm(asyncio.get_running_loop(), lambda: None, "name", delay=0.001):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: seen == [signal.SIGTERM])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lame_duck": 5}, "lame_duck=5: without drain_on_sigterm=True"),
+        ({"lame_duck": -1, "drain_on_sigterm": True}, "lame_duck=-1: give seconds"),
+    ],
+)
+def test_invalid_lame_duck_is_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        DynBatcher(Echo).lifespan(**options)
 
 
 async def test_a_handler_that_somebody_else_has_set_meanwhile_stays() -> None:

@@ -66,6 +66,39 @@ def test_readiness_ends_with_the_signal_and_what_runs_is_answered(
     assert psutil.wait_procs(workers, timeout=LIMIT)[1] == []
 
 
+def test_lame_duck_answers_new_connections_after_sigterm(serve: Callable[..., Server]) -> None:
+    """Fault F41."""
+    server = serve("apps.draining:app", settings={"LAME_DUCK": str(LIMIT)})
+    url = server.wait_for(URL)[1]
+    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 200
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_for("not ready any more")
+    # Each of these is a connection of its own.
+    assert httpx2.get(f"{url}/readyz", timeout=LIMIT).status_code == 503
+    assert httpx2.get(f"{url}/pass/0", timeout=LIMIT).status_code == 200
+    # The second signal ends the wait.
+    end_quietly(server)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("name", ["uvicorn", "gunicorn", "hypercorn"])
+def test_signal_while_the_model_loads_ends_the_server(
+    serve: Callable[..., Server], gate: Gate, name: str, number: signal.Signals
+) -> None:
+    app = "apps.loading:app"
+    commands = {
+        "uvicorn": None,
+        "gunicorn": [*GUNICORN, app],
+        "hypercorn": ["hypercorn", "--bind", "127.0.0.1:0", app],
+    }
+    server = serve(app, command=commands[name], settings={"GATE": str(gate.port)})
+    gate.wait_for_visitor()
+    everyone = psutil.Process(server.process.pid).children(recursive=True)
+    server.process.send_signal(number)
+    server.wait_for_exit()
+    assert psutil.wait_procs(everyone, timeout=LIMIT)[1] == []
+
+
 def test_the_first_ctrl_c_drains_and_the_second_ends(
     serve: Callable[..., Server], gate: Gate, thread: ThreadPoolExecutor
 ) -> None:

@@ -191,7 +191,8 @@ def test_the_options() -> None:
         ("reconfigure", "(self, **changes)"),
         (
             "lifespan",
-            "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False, freeze_gc=True)",
+            "(self, app=None, /, *, wait_ready=True, drain_on_sigterm=False, lame_duck=0.0, "
+            "freeze_gc=True)",
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -23,7 +24,8 @@ async def show_moves(_: FastAPI) -> AsyncIterator[None]:
     yield
 
 
-app = FastAPI(lifespan=combine_lifespans(show_moves, batcher.lifespan(drain_on_sigterm=True)))
+own = batcher.lifespan(drain_on_sigterm=True, lame_duck=float(os.environ.get("LAME_DUCK", "0")))
+app = FastAPI(lifespan=combine_lifespans(show_moves, own))
 install_exception_handlers(app)
 app.include_router(health_router(batcher))
 
