@@ -12,6 +12,7 @@ import numpy
 import pytest
 from gated_functions import InThread, Variant, every_variant
 from paths import TESTS
+from tables import UNEVEN
 from waits import turns, until
 
 from fast_batcher.errors import (
@@ -195,6 +196,15 @@ async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Va
                 await function([1, 2, 3])
             del wrong[0]
             assert await function(1) == 1
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+async def test_what_iterates_over_something_else_is_refused(variant: Variant, name: str) -> None:
+    make, message = UNEVEN[name]
+    async with variant.batched(lambda items: make(2) if len(items) == 2 else items) as function:
+        with pytest.raises(OutputMismatchError, match=message):
+            await function([1, 2])
+        assert await function(1) == 1
 
 
 async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Variant) -> None:
