@@ -13,7 +13,7 @@ from fast_batcher._arrays.collation import Collation, Outputs
 from fast_batcher._arrays.rows import Row, describe_difference, make_row
 from fast_batcher._arrays.tables import TABLE_FAULT, is_table
 from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths
-from fast_batcher.errors import CollationError, OutputMismatchError
+from fast_batcher.errors import CollationError, OutputMismatchError, is_kind
 
 # Up to here joining and splitting takes at most two milliseconds: a MiB is copied in a tenth of a
 # millisecond, and a row or a part of its structure is read in one to two microseconds.
@@ -190,7 +190,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _own_row(row: Any, *, to_cpu: bool) -> Any:
-    if issubclass(type(row), BaseException):  # `isinstance` asks `__class__`, the user's code
+    if is_kind(row, BaseException):
         return row
     inside, tree = flatten(row)
     if not any(map(arrays.is_tensor, inside)):

@@ -38,7 +38,7 @@ def list_outputs(
     # A subclass of list may iterate over something else than its items.
     if type(outputs) is list and len(outputs) == count:
         return outputs
-    fault = _find_fault(outputs)
+    fault = _describe_fault(outputs)
     if fault is not None:
         raise OutputMismatchError(f"{returned} {type(outputs).__name__} for {count} inputs{fault}")
     if len(outputs) != count:
@@ -55,7 +55,7 @@ def list_outputs(
     return rows
 
 
-def _find_fault(outputs: Any) -> str | None:
+def _describe_fault(outputs: Any) -> str | None:
     """Describe why a value cannot be one output per input, and the remedy; None if it can."""
     if _is_array(outputs) or _is_tensor(outputs):
         # An array without axes has a shape, and no length.
