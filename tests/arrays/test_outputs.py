@@ -122,5 +122,5 @@ def test_attributes_named_columns_make_no_table() -> None:
     assert as_list(Rows([5, 6]), 2) == [5, 6]
     assert as_list(Labelled(), 2) == [5, 6]
     assert as_list(Queried(), 2) == [5, 6]
-    records = np.rec.fromarrays([[1, 2], [3, 4]], names="columns,b")
+    records = np.rec.array([(1, 3), (2, 4)], dtype=[("columns", "i4"), ("b", "i4")])
     assert [tuple(row) for row in as_list(records, 2)] == [(1, 3), (2, 4)]

@@ -111,7 +111,7 @@ def test_what_a_function_may_return(options: Any, function: Any, outputs: list[A
 def test_other_outputs_are_an_error(
     outputs: Any, function: Any, error: str, *, is_aio: bool
 ) -> None:
-    dynamically = aio.inference.dynamically if is_aio else inference.dynamically
+    dynamically: Any = aio.inference.dynamically if is_aio else inference.dynamically
     decorated = dynamically(outputs=outputs)(lambda features: function(features["ids"]))
     features = {"ids": numpy.array([[1, 2], [3, 4]])}
 

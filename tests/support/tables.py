@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 
@@ -45,7 +44,8 @@ class Long(Short):
     """A sequence whose iteration goes on after its end."""
 
     def __iter__(self) -> Iterator[int]:
-        return repeat(0, 1000)
+        yield from range(len(self) + 1)
+        raise AssertionError("one item too many is enough to know")
 
 
 class ShortList(list[int]):
