@@ -22,6 +22,7 @@ All of them survive pickling. Only `fast_batcher.fastapi` knows HTTP statuses.
 
 import builtins
 import inspect
+from collections.abc import Iterator
 from contextlib import suppress
 from traceback import walk_tb
 from typing import Any, TypeGuard, TypeVar
@@ -33,7 +34,14 @@ MAX_ERROR_TEXT = 64 * 1024
 # Flags of code whose frames may be suspended.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 # Attributes that Python's own printing and handling of exceptions reads.
-_SHOWN = ("__class__", "__traceback__", "__cause__", "__context__", "__notes__")
+_SHOWN = (
+    "__class__",
+    "__traceback__",
+    "__cause__",
+    "__context__",
+    "__suppress_context__",
+    "__notes__",
+)
 # Prefixes of CUDA's messages, as PyTorch, Triton and CuPy pass them on. Only the prefix counts: the
 # rest of a message, and errors of other types, may quote inputs with any text.
 _FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
@@ -191,17 +199,8 @@ def forget_frames(error: BaseException | None) -> None:
 
     A frame may belong to a coroutine that continues, so the frames themselves are not cleared.
     """
-    seen = set()
-    errors = [error]
-    while errors:
-        error = errors.pop()
-        if error is None or id(error) in seen:
-            continue
-        seen.add(id(error))
-        BaseException.with_traceback(error, None)
-        errors += (read(error, "__cause__"), read(error, "__context__"))
-        if is_kind(error, BaseExceptionGroup):
-            errors += BaseExceptionGroup.exceptions.__get__(error)
+    for one in () if error is None else _chain(error):
+        BaseException.with_traceback(one, None)
 
 
 def is_kind(error: object, kind: type[_ErrorT]) -> TypeGuard[_ErrorT]:
@@ -227,14 +226,34 @@ def assign(error: BaseException, name: str, value: object) -> None:
 
 
 def can_be_shown(error: BaseException) -> bool:
-    """Return whether an exception can be printed, logged and handled without raising another."""
+    """Return whether an exception can be printed, logged and handled without raising another.
+
+    Its causes and contexts count too, because they are printed with it.
+    """
     try:
-        str(error)
-        for name in _SHOWN:
-            getattr(error, name, None)
+        for one in _chain(error):
+            str(one)
+            bool(one)  # as `traceback` of Python 3.11 does
+            for name in _SHOWN:
+                getattr(one, name, None)
     except BaseException:  # noqa: BLE001  the user's code
         return False
     return True
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an error, its causes and contexts, and the members of groups."""
+    seen = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        errors += (read(one, "__cause__"), read(one, "__context__"))
+        if is_kind(one, BaseExceptionGroup):
+            errors += BaseExceptionGroup.exceptions.__get__(one)
 
 
 def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:

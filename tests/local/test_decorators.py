@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import gc
 import random
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -254,6 +255,7 @@ async def check_hostile(variant: Variant, function: Any, bombs: list[Bomb]) -> N
         for item, outcome in zip(items, outcomes, strict=True):
             if isinstance(item, Bomb):
                 assert issubclass(type(outcome), InferenceError)
+                assert traceback.format_exception(outcome), "it can be shown"
             elif is_divided:
                 assert outcome == item
         assert await batched(1) == 1

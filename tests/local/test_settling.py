@@ -2,7 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import logging
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Request
 from fast_batcher._local.callers import deliver
 from fast_batcher.errors import BatcherError, InferenceError
-from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer
+from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer, RequestEnded
 
 pytestmark = pytest.mark.anyio
 
@@ -55,6 +54,17 @@ class Aborts(Observer):
             raise AbortedError(where)
 
 
+class NotesEnds(Observer):
+    """Notes the requests that end without an answer."""
+
+    def __init__(self) -> None:
+        self.events: list[RequestEnded] = []
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Note it."""
+        self.events.append(event)
+
+
 async def test_a_future_in_an_odd_state_harms_no_other() -> None:
     loop = asyncio.get_running_loop()
     ended = asyncio.new_event_loop()
@@ -81,6 +91,36 @@ async def test_an_observer_that_aborts_harms_no_later_call(variant: Variant, whe
             assert where == "batch_dispatched" or outcomes == [*range(5)]
 
 
+class Nameless(type):
+    """A class that refuses to tell its name."""
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]  # a type has it as an attribute
+        raise ValueError("no name")
+
+
+class NamelessError(Exception, metaclass=Nameless):
+    """An error that cannot be examined."""
+
+
+@every_variant
+async def test_an_error_that_cannot_be_examined_fails_its_batch(variant: Variant) -> None:
+    def fail_for_negative(items: list[int]) -> list[int]:
+        if min(items) < 0:
+            raise NamelessError
+        return items
+
+    ended = NotesEnds()
+    async with variant.batched(fail_for_negative, observers=[ended]) as function:
+        outcomes = await asyncio.gather(function(-1), function(-2), return_exceptions=True)
+        assert [type(one) for one in outcomes] == [BatcherError] * 2
+        assert await function([3, 4]) == [3, 4]
+        with pytest.raises(BatcherError, match="ValueError: no name"):
+            await function([-3, 4])
+        assert await function(5) == 5
+    assert ended.events == [], "no request was cancelled"
+
+
 @every_variant
 async def test_a_fault_of_the_scheduler_harms_no_later_call(
     variant: Variant, caplog: pytest.LogCaptureFixture
@@ -96,7 +136,7 @@ async def test_a_fault_of_the_scheduler_harms_no_later_call(
         assert await function([3, 4, 5]) == [3, 4, 5]
         engine._scheduler.reconfigure(limits, FaultyPolicy("batch_done"))
         assert await function([6, 7, 8]) == [6, 7, 8]
-    records = [one for one in caplog.records if one.levelno == logging.ERROR]
+    records = [one for one in caplog.records if one.name == "fast_batcher"]
     assert [one.exc_info[0] for one in records if one.exc_info] == [IndexError] * 2
 
 
@@ -118,6 +158,7 @@ def test_a_task_that_exits_when_it_is_cancelled_delays_no_shutdown() -> None:
 
     assert leave_task(1) == 1
     InThread(leave_task.shutdown).result()
+    assert [type(task.exception()) for task in tasks] == [SystemExit]
 
 
 def test_an_error_with_a_text_of_an_odd_class_is_answered() -> None:

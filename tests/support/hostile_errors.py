@@ -5,7 +5,15 @@ import random
 from typing import Any
 
 # Attributes of every exception; reading a hostile one raises.
-ATTRIBUTES = ("__class__", "__traceback__", "__cause__", "__context__", "__notes__", "args")
+ATTRIBUTES = (
+    "__class__",
+    "__traceback__",
+    "__cause__",
+    "__context__",
+    "__suppress_context__",
+    "__notes__",
+    "args",
+)
 METHODS = (
     "__str__",
     "__repr__",
