@@ -26,6 +26,7 @@ from typing import Any, Generic, NoReturn, Self, Unpack, overload
 
 from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.tables import is_one_value
 from fast_batcher._asyncio.caching_session import CachingSession
 from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
 from fast_batcher._asyncio.local_session import LocalSession
@@ -271,20 +272,17 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         Args:
             values: Inputs as for `process_batched`; without inputs the result is an empty list.
+                Values that are one input are rejected: a text, a mapping, a table, a named tuple.
             timeout: As for `process_batched`, for all inputs together.
             priority: As for `process_batched`, for each input.
 
         Raises:
+            ConfigurationError: `values` is one input.
             BatcherError: The errors of `process_batched`. The first input that fails ends the call,
                 also if it was rejected because of `max_latency`; the other inputs are cancelled.
 
         Cancellation: safe at any time; all inputs are cancelled.
         """
-        if isinstance(values, str | bytes):  # whose items are letters and numbers
-            raise ConfigurationError(
-                f"process_many: values is of type {type(values).__name__}: give a list of inputs; "
-                "process_batched takes one input"
-            )
         return await self._call_many(values, timeout, priority)
 
     async def _call_many(
@@ -295,6 +293,11 @@ class DynBatcher(Generic[InputT, OutputT]):
         method: str | None = None,
     ) -> list[Any]:
         """Wait for the outputs of many inputs of one method; see `process_many`."""
+        if is_one_value(values):
+            raise ConfigurationError(
+                f"process_many: values is of type {type(values).__name__}: give a list of inputs; "
+                "process_batched takes one input"
+            )
         return await process_many(
             self._find_session,
             values,

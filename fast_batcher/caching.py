@@ -25,6 +25,9 @@ DIGEST_SIZE = 20
 class LRUCache:
     """A cache in the memory of one process, which drops the outputs that were not used longest.
 
+    Keys are values of any type that can be pickled. Keys are equal if `hash_input` returns the same
+    hash for both: 1, 1.0 and True are three keys.
+
     Args:
         max_entries: Most outputs, 1 or more.
         ttl: Seconds after which an output is computed again, above 0, or None for no limit.
@@ -51,9 +54,13 @@ class LRUCache:
         self._stats = CacheStats()
 
     def get(self, key: Any) -> Any:
-        """Return the output for a key, None if it is missing or has expired."""
+        """Return the output for a key, None if it is missing or has expired.
+
+        Raises:
+            Exception: Any exception of pickling the key.
+        """
         began_at = monotonic()
-        key = _to_hashable(key)
+        key = _make_entry_key(key)
         with self._lock:
             expires_at, output = self._entries.get(key, (0.0, None))
             if output is not None and expires_at <= began_at:
@@ -66,9 +73,13 @@ class LRUCache:
             return output
 
     def set(self, key: Any, value: Any) -> None:
-        """Store an output, in place of the least recently used one if the cache is full."""
+        """Store an output, in place of the least recently used one if the cache is full.
+
+        Raises:
+            Exception: Any exception of pickling the key.
+        """
         began_at = monotonic()
-        key = _to_hashable(key)
+        key = _make_entry_key(key)
         expires_at = float("inf") if self._ttl is None else began_at + self._ttl
         with self._lock:
             self._entries[key] = (expires_at, value)
@@ -90,13 +101,10 @@ class LRUCache:
         return len(self._entries)
 
 
-def _to_hashable(key: Any) -> Hashable:
-    """Return the key, or its hash if it is a list, dict or array, as items of decorators may be."""
-    try:
-        hash(key)
-    except TypeError:
-        return hash_input(key)
-    return key  # type: ignore[no-any-return]  # it is hashable
+def _make_entry_key(key: Any) -> Hashable:
+    """Return a key that differs for values of other types, which Python may take for equal."""
+    # Texts, as a `DynBatcher` has, need no hash. The tuple tells the hash of a value from a text.
+    return key if type(key) is str else (hash_input(key),)
 
 
 class _HashingFile:

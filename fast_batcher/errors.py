@@ -22,14 +22,26 @@ All of them survive pickling. Only `fast_batcher.fastapi` knows HTTP statuses.
 
 import builtins
 import inspect
+from collections.abc import Iterator
 from contextlib import suppress
 from traceback import walk_tb
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
+
+_ErrorT = TypeVar("_ErrorT", bound=BaseException)
 
 # Most characters of an error's text: a message may contain a whole printed tensor.
 MAX_ERROR_TEXT = 64 * 1024
 # Flags of code whose frames may be suspended.
 _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+# Attributes that Python's own printing and handling of exceptions reads.
+_SHOWN = (
+    "__class__",
+    "__traceback__",
+    "__cause__",
+    "__context__",
+    "__suppress_context__",
+    "__notes__",
+)
 # Prefixes of CUDA's messages, as PyTorch, Triton and CuPy pass them on. Only the prefix counts: the
 # rest of a message, and errors of other types, may quote inputs with any text.
 _FROM_CUDA = ("CUDA", "cuda", "cuDNN", "CUBLAS", "Triton Error [CUDA]")
@@ -153,7 +165,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     # By name, so that torch need not be installed: torch.OutOfMemoryError.
     names = {kind.__name__ for kind in type(error).__mro__}
     return (
-        isinstance(error, MemoryError)
+        is_kind(error, MemoryError)
         or "OutOfMemoryError" in names
         or "out of memory" in cuda_message(error)
     )
@@ -161,13 +173,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def cuda_message(error: BaseException) -> str:
     """Return the message of an error that CUDA raised, "" for any other error."""
-    if not isinstance(error, RuntimeError):
+    if not is_kind(error, RuntimeError):
         return ""
     try:
-        text = str(error)
-    except BaseException:  # noqa: BLE001  __str__ is the user's code
+        text = f"{error!s}"
+        return text if text.startswith(_FROM_CUDA) else ""
+    except BaseException:  # noqa: BLE001  __str__, and what it returns, is the user's code
         return ""
-    return text if text.startswith(_FROM_CUDA) else ""
 
 
 def clear_frames(error: BaseException) -> None:
@@ -176,7 +188,7 @@ def clear_frames(error: BaseException) -> None:
     Frames of generators and coroutines are not cleared. One that caught the error may be suspended,
     which its frame does not show, and clearing the frame would end it.
     """
-    for frame, _ in walk_tb(error.__traceback__):
+    for frame, _ in walk_tb(read(error, "__traceback__")):
         if not frame.f_code.co_flags & _SUSPENDABLE:
             with suppress(RuntimeError):  # it still runs
                 frame.clear()
@@ -187,22 +199,61 @@ def forget_frames(error: BaseException | None) -> None:
 
     A frame may belong to a coroutine that continues, so the frames themselves are not cleared.
     """
-    seen = set()
-    errors = [error]
-    while errors:
-        error = errors.pop()
-        if error is None or id(error) in seen:
-            continue
-        seen.add(id(error))
-        BaseException.with_traceback(error, None)
-        errors += (error.__cause__, error.__context__)
-        if isinstance(error, BaseExceptionGroup):
-            errors += error.exceptions
+    for one in () if error is None else _chain(error):
+        BaseException.with_traceback(one, None)
+
+
+def is_kind(error: object, kind: type[_ErrorT]) -> TypeGuard[_ErrorT]:
+    """Return whether an object is an exception of a kind.
+
+    Unlike `isinstance` this does not read `__class__`, which may be the user's code and raise.
+    """
+    return issubclass(type(error), kind)
+
+
+def read(error: BaseException, name: str) -> Any:
+    """Read an attribute that every exception has, even if its class has a property of this name."""
+    return vars(BaseException)[name].__get__(error)
 
 
 def assign(error: BaseException, name: str, value: object) -> None:
     """Set an attribute of an exception even if its class forbids it, as a frozen dataclass does."""
-    BaseException.__setattr__(error, name, value)
+    own = vars(BaseException).get(name)
+    if own is None:
+        BaseException.__setattr__(error, name, value)
+    else:  # the class may have a property of this name
+        own.__set__(error, value)
+
+
+def can_be_shown(error: BaseException) -> bool:
+    """Return whether an exception can be printed, logged and handled without raising another.
+
+    Its causes and contexts count too, because they are printed with it.
+    """
+    try:
+        for one in _chain(error):
+            str(one)
+            bool(one)  # as `traceback` of Python 3.11 does
+            for name in _SHOWN:
+                getattr(one, name, None)
+    except BaseException:  # noqa: BLE001  the user's code
+        return False
+    return True
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Iterate over an error, its causes and contexts, and the members of groups."""
+    seen = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        errors += (read(one, "__cause__"), read(one, "__context__"))
+        if is_kind(one, BaseExceptionGroup):
+            errors += BaseExceptionGroup.exceptions.__get__(one)
 
 
 def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict[str, Any]]:
@@ -214,10 +265,10 @@ def take_apart(error: Exception) -> tuple[type[Exception], tuple[Any, ...], dict
 
 def copy_error(error: BaseException) -> BaseException:
     """Copy an error for another caller: every `raise` of a shared error adds to its traceback."""
-    if not isinstance(error, Exception):
+    if not is_kind(error, Exception):
         return error
     new = rebuild(*take_apart(error))
-    new.__cause__ = error.__cause__
+    assign(new, "__cause__", read(error, "__cause__"))
     return new
 
 
@@ -244,14 +295,14 @@ def _builtin_base(kind: type[BaseException]) -> Any:
 
 def _as_inference_error(original: Exception) -> InferenceError | None:
     """Copy an exception as one that is also an `InferenceError`, None if its class forbids it."""
-    if isinstance(original, StopIteration):  # a future refuses it
+    if is_kind(original, StopIteration):  # a future refuses it
         return None
     try:
         kind, args, state = take_apart(original)
         error = rebuild(_combined_class(kind), args, state)
     except BaseException:  # noqa: BLE001  a class of the user may refuse to be combined
         return None
-    return error if isinstance(error, InferenceError) else None
+    return error if is_kind(error, InferenceError) else None
 
 
 # Combined class by the raised type; bounded by the exception classes of the user's code.
@@ -277,7 +328,7 @@ def _combined_class(kind: type[Exception]) -> type[InferenceError]:
 
 def _reduce_combined(error: Any) -> tuple[Any, ...]:
     """Pickle a combined error by its parts: its class exists in this process only."""
-    cause = error.__cause__
+    cause = read(error, "__cause__")
     traceback = cause.args[0] if isinstance(cause, RemoteTraceback) else ""
     _, args, state = take_apart(error)
     return _rebuild_combined, (error.original_class, args, state, traceback)

@@ -11,8 +11,9 @@ from typing import Any, Final
 from fast_batcher._arrays import leaves as arrays
 from fast_batcher._arrays.collation import Collation, Outputs
 from fast_batcher._arrays.rows import Row, describe_difference, make_row
+from fast_batcher._arrays.tables import TABLE_FAULT, is_table
 from fast_batcher._arrays.trees import LEAF, build, children, flatten, paths
-from fast_batcher.errors import CollationError, OutputMismatchError
+from fast_batcher.errors import CollationError, OutputMismatchError, is_kind
 
 # Up to here joining and splitting takes at most two milliseconds: a MiB is copied in a tenth of a
 # millisecond, and a row or a part of its structure is read in one to two microseconds.
@@ -160,9 +161,13 @@ def _split_leaf(
     name = f"output {path!r}" if path else "the output"
     is_list = type(leaf) is list or type(leaf) is tuple
     if not is_list and not _has_rows(leaf):
+        remedy = (
+            "; return a plain array or tensor with a batch axis, a list with one output per input, "
+            "or a dict of them"
+        )
+        fault = TABLE_FAULT if is_table(leaf) else remedy
         raise OutputMismatchError(
-            f"{name} is a {type(leaf).__qualname__} for {count} inputs; return a plain array or "
-            "tensor with a batch axis, a list with one output per input, or a dict of them"
+            f"{name} is a {type(leaf).__qualname__} for {count} inputs{fault}"
         )
     found = len(leaf) if is_list else arrays.row_count(leaf, dim)
     if found is None:
@@ -185,7 +190,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _own_row(row: Any, *, to_cpu: bool) -> Any:
-    if isinstance(row, BaseException):
+    if is_kind(row, BaseException):
         return row
     inside, tree = flatten(row)
     if not any(map(arrays.is_tensor, inside)):

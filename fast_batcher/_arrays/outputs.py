@@ -2,10 +2,16 @@
 
 import sys
 from collections.abc import Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 from fast_batcher._arrays.leaves import copy_rows
+from fast_batcher._arrays.tables import TABLE_FAULT, TEXTS, has_field_names, is_table
 from fast_batcher.errors import OutputMismatchError
+
+_NO_SEQUENCE: Final = (
+    "; return a list with one output per input, or an array whose first axis is the batch"
+)
 
 
 def list_outputs(
@@ -25,27 +31,61 @@ def list_outputs(
             them.
 
     Raises:
-        OutputMismatchError: The outputs are no sequence, or their number is not `count`: an output
-            could reach the wrong caller.
+        OutputMismatchError: The outputs are no sequence, or a table or a tuple with field names; or
+            their number, counted by iteration, is not `count`: an output could reach the wrong
+            caller.
     """
-    if isinstance(outputs, list) and len(outputs) == count:
+    # A subclass of list may iterate over something else than its items.
+    if type(outputs) is list and len(outputs) == count:
         return outputs
-    # An array without axes has a shape, and no length.
-    is_array = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
-    is_text = isinstance(outputs, str | bytes | bytearray | memoryview)
-    if is_text or not (is_array or isinstance(outputs, Sequence)):
-        raise OutputMismatchError(
-            f"{returned} {type(outputs).__name__} for {count} inputs; return a list with one "
-            "output per input, or an array whose first axis is the batch"
-        )
+    fault = _describe_fault(outputs)
+    if fault is not None:
+        raise OutputMismatchError(f"{returned} {type(outputs).__name__} for {count} inputs{fault}")
     if len(outputs) != count:
         raise OutputMismatchError(
             f"{returned} {len(outputs)} outputs for {count} inputs; return one per input"
         )
-    numpy: Any = sys.modules.get("numpy")
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and isinstance(outputs, torch.Tensor):
+    rows = _list_rows(outputs, count, copies=copies, to_cpu=to_cpu)
+    if len(rows) != count:
+        found = "more" if len(rows) > count else len(rows)
+        raise OutputMismatchError(
+            f"{returned} {type(outputs).__name__} for {count} inputs: its length is {count}, and "
+            f"iteration gives {found}; return a list with one output per input"
+        )
+    return rows
+
+
+def _describe_fault(outputs: Any) -> str | None:
+    """Describe why a value cannot be one output per input, and the remedy; None if it can."""
+    if _is_array(outputs) or _is_tensor(outputs):
+        # An array without axes has a shape, and no length.
+        return None if outputs.shape else _NO_SEQUENCE
+    if is_table(outputs):
+        return TABLE_FAULT
+    if has_field_names(outputs):
+        return (
+            ": its entries are the fields of one value; return a list with one output per input, "
+            "as list(zip(values, indices)) of two fields"
+        )
+    is_array_like = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
+    is_sequence = is_array_like or isinstance(outputs, Sequence)
+    return None if is_sequence and not isinstance(outputs, TEXTS) else _NO_SEQUENCE
+
+
+def _list_rows(outputs: Any, count: int, *, copies: bool, to_cpu: bool) -> list[Any]:
+    """List the outputs; of one that has more than `count`, one more than that."""
+    if _is_tensor(outputs):
         return [row.clone() for row in (outputs.detach().cpu() if to_cpu else outputs)]
-    if copies and numpy is not None and isinstance(outputs, numpy.ndarray):
+    if copies and _is_array(outputs):
         return copy_rows(outputs)
-    return list(outputs)
+    return list(islice(outputs, count + 1))
+
+
+def _is_array(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)

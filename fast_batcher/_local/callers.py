@@ -6,6 +6,7 @@ Requests are made on the callers' threads; `deliver` runs on the thread that has
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 
 from fast_batcher._core.messages import Failure, Request
 from fast_batcher._local.settings import DecoratorSettings, length_of
+
+logger = logging.getLogger("fast_batcher")
 
 # The future of a caller: an event loop's, or one for a caller that blocks its thread.
 CallerFuture = asyncio.Future[Any] | concurrent.futures.Future[Any]
@@ -80,8 +83,8 @@ def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
         if loop is None or loop is here:
             _set_outcomes(pairs)
         else:
-            # The callers on a closed loop are gone.
-            with contextlib.suppress(RuntimeError):
+            # The loop is closed, and its callers are gone.
+            with contextlib.suppress(Exception):
                 loop.call_soon_threadsafe(_set_outcomes, pairs)
 
 
@@ -108,3 +111,6 @@ def _set_outcomes(pairs: list[tuple[CallerFuture, Any]]) -> None:
                 future.set_result(outcome)
         except (asyncio.InvalidStateError, concurrent.futures.InvalidStateError):
             pass  # the caller has gone, or another item failed first
+        except Exception:
+            # The event loop may have its own class of futures. The other callers must not wait.
+            logger.exception("the future of a caller has refused its outcome")

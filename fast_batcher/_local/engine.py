@@ -7,6 +7,8 @@ code of the user runs. Any thread may call.
 """
 
 import concurrent.futures
+import contextlib
+import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -25,14 +27,20 @@ from fast_batcher._local.callers import deliver
 from fast_batcher._local.function import Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher._observers import Observers, describe_answer
+from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherClosedError,
+    BatcherError,
     OutputMismatchError,
     QueueFullError,
+    can_be_shown,
     clear_frames,
+    is_kind,
     is_out_of_memory,
 )
 from fast_batcher.observing import Outcome, RequestEnded
+
+logger = logging.getLogger("fast_batcher")
 
 # An engine has one worker: functions written for `batched` are never called concurrently, and may
 # rely on that.
@@ -181,11 +189,27 @@ class Engine:
     def finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
         """Settle a batch for which the function has returned; return the next batch, if any."""
         try:
+            return self._finish(batch, result, seconds)
+        except BaseException as error:  # noqa: BLE001  the worker must go on
+            return self._recover(batch, error)
+
+    def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
+        """Settle a batch for which the function has raised, or divide it; return the next batch.
+
+        With `isolate_errors` the next batch may be half of this one.
+        """
+        try:
+            return self._fail(batch, raised, seconds)
+        except BaseException as error:  # noqa: BLE001  the worker must go on
+            return self._recover(batch, error)
+
+    def _finish(self, batch: Batch, result: Any, seconds: float) -> Batch | None:
+        try:
             outcomes = self.function.outcomes(result, len(batch.requests))
-        except OutputMismatchError as error:
-            outcomes = [Failure(OutputMismatchError(*error.args)) for _ in batch.requests]
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
-            return self.fail(batch, error, seconds)
+            if type(error) is not OutputMismatchError:
+                return self._fail(batch, error, seconds)
+            outcomes = [Failure(OutputMismatchError(*error.args)) for _ in batch.requests]
         with self._lock:
             now = self._take_back(batch, seconds)
             open_ids = {request.id for request in settle_open(batch.requests)}
@@ -194,11 +218,7 @@ class Engine:
         self._tell_answered(batch, batch.requests, outcomes, open_ids, seconds)
         return following
 
-    def fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
-        """Settle a batch for which the function has raised, or divide it; return the next batch.
-
-        With `isolate_errors` the next batch may be half of this one.
-        """
+    def _fail(self, batch: Batch, raised: BaseException, seconds: float) -> Batch | None:
         drop_own_frame(raised)
         out_of_memory = is_out_of_memory(raised)
         if out_of_memory:  # its frames hold the batch that was too large
@@ -206,7 +226,7 @@ class Engine:
         with self._lock:
             now = self._take_back(batch, seconds, has_raised=True)
             failed = self._scheduler.batch_raised(
-                now, batch, out_of_memory=out_of_memory, is_fatal=not isinstance(raised, Exception)
+                now, batch, out_of_memory=out_of_memory, is_fatal=not is_kind(raised, Exception)
             )
             open_ids = {request.id for request in settle_open(failed)}
             following = self._poll(now)
@@ -214,6 +234,37 @@ class Engine:
         self._deliver(failed, outcomes)
         self._tell_answered(batch, failed, outcomes, open_ids, seconds)
         return following
+
+    def _recover(self, batch: Batch, error: BaseException) -> Batch | None:
+        """Fail the callers of a batch whose settling raised; return the next batch.
+
+        Callers that have an outcome keep it. The error is one of an observer, of a caller's event
+        loop, or of this library; it may be of any type, and no caller may wait for ever.
+        """
+        to_failure = self._log_internal(error)
+        with self._lock:
+            now = monotonic()
+            # It has no effect if the error came after the batch was taken back.
+            self._scheduler.batch_done(now, _WORKER, batch.id, has_raised=True)
+            batch.settle_open()
+            # The next batch has been dispatched if the error came after that.
+            dispatched = next(self._scheduler.workers.all_batches(), None)
+            following = dispatched or self._poll(now)
+        self._deliver(batch.requests, [to_failure() for _ in batch.requests])
+        return following
+
+    def _log_internal(self, error: BaseException) -> Callable[[], Failure]:
+        """Log an error that is not the function's; return a function that makes failures."""
+        name = self.function.name
+        # An exception of a log handler must not end the worker.
+        with contextlib.suppress(Exception):
+            logger.error(
+                "%s: settling a batch raised; its callers get an error, and the function goes on",
+                name,
+                exc_info=error if can_be_shown(error) else None,
+            )
+        text = f"{name}: settling the batch raised {one_line(error)}; the log has its traceback"
+        return lambda: Failure(BatcherError(text))
 
     def drop(self, batch: Batch) -> Batch | None:
         """Skip a batch that has no callers left; return the next batch, if any."""
@@ -289,13 +340,15 @@ class Engine:
     def _poll(self, now: float) -> Batch | None:
         """Return the batch to compute now, if the worker is free and a request waits."""
         actions, _ = self._scheduler.poll(now)
-        if not actions:
-            return None
-        (action,) = actions
-        if isinstance(action, Fail):
-            raise action.error
-        assert isinstance(action, Dispatch), "without deadlines nothing expires"
-        return action.batch
+        batch: Batch | None = None
+        for action in actions:
+            if isinstance(action, Dispatch):
+                batch = action.batch
+                continue
+            assert isinstance(action, Fail), "without deadlines nothing expires"
+            to_failure = self._log_internal(action.error)
+            deliver(action.requests, [to_failure() for _ in action.requests])
+        return batch
 
     def _deliver(self, requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
         deliver(requests, outcomes)

@@ -15,7 +15,10 @@ from fast_batcher.errors import (
     ConfigurationError,
     InferenceError,
     assign,
+    can_be_shown,
     from_model,
+    is_kind,
+    read,
 )
 
 
@@ -89,17 +92,22 @@ class Function:
         # Checking each type once takes a fraction of the time of checking each output.
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             return [
-                Failure(as_error(output)) if isinstance(output, BaseException) else output
+                Failure(as_error(output)) if is_kind(output, BaseException) else output
                 for output in outputs
             ]
         return outputs
 
 
 def as_error(raised: BaseException) -> BatcherError:
-    """Make an error for one caller; it is also an instance of the raised type, and caused by it."""
-    original = raised if isinstance(raised, Exception) else None
+    """Make an error for one caller; it is also an instance of the raised type, and caused by it.
+
+    An exception that cannot be shown is named in the error's text only: it would raise another one
+    wherever the app shows or handles it.
+    """
+    shown = raised if can_be_shown(raised) else None
+    original: Any = shown if is_kind(shown, Exception) else None
     error = from_model(original, f"the function raised {one_line(raised)}", "")
-    assign(error, "__cause__", raised)
+    assign(error, "__cause__", shown)
     return error
 
 
@@ -109,8 +117,9 @@ def drop_own_frame(raised: BaseException) -> None:
     The frame refers to the batch, the batch to its callers, and these to the error: a cycle that
     only the garbage collector would free.
     """
-    if raised.__traceback__ is not None:
-        assign(raised, "__traceback__", raised.__traceback__.tb_next)
+    traceback = read(raised, "__traceback__")
+    if traceback is not None:
+        assign(raised, "__traceback__", traceback.tb_next)
 
 
 def is_async(call: object) -> bool:

@@ -26,6 +26,7 @@ from fast_batcher._core.messages import Batch
 from fast_batcher._local.callers import is_cancelled
 from fast_batcher._local.engine import Engine
 from fast_batcher._local.nesting import RunningBatch, running_batch
+from fast_batcher.errors import is_kind
 
 logger = logging.getLogger("fast_batcher")
 
@@ -70,13 +71,18 @@ class ThreadWorker(threading.Thread):
         engine = self._engine
         assert engine is not None, "a thread runs once"
         running_batch.set(RunningBatch(engine))
-        # Makes an event loop for the first awaitable.
-        with closing(asyncio.Runner()) as runner:
-            while (batch := self._inbox.get()) is not None:
-                while batch is not None:
-                    batch = _compute_batch(engine, batch, runner)
-        self._engine = None
-        engine.ended.set_result(None)
+        try:
+            # Makes an event loop for the first awaitable.
+            with closing(asyncio.Runner()) as runner:
+                while (batch := self._inbox.get()) is not None:
+                    while batch is not None:
+                        batch = _compute_batch(engine, batch, runner)
+        except BaseException:
+            # The end of the loop cancels the tasks that the function left on it.
+            logger.exception("%s: a task has raised while its event loop was closed", self.name)
+        finally:
+            self._engine = None
+            engine.ended.set_result(None)
 
     def end(self) -> None:
         """Fail the waiting items, and end the thread after its current batch; may be repeated."""
@@ -90,15 +96,16 @@ def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batc
 
     A separate function, so that its frame releases the inputs before the next wait.
     """
-    around = engine.around(batch)
     started = monotonic()
     try:
         # In this frame, which `fail` removes from the traceback.
-        with around:
+        with engine.around(batch):
             result = engine.function.call([request.value for request in batch.requests])
             if inspect.isawaitable(result):
                 # By default the runner keeps the context of its first batch.
-                result = runner.run(_as_coroutine(result), context=copy_context())
+                result, raised = runner.run(_catch(result), context=copy_context())
+                if raised is not None:
+                    raise raised  # noqa: TRY301  for the frames that the error refers to
     except BaseException as error:  # noqa: BLE001  sys.exit() in a function must not end the thread
         following = engine.fail(batch, error, monotonic() - started)
         # The error refers to the function's frame, and so to this one: drop the batch from it.
@@ -107,8 +114,16 @@ def _compute_batch(engine: Engine, batch: Batch, runner: asyncio.Runner) -> Batc
     return engine.finish(batch, result, monotonic() - started)
 
 
-async def _as_coroutine(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
+async def _catch(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+    """Return the result of an awaitable, or its error.
+
+    An event loop that runs until a task is done reads `__class__` of the task's error. If that
+    raises, the loop never ends.
+    """
+    try:
+        return await awaitable, None
+    except BaseException as error:  # noqa: BLE001  it is raised outside of the loop
+        return None, error
 
 
 class TaskWorker:
@@ -147,11 +162,10 @@ class TaskWorker:
             self._next = None
             running = RunningBatch(self._engine)
             running_batch.set(running)
-            around = self._engine.around(batch)
             started = monotonic()
             try:
                 # In this frame, which `fail` removes from the traceback.
-                with around:
+                with self._engine.around(batch):
                     result = self._engine.function.call([one.value for one in batch.requests])
                     if inspect.isawaitable(result):
                         result = await result
@@ -170,9 +184,9 @@ class TaskWorker:
     @staticmethod
     def _is_for_the_loop(error: BaseException) -> bool:
         """Return whether an error ends the task or the program, and is not the function's own."""
-        if isinstance(error, asyncio.CancelledError):
+        if is_kind(error, asyncio.CancelledError):
             return is_cancelled()
-        return isinstance(error, KeyboardInterrupt | SystemExit)
+        return is_kind(error, KeyboardInterrupt) or is_kind(error, SystemExit)
 
     def _go_on(self, task: asyncio.Task[None]) -> None:
         """Start a new task if one was cancelled before it had computed all batches."""

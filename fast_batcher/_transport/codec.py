@@ -17,6 +17,7 @@ from fast_batcher.errors import (
     MAX_ERROR_TEXT,
     InferenceError,
     from_model,
+    is_kind,
     rebuild,
     take_apart,
 )
@@ -136,9 +137,10 @@ def one_line(error: BaseException) -> str:
     name = type(error).__qualname__
     try:
         text = str(error)
-    except BaseException:  # noqa: BLE001  __str__ is the user's code
+        line = f"{name}: {text}" if text else name
+    except BaseException:  # noqa: BLE001  __str__, and what it returns, is the user's code
         return f"{name} (its text cannot be shown: __str__ raised)"
-    return _short(f"{name}: {text}" if text else name)
+    return _short(line)
 
 
 def _short(text: str, *, keep_end: bool = False) -> str:
@@ -153,7 +155,7 @@ def _short(text: str, *, keep_end: bool = False) -> str:
 
 def _pickle_if_it_survives(error: BaseException) -> bytes | None:
     """Return the pickled parts of an exception; None if it cannot be rebuilt from them."""
-    if not isinstance(error, Exception):
+    if not is_kind(error, Exception):
         return None
     try:
         pickled = dumps(take_apart(error))

@@ -18,7 +18,7 @@ from fast_batcher._arrays.outputs import list_outputs
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Kind
 from fast_batcher._worker.serving import BatchJob, BatchLoop, breaks_device
-from fast_batcher.errors import forget_frames
+from fast_batcher.errors import forget_frames, is_kind
 
 Calls = list[Future[Any]]
 
@@ -211,4 +211,4 @@ def _pass_errors(finish: Callable[[Any], Any] | None) -> Callable[[Any], Any] | 
     """Return a last stage that passes on the errors that `infer` returned."""
     if finish is None:
         return None
-    return lambda output: output if isinstance(output, BaseException) else finish(output)
+    return lambda output: output if is_kind(output, BaseException) else finish(output)

@@ -16,6 +16,7 @@ from fast_batcher.errors import (
     CollationError,
     OutputMismatchError,
     WorkerStartupError,
+    is_kind,
     is_out_of_memory,
 )
 
@@ -82,7 +83,7 @@ def _time_batch(model: Any, inputs: list[Any]) -> float:
     seconds = monotonic() - started
     for output in list_outputs(outputs, count, "infer returned", copies=False):
         # There is no request yet, so the cause is the declaration or the model.
-        if isinstance(output, CollationError | OutputMismatchError):
+        if is_kind(output, CollationError) or is_kind(output, OutputMismatchError):
             raise output
     return seconds
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tables import UNEVEN, Frame
 
 from fast_batcher import OutputMismatchError
 from fast_batcher._arrays.outputs import list_outputs
@@ -79,3 +80,47 @@ def test_copies_share_no_memory_with_what_was_returned() -> None:
     assert not any(np.shares_memory(row, matrix) for row in rows)
     with pytest.raises(OutputMismatchError, match="the function returned 2 outputs for 3"):
         list_outputs(matrix, 3, "the function returned", copies=True)
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_iterates_over_something_else_is_refused(name: str, *, copies: bool) -> None:
+    make, message = UNEVEN[name]
+    with pytest.raises(OutputMismatchError, match=message):
+        list_outputs(make(2), 2, "infer returned", copies=copies)
+
+
+def test_a_table_of_another_length_is_refused_as_a_table() -> None:
+    with pytest.raises(OutputMismatchError, match="to_dict"):
+        as_list(Frame(3), 2)
+
+
+def test_attributes_named_columns_make_no_table() -> None:
+    """Neither those of sequences, nor labels that `__getattr__` finds, nor methods."""
+
+    class Rows(UserList[int]):
+        columns = ("a",)
+
+    class Labelled:
+        shape = (2,)
+
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> int:
+            return (5, 6)[index]
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "columns":
+                return 5
+            raise AttributeError(name)
+
+    class Queried(Labelled):
+        def columns(self) -> None:
+            """Choose columns, as of a query's result."""
+
+    assert as_list(Rows([5, 6]), 2) == [5, 6]
+    assert as_list(Labelled(), 2) == [5, 6]
+    assert as_list(Queried(), 2) == [5, 6]
+    records = np.rec.array([(1, 3), (2, 4)], dtype=[("columns", "i4"), ("b", "i4")])
+    assert [tuple(row) for row in as_list(records, 2)] == [(1, 3), (2, 4)]

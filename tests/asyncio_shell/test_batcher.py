@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import psutil
@@ -19,6 +19,7 @@ import pytest
 from models.base import Echo
 from models.crashing import Stuck
 from models.loading import NeverLoads, RaisesOnLoad
+from models.methods import Both
 from models.ordinary import (
     BatchSize,
     Closes,
@@ -32,6 +33,8 @@ from models.ordinary import (
 )
 from models.raising import FailsPositions
 from models.returning import TellsArrival
+from pydantic import BaseModel
+from tables import Frame
 from waits import (
     LIMIT,
     ONE_LOOP,
@@ -538,11 +541,30 @@ async def test_many_come_back_in_order_and_nothing_is_an_empty_list() -> None:
         assert assert_balance(batcher).rejected == 0
 
 
-@pytest.mark.parametrize("text", ["abc", b"abc"])
-async def test_one_text_is_not_many_inputs(text: Any) -> None:
-    batcher: DynBatcher[Any, Any] = DynBatcher(Echo)
-    with pytest.raises(ConfigurationError, match=r"values is of type .*: give a list of inputs"):
-        await batcher.process_many(text)
+class Point(NamedTuple):
+    """An input with two fields."""
+
+    x: int
+    y: int
+
+
+class Body(BaseModel):
+    """The same as the body of a request."""
+
+    x: int = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["abc", b"abc", bytearray(3), memoryview(b"abc"), {"a": 1}, Frame(2), Point(1, 2), Body()],
+    ids=lambda value: type(value).__name__,
+)
+async def test_one_value_is_not_many_inputs(value: Any) -> None:
+    """Fault F71."""
+    batcher: DynBatcher[Any, Any] = DynBatcher(Both)
+    for process_many in (batcher.process_many, batcher.methods.text.process_many):
+        with pytest.raises(ConfigurationError, match=r"of type .*: give a list of inputs"):
+            await process_many(value)
     await batcher.aclose()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from faulty_policy import FaultyPolicy
 from models.base import Echo
 from models.ordinary import Gated
 from sessions import session_of
@@ -13,41 +14,10 @@ from waits import SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher
 from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Release
-from fast_batcher._core.policy import GreedyPolicy, Load
-from fast_batcher._core.ranked_queue import Queue
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 LOG = logging.getLogger("fast_batcher")
-
-
-class FaultyPolicy(GreedyPolicy):
-    """Raises in one of its methods, once."""
-
-    learns = True
-    may_hold = True
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def _raise_in(self, where: str) -> None:
-        if where == self.where:
-            self.where = ""
-            raise IndexError("a fault of ours")
-
-    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
-        """Send now, or raise."""
-        self._raise_in("decide")
-        return Release.IDLE
-
-    def arrived(self, now: float, count: int, is_idle: bool) -> None:
-        """Learn nothing, or raise."""
-        self._raise_in("arrived")
-
-    def batch_done(self, now: float, size: int, load: Load) -> None:
-        """Learn nothing, or raise."""
-        self._raise_in("batch_done")
 
 
 def set_policy(batcher: DynBatcher[Any, Any], where: str) -> None:

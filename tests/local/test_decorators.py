@@ -3,15 +3,19 @@
 import asyncio
 import contextvars
 import gc
+import random
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy
 import pytest
 from gated_functions import InThread, Variant, every_variant
+from hostile_errors import ALL, draw_hostile, make_hostile
 from paths import TESTS
+from tables import UNEVEN
 from waits import turns, until
 
 from fast_batcher.errors import (
@@ -197,6 +201,15 @@ async def test_anything_but_one_output_per_input_is_an_error_for_all(variant: Va
             assert await function(1) == 1
 
 
+@pytest.mark.parametrize("name", UNEVEN)
+async def test_what_iterates_over_something_else_is_refused(variant: Variant, name: str) -> None:
+    make, message = UNEVEN[name]
+    async with variant.batched(lambda items: make(2) if len(items) == 2 else items) as function:
+        with pytest.raises(OutputMismatchError, match=message):
+            await function([1, 2])
+        assert await function(1) == 1
+
+
 async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Variant) -> None:
     def answer(items: list[int]) -> list[Any]:
         errors = {2: KeyError(2), 4: KeyboardInterrupt()}
@@ -209,6 +222,61 @@ async def test_an_exception_among_the_outputs_fails_its_item_alone(variant: Vari
     assert isinstance(two, KeyError)
     assert isinstance(two, InferenceError)
     assert type(four) is InferenceError
+
+
+class Bomb(NamedTuple):
+    """An item for which an exception is raised or returned."""
+
+    error: BaseException
+    is_raised: bool
+
+
+def answer_hostile(items: list[Any]) -> list[Any]:
+    """Raise the first exception that is to be raised, or return the others."""
+    for item in items:
+        if isinstance(item, Bomb) and item.is_raised:
+            raise item.error
+    return [item.error if isinstance(item, Bomb) else item for item in items]
+
+
+async def answer_hostile_async(items: list[Any]) -> list[Any]:
+    """The same; on the loop of the thread for a thread decorator."""
+    return answer_hostile(items)
+
+
+async def check_hostile(variant: Variant, function: Any, bombs: list[Bomb]) -> None:
+    """Call for good items and these; only the callers of these get errors."""
+    items = [*range(4), *bombs]
+    # A batch that raises something that is no `Exception` is not divided.
+    is_divided = all(issubclass(type(bomb.error), Exception) for bomb in bombs)
+    random.Random(len(bombs)).shuffle(items)
+    async with variant.batched(function, batch_size=8) as batched:
+        outcomes = await asyncio.gather(*map(batched, items), return_exceptions=True)
+        for item, outcome in zip(items, outcomes, strict=True):
+            if isinstance(item, Bomb):
+                assert issubclass(type(outcome), InferenceError)
+                assert traceback.format_exception(outcome), "it can be shown"
+            elif is_divided:
+                assert outcome == item
+        assert await batched(1) == 1
+
+
+@pytest.mark.parametrize("function", [answer_hostile, answer_hostile_async])
+@pytest.mark.parametrize("name", ALL)
+async def test_an_error_that_raises_fails_its_callers(
+    variant: Variant, name: str, function: Any
+) -> None:
+    error = make_hostile(random.Random(name), name)
+    await check_hostile(variant, function, [Bomb(error, True), Bomb(error, False)])
+
+
+@pytest.mark.parametrize("function", [answer_hostile, answer_hostile_async])
+@pytest.mark.parametrize("seed", range(20))
+async def test_random_hostile_errors_fail_their_callers(
+    variant: Variant, seed: int, function: Any
+) -> None:
+    bombs = [Bomb(draw_hostile(f"{seed} {at}"), bool(at % 2)) for at in range(8)]
+    await check_hostile(variant, function, bombs)
 
 
 async def test_a_sequence_that_raises_settles_all_callers(variant: Variant) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import Frame, Short
 
-from fast_batcher import inference
+from fast_batcher import aio, inference
 from fast_batcher.errors import CollationError, OutputMismatchError
 
 Features = dict[str, Any]
@@ -100,13 +101,30 @@ def test_what_a_function_may_return(options: Any, function: Any, outputs: list[A
     [
         ("auto", lambda ids: [ids] * 2, "outputs='rows'"),
         ("several", lambda ids: ids[1:], "1 rows for 2 inputs"),
+        ("several", lambda ids: Frame(len(ids)), r"the output is a Frame .*to_numpy\(\)"),
+        ("rows", lambda ids: {"a": Frame(len(ids))}, r"output 'a' is a Frame .*to_numpy\(\)"),
+        ("rows", lambda ids: Short(len(ids)), "return a plain array"),
     ],
-    ids=["read in two ways", "too few rows"],
+    ids=["read in two ways", "too few rows", "table", "table in a dict", "sequence"],
 )
-def test_other_outputs_are_an_error(outputs: Any, function: Any, error: str) -> None:
-    decorated = inference.dynamically(outputs=outputs)(lambda features: function(features["ids"]))
-    with decorated, pytest.raises(OutputMismatchError, match=error):
-        decorated({"ids": numpy.array([[1, 2], [3, 4]])})
+@pytest.mark.parametrize("is_aio", [False, True])
+def test_other_outputs_are_an_error(
+    outputs: Any, function: Any, error: str, *, is_aio: bool
+) -> None:
+    dynamically: Any = aio.inference.dynamically if is_aio else inference.dynamically
+    decorated = dynamically(outputs=outputs)(lambda features: function(features["ids"]))
+    features = {"ids": numpy.array([[1, 2], [3, 4]])}
+
+    async def call() -> None:
+        async with decorated:
+            await decorated(features)
+
+    def call_and_block() -> None:
+        with decorated:
+            decorated(features)
+
+    with pytest.raises(OutputMismatchError, match=error):
+        asyncio.run(call()) if is_aio else call_and_block()
 
 
 # Calls.

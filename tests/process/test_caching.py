@@ -1,12 +1,15 @@
 """Outputs that are cached, and equal inputs that are computed once, with real workers."""
 
 import asyncio
+import copy
 import logging
 import math
 import re
 import shutil
 import subprocess
 import tempfile
+from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +117,34 @@ def test_the_least_recently_used_output_is_dropped_and_old_ones_are() -> None:
     for one in (brief, endless):
         one.set(1, "one")
     assert (brief.get(1), len(brief), endless.get(1)) == (None, 0, "one")
+
+
+# Pairs that are equal for Python, or of which one was the key of the other.
+ALIKE: list[tuple[Any, Any]] = [
+    (1, True),
+    (1, 1.0),
+    (0.0, -0.0),
+    ((1, 2), (True, 2.0)),
+    (frozenset({1}), frozenset({True})),
+    (np.float32(1), np.int64(1)),
+    (Decimal("1.0"), Decimal("1.00")),
+    (
+        datetime(2020, 1, 1, 1, tzinfo=timezone(timedelta(hours=1))),
+        datetime(2020, 1, 1, tzinfo=UTC),
+    ),
+    ({"a": 1}, hash_input({"a": 1})),
+    ({"a": 1}, (hash_input({"a": 1}),)),
+    ({"a": 1}, {"a": True}),
+]
+
+
+@pytest.mark.parametrize(("one", "other"), ALIKE, ids=repr)
+def test_keys_of_the_cache_have_types(one: Any, other: Any) -> None:
+    cache = LRUCache(4)
+    cache.set(one, "one")
+    assert (cache.get(other), cache.get(copy.deepcopy(one))) == (None, "one")
+    cache.set(other, "other")
+    assert (cache.get(one), cache.get(other)) == ("one", "other")
 
 
 @pytest.mark.parametrize("arguments", [(0,), (True,), (1.5,), (1, 0), (1, math.nan), (1, "1")])

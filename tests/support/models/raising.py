@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
+from hostile_errors import draw_hostile
+
 from fast_batcher import InferenceModel
 from models.base import AtGate, Echo, call_at_gate
 
@@ -218,3 +220,24 @@ class KeepsErrors(InferenceModel[Any, Any]):
         except ValueError as error:
             self._errors.append(error)
             raise
+
+
+class RaisesHostile(InferenceModel[str, str]):
+    """Raises or returns an exception of `hostile_errors` for inputs as "raise 3"."""
+
+    def infer(self, inputs: list[str]) -> list[Any]:
+        outputs = [self._answer(one) for one in inputs]
+        for one, output in zip(inputs, outputs, strict=True):
+            if one.startswith("raise "):
+                raise output
+        return outputs
+
+    def _answer(self, value: str) -> Any:
+        return draw_hostile(value) if value.startswith(("raise ", "return ")) else value
+
+
+class FinishesHostile(RaisesHostile):
+    """The same in two stages."""
+
+    def finish(self, value: str) -> str:
+        return value

@@ -6,7 +6,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, NoReturn
 
-from fast_batcher import InferenceModel
+from tables import UNEVEN
+
+from fast_batcher import Collation, InferenceModel, batchable
 from models.base import load_numpy
 
 
@@ -93,3 +95,44 @@ def _arrive(side: str, error: BaseException) -> BrokenOnArrival:
     if is_worker == (side == "worker"):
         raise error
     return BrokenOnArrival(side, error)
+
+
+class ReturnsUneven(InferenceModel[str, Any]):
+    """Returns what its first input names in `tables.UNEVEN`, or the inputs."""
+
+    def infer(self, inputs: list[str]) -> Any:
+        known = UNEVEN.get(inputs[0])
+        return inputs if known is None else known[0](len(inputs))
+
+
+class PreparesUneven(ReturnsUneven):
+    def prepare(self, value: str) -> str:
+        return value
+
+
+class FinishesUneven(ReturnsUneven):
+    def finish(self, value: str) -> str:
+        return value
+
+
+class MethodReturnsUneven(ReturnsUneven):
+    @batchable()
+    def method(self, inputs: list[str]) -> Any:
+        return self.infer(inputs)
+
+
+class StacksUneven(InferenceModel[str, Any]):
+    """The same of stacked inputs."""
+
+    collation = Collation.stack()
+
+    def infer(self, inputs: list[str]) -> Any:
+        known = UNEVEN.get(inputs[0])
+        return inputs if known is None else known[0](len(inputs))
+
+
+class StacksUnevenFeature(StacksUneven):
+    """Returns it as one of two features."""
+
+    def infer(self, inputs: list[str]) -> Any:
+        return {"good": inputs, "uneven": super().infer(inputs)}

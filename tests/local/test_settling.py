@@ -1,0 +1,183 @@
+"""Decorated functions whose batches cannot be settled as usual: every caller gets an outcome."""
+
+import asyncio
+import concurrent.futures
+from typing import Any
+
+import pytest
+from faulty_policy import FaultyPolicy
+from gated_functions import InThread, Variant, every_variant
+
+from fast_batcher import dynamically
+from fast_batcher._core.limits import Limits
+from fast_batcher._core.messages import Request
+from fast_batcher._local.callers import deliver
+from fast_batcher.errors import BatcherError, InferenceError
+from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer, RequestEnded
+
+pytestmark = pytest.mark.anyio
+
+
+def echo(items: list[Any]) -> list[Any]:
+    return items
+
+
+class RefusingFuture(asyncio.Future[Any]):
+    """A future as an event loop may make it, with a fault."""
+
+    def set_result(self, result: Any) -> None:
+        raise OSError("no result")
+
+
+class AbortedError(BaseException):
+    """Not an `Exception`, so that code for errors of observers does not catch it."""
+
+
+class Aborts(Observer):
+    """Raises `AbortedError` in one of its methods."""
+
+    needs_context = True
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def batch_dispatched(self, event: BatchDispatched) -> None:
+        """Raise if this is the method."""
+        self._raise_in("batch_dispatched")
+
+    def batch_answered(self, event: BatchAnswered) -> None:
+        """Raise if this is the method."""
+        self._raise_in("batch_answered")
+
+    def _raise_in(self, where: str) -> None:
+        if where == self._where:
+            raise AbortedError(where)
+
+
+class NotesEnds(Observer):
+    """Notes the requests that end without an answer."""
+
+    def __init__(self) -> None:
+        self.events: list[RequestEnded] = []
+
+    def request_ended(self, event: RequestEnded) -> None:
+        """Note it."""
+        self.events.append(event)
+
+
+async def test_a_future_in_an_odd_state_harms_no_other() -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.new_event_loop()
+    cancelled, resolved, good = loop.create_future(), loop.create_future(), loop.create_future()
+    blocking: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    cancelled.cancel()
+    resolved.set_result("before")
+    blocking.cancel()
+    futures = [ended.create_future(), cancelled, resolved, blocking, RefusingFuture(), good]
+    ended.close()
+    deliver([Request(0, future) for future in futures], [0] * len(futures))
+    assert (await resolved, await good) == ("before", 0)
+
+
+@every_variant
+@pytest.mark.parametrize("where", ["batch_dispatched", "batch_answered"])
+async def test_an_observer_that_aborts_harms_no_later_call(variant: Variant, where: str) -> None:
+    async with variant.batched(echo, observers=[Aborts(where)], batch_size=2) as function:
+        for _ in range(2):
+            outcomes = await asyncio.gather(*map(function, range(5)), return_exceptions=True)
+            for item, outcome in enumerate(outcomes):
+                assert outcome == item or isinstance(outcome, BatcherError)
+            # Callers that were answered before keep their answers.
+            assert where == "batch_dispatched" or outcomes == [*range(5)]
+
+
+class Nameless(type):
+    """A class that refuses to tell its name."""
+
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]  # a type has it as an attribute
+        raise ValueError("no name")
+
+
+class NamelessError(Exception, metaclass=Nameless):
+    """An error that cannot be examined."""
+
+
+@every_variant
+async def test_an_error_that_cannot_be_examined_fails_its_batch(variant: Variant) -> None:
+    def fail_for_negative(items: list[int]) -> list[int]:
+        if min(items) < 0:
+            raise NamelessError
+        return items
+
+    ended = NotesEnds()
+    async with variant.batched(fail_for_negative, observers=[ended]) as function:
+        outcomes = await asyncio.gather(function(-1), function(-2), return_exceptions=True)
+        assert [type(one) for one in outcomes] == [BatcherError] * 2
+        assert await function([3, 4]) == [3, 4]
+        with pytest.raises(BatcherError, match="ValueError: no name"):
+            await function([-3, 4])
+        assert await function(5) == 5
+    assert ended.events == [], "no request was cancelled"
+
+
+@every_variant
+async def test_a_fault_of_the_scheduler_harms_no_later_call(
+    variant: Variant, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with variant.batched(echo, batch_size=2) as function:
+        assert await function(1) == 1
+        decorated = function if variant.is_aio else function._function
+        (engine,) = decorated._batcher._engines.values()
+        limits = Limits(max_batch_size=2, max_queue_size=100)
+        engine._scheduler.reconfigure(limits, FaultyPolicy("decide"))
+        with pytest.raises(BatcherError, match="IndexError: a fault of ours"):
+            await function(2)
+        assert await function([3, 4, 5]) == [3, 4, 5]
+        engine._scheduler.reconfigure(limits, FaultyPolicy("batch_done"))
+        assert await function([6, 7, 8]) == [6, 7, 8]
+    records = [one for one in caplog.records if one.name == "fast_batcher"]
+    assert [one.exc_info[0] for one in records if one.exc_info] == [IndexError] * 2
+
+
+def test_a_task_that_exits_when_it_is_cancelled_delays_no_shutdown() -> None:
+    """The thread cancels it when it closes its event loop."""
+    tasks: list[asyncio.Task[Any]] = []
+
+    async def wait_and_exit() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise SystemExit
+
+    @dynamically
+    async def leave_task(items: list[Any]) -> list[Any]:
+        tasks.append(asyncio.create_task(wait_and_exit()))
+        await asyncio.sleep(0)
+        return items
+
+    assert leave_task(1) == 1
+    InThread(leave_task.shutdown).result()
+    assert [type(task.exception()) for task in tasks] == [SystemExit]
+
+
+def test_an_error_with_a_text_of_an_odd_class_is_answered() -> None:
+    class Text(str):
+        __slots__ = ()
+
+        def __format__(self, spec: str) -> str:
+            raise ValueError("no format")
+
+        def startswith(self, *_: Any) -> bool:
+            raise ValueError("no start")
+
+    class OddError(RuntimeError):
+        def __str__(self) -> str:
+            return Text("odd")
+
+    @dynamically
+    def fail(items: list[Any]) -> list[Any]:
+        raise OddError
+
+    with fail, pytest.raises(InferenceError):
+        fail(1)

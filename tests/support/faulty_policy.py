@@ -1,0 +1,33 @@
+"""A policy with a fault, as any other code of ours may have one."""
+
+from fast_batcher._core.messages import Release
+from fast_batcher._core.policy import GreedyPolicy, Load
+from fast_batcher._core.ranked_queue import Queue
+
+
+class FaultyPolicy(GreedyPolicy):
+    """Raises in one of its methods, once."""
+
+    learns = True
+    may_hold = True
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _raise_in(self, where: str) -> None:
+        if where == self.where:
+            self.where = ""
+            raise IndexError("a fault of ours")
+
+    def decide(self, now: float, queue: Queue, load: Load) -> Release | float:
+        """Send now, or raise."""
+        self._raise_in("decide")
+        return Release.IDLE
+
+    def arrived(self, now: float, count: int, is_idle: bool) -> None:
+        """Learn nothing, or raise."""
+        self._raise_in("arrived")
+
+    def batch_done(self, now: float, size: int, load: Load) -> None:
+        """Learn nothing, or raise."""
+        self._raise_in("batch_done")
