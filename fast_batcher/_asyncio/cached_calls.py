@@ -22,6 +22,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.batch_times import method_of
 from fast_batcher._core.messages import Request, settle
 from fast_batcher._core.open_calls import OpenCalls
+from fast_batcher._transport.codec import to_cause
 from fast_batcher.caching import hash_input
 from fast_batcher.errors import (
     BatcherClosedError,
@@ -63,6 +64,12 @@ class _Computation:
         # For the functions `cost` and `group_by`, and for observers.
         self.context = copy_context()
         self._end = end
+
+    def release(self) -> tuple["asyncio.Task[None] | None", Request | None]:
+        """Return the task and the request, which refer to this computation, and forget them."""
+        released = self.lookup, self.request
+        self.lookup = self.request = None
+        return released
 
     def set_result(self, output: Any) -> None:
         """Take the output of the model."""
@@ -112,10 +119,13 @@ class CachedCalls:
         try:
             key = self._make_key(request)
             known = self._by_key.get(key)
+            has_key = True
         except ConfigurationError as error:
             self._ledger.reject(request, error, "invalid input")
             return
         except Exception:  # noqa: BLE001  it cannot be pickled; the session below says so
+            has_key = False
+        if not has_key:
             self._inner.accept(request)
             return
         self._calls.add(monotonic(), request)
@@ -164,9 +174,9 @@ class CachedCalls:
         try:
             key = self.settings.key(value)
             hash(key)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the caller gets it
             told = ConfigurationError(f"key: {error!r:.200} for an input of type {type(value)}")
-            raise told from error
+            raise told from to_cause(error)
         return key
 
     def _leave(self, request: Request) -> None:
@@ -180,10 +190,11 @@ class CachedCalls:
                 computation.request.value = computation.callers[0].value
             return
         self._forget(computation)
-        if computation.lookup is not None:
-            computation.lookup.cancel()
-        if computation.request is not None:
-            self._inner.abandon(computation.request)
+        lookup, request = computation.release()
+        if lookup is not None:
+            lookup.cancel()
+        if request is not None:
+            self._inner.abandon(request)
 
     def _forget(self, computation: _Computation) -> None:
         """Let no further caller join a computation."""
@@ -225,13 +236,13 @@ class CachedCalls:
 
     def _end(self, computation: _Computation, output: Any, error: BaseException | None) -> None:
         """Take the outcome of a computation: an output, or an error."""
+        _, request = computation.release()
         if error is None:
             self._deliver(computation, output)
             if computation.is_cacheable:
                 self.cache.store(computation.key, output)
             return
         failed = computation.callers
-        request = computation.request
         assert request is not None, "it has failed"
         if _is_late(error, request):
             failed = [one for one in failed if one.deadline <= request.deadline]

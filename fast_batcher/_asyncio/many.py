@@ -67,6 +67,7 @@ async def process_many(
             request.group = None if method is None else session.methods[method].group
             session.accept(request)
             in_flight.append(request)
+            del request  # as below
         while in_flight:
             outputs.append(await in_flight[0].caller)
             in_flight.popleft()
@@ -76,4 +77,7 @@ async def process_many(
             session.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
                 request.caller.exception()  # mark as retrieved, so that asyncio does not log it
+            del request
+        # An error holds this frame, which must not hold the error.
+        in_flight.clear()
     return outputs
