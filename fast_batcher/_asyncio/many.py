@@ -67,7 +67,6 @@ async def process_many(
             request.group = None if method is None else session.methods[method].group
             session.accept(request)
             in_flight.append(request)
-            del request  # as below
         while in_flight:
             outputs.append(await in_flight[0].caller)
             in_flight.popleft()
