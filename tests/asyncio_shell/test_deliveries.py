@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from waits import ONE_LOOP, turns, until
+from waits import LIMIT, ONE_LOOP, turns, until
 
-from fast_batcher._asyncio.deliveries import MOST_PARTS, SLICE, Deliveries
+from fast_batcher._asyncio.deliveries import MOST_BYTES, MOST_PARTS, SLICE, Deliveries
 from fast_batcher._core.messages import Request
 
 pytestmark = pytest.mark.anyio
@@ -67,7 +67,7 @@ def make_wide(part: Any) -> Any:
 
 
 def make_heavy(part: Any) -> Any:
-    return {"part": part, "pixels": np.zeros(2**21, np.uint8)}
+    return {"part": part, "pixels": np.zeros(MOST_BYTES + 1, np.uint8)}
 
 
 @pytest.mark.parametrize("make", [make_wide, make_heavy])
@@ -75,8 +75,8 @@ async def test_a_thread_makes_the_copies_of_large_outputs(make: Any) -> None:
     threads: list[int] = []
     receivers = Receivers(3)
     receivers.begin(make(Copied(lambda: threads.append(threading.get_ident()))))
-    await until(lambda: len(receivers.got) == 3)
-    assert len(threads) == 3
+    await receivers.deliveries.wait(LIMIT)
+    assert len(receivers.got) == len(threads) == 3
     assert threading.get_ident() not in threads
 
 
@@ -105,7 +105,7 @@ async def test_callers_may_leave_while_a_thread_copies() -> None:
     await until(begun.is_set)
     receivers.waiting.clear()
     may_end.set()
-    await receivers.deliveries.wait(60.0)
+    await receivers.deliveries.wait(LIMIT)
     assert receivers.got == []
 
 
@@ -117,7 +117,7 @@ async def test_finish_gives_every_caller_its_copy_now() -> None:
     await turns()
     receivers.waiting.append(Request(None, None))
     receivers.begin([2])
-    await receivers.deliveries.wait(60.0)
+    await receivers.deliveries.wait(LIMIT)
     assert receivers.got[3:] == [[2]]
 
 
@@ -129,7 +129,7 @@ def test_another_loop_continues_with_the_copies() -> None:
 
     async def go_on() -> None:
         receivers.deliveries.rebind(asyncio.get_running_loop())
-        await receivers.deliveries.wait(60.0)
+        await receivers.deliveries.wait(LIMIT)
 
     asyncio.run(begin())
     assert 0 < len(receivers.got) < 40
