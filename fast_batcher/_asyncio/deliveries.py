@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from fast_batcher._arrays.batches import is_much
 from fast_batcher._asyncio.offload import offload
+from fast_batcher._asyncio.output_cache import EXITS
 from fast_batcher._clock import monotonic
 from fast_batcher._core.messages import Request
 
@@ -127,5 +128,7 @@ def copy_output(output: Any) -> Any:
     """Copy an output for one caller; immutable ones are not copied."""
     try:
         return copy.deepcopy(output)
-    except Exception:  # noqa: BLE001  the user's code may raise anything
+    except EXITS:
+        raise
+    except BaseException:  # noqa: BLE001  the user's code may raise anything
         return output

@@ -14,8 +14,8 @@ from fast_batcher.types import Cache, CachedNone
 
 logger = logging.getLogger("fast_batcher")
 
-# Exceptions with which the interpreter ends a program or a coroutine.
-EXITS = (KeyboardInterrupt, SystemExit, GeneratorExit)
+# Exceptions that end the program.
+EXITS = (KeyboardInterrupt, SystemExit)
 
 
 class OutputCache:
@@ -101,7 +101,7 @@ class OutputCache:
         """Return what a method of the cache returns, None if it raises."""
         try:
             return await done
-        except EXITS:
+        except (*EXITS, GeneratorExit):  # the loop is closed, and this coroutine with it
             raise
         except BaseException as error:
             task = asyncio.current_task()

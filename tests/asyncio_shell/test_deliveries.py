@@ -93,6 +93,16 @@ async def test_a_thread_makes_further_copies_of_what_took_long() -> None:
     assert [one == threading.get_ident() for one in threads] == [True, False, False]
 
 
+async def test_callers_share_an_output_that_cannot_be_copied() -> None:
+    def fail() -> None:
+        raise asyncio.CancelledError
+
+    receivers = Receivers(2)
+    output = Copied(fail)
+    receivers.begin(output)
+    await until(lambda: receivers.got == [output] * 2)
+
+
 async def test_callers_may_leave_while_a_thread_copies() -> None:
     begun, may_end = threading.Event(), threading.Event()
 
