@@ -136,7 +136,11 @@ DynamicBatchIndexError = OutputMismatchError
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a worker process as text; the `__cause__` of a caller's error."""
+    """The traceback of a worker process, or of a function of the user, as text.
+
+    It is the `__cause__` of a caller's error. An exception itself would keep its frames, and with
+    them the input and the caller.
+    """
 
     def __str__(self) -> str:
         return f"\n\n{self.args[0].rstrip()}\n"

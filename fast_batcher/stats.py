@@ -55,6 +55,8 @@ class BatcherStats:
     cache_hits: int = 0
     cache_misses: int = 0
     cache_coalesced: int = 0
+    # Inputs that wait for an asynchronous cache now.
+    cache_lookups: int = 0
 
     @property
     def mean_batch_size(self) -> float:

@@ -19,6 +19,8 @@ from fast_batcher.errors import CollationError, OutputMismatchError, is_kind
 # millisecond, and a row or a part of its structure is read in one to two microseconds.
 MOST_BYTES: Final = 2**20
 MOST_PARTS: Final = 1000
+# Types of parts that contain no array.
+_ATOMS: Final = frozenset({str, bytes, int, float, bool, type(None)})
 
 
 def join(rows: Sequence[Any], collation: Collation) -> Any:
@@ -243,12 +245,20 @@ def _count_rows(leaf: Any, path: str, dim: int) -> int:
     return found
 
 
-def is_much(value: Any, *, dim: int | None = None) -> bool:
-    """Estimate in microseconds whether splitting a batch, or joining rows, takes milliseconds.
+def is_much(
+    value: Any,
+    *,
+    dim: int | None = None,
+    most_parts: int = MOST_PARTS,
+    most_bytes: int = MOST_BYTES,
+) -> bool:
+    """Estimate in microseconds whether splitting, joining or copying a value takes milliseconds.
 
     Args:
-        value: The batch, or the list of rows.
-        dim: Position of the batch axis, None for rows.
+        value: The batch, the list of rows, or the output.
+        dim: Position of the batch axis, None for rows and outputs.
+        most_parts: Parts of its structure above which it takes so long.
+        most_bytes: The same for the bytes of its arrays.
     """
     parts = size = 0
     todo = [(value, dim)]
@@ -263,7 +273,8 @@ def is_much(value: Any, *, dim: int | None = None) -> bool:
         elif arrays.is_array(one) or arrays.is_tensor(one):
             size += arrays.byte_count(one)
             parts += 0 if axis is None else arrays.row_count(one, axis) or 0
-        if parts > MOST_PARTS or size > MOST_BYTES:
+        if parts > most_parts or size > most_bytes:
             return True
-        todo += [(part, axis) for part in inside or ()]
+        # Numbers and texts, the most parts of long lists, have been counted.
+        todo += [(part, axis) for part in inside or () if type(part) not in _ATOMS]
     return False

@@ -2,19 +2,20 @@
 
 API process, on the event loop's thread. Callers with equal keys that wait at the same time share a
 computation. Its request has the deadline of one of them, the leader; if it fails because of that
-deadline, it is sent again for the callers with later ones. Each caller gets its own copy of the
-output.
+deadline, it is sent again for the callers with later ones. `Deliveries` gives each caller its own
+copy of the output.
 """
 
 import asyncio
-import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
+from inspect import isawaitable
 from secrets import token_hex
 from typing import Any
 
+from fast_batcher._asyncio.deliveries import Deliveries
 from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
 from fast_batcher._asyncio.output_cache import OutputCache
 from fast_batcher._asyncio.session import Session
@@ -22,12 +23,15 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.batch_times import method_of
 from fast_batcher._core.messages import Request, settle
 from fast_batcher._core.open_calls import OpenCalls
+from fast_batcher._transport.codec import to_cause
 from fast_batcher.caching import hash_input
 from fast_batcher.errors import (
     BatcherClosedError,
+    BatcherError,
     ConfigurationError,
     DeadlineExceededError,
     NotReadyError,
+    QueueFullError,
     copy_error,
 )
 from fast_batcher.settings import Settings
@@ -39,7 +43,6 @@ class _Computation:
 
     Args:
         key: Key of the output.
-        leader: The first caller's request.
         end: Called with this computation and its output or error.
         is_cacheable: Whether the output may be cached.
     """
@@ -47,15 +50,14 @@ class _Computation:
     def __init__(
         self,
         key: Any,
-        leader: Request,
         end: Callable[["_Computation", Any, Any], None],
         *,
         is_cacheable: bool,
     ) -> None:
         self.key = key
         # The callers that still wait, in order of arrival.
-        self.callers = [leader]
-        # Looks the output up; None once it was a miss.
+        self.callers: list[Request] = []
+        # Waits for the cache; None before and after that.
         self.lookup: asyncio.Task[None] | None = None
         self.is_cacheable = is_cacheable
         # The request of the session below; None before a miss.
@@ -63,6 +65,12 @@ class _Computation:
         # For the functions `cost` and `group_by`, and for observers.
         self.context = copy_context()
         self._end = end
+
+    def release(self) -> tuple["asyncio.Task[None] | None", Request | None]:
+        """Return the task and the request, which refer to this computation, and forget them."""
+        released = self.lookup, self.request
+        self.lookup = self.request = None
+        return released
 
     def set_result(self, output: Any) -> None:
         """Take the output of the model."""
@@ -93,6 +101,7 @@ class CachedCalls:
         # The computations that further callers may join, by key; and those of each open call.
         self._by_key: dict[Any, _Computation] = {}
         self._joined: dict[Request, _Computation] = {}
+        self._deliveries = Deliveries(self._give)
         self._calls = OpenCalls(settings.timeout, idempotent=settings.idempotent)
         # One timer for the earliest deadline.
         self._timer: asyncio.TimerHandle | None = None
@@ -102,7 +111,7 @@ class CachedCalls:
         self._weights = ""
         # Calls of `reload` that have not returned.
         self._reloads = 0
-        # The tasks that look outputs up.
+        # The tasks that wait for the cache.
         self._lookups: set[asyncio.Task[None]] = set()
 
     # Requests.
@@ -118,29 +127,43 @@ class CachedCalls:
         except Exception:  # noqa: BLE001  it cannot be pickled; the session below says so
             self._inner.accept(request)
             return
+        if known is not None:
+            self._add(request, known)
+            self._ledger.count_cached("coalesced")
+            queued = known.request
+            if queued is not None and queued.priority < request.priority:
+                self._inner.raise_priority(queued, request.priority)
+        elif self.looked_up >= self.settings.queue_limit:
+            text = (
+                f"{self.looked_up} inputs are looked up in the cache already "
+                f"(max_queue_size={self.settings.queue_limit})"
+            )
+            self._ledger.reject(request, QueueFullError(text), "queue full")
+        else:
+            is_cacheable = not self._reloads
+            computation = _Computation(key, self._end, is_cacheable=is_cacheable)
+            self._by_key[key] = computation
+            self._add(request, computation)
+            self._look_up(computation)
+
+    def _add(self, request: Request, computation: _Computation) -> None:
+        """Let a call wait for a computation."""
         self._calls.add(monotonic(), request)
         self._wake_at(self._calls.next_expiry)
-        if known is None:
-            is_cacheable = not self._reloads
-            computation = _Computation(key, request, self._end, is_cacheable=is_cacheable)
-            self._by_key[key] = self._joined[request] = computation
-            self._look_up(computation)
-        else:
-            known.callers.append(request)
-            self._joined[request] = known
-            self._ledger.count_cached("coalesced")
+        computation.callers.append(request)
+        self._joined[request] = computation
 
     def abandon(self, request: Request) -> None:
         """Remove a caller; the computation ends with its last caller."""
         if request not in self._joined:
             self._inner.abandon(request)
-        elif settle(request):
-            self._leave(request)
+        elif settle(request) and self._leave(request):
+            self._ledger.counters.submitted += 1
+            self._ledger.cancel(request, "waiting")
 
-    def has_room(self, request: Request) -> bool:
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the queue has room for a request, if all that are looked up are misses."""
-        waiting = len(self._by_key) - self._inner.load[2]
-        return waiting < self.settings.queue_limit and self._inner.has_room(request)
+        return self._inner.has_room(request, ahead + self.looked_up)
 
     def _make_key(self, request: Request) -> Any:
         """Return the key of an output: of the input, the method and the weights.
@@ -164,13 +187,13 @@ class CachedCalls:
         try:
             key = self.settings.key(value)
             hash(key)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the caller gets it
             told = ConfigurationError(f"key: {error!r:.200} for an input of type {type(value)}")
-            raise told from error
+            raise told from to_cause(error)
         return key
 
-    def _leave(self, request: Request) -> None:
-        """Remove a settled call from its computation."""
+    def _leave(self, request: Request) -> bool:
+        """Remove a settled call from its computation; return whether that ends a look-up."""
         self._calls.remove(request.id)
         computation = self._joined.pop(request)
         computation.callers.remove(request)
@@ -178,12 +201,34 @@ class CachedCalls:
             if computation.request is not None:
                 # The caller may change its input now; the others have equal ones.
                 computation.request.value = computation.callers[0].value
-            return
+            return False
         self._forget(computation)
-        if computation.lookup is not None:
-            computation.lookup.cancel()
-        if computation.request is not None:
-            self._inner.abandon(computation.request)
+        lookup, queued = computation.release()
+        if lookup is not None:
+            self._lookups.discard(lookup)
+            if not lookup.get_loop().is_closed():
+                lookup.cancel()
+        if queued is not None:
+            self._inner.abandon(queued)
+        return lookup is not None
+
+    def _end_waiting(
+        self,
+        end: Callable[[Request, BatcherError, str], None],
+        request: Request,
+        error: BatcherError,
+        reason: str,
+    ) -> None:
+        """Give a settled call its error; count it if its look-up ends with it."""
+        if self._leave(request):
+            self._ledger.counters.submitted += 1
+            end(request, error, reason)
+        else:
+            set_exception(request, error)
+
+    def _find_looked_up(self) -> list[_Computation]:
+        """Return the computations that wait for the cache."""
+        return [one for one in self._by_key.values() if one.lookup is not None]
 
     def _forget(self, computation: _Computation) -> None:
         """Let no further caller join a computation."""
@@ -193,18 +238,26 @@ class CachedCalls:
     # Computations.
 
     def _look_up(self, computation: _Computation) -> None:
-        """Start a task that looks the output up, in the context of the first caller."""
+        """Look the output up, in a task if the cache is asynchronous."""
+        found = self.cache.look_up(computation.key)
+        if not isawaitable(found):
+            self._take(computation, found)
+            return
         loop = self._inner.binding.loop
-        task = loop.create_task(self._find(computation), context=computation.context)
+        task = loop.create_task(self._wait_for(computation, found), context=computation.context)
         computation.lookup = task
         self._lookups.add(task)
         task.add_done_callback(self._lookups.discard)
 
-    async def _find(self, computation: _Computation) -> None:
-        found = await self.cache.get(computation.key)
-        computation.lookup = None
-        if not computation.callers:  # the cache has ignored the cancellation of this task
-            return
+    async def _wait_for(self, computation: _Computation, found: Awaitable[Any]) -> None:
+        output = await found
+        lookup, _ = computation.release()
+        if lookup is not None:  # else the cache has ignored the cancellation of this task
+            self._lookups.discard(lookup)
+            self._take(computation, output)
+
+    def _take(self, computation: _Computation, found: Any) -> None:
+        """Take what the cache has found."""
         if found is None:
             self._ledger.count_cached("miss")
             self._compute(computation)
@@ -225,18 +278,18 @@ class CachedCalls:
 
     def _end(self, computation: _Computation, output: Any, error: BaseException | None) -> None:
         """Take the outcome of a computation: an output, or an error."""
+        _, request = computation.release()
         if error is None:
             self._deliver(computation, output)
             if computation.is_cacheable:
                 self.cache.store(computation.key, output)
             return
         failed = computation.callers
-        request = computation.request
         assert request is not None, "it has failed"
         if _is_late(error, request):
             failed = [one for one in failed if one.deadline <= request.deadline]
         for number, caller in enumerate(failed):
-            self._settle(caller, error=copy_error(error) if number else error)
+            self._fail(caller, copy_error(error) if number else error)
         computation.callers = [one for one in computation.callers if not one.is_settled]
         if computation.callers:
             self._compute(computation)
@@ -246,22 +299,24 @@ class CachedCalls:
     def _deliver(self, computation: _Computation, output: Any) -> None:
         """Give each caller a copy of the output."""
         self._forget(computation)
-        for caller in computation.callers:
-            self._settle(caller, output=_copy_output(output))
+        self._deliveries.add(computation.callers, output, self._inner.binding.loop)
 
-    def _settle(
-        self, caller: Request, *, output: Any = None, error: BaseException | None = None
-    ) -> None:
-        """End one call."""
+    def _give(self, caller: Request, output: Any) -> None:
+        """End one call with its output."""
+        if self._settle(caller):
+            with suppress(asyncio.InvalidStateError):  # cancelled, in this turn of the loop
+                caller.caller.set_result(output)
+
+    def _fail(self, caller: Request, error: BaseException) -> None:
+        """End one call with its error."""
+        if self._settle(caller):
+            set_exception(caller, error)
+
+    def _settle(self, caller: Request) -> bool:
+        """Settle a call; return whether it can be given an outcome."""
         self._calls.remove(caller.id)
         self._joined.pop(caller, None)
-        if not settle(caller) or is_beyond_reach(caller):
-            return
-        if error is not None:
-            set_exception(caller, error)
-            return
-        with suppress(asyncio.InvalidStateError):  # cancelled, in this turn of the loop
-            caller.caller.set_result(output)
+        return settle(caller) and not is_beyond_reach(caller)
 
     # The timer.
 
@@ -280,8 +335,8 @@ class CachedCalls:
         for request in self._calls.expire(monotonic()):
             timeout = self.settings.timeout if request.timeout is None else request.timeout
             kind = DeadlineExceededError if self._inner.load[0] else NotReadyError
-            set_exception(request, kind(f"there was no answer within its timeout of {timeout} s"))
-            self._leave(request)
+            error = kind(f"there was no answer within its timeout of {timeout} s")
+            self._end_waiting(self._ledger.expire, request, error, "waiting")
         self._wake_at(self._calls.next_expiry)
 
     # The session's life.
@@ -302,41 +357,43 @@ class CachedCalls:
             self._reloads -= 1
 
     @property
-    def is_looking_up(self) -> bool:
-        """Whether any output is being looked up."""
-        return bool(self._lookups)
+    def looked_up(self) -> int:
+        """Number of inputs that wait for the cache."""
+        return len(self._lookups)
 
     async def wait_until_looked_up(self, seconds: float) -> None:
         """Wait until no output is being looked up, at most `seconds`."""
         if self._lookups:
             await asyncio.wait(self._lookups, timeout=seconds)
 
+    async def wait_until_delivered(self, seconds: float) -> None:
+        """Wait until every caller has its copy of an output, at most `seconds`."""
+        await self._deliveries.wait(seconds)
+
     def rebind(self) -> None:
         """Continue on another event loop; the previous loop is closed, and its tasks with it."""
         self._timer, self._timer_at = None, math.inf
-        self._lookups.clear()
-        interrupted = {one for one in self._joined.values() if one.lookup is not None}
-        for computation in interrupted:
-            computation.lookup = None
         for request in [*self._joined]:
-            if is_beyond_reach(request) and settle(request):
-                self._leave(request)
-        for computation in interrupted:
-            if computation.callers:
-                self._look_up(computation)
+            if is_beyond_reach(request):
+                self.abandon(request)
+        self._lookups.clear()
+        for computation in self._find_looked_up():
+            computation.lookup = None
+            computation.context.run(self._look_up, computation)
+        self._deliveries.rebind(self._inner.binding.loop)
         self._wake_at(self._calls.next_expiry)
 
     def end(self) -> None:
-        """Fail the calls whose outputs are being looked up, and stop the timer."""
-        for request, computation in [*self._joined.items()]:
-            if computation.lookup is not None:
-                text = f"{self._name} was closed before it had answered"
-                self._settle(request, error=BatcherClosedError(text))
-                computation.callers.remove(request)
-                self._forget(computation)
-        if not self._inner.binding.loop.is_closed():
-            for task in self._lookups:
-                task.cancel()
+        """Fail the calls whose outputs are being looked up, and end all others."""
+        self._deliveries.finish()
+        for computation in self._find_looked_up():
+            for caller in [*computation.callers]:
+                if is_beyond_reach(caller):
+                    self.abandon(caller)
+                else:
+                    settle(caller)
+                    error = BatcherClosedError(f"{self._name} was closed before it had answered")
+                    self._end_waiting(self._ledger.fail, caller, error, "closed")
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -347,11 +404,3 @@ def _is_late(error: BaseException, request: Request) -> bool:
     if not isinstance(error, DeadlineExceededError | NotReadyError):
         return False
     return error.retry_after is not None or request.deadline <= monotonic()
-
-
-def _copy_output(output: Any) -> Any:
-    """Copy an output for one caller; immutable ones are not copied."""
-    try:
-        return copy.deepcopy(output)
-    except Exception:  # noqa: BLE001  the user's code may raise anything
-        return output

@@ -63,6 +63,7 @@ class CachingSession:
             cache_hits=results["hit"],
             cache_misses=results["miss"],
             cache_coalesced=results["coalesced"],
+            cache_lookups=self._calls.looked_up,
         )
 
     def explain(self) -> Explanation:
@@ -81,9 +82,13 @@ class CachingSession:
         """Remove a caller; the computation ends with its last caller."""
         self._calls.abandon(request)
 
-    def has_room(self, request: Request) -> bool:
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a request of the session that computes."""
+        self._inner.raise_priority(request, priority)
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the queue has room for a request that has not been accepted yet."""
-        return self._calls.has_room(request)
+        return self._calls.has_room(request, ahead)
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""
@@ -101,7 +106,7 @@ class CachingSession:
 
     def begin_drain(self) -> None:
         """Expect no further requests, unless accepted ones are looked up and may be misses."""
-        if not self._calls.is_looking_up:
+        if not self._calls.looked_up:
             self._inner.begin_drain()
 
     async def reload(self, model_spec: ModelSpec) -> None:
@@ -114,6 +119,7 @@ class CachingSession:
         await self._calls.wait_until_looked_up(self._settings.drain_timeout)
         self._inner.begin_drain()
         await self._inner.aclose()
+        await self._calls.wait_until_delivered(self._settings.drain_timeout)
         self._calls.end()
         await self._calls.cache.settle(self._settings.stop_timeout)
 

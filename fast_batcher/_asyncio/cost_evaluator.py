@@ -14,6 +14,7 @@ from weakref import WeakValueDictionary
 from fast_batcher._clock import SLOW, monotonic
 from fast_batcher._core.batch_times import Method, method_of
 from fast_batcher._core.messages import Group, Request
+from fast_batcher._transport.codec import to_cause
 from fast_batcher.errors import BatcherError, ConfigurationError, RequestTooLargeError
 from fast_batcher.settings import Settings
 
@@ -110,11 +111,11 @@ class CostEvaluator:
             group = self._groups.get((method, key)) if is_itself else None
             if is_itself and group is None:
                 group = self._groups[method, key] = Group(key, method)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  the caller gets it
             raise ConfigurationError(
                 f"group_by returned a {type(key).__name__} that cannot be a key "
                 f"({type(error).__name__}: {error!s:.100}): return a string, a number or a tuple"
-            ) from error
+            ) from to_cause(error)
         if group is None:
             raise ConfigurationError(
                 f"group_by returned a {type(key).__qualname__} that is not equal to itself: no "
@@ -126,8 +127,8 @@ class CostEvaluator:
 def _call(name: str, function: Callable[[Any], Any], value: Any) -> Any:
     try:
         return function(value)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001  the caller gets it
         # Also SystemExit and KeyboardInterrupt, which would end the turn of all other callers.
         raise ConfigurationError(
             f"{name} raised {type(error).__name__} for an input: {error!s:.200}"
-        ) from error
+        ) from to_cause(error)

@@ -18,6 +18,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.explanation import BatchSample
 from fast_batcher._core.messages import Batch, Failure, Request, settle
 from fast_batcher._observers import Observers, describe_answer
+from fast_batcher.errors import forget_frames
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
 
@@ -217,6 +218,8 @@ def set_exception(request: Request, error: BaseException) -> bool:
     """Give one caller an error; return False if the caller has gone."""
     if request.staged is not None:  # a task that never runs again keeps the request
         request.staged.release()
+    # Those of a function of the user hold the input, the caller's future, and so the error itself.
+    forget_frames(error)
     try:
         request.caller.set_exception(error)
     except asyncio.InvalidStateError:

@@ -121,6 +121,7 @@ class LocalSession:
         pump = self.pump = Pump(scheduler, sender, pool, ledger, evaluator, status, reports, loop)
         # As methods that pass calls on to the pump they would take 0.1 us of each call.
         self.accept, self.abandon, self.has_room = pump.accept, pump.abandon, pump.has_room
+        self.raise_priority = pump.raise_priority
         self._answers = Answers(
             scheduler, ledger, pump, sender, pool, memory, reports, access.reader
         )

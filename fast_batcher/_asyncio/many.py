@@ -76,4 +76,7 @@ async def process_many(
             session.abandon(request)
             if request.caller.done() and not request.caller.cancelled():
                 request.caller.exception()  # mark as retrieved, so that asyncio does not log it
+            del request
+        # An error holds this frame, which must not hold the error.
+        in_flight.clear()
     return outputs

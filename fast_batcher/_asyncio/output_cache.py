@@ -14,6 +14,9 @@ from fast_batcher.types import Cache, CachedNone
 
 logger = logging.getLogger("fast_batcher")
 
+# Exceptions that end the program.
+EXITS = (KeyboardInterrupt, SystemExit)
+
 
 class OutputCache:
     """The user's cache of the outputs of one batcher or one function.
@@ -48,27 +51,31 @@ class OutputCache:
 
     async def get(self, key: Any) -> Any:
         """Return an output, `CachedNone.NONE` for the output None, and None for a miss."""
+        found = self.look_up(key)
+        return await found if inspect.isawaitable(found) else found
+
+    def look_up(self, key: Any) -> Any:
+        """Return what `get` returns, or an awaitable of it if `get` of the cache returns one."""
         try:
             found = self._cache.get(key)
-            return await found if inspect.isawaitable(found) else found
-        except (Exception, asyncio.CancelledError) as error:
-            task = asyncio.current_task()
-            # Otherwise the cache has raised it.
-            is_cancelled = task is not None and task.cancelling() > 0
-            if isinstance(error, asyncio.CancelledError) and is_cancelled:
-                raise
+        except EXITS:
+            raise
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("get", error)
             return None
+        return self._wait_for("get", found) if inspect.isawaitable(found) else found
 
     def store(self, key: Any, output: Any) -> None:
         """Store an output, in a task if `set` of the cache is asynchronous."""
         try:
             stored = self._cache.set(key, CachedNone.NONE if output is None else output)
-        except Exception as error:  # noqa: BLE001  the user's code may raise anything
+        except EXITS:
+            raise
+        except BaseException as error:  # noqa: BLE001  the user's code may raise anything
             self._warn("set", error)
             return
         if inspect.isawaitable(stored):
-            task = asyncio.create_task(self._wait_for(stored))
+            task = asyncio.create_task(self._wait_for("set", stored))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -90,11 +97,20 @@ class OutputCache:
             self._warn("stats", error)
             return None
 
-    async def _wait_for(self, stored: Awaitable[Any]) -> None:
+    async def _wait_for(self, what: str, done: Awaitable[Any]) -> Any:
+        """Return what a method of the cache returns, None if it raises."""
         try:
-            await stored
-        except Exception as error:  # noqa: BLE001  the user's code may raise anything
-            self._warn("set", error)
+            return await done
+        except (*EXITS, GeneratorExit):  # the loop is closed, and this coroutine with it
+            raise
+        except BaseException as error:
+            task = asyncio.current_task()
+            # Otherwise the cache has raised it.
+            is_cancelled = task is not None and task.cancelling() > 0
+            if isinstance(error, asyncio.CancelledError) and is_cancelled:
+                raise
+            self._warn(what, error)
+            return None
 
     def _warn(self, what: str, error: BaseException) -> None:
         if not self._has_warned:

@@ -111,16 +111,21 @@ class Pump:
         if not self._is_scheduled:
             self.run_soon()
 
-    def has_room(self, request: Request) -> bool:
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of an accepted request, if it waits."""
+        self.take_arrivals(monotonic())  # the request may be among them
+        self._scheduler.raise_priority(request, priority)
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the queue has room for a request behind the arrivals of this turn."""
         if not self._scheduler.counts_bytes:
-            return self._has_queue_room()
+            return self._has_queue_room(ahead)
         # The queue keeps the sum of its bytes; here it would be computed for each request.
         self.take_arrivals(monotonic())
-        return self._scheduler.has_room(1, request)
+        return self._scheduler.has_room(ahead + 1, request)
 
-    def _has_queue_room(self) -> bool:
-        return self._scheduler.has_room(len(self.arrivals) + 1)
+    def _has_queue_room(self, ahead: int = 0) -> bool:
+        return self._scheduler.has_room(len(self.arrivals) + ahead + 1)
 
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone.

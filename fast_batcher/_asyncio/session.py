@@ -52,8 +52,16 @@ class Session(Protocol):
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone; must not await."""
 
-    def has_room(self, request: Request) -> bool:
-        """Return whether the queue has room for a request that has not been accepted yet."""
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of an accepted request, which may have been sent or have ended."""
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
+        """Return whether the queue has room for a request that has not been accepted yet.
+
+        Args:
+            request: The request.
+            ahead: Further requests that may be accepted before it.
+        """
 
     def allocate_input(self, dtype: Any, shape: tuple[int, ...]) -> Any:
         """Make an array in shared memory; None if the caller must make an ordinary one."""

@@ -109,7 +109,14 @@ class HostCalls:
             self._arrivals[request.id] = request
             self.run_soon()
 
-    def has_room(self, request: Request) -> bool:
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a request, in the host if it was sent."""
+        if self._open.find(request.id) is request and request.priority < priority:
+            request.priority = priority
+            if request.phase is _SENT:
+                self._link.send(Kind.PRIORITY, dumps((request.id, priority)))
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the host's queue has room, as far as is known."""
         most = self._settings.max_queue_bytes
         if most is not None:
@@ -117,7 +124,7 @@ class HostCalls:
             waiting = sum([one.size for one in self._open])
             if waiting and waiting + request.size > most:
                 return False
-        return self._sender.room > len(self._arrivals)
+        return self._sender.room > len(self._arrivals) + ahead
 
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone; must not await."""

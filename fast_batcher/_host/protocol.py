@@ -5,7 +5,7 @@
                                             <--   WELCOME: its process, a range of shared memory
     CALLS, ITEM_CALLS: ids, inputs, options -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
-    ABANDON, RECONFIGURE, OBSERVE, PING     -->
+    ABANDON, PRIORITY, RECONFIGURE, OBSERVE, PING  -->
                                             <--   STATE, FREED_INPUTS, LOG, EVENT, PONG
                                             <--   RESEND: ids
     RESENT: id, input                       -->

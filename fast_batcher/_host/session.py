@@ -168,9 +168,13 @@ class RemoteSession:
         """Add a request to those of this turn; called in the caller's context."""
         self._calls.accept(request)
 
-    def has_room(self, request: Request) -> bool:
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a request, here or in the host."""
+        self._calls.raise_priority(request, priority)
+
+    def has_room(self, request: Request, ahead: int = 0) -> bool:
         """Return whether the host's queue has room, as far as is known."""
-        return self._calls.has_room(request)
+        return self._calls.has_room(request, ahead)
 
     def abandon(self, request: Request) -> None:
         """Cancel a request whose caller has gone; must not await."""

@@ -141,10 +141,9 @@ class Tenant:
                 ids, [self._unpack(*pair) for pair in zip(ids, packed, strict=True)], options
             )
         elif frame.kind is Kind.ABANDON:
-            for request_id in loads(frame.body):
-                request = self._requests.pop(request_id, None)
-                if request is not None and self.session is not None:
-                    self.session.abandon(request)
+            self._abandon(loads(frame.body))
+        elif frame.kind is Kind.PRIORITY:
+            self._raise_priority(*loads(frame.body))
         elif frame.kind is Kind.RESENT:
             self._take_resent(*loads(frame.body))
         else:
@@ -162,6 +161,17 @@ class Tenant:
                 request.staged, request.value = value
             self._requests[request_id] = request
             session.accept(request)
+
+    def _abandon(self, ids: list[int]) -> None:
+        for request_id in ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None and self.session is not None:
+                self.session.abandon(request)
+
+    def _raise_priority(self, request_id: int, priority: int) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and self.session is not None:
+            self.session.raise_priority(request, priority)
 
     def _apply(
         self,

@@ -236,7 +236,7 @@ def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes
             f"({codec.one_line(error)}), so "
             "it cannot reach the worker process; send plain data instead"
         )
-        unsendable_error.__cause__ = error
+        unsendable_error.__cause__ = codec.to_cause(error)
         return unsendable_error
     if not codec.fits(len(item), max_frame_bytes):
         return RequestTooLargeError(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from fast_batcher.errors import (
     MAX_ERROR_TEXT,
     InferenceError,
+    RemoteTraceback,
     from_model,
     is_kind,
     rebuild,
@@ -62,13 +63,26 @@ class SerializedError(NamedTuple):
 def describe(error: BaseException) -> SerializedError:
     """Turn any exception into data that crosses the process boundary."""
     text = one_line(error)
+    trace = _format(error)
+    if trace is None:
+        # An error that cannot be shown would raise again wherever the app shows it.
+        return SerializedError(text, text, None)
+    return SerializedError(text, trace, _pickle_if_it_survives(error))
+
+
+def to_cause(error: BaseException) -> RemoteTraceback:
+    """Make the cause of a caller's error from an exception of the user's code, without frames."""
+    return RemoteTraceback(_format(error) or one_line(error))
+
+
+def _format(error: BaseException) -> str | None:
+    """Return the traceback of an exception as text, None if the exception cannot be shown."""
     try:
         str(error)
         trace = "".join(traceback.format_exception(error))
     except BaseException:  # noqa: BLE001  __str__ and __notes__ are the user's code
-        # An error that cannot be shown would raise again wherever the app shows it.
-        return SerializedError(text, text, None)
-    return SerializedError(text, _short(trace, keep_end=True), _pickle_if_it_survives(error))
+        return None
+    return _short(trace, keep_end=True)
 
 
 def dump_atoms(values: list[Any], limit: int) -> bytes | None:

@@ -73,6 +73,7 @@ class Kind(IntEnum):
     RESENT = 36  # pickled (id, pickled input or None)
     RECONFIGURE = 37  # the pickled changes of the settings
     OBSERVE = 38  # send events from now on
+    PRIORITY = 40  # pickled (id of a request, its higher priority)
     GOODBYE = 39  # the batcher is closed
     # host to API process
     WELCOME = 48  # the first frame: the pickled fields of a `Welcome`

@@ -53,6 +53,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 from fast_batcher._host.session import RemoteSession
+from fast_batcher.caching import LRUCache
 from fast_batcher.observing import BatchAnswered, Observer, RequestEnded, WorkerChanged
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -289,6 +290,28 @@ async def test_priorities_groups_and_costs_shape_batches(make: Make, gate: Gate)
         assert ended == [high, *low, *other]
         await asyncio.gather(*first)
     assert_balance(batcher)
+
+
+async def test_a_joined_call_raises_the_priority_of_its_computation(make: Make, gate: Gate) -> None:
+    async with make(Holds, 1, model_args=(gate.path,), cache=LRUCache(99)) as batcher:
+        first = [call(batcher, "hold")]
+        visit = await gate.visit()
+        # The worker may get its next batch while it computes.
+        first.append(call(batcher, "behind", priority=9))
+        waiting = [call(batcher, number) for number in range(8)]
+        await turns()
+        joined = call(batcher, 7, priority=5)
+        await turns()
+        # As soon as this one was accepted, the host knows the priority.
+        last = call(batcher, "last")
+        await until(lambda: batcher.stats.submitted == 11)
+        ended: list[Any] = []
+        for task in (*waiting, joined, last):
+            task.add_done_callback(ended.append)
+        visit.let_on()
+        await asyncio.gather(*first, *waiting, joined, last)
+        await turns()
+        assert ended == [waiting[7], joined, *waiting[:7], last]
 
 
 def key_of(value: Any) -> Any:

@@ -177,8 +177,8 @@ def test_hits_misses_and_coalesced_calls_are_those_of_the_statistics() -> None:
             assert client.get(f"/echo/{number}").json() == [number] * 3
         shown = cache_results(client.get("/metrics").text)
     stats = batcher.stats
-    assert shown == {"hit": 1, "miss": 2, "coalesced": 6}
-    assert (stats.cache_hits, stats.cache_misses, stats.cache_coalesced) == (1, 2, 6)
+    assert shown == {"hit": 3, "miss": 2, "coalesced": 4}
+    assert (stats.cache_hits, stats.cache_misses, stats.cache_coalesced) == (3, 2, 4)
 
 
 def test_processes_that_share_a_model_add_up_what_their_caches_had(
@@ -195,7 +195,8 @@ def test_processes_that_share_a_model_add_up_what_their_caches_had(
     server.wait_for_exit()
     calls = asked.total()
     assert len(asked) == 2, "one of the two processes has got all calls"
-    assert shown == {"miss": 2, "hit": calls - 2, "coalesced": 2 * calls}
+    # In each process the first three share a miss.
+    assert {"hit": 0} | shown == {"miss": 2, "hit": 3 * (calls - 2), "coalesced": 4}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
+    RemoteTraceback,
     RequestTooLargeError,
     UnsendableValueError,
 )
@@ -96,7 +97,8 @@ def test_an_input_that_cannot_be_pickled_is_refused_and_the_others_are_sent(
     ((request, refusal),) = wire.sender.send(batch)
     assert request is batch.requests[1]
     assert isinstance(refusal, UnsendableValueError)
-    assert refusal.__cause__ is error
+    assert isinstance(refusal.__cause__, RemoteTraceback)
+    assert "in __reduce__" in str(refusal.__cause__)
     assert "RefusesPickling" in str(refusal)
     assert wire.kinds == [Kind.INPUTS]
     assert wire.items() == ["a", "c"]

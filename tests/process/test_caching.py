@@ -27,6 +27,7 @@ from fast_batcher import (
     ConfigurationError,
     DeadlineExceededError,
     DynBatcher,
+    QueueFullError,
     UnsendableValueError,
     WorkerStartupError,
     aio,
@@ -279,6 +280,87 @@ async def test_an_input_of_a_caller_that_left_may_be_changed(gate: Gate) -> None
         assert [await running, await full] == ["hold", "full"]
 
 
+class Fatal(BaseException):
+    """An error that `except Exception` does not catch."""
+
+
+class Fails:
+    """A cache that raises an error from a plain method or a coroutine."""
+
+    def __init__(self, error: BaseException, *, is_async: bool) -> None:
+        self._error = error
+        self._is_async = is_async
+
+    def get(self, key: Any) -> Any:
+        return self._fail()
+
+    def set(self, key: Any, value: Any) -> Any:
+        return self._fail()
+
+    def _fail(self) -> Any:
+        if not self._is_async:
+            raise self._error
+
+        async def fail() -> None:
+            raise self._error
+
+        return fail()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("error", [Fatal(), asyncio.CancelledError(), ValueError()], ids=repr)
+async def test_no_error_of_the_cache_harms_a_caller(
+    error: BaseException, *, is_async: bool
+) -> None:
+    cache = Fails(error, is_async=is_async)
+    async with DynBatcher(Slow, model_args=(0.0,), cache=cache) as batcher:
+        for _ in range(2):
+            calls = [call(batcher, value) for value in range(8)]
+            assert await asyncio.gather(*calls) == [*range(8)]
+        assert counts(batcher) == (0, 16, 0, 16)
+
+
+@pytest.mark.slow
+async def test_look_ups_are_limited_and_counted() -> None:
+    memory = AsyncMemory()
+    async with DynBatcher(Slow, model_args=(0.0,), cache=memory, max_queue_size=3) as batcher:
+        async with memory.lock:
+            accepted = [call(batcher, value) for value in range(3)]
+            rejected = [call(batcher, value) for value in (3, 4)]
+            for one in rejected:
+                assert isinstance(await outcome(one), QueueFullError)
+            joined = call(batcher, 2)
+            await turns()
+            assert (batcher.stats.cache_lookups, batcher.stats.rejected) == (3, 2)
+        assert await asyncio.gather(*accepted, joined) == [0, 1, 2, 2]
+        assert batcher.stats.cache_lookups == 0
+        assert counts(batcher) == (0, 3, 1, 3)
+        # Inputs of one call wait for each other.
+        assert await batcher.process_many(range(10, 110)) == [*range(10, 110)]
+        assert batcher.stats.rejected == 2
+
+
+@pytest.mark.slow
+async def test_hits_are_answered_while_the_queue_is_full(gate: Gate) -> None:
+    memory = AsyncMemory()
+    options: dict[str, Any] = {"cache": memory, "max_queue_size": 1}
+    async with DynBatcher(Holds, 1, model_args=(gate.path,), **options) as batcher:
+        assert await batcher.process_batched("known") == "known"
+        await until(lambda: bool(memory.known))
+        running = call(batcher, "hold")
+        visit = await gate.visit()
+        waiting = []
+        for value in (1, 2):
+            waiting.append(call(batcher, value))
+            await turns(9)
+        assert batcher.stats.waiting == 1
+        assert isinstance(await outcome(call(batcher, 3)), QueueFullError)
+        assert await outcome(call(batcher, "known")) == "known"
+        visit.let_on()
+        assert await asyncio.gather(running, *waiting) == ["hold", 1, 2]
+
+
 @pytest.mark.slow
 async def test_calls_end_while_the_cache_looks(caplog: pytest.LogCaptureFixture) -> None:
     memory = AsyncMemory()
@@ -297,7 +379,9 @@ async def test_calls_end_while_the_cache_looks(caplog: pytest.LogCaptureFixture)
                 await batcher.aclose()
         assert await outcome(drained) == 3
         assert isinstance(await outcome(caught), BatcherClosedError)
-        assert batcher.stats.submitted == 1
+        stats = assert_balance(batcher)
+        ends = stats.expired, stats.cancelled, stats.completed, stats.failed
+        assert (stats.submitted, ends) == (4, (1, 1, 1, 1))
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 

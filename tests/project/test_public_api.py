@@ -227,7 +227,7 @@ def test_the_statistics_are_these() -> None:
         *("submitted", "completed", "failed", "expired", "cancelled", "rejected"),
         *("batches", "batch_sizes", "releases", "restarts", "generation"),
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
-        *("cache_hits", "cache_misses", "cache_coalesced"),
+        *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups"),
     ]
 
 
