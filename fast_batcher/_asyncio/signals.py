@@ -128,8 +128,9 @@ class _Handler:
         """
         if self._timer is not None:
             self._timer.cancel()
-        if signal.getsignal(self._number) is self and self._before is not None:
-            signal.signal(self._number, self._before)
+        number, before = self._number, self._before
+        if before is not None and signal.getsignal(number) is self:
+            signal.signal(number, before)
 
 
 def _is_main_thread() -> bool:

@@ -287,7 +287,8 @@ def test_reason_and_mean_are_told_apart() -> None:
         for at, size in enumerate(sizes)
     ]
     found = explained(samples, max_batch_size=8)
-    assert (found.cause, found.cause_share) == ("max_batch_size", pytest.approx(32 / 36))
+    assert found.cause == "max_batch_size"
+    assert found.cause_share == pytest.approx(32 / 36)
     assert "hold 7.2 requests on average; those of 89% of the requests were no" in str(found)
 
 
