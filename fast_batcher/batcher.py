@@ -21,6 +21,7 @@ from contextlib import (
     nullcontext,
 )
 from contextvars import Context
+from secrets import token_hex
 from threading import get_ident
 from typing import Any, Generic, NoReturn, Self, Unpack, overload
 
@@ -619,7 +620,8 @@ class DynBatcher(Generic[InputT, OutputT]):
 
         One worker after the other is replaced, each when its successor has loaded the model: for a
         while there is one more copy of it, and requests are answered by one model or the other. If
-        a successor cannot load it, all workers go back to the arguments of before.
+        a successor cannot load it, all workers go back to the arguments of before. A broken batcher
+        is opened with the new arguments.
 
         Args:
             model_args: Positional arguments of the model's constructor, None for the present ones.
@@ -628,20 +630,23 @@ class DynBatcher(Generic[InputT, OutputT]):
         Raises:
             WorkerStartupError: A worker could not load the model; its cause is the traceback.
             BatcherClosedError: The batcher is draining or closed, or was closed meanwhile.
-            NotReadyError: The batcher has not been opened, or is broken.
+            NotReadyError: The batcher has not been opened.
             ConfigurationError: An argument is wrong; another reload runs; or the batcher is
                 `shared`.
 
         Cancellation: safe; the reload goes on.
         """
-        self._find_session()
         await self._status.wait_while_opening()
-        session = self._accepting_session()
+        is_broken = self._status.state is State.BROKEN and not self._settings.shared
+        if not is_broken:
+            self._find_session()
         args = self._arguments[0] if model_args is None else model_args
         kwargs = self._arguments[1] if model_kwargs is None else model_kwargs
         spec = check_model(self._model_class, args, kwargs, self._settings.max_frame_bytes)
+        spec = dataclasses.replace(spec, weights=token_hex(8))
+        work = self._reopen(spec) if is_broken else self._accepting_session().reload(spec)
         # A task of its own, because the caller may be cancelled.
-        self._reload = asyncio.create_task(session.reload(spec), context=Context())
+        self._reload = asyncio.create_task(work, context=Context())
         self._reload.add_done_callback(lambda done: self._note_reload(done, spec, (args, kwargs)))
         await asyncio.shield(self._reload)
 
@@ -772,7 +777,17 @@ class DynBatcher(Generic[InputT, OutputT]):
             session = LocalSession(*parts)
         if settings.cache is None:
             return session
-        return CachingSession(session, settings, ledger, self.name)
+        return CachingSession(session, settings, ledger, self.name, self._model.weights)
+
+    async def _reopen(self, spec: ModelSpec) -> None:
+        """Open a broken batcher with another model, which it keeps if it can load it."""
+        before, self._model = self._model, spec
+        try:
+            await self.open()
+        except BaseException:
+            self._model = before
+            raise
+        self._ledger.counters.generation += 1
 
     def _note_reload(self, done: Future[None], spec: ModelSpec, arguments: tuple[Any, Any]) -> None:
         if not done.cancelled() and done.exception() is None:

@@ -52,6 +52,10 @@ class ModelSpec:
     # The methods of a model that has several, each with its `max_batch_size` or None for the
     # batcher's; "infer" is among them if the model has it. Empty for an ordinary model.
     methods: tuple[tuple[str, int | None], ...] = ()
+    # Part of the keys of cached outputs: "" for the arguments of the construction, and random for
+    # those of a reload, so that no other process, earlier or later, has cached outputs of other
+    # weights under them.
+    weights: str = ""
 
 
 def check_model(

@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import Context, copy_context
 from inspect import isawaitable
-from secrets import token_hex
 from typing import Any
 
 from fast_batcher._asyncio.deliveries import Deliveries
@@ -89,9 +88,12 @@ class CachedCalls:
         settings: The batcher's settings, with a cache.
         ledger: Has the counts.
         name: The batcher's name.
+        weights: Part of the keys: see `ModelSpec.weights`.
     """
 
-    def __init__(self, inner: Session, settings: Settings, ledger: Ledger, name: str) -> None:
+    def __init__(
+        self, inner: Session, settings: Settings, ledger: Ledger, name: str, weights: str
+    ) -> None:
         assert settings.cache is not None, "otherwise there is no use for this object"
         self._inner = inner
         self.settings = settings
@@ -106,9 +108,7 @@ class CachedCalls:
         # One timer for the earliest deadline.
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = math.inf
-        # Part of the keys since the first reload: random, so that no other process, earlier or
-        # later, has cached outputs of other weights under them.
-        self._weights = ""
+        self._weights = weights
         # Calls of `reload` that have not returned.
         self._reloads = 0
         # The tasks that wait for the cache.
@@ -342,8 +342,8 @@ class CachedCalls:
     # The session's life.
 
     @contextmanager
-    def reload(self) -> Iterator[None]:
-        """Cache no output that is computed meanwhile; have other keys if the reload succeeds.
+    def reload(self, weights: str) -> Iterator[None]:
+        """Cache no output that is computed meanwhile; have these keys if the reload succeeds.
 
         Workers with the old and with the new weights serve meanwhile: the output may be of either.
         """
@@ -352,7 +352,7 @@ class CachedCalls:
             computation.is_cacheable = False
         try:
             yield
-            self._weights = token_hex(8)
+            self._weights = weights
         finally:
             self._reloads -= 1
 

@@ -32,13 +32,16 @@ class CachingSession:
         settings: The batcher's settings, with a cache.
         ledger: Has the counts.
         name: The batcher's name.
+        weights: Part of the keys: see `ModelSpec.weights`.
     """
 
-    def __init__(self, inner: Session, settings: Settings, ledger: Ledger, name: str) -> None:
+    def __init__(
+        self, inner: Session, settings: Settings, ledger: Ledger, name: str, weights: str
+    ) -> None:
         self._inner = inner
         self._settings = settings
         self._counters = ledger.counters
-        self._calls = CachedCalls(inner, settings, ledger, name)
+        self._calls = CachedCalls(inner, settings, ledger, name, weights)
 
     @property
     def binding(self) -> LoopBinding:
@@ -111,7 +114,7 @@ class CachingSession:
 
     async def reload(self, model_spec: ModelSpec) -> None:
         """Replace the workers by workers with another model."""
-        with self._calls.reload():
+        with self._calls.reload(model_spec.weights):
             await self._inner.reload(model_spec)
 
     async def aclose(self) -> None:

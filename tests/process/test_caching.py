@@ -427,6 +427,16 @@ async def test_outputs_of_other_weights_are_not_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_outputs_of_other_weights_are_not_found_after_a_close() -> None:
+    batcher = DynBatcher(Versioned, model_args=("one",), cache=LRUCache(9))
+    async with batcher:
+        assert (await batcher.process_batched("same"))[0] == "one"
+        await batcher.reload(model_args=("two",))
+    async with batcher:
+        assert (await batcher.process_batched("same"))[0] == "two"
+
+
+@pytest.mark.slow
 async def test_what_was_in_flight_when_a_reload_began_is_not_cached(gate: Gate) -> None:
     async with DynBatcher(Holds, model_args=(gate.path,), cache=LRUCache(9)) as batcher:
         running = call(batcher, "hold")

@@ -161,6 +161,29 @@ async def test_a_reload_ends_with_its_batcher(end: str, tmp_path: Path) -> None:
     assert_balance(batcher)
 
 
+@pytest.mark.parametrize("how", ["start failed", "restarts spent"])
+async def test_reload_of_a_broken_batcher_opens_it(how: str) -> None:
+    deaths: Any = {"max_restarts": 0, "restart_window": 600.0}
+    version = "bad" if how == "start failed" else "first"
+    batcher = DynBatcher(Versioned, model_args=(version,), **deaths)
+    try:
+        if how == "start failed":
+            await outcome(asyncio.create_task(batcher.open()))
+        else:
+            await batcher.open()
+            os.kill(pids_of(batcher)[0], signal.SIGKILL)
+        await until(lambda: batcher.state == "broken")
+        with pytest.raises(WorkerStartupError, match="no weights for bad again"):
+            await batcher.reload(model_args=("bad again",))
+        assert (batcher.state, batcher.stats.generation) == ("broken", 0)
+        await batcher.reload(model_args=("good",))
+        assert await versions_of(batcher) == {"good"}
+        assert batcher.stats.generation == 1
+        assert_balance(batcher)
+    finally:
+        await batcher.aclose()
+
+
 async def test_what_a_reload_refuses() -> None:
     batcher = DynBatcher(Versioned, auto_open=False)
     with pytest.raises(NotReadyError):
