@@ -20,7 +20,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._host.identity import HostKey
 from fast_batcher._host.launch import HostProcess, launch_host
-from fast_batcher._host.protocol import Hello, Welcome
+from fast_batcher._host.protocol import MAX_DESCRIPTORS, Hello, Welcome
 from fast_batcher._host.rendezvous import connect
 from fast_batcher._parent.background import JobThread
 from fast_batcher._transport.codec import dumps, loads
@@ -41,8 +41,9 @@ class Reached(NamedTuple):
 
     connection: socket.socket
     welcome: Welcome
-    # Descriptor of the host's memory, -1 without any, or once the session has it.
-    memory: int
+    # Descriptors of the host's memory and of the range's lifeline; None without any, or once the
+    # session has them.
+    memory: tuple[int, int] | None
     # The host if this process has started it.
     process: HostProcess | None
 
@@ -50,8 +51,8 @@ class Reached(NamedTuple):
 class LinkEvents(Protocol):
     """Events that a link reports to its session, on the event loop's thread."""
 
-    def host_joined(self, welcome: Welcome, memory: int, /) -> None:
-        """Handle a host that has welcomed this process; `memory` is a descriptor or -1."""
+    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None, /) -> None:
+        """Handle a host that has welcomed this process; `memory` is as in `Reached`."""
 
     def host_unreachable(self, error: BaseException, /) -> None:
         """Handle that no host could be joined."""
@@ -228,7 +229,7 @@ class HostLink:
                 on_failure.callback(process.close)
             self._waiting = connection
             try:
-                welcome, memory = self._shake_hands(connection)
+                welcome, fds = self._shake_hands(connection)
             except (EOFError, ConnectionError):
                 if process is None:
                     return None
@@ -243,7 +244,7 @@ class HostLink:
             on_failure.pop_all()
         if process is not None:
             process.close()
-        return Reached(connection, welcome, memory, process)
+        return Reached(connection, welcome, (fds[0], fds[1]) if welcome.length else None, process)
 
     def _kill_silent_host(self, process: HostProcess | None) -> WorkerStartupError:
         """Kill a host that this process has started and that does not welcome it."""
@@ -253,22 +254,23 @@ class HostLink:
             f"the host process has not answered within start_timeout={self._limits[1]:g} seconds"
         )
 
-    def _shake_hands(self, connection: socket.socket) -> tuple[Welcome, int]:
-        """Return the welcome, and the descriptor of the host's memory or -1."""
+    def _shake_hands(self, connection: socket.socket) -> tuple[Welcome, list[int]]:
+        """Return the welcome, and the descriptors that come with it."""
         connection.settimeout(self._limits[1])
         body = dumps(self._hello())
         connection.sendall(pack_header(Kind.HELLO, len(body), 0, 0.0) + body)
-        header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, 1)
+        header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, MAX_DESCRIPTORS)
         with contextlib.ExitStack() as on_failure:
             for fd in fds:
                 on_failure.callback(os.close, fd)
+                os.set_inheritable(fd, False)
             header += _receive_exactly(connection, HEADER_SIZE - len(header))
             kind, length = unpack_header(header)
             if kind is not Kind.WELCOME:
                 raise TransportError("the host process has not answered with a welcome")
             welcome = Welcome(*loads(_receive_exactly(connection, length)))
             on_failure.pop_all()
-        return welcome, fds[0] if fds else -1
+        return welcome, fds
 
     def _finish_join(self, error: BaseException | None) -> None:
         self._is_joining = False
@@ -278,7 +280,7 @@ class HostLink:
             return
         self._channel = self._open_channel(reached)
         self._heartbeat = Heartbeat()
-        self._reached = reached._replace(memory=-1)
+        self._reached = reached._replace(memory=None)
         self._events.host_joined(reached.welcome, reached.memory)
         self._channel.attach(self._loop)
         if self._is_leaving:
@@ -337,8 +339,8 @@ class HostLink:
             channel.close()
         if reached is not None:
             reached.connection.close()
-            if reached.memory >= 0:
-                os.close(reached.memory)
+            for fd in reached.memory or ():
+                os.close(fd)
             if reached.process is not None:
                 if self.host_ends:
                     reached.process.reap()

@@ -41,6 +41,8 @@ MOST_OF_KEY = 64
 # shared memory at all: the host and every worker map all of it.
 SHARED_PART = 4
 MAX_RANGES = 16
+# Most descriptors that come with a welcome.
+MAX_DESCRIPTORS = 2
 
 assert MAX_FRAME_BYTES > FRAME_SIZE, "one value may be a frame"
 
@@ -68,7 +70,12 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The host accepts an API process; a descriptor of the memory comes with the frame."""
+    """The host accepts an API process.
+
+    With a range of memory, two descriptors come with the frame: the memory, and the writing end of
+    the range's *lifeline*. The host reads the end of that pipe once no process has the range
+    mapped any more, neither this API process nor a forked child of it.
+    """
 
     pid: int
     # The range of the memory that the API process may write, in bytes; no range if the length is 0.

@@ -24,9 +24,9 @@ from fast_batcher._core.lifecycle import State
 from fast_batcher._core.messages import Group
 from fast_batcher._core.tenancy import Tenancy
 from fast_batcher._host.forwarding import EventForwarder, LogForwarder
+from fast_batcher._host.memory_ranges import MemoryRanges
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
-    MAX_RANGES,
     SHARED_PART,
     Hello,
     HostState,
@@ -70,16 +70,13 @@ class HostServer:
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
-        # Numbers of free ranges of the shared memory, and tenants that are gone with views left.
-        self._free_ranges = [*range(MAX_RANGES)]
-        self._leaving: list[Tenant] = []
-        self._range_size = 0
         self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
         self._session: ReportingSession | None = None
         self._status: Status | None = None
         self._ledger: Ledger | None = None
+        self._ranges: MemoryRanges | None = None
         self._is_push_scheduled = False
         self._supervisor = -1
         self._end_timer: asyncio.TimerHandle | None = None
@@ -132,8 +129,8 @@ class HostServer:
 
     def _remove(self, tenant: Tenant) -> None:
         tenant.leave()
-        self._leaving.append(tenant)
-        self._reuse_ranges()
+        if self._ranges is not None:
+            self._ranges.leave(tenant)
 
     def _see_off(self, tenant: Tenant) -> None:
         """Let a process go that has closed its batcher."""
@@ -151,46 +148,27 @@ class HostServer:
         if self._session is None:
             self._begin(hello)
         assert self._session is not None, "it has just begun"
+        assert self._ranges is not None, "it has just begun"
         tenant.session = self._session
-        memory, start, length = self._take_range(tenant)
+        slabs = self._session.memory.slabs
+        grant = self._ranges.grant(tenant, slabs) if isinstance(slabs, Slabs) else None
+        start, length, *fds = grant or (0, 0)
         body = dumps(tuple(Welcome(os.getpid(), start, length, self.room)))
         frame = pack_header(Kind.WELCOME, len(body), 0, 0.0) + body
         try:
             # The first bytes of the connection, and few: the socket takes them at once.
-            socket.send_fds(tenant.connection, [frame], [memory] if memory >= 0 else [])
+            socket.send_fds(tenant.connection, [frame], fds)
         except OSError:  # it is gone, which its channel notices
             return
         finally:
-            if memory >= 0:
-                os.close(memory)
+            for fd in fds:
+                os.close(fd)
         if not self._has_welcomed:
             self._has_welcomed = True
             self._release_output()
         if hello.observes:
             self._observe(tenant)
         tenant.send(Kind.STATE, self._pack_state())
-
-    def _take_range(self, tenant: Tenant) -> tuple[int, int, int]:
-        """Return a descriptor of the memory, and start and length of a range; or -1, 0 and 0."""
-        assert self._session is not None, "it has begun"
-        slabs = self._session.memory.slabs
-        if not isinstance(slabs, Slabs) or not self._free_ranges:
-            return -1, 0, 0
-        try:
-            memory = slabs.duplicate_fd()
-        except OSError:
-            return -1, 0, 0
-        tenant.range = self._free_ranges.pop(0)
-        return memory, tenant.range * self._range_size, self._range_size
-
-    def _reuse_ranges(self) -> None:
-        """Free the ranges of processes that are gone, once no worker views them any more."""
-        for tenant in [*self._leaving]:
-            tenant.report_freed()
-            if not tenant.has_rows:
-                self._leaving.remove(tenant)
-                if tenant.range is not None:
-                    self._free_ranges.append(tenant.range)
 
     def find_group(self, key: bytes) -> Group:
         """Return the group of requests with this pickled key."""
@@ -219,7 +197,8 @@ class HostServer:
         logging.captureWarnings(hello.captures_warnings)
         logging.getLogger().addHandler(self._logs)
         shared = hello.settings["max_shared_bytes"] // SHARED_PART
-        self._range_size = shared // PAGE * PAGE
+        range_size = shared // PAGE * PAGE
+        self._ranges = MemoryRanges(self._loop, range_size, hello.name)
         # Large outputs go through the pipe: a host cannot pass them on without a copy.
         settings = Settings(
             **{**hello.settings, "max_shared_bytes": 0},
@@ -235,7 +214,7 @@ class HostServer:
             settings,
             self._status,
             self._ledger,
-            HostAccess(self._range_size),
+            HostAccess(range_size),
         )
         self._watch_supervisor(hello.supervisor)
         self._session.begin()
@@ -265,7 +244,8 @@ class HostServer:
             self._loop.call_soon(self._push, context=Context())
 
     def _tick(self) -> None:
-        self._reuse_ranges()
+        if self._ranges is not None:
+            self._ranges.reuse()
         self._push()
         self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())
 

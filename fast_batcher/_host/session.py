@@ -183,7 +183,7 @@ class RemoteSession:
 
     # Events of the link.
 
-    def host_joined(self, welcome: Welcome, memory: int) -> None:
+    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.pid)
         if self._is_reconfigured:
