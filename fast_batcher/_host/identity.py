@@ -56,7 +56,7 @@ def make_key(shared: bool | str, payload: bytes, module_file: str | None, name: 
         scope = _digest("name", shared, name)
     else:
         pid, started = _find_parent()
-        scope = _digest("siblings", _find_namespace(), pid, started, name)
+        scope = _digest("siblings", find_namespace(), pid, started, name)
         supervisor = pid or None
     fingerprint = _digest(
         __version__,
@@ -117,7 +117,8 @@ def _find_parent() -> tuple[int, str | None]:
             return pid, started
 
 
-def _find_namespace() -> int | None:
+def find_namespace() -> int | None:
+    """Return the inode of the PID namespace of this process; None where there are none."""
     # Containers may share the directory of sockets, and have the same pids.
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino

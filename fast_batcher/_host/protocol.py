@@ -23,6 +23,7 @@ import pickle
 from typing import Any, NamedTuple
 
 from fast_batcher._core.messages import Failure, Request
+from fast_batcher._host.process_identity import ProcessIdentity
 from fast_batcher._transport.codec import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES
@@ -77,7 +78,7 @@ class Welcome(NamedTuple):
     mapped any more, neither this API process nor a forked child of it.
     """
 
-    pid: int
+    process: ProcessIdentity
     # The range of the memory that the API process may write, in bytes; no range if the length is 0.
     start: int
     length: int

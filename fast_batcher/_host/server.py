@@ -8,6 +8,7 @@ come later have the same, because these are part of the key of the host.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -25,6 +26,7 @@ from fast_batcher._core.messages import Group
 from fast_batcher._core.tenancy import Tenancy
 from fast_batcher._host.forwarding import EventForwarder, LogForwarder
 from fast_batcher._host.memory_ranges import MemoryRanges
+from fast_batcher._host.process_identity import identify_process
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
     SHARED_PART,
@@ -47,6 +49,13 @@ from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
 logger = logging.getLogger("fast_batcher")
 
+# Seconds for which a connection is kept that sends no HELLO, which clients send at once. It is no
+# API process yet: the host does not live for it.
+HELLO_TIMEOUT = 10.0
+# Seconds without accepting while clients can be neither accepted nor refused.
+ACCEPT_PAUSE = 0.1
+# Errors for which a client stays in the backlog: too many open files, or no memory.
+NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Seconds between two states that are sent without a cause: statistics need not be newer.
 STATE_INTERVAL = 1.0
 
@@ -67,6 +76,8 @@ class HostServer:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._tenancy = Tenancy(monotonic())
         self._tenants: dict[int, Tenant] = {}
+        # Connections without a HELLO, by the tenant's id, and the timers that end them.
+        self._strangers: dict[int, asyncio.TimerHandle] = {}
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
@@ -80,6 +91,9 @@ class HostServer:
         self._is_push_scheduled = False
         self._supervisor = -1
         self._end_timer: asyncio.TimerHandle | None = None
+        # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
+        # it is gone.
+        self._reserve = os.open(os.devnull, os.O_RDONLY)
         self._logs = LogForwarder(self._find_reporter, loop)
         self._events = EventForwarder(self._find_reporter)
         loop.add_reader(listener.fileno(), self._accept)
@@ -91,7 +105,9 @@ class HostServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone, or there are too many descriptors
+        except OSError as error:  # it has gone, or there are too many descriptors
+            if error.errno in NO_DESCRIPTOR:
+                self._refuse(error)
             return
         try:
             check_peer(connection)
@@ -103,14 +119,53 @@ class HostServer:
         tenant_id, self._next_id = self._next_id, self._next_id + 1
         limit = MAX_FRAME_BYTES if self._session is None else self._session.settings.max_frame_bytes
         tenant = Tenant(tenant_id, connection, limit + FRAME_ROOM, self._loop, self)
-        self._tenants[tenant_id] = tenant
-        self._tenancy.joined(tenant_id)
+        self._strangers[tenant_id] = self._loop.call_later(
+            HELLO_TIMEOUT, self._drop_stranger, tenant, context=Context()
+        )
+
+    def _refuse(self, reason: OSError) -> None:
+        """Tell the clients in the backlog that there is no descriptor for them.
+
+        They would stay there until one is free, and the loop would not rest meanwhile.
+        """
+        text = f"{reason}; raise the limit of open files (`ulimit -n`)"
+        logger.error("the host process refuses server processes: %s", text)
+        body = dumps(f"the host process refuses this server process: {text}")
+        frame = pack_header(Kind.REFUSED, len(body), 0, 0.0) + body
+        if self._reserve >= 0:
+            os.close(self._reserve)
+        self._reserve = -1
+        try:
+            while True:
+                connection, _ = self._listener.accept()
+                # Few bytes, and the first ones: the socket takes them at once, unless it is dead.
+                with connection, contextlib.suppress(OSError):
+                    connection.send(frame)
+        except BlockingIOError:
+            pass  # all have been told
+        except OSError:  # another thread has taken the descriptor
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(ACCEPT_PAUSE, self._accept_again, context=Context())
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _accept_again(self) -> None:
+        if not self.ended.done():
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _drop_stranger(self, tenant: Tenant) -> None:
+        del self._strangers[tenant.id]
+        tenant.close()
 
     def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
         """Handle a frame that is not about requests."""
         kind = frame.kind
-        if kind is Kind.HELLO:
-            self._welcome(tenant, Hello(*loads(frame.body)))
+        if tenant.id in self._strangers:
+            if kind is Kind.HELLO:
+                self._strangers.pop(tenant.id).cancel()
+                self._tenants[tenant.id] = tenant
+                self._tenancy.joined(tenant.id)
+                self._welcome(tenant, Hello(*loads(frame.body)))
         elif kind is Kind.PING:
             tenant.send(Kind.PONG)
         elif kind is Kind.OBSERVE:
@@ -122,6 +177,9 @@ class HostServer:
 
     def tenant_vanished(self, tenant: Tenant) -> None:
         """Cancel the requests of a process that is dead."""
+        timer = self._strangers.pop(tenant.id, None)
+        if timer is not None:
+            timer.cancel()
         if self._tenants.pop(tenant.id, None) is not None:
             self._remove(tenant)
             self._tenancy.vanished(monotonic(), tenant.id)
@@ -153,7 +211,7 @@ class HostServer:
         slabs = self._session.memory.slabs
         grant = self._ranges.grant(tenant, slabs) if isinstance(slabs, Slabs) else None
         start, length, *fds = grant or (0, 0)
-        body = dumps(tuple(Welcome(os.getpid(), start, length, self.room)))
+        body = dumps(tuple(Welcome(identify_process(os.getpid()), start, length, self.room)))
         frame = pack_header(Kind.WELCOME, len(body), 0, 0.0) + body
         try:
             # The first bytes of the connection, and few: the socket takes them at once.
