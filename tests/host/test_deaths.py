@@ -13,7 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -461,6 +462,12 @@ async def test_an_opening_ends_although_another_holds_the_lock(
     await batcher.aclose()
 
 
+def is_open_as(path: str, fd: str) -> bool:
+    with suppress(FileNotFoundError):  # it has just been closed
+        return os.readlink(f"/proc/self/fd/{fd}") == path
+    return False
+
+
 @pytest.mark.parametrize("way", ["aclose", "stop"])
 async def test_a_batcher_closes_while_it_waits_for_the_lock(
     make: Callable[..., Batcher], lock: int, way: str
@@ -468,7 +475,8 @@ async def test_a_batcher_closes_while_it_waits_for_the_lock(
     fcntl.flock(lock, fcntl.LOCK_EX)
     batcher = make()
     opening = asyncio.create_task(batcher.open())
-    await until(lambda: batcher.state == "opening")
+    path = os.readlink(f"/proc/self/fd/{lock}")
+    await until(lambda: sum(map(partial(is_open_as, path), os.listdir("/proc/self/fd"))) == 2)
     if way == "aclose":
         await batcher.aclose()
     else:

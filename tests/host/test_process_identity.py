@@ -5,6 +5,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_a_stopped_process_is_killed_and_waited_for() -> None:
 
 
 @pytest.mark.parametrize("other", [{"namespace": 1}, {"started": "1"}, {"started": None}])
-def test_a_process_with_the_same_pid_lives_on(other: dict[str, object]) -> None:
+def test_a_process_with_the_same_pid_lives_on(other: dict[str, Any]) -> None:
     with sleeper() as process:
         meant = identify_process(process.pid)._replace(**other)
         assert not kill_process(meant)
