@@ -8,16 +8,22 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Iterator
 from io import FileIO
 from operator import methodcaller
 from pathlib import Path
 
+from fast_batcher._clock import monotonic
 from fast_batcher._fork import at_fork
 from fast_batcher.errors import ConfigurationError
 
 # Longest path of a socket in bytes: 104 with the final zero on macOS and the BSDs, 108 on Linux.
 MAX_PATH_BYTES = 103
+
+# Seconds between two tries to take the lock, which a process holds for as long as the start of an
+# interpreter takes.
+LOCK_INTERVAL = 0.01
 
 _REMEDY = "set XDG_RUNTIME_DIR to another directory of this user"
 
@@ -64,12 +70,20 @@ def check_length(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock during the block; wait for it without a limit.
+def locked(directory: Path, seconds: float, cancelled: threading.Event) -> Iterator[None]:
+    """Hold the directory's lock during the block.
 
     It protects all sockets of the directory: their files, and the starts and ends of hosts.
+
+    Args:
+        directory: The directory.
+        seconds: Longest time to wait for the lock.
+        cancelled: Ends the wait when another thread sets it.
+
+    Raises:
+        TimeoutError: Another process holds the lock.
     """
-    lock = take_lock(directory)
+    lock = take_lock(directory, seconds, cancelled)
     try:
         yield
     finally:
@@ -78,14 +92,43 @@ def locked(directory: Path) -> Iterator[None]:
         lock.close()
 
 
-def take_lock(directory: Path) -> FileIO:
-    """Wait for the directory's lock; it is held until the file is closed or the process is dead."""
+def take_lock(directory: Path, seconds: float, cancelled: threading.Event) -> FileIO:
+    """Take the directory's lock; it is held until the file is closed or the process is dead.
+
+    The arguments and the error are those of `locked`.
+    """
+    until = monotonic() + seconds
     # The file is never deleted: of two processes, each could lock a file of its own otherwise.
     # Closed at `exec`, as all files of Python.
     lock = FileIO(directory / "lock", "ab")
     at_fork(lock, in_child=methodcaller("close"))
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(lock.close)
+        # Polled, because a wait of the system has no limit and cannot be cancelled.
+        while not _try_to_lock(lock):
+            if monotonic() >= until or cancelled.wait(LOCK_INTERVAL):
+                raise TimeoutError(
+                    f"another process holds the lock {lock.name}, which is held for moments only; "
+                    f"it may be stopped or stuck: `fuser {lock.name}` names it, continue or end it"
+                )
+        on_failure.pop_all()
     return lock
+
+
+def identify_socket(path: Path) -> str | None:
+    """Identify the socket that has this path now; None without one. Call it under the lock."""
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        # File systems use the numbers of deleted files again.
+        return f"{status.st_ino}-{status.st_mtime_ns}"
+    return None
+
+
+def _try_to_lock(lock: FileIO) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def _choose_path() -> Path:

@@ -85,7 +85,7 @@ def make_key(
         scope = digest("name", shared, name)
     else:
         pid, started = _find_parent()
-        scope = digest("siblings", _find_namespace(), pid, started, name)
+        scope = digest("siblings", find_namespace(), pid, started, name)
         supervisor = pid or None
         # Processes that share a name are often different programs.
         facets["the command line"] = digest(sys.argv)
@@ -166,7 +166,8 @@ def _find_parent() -> tuple[int, str | None]:
             return pid, started
 
 
-def _find_namespace() -> int | None:
+def find_namespace() -> int | None:
+    """Return the inode of the PID namespace of this process; None where there are none."""
     # Containers may share the directory of sockets, and have the same pids.
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino

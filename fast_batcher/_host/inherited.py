@@ -17,14 +17,16 @@ class Inherited:
     """
 
     # Arguments on the command line.
-    COUNT = 2
+    COUNT = 3
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        listener, self._stderr = map(int, arguments[: self.COUNT])
+        listener, self._stderr = map(int, arguments[: self.COUNT - 1])
         for fd in (listener, self._stderr):
             # Workers do not inherit them.
             os.set_inheritable(fd, False)
         self.listener = socket.socket(fileno=listener)
+        # From `identify_socket`.
+        self.socket_id = arguments[self.COUNT - 1]
 
     def release_output(self) -> None:
         """Send all further output to the starter's stderr. Call it once, at the first welcome."""

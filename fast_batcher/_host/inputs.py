@@ -6,7 +6,9 @@ no worker views them any more.
 """
 
 import asyncio
+import functools
 import logging
+import os
 from typing import Any
 
 from fast_batcher._clock import monotonic
@@ -45,19 +47,24 @@ class HostInputs:
         self._has_large = False
         self._has_warned = False
 
-    def use(self, fd: int, start: int, length: int) -> None:
+    def use(self, descriptors: tuple[int, int] | None, start: int, length: int) -> None:
         """Use a range of a host's memory from now on.
 
         Args:
-            fd: Descriptor of the memory, owned by this object from now on; -1 without any.
+            descriptors: The memory and the lifeline of the range, owned by this object from now
+                on; None without any.
             start: Start of the range in bytes.
             length: Length of the range in bytes.
         """
-        if fd >= 0:
+        if descriptors is not None:
+            memory, lifeline = descriptors
             try:
-                self._memory.slabs = Slabs(length, fd, start)
+                slabs = self._memory.slabs = Slabs(length, memory, start)
             except OSError as error:
+                os.close(lifeline)
                 self._warn(error)
+            else:
+                slabs.when_unmapped(functools.partial(os.close, lifeline))
         self._arena = InputArena(self._memory, self._settings, self._warn)
         if self._has_large:
             self._arena.enable()

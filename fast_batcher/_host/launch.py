@@ -12,11 +12,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from multiprocessing import spawn
 from pathlib import Path
 
+from fast_batcher._clock import monotonic
+from fast_batcher._host.directory import identify_socket
 from fast_batcher._parent.worker_process import describe_exit
 from fast_batcher._transport.descriptors import occupy_stdio
 from fast_batcher._transport.memory_file import make_memory_file
@@ -46,6 +49,8 @@ _OPTIONS = {
 
 # Characters of output in an error: the end of a traceback and what was logged before it.
 MAX_OUTPUT = 4000
+# Seconds between two looks at a host that is about to end.
+POLL_INTERVAL = 0.002
 
 
 class HostProcess:
@@ -75,6 +80,27 @@ class HostProcess:
                 code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self._exit_text = describe_exit(code)
         return self._exit_text
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the host; return whether it has ended."""
+        until = monotonic() + seconds
+        while not self._exit_text:
+            pid, status = self.pid, None
+            with contextlib.suppress(ChildProcessError):  # another part of the program reaped it
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                code = None if status is None else os.waitstatus_to_exitcode(status)
+                self._exit_text = describe_exit(code)
+            elif monotonic() >= until:
+                return False
+            else:
+                time.sleep(POLL_INTERVAL)
+        return True
+
+    @property
+    def has_ended_itself(self) -> bool:
+        """Whether it has ended as a host does that no client needs."""
+        return self._exit_text == describe_exit(0)
 
     def kill(self) -> None:
         """Kill the host; it is reaped on a thread."""
@@ -117,20 +143,21 @@ def launch_host(
     """Start a host process.
 
     Args:
-        listener: Its listening socket; the caller closes its own copy.
+        listener: Its listening socket, which has a path; the caller closes its own copy.
         arguments: Further arguments of its command line.
         module: Dotted name of the module whose `main` it runs.
 
     Raises:
         OSError: The system has no room for another process, or the interpreter cannot be run.
     """
+    socket_id = identify_socket(Path(listener.getsockname())) or ""
     with _duplicated_stderr() as stderr, contextlib.ExitStack() as on_failure:
         output = on_failure.enter_context(FileIO(make_memory_file(0)))
         popen = subprocess.Popen(
             [
                 *_interpreter(),
                 *("-c", _PROGRAM, os.fspath(_PACKAGE_FILE), module),
-                *(str(listener.fileno()), str(stderr), *arguments),
+                *(str(listener.fileno()), str(stderr), socket_id, *arguments),
             ],
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -9,28 +9,35 @@ import contextlib
 import logging
 import os
 import select
-import signal
 import socket
 import threading
 from collections.abc import Callable
 from contextvars import Context
+from math import inf
 from typing import NamedTuple, Protocol
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
 from fast_batcher._host.identity import HostKey
 from fast_batcher._host.launch import HostProcess, launch_host
-from fast_batcher._host.protocol import Hello, Welcome
-from fast_batcher._host.rendezvous import connect
+from fast_batcher._host.process_identity import kill_process
+from fast_batcher._host.protocol import MAX_DESCRIPTORS, Hello, Welcome
+from fast_batcher._host.rendezvous import Joined, connect, replace_silent
 from fast_batcher._parent.background import JobThread
 from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import HEADER_SIZE, Frame, Kind, pack_header, unpack_header
 from fast_batcher._transport.log_records import unpack_record
 from fast_batcher._transport.loop_channel import LoopChannel
-from fast_batcher.errors import NotReadyError, TransportError, WorkerStartupError
+from fast_batcher.errors import BatcherError, NotReadyError, TransportError, WorkerStartupError
 
 logger = logging.getLogger("fast_batcher")
 
+# Seconds for which a host that has begun may leave a client without an answer, if the half of
+# `start_timeout` is not shorter. A host answers within milliseconds, and its clients kill it after
+# two intervals of the heartbeat.
+SILENCE = 2 * INTERVAL
+# Seconds within which a host has ended that has closed a connection.
+END_LIMIT = 1.0
 # Hosts that may end, one after the other, while this process joins them: each had been started by
 # another process, and ended with its last API process.
 MOST_TRIES = 10
@@ -41,8 +48,9 @@ class Reached(NamedTuple):
 
     connection: socket.socket
     welcome: Welcome
-    # Descriptor of the host's memory, -1 without any, or once the session has it.
-    memory: int
+    # Descriptors of the host's memory and of the range's lifeline; None without any, or once the
+    # session has them.
+    memory: tuple[int, int] | None
     # The host if this process has started it.
     process: HostProcess | None
 
@@ -50,8 +58,8 @@ class Reached(NamedTuple):
 class LinkEvents(Protocol):
     """Events that a link reports to its session, on the event loop's thread."""
 
-    def host_joined(self, welcome: Welcome, memory: int, /) -> None:
-        """Handle a host that has welcomed this process; `memory` is a descriptor or -1."""
+    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None, /) -> None:
+        """Handle a host that has welcomed this process; `memory` is as in `Reached`."""
 
     def host_unreachable(self, error: BaseException, /) -> None:
         """Handle that no host could be joined."""
@@ -107,7 +115,11 @@ class HostLink:
         self._is_joining = False
         self._has_joined = threading.Event()
         self._has_joined.set()
-        self._is_leaving = False
+        # Set by the goodbye: a wait for the directory's lock ends.
+        self._leaving = threading.Event()
+        self._is_closed = False
+        # The moment at which a join fails. Thread of the link.
+        self._deadline = 0.0
 
     @property
     def is_connected(self) -> bool:
@@ -117,7 +129,7 @@ class HostLink:
     @property
     def pid(self) -> int | None:
         """Process id of the host, None without one."""
-        return None if self._reached is None else self._reached.welcome.pid
+        return None if self._reached is None else self._reached.welcome.process.pid
 
     def join(self) -> None:
         """Connect to the host, or start it; `host_joined` or `host_unreachable` follows."""
@@ -157,7 +169,8 @@ class HostLink:
             Whether `host_lost` or `host_unreachable` will follow: a host that is told answers with
             FAREWELL, and hangs up.
         """
-        was_leaving, self._is_leaving = self._is_leaving, True
+        was_leaving = self._leaving.is_set()
+        self._leaving.set()
         if self._join_timer is not None:
             self._join_timer.cancel()
             self._join_timer = None
@@ -192,6 +205,7 @@ class HostLink:
     def close(self) -> None:
         """Close the connection, and join no host any more; may be called again."""
         self.begin_goodbye()
+        self._is_closed = True
         waiting = self._waiting
         if waiting is not None:
             with contextlib.suppress(OSError):  # the thread has just closed it
@@ -208,9 +222,10 @@ class HostLink:
             BatcherError: The host has ended before its welcome, or no host can be had.
             OSError: The system has no room for another process or socket.
         """
+        self._deadline = monotonic() + self._limits[1]
         try:
             for _ in range(MOST_TRIES):
-                if self._is_leaving:
+                if self._leaving.is_set():
                     return
                 self._reached = self._try_to_reach()
                 if self._reached is not None:
@@ -220,55 +235,105 @@ class HostLink:
         raise NotReadyError(f"{self._name}: {MOST_TRIES} host processes ended before they answered")
 
     def _try_to_reach(self) -> Reached | None:
-        """Connect to the host, or start it; None if a host of another process has ended."""
+        """Connect to the host, or start it; None if the host has ended or was replaced."""
+        joined = self._connect()
+        connection, process = joined.connection, joined.process
         with contextlib.ExitStack() as on_failure:
-            connection, process = connect(self._key, launch_host)
             on_failure.callback(connection.close)
             if process is not None:
                 on_failure.callback(process.close)
-            self._waiting = connection
             try:
-                welcome, memory = self._shake_hands(connection)
+                welcome, fds = self._shake_hands(joined)
             except (EOFError, ConnectionError):
-                if process is None:
-                    return None
-                if self._is_leaving:  # it may live: this process has ended the connection
-                    process.reap_soon()
-                    return None
-                raise process.make_startup_error() from None
+                if process is not None:
+                    self._follow_end(process)
+                return None
             except TimeoutError:
-                raise self._kill_silent_host(process) from None
-            finally:
-                self._waiting = None
+                self._end_silent_host(joined)
+                return None
+            except BatcherError:  # refused
+                if process is not None:
+                    process.reap_soon()
+                raise
             on_failure.pop_all()
         if process is not None:
             process.close()
-        return Reached(connection, welcome, memory, process)
+        return Reached(connection, welcome, (fds[0], fds[1]) if welcome.length else None, process)
 
-    def _kill_silent_host(self, process: HostProcess | None) -> WorkerStartupError:
-        """Kill a host that this process has started and that does not welcome it."""
-        if process is not None:
-            process.kill()
+    def _connect(self) -> Joined:
+        try:
+            return connect(self._key, launch_host, self._seconds_left, self._leaving)
+        except TimeoutError as error:
+            raise self._make_timeout_error(str(error)) from None
+
+    @property
+    def _seconds_left(self) -> float:
+        """Seconds until the join fails; positive, because a socket's timeout must be."""
+        return max(0.001, self._deadline - monotonic())
+
+    def _make_timeout_error(self, reason: str) -> WorkerStartupError:
         return WorkerStartupError(
-            f"the host process has not answered within start_timeout={self._limits[1]:g} seconds"
+            f"no host process has answered within start_timeout={self._limits[1]:g} seconds: "
+            f"{reason}"
         )
 
-    def _shake_hands(self, connection: socket.socket) -> tuple[Welcome, int]:
-        """Return the welcome, and the descriptor of the host's memory or -1."""
-        connection.settimeout(self._limits[1])
+    def _follow_end(self, process: HostProcess) -> None:
+        """Handle the end of the connection to a host that this process has started.
+
+        Raises:
+            WorkerStartupError: The host has died.
+        """
+        # It may live: this process has ended the connection, or was too slow to introduce itself.
+        if self._is_closed or not process.ends_within(END_LIMIT):
+            process.reap_soon()
+        elif not process.has_ended_itself:
+            raise process.make_startup_error()
+
+    def _end_silent_host(self, joined: Joined) -> None:
+        """Kill a host that does not answer.
+
+        Raises:
+            WorkerStartupError: No time is left for another host.
+        """
+        if joined.process is not None:
+            joined.process.kill()
+            raise self._make_timeout_error("it was killed")
+        with contextlib.suppress(TimeoutError):
+            replace_silent(self._key, joined, self._seconds_left, self._leaving)
+        if monotonic() >= self._deadline:
+            raise self._make_timeout_error("the next opening starts another one")
+
+    def _shake_hands(self, joined: Joined) -> tuple[Welcome, list[int]]:
+        """Return the welcome, and the descriptors that come with it."""
+        connection = self._waiting = joined.connection
+        try:
+            if self._is_closed:  # `close` has seen no socket to shut down
+                raise EOFError
+            silence = min(SILENCE, self._limits[1] / 2) if joined.has_begun else inf
+            connection.settimeout(min(silence, self._seconds_left))
+            return self._exchange(connection)
+        finally:
+            self._waiting = None
+
+    def _exchange(self, connection: socket.socket) -> tuple[Welcome, list[int]]:
+        """Send the introduction; return the welcome, and the descriptors that come with it."""
         body = dumps(self._hello())
         connection.sendall(pack_header(Kind.HELLO, len(body), 0, 0.0) + body)
-        header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, 1)
+        header, fds, _, _ = socket.recv_fds(connection, HEADER_SIZE, MAX_DESCRIPTORS)
         with contextlib.ExitStack() as on_failure:
             for fd in fds:
                 on_failure.callback(os.close, fd)
+                os.set_inheritable(fd, False)
             header += _receive_exactly(connection, HEADER_SIZE - len(header))
             kind, length = unpack_header(header)
+            body = _receive_exactly(connection, length)
+            if kind is Kind.REFUSED:
+                raise NotReadyError(loads(body))
             if kind is not Kind.WELCOME:
                 raise TransportError("the host process has not answered with a welcome")
-            welcome = Welcome(*loads(_receive_exactly(connection, length)))
+            welcome = Welcome(*loads(body))
             on_failure.pop_all()
-        return welcome, fds[0] if fds else -1
+        return welcome, fds
 
     def _finish_join(self, error: BaseException | None) -> None:
         self._is_joining = False
@@ -278,10 +343,10 @@ class HostLink:
             return
         self._channel = self._open_channel(reached)
         self._heartbeat = Heartbeat()
-        self._reached = reached._replace(memory=-1)
+        self._reached = reached._replace(memory=None)
         self._events.host_joined(reached.welcome, reached.memory)
         self._channel.attach(self._loop)
-        if self._is_leaving:
+        if self._leaving.is_set():
             self.send(Kind.GOODBYE)
         self._beat()
 
@@ -310,24 +375,24 @@ class HostLink:
         to_ping, silent = self._heartbeat.tick(monotonic(), [0])
         self._timer = self._loop.call_later(INTERVAL, self._beat, context=Context())
         if silent and self._reached is not None:
-            pid = self._reached.welcome.pid
+            process = self._reached.welcome.process
             logger.error(
                 "%s: the host process (pid %d) has not answered for %g seconds and is killed",
-                *(self._name, pid, INTERVAL),
+                *(self._name, process.pid, INTERVAL),
             )
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if not kill_process(process):  # it may be in another container
+                self._hung_up(None)
         elif to_ping:
             self.send(Kind.PING)
 
     def _hung_up(self, error: Exception | None) -> None:
         if error is not None:
             logger.error("%s: the host process broke the protocol", self._name, exc_info=error)
-        self._hang_up()
+        self._hang_up(is_over=True)
         self._events.host_lost()
 
-    def _hang_up(self) -> None:
-        """Close the connection."""
+    def _hang_up(self, *, is_over: bool = False) -> None:
+        """Close the connection, whose end has been read if it `is_over`."""
         channel, self._channel = self._channel, None
         reached, self._reached = self._reached, None
         if self._timer is not None:
@@ -337,12 +402,12 @@ class HostLink:
             channel.close()
         if reached is not None:
             reached.connection.close()
-            if reached.memory >= 0:
-                os.close(reached.memory)
+            for fd in reached.memory or ():
+                os.close(fd)
             if reached.process is not None:
-                if self.host_ends:
+                if is_over and self.host_ends:
                     reached.process.reap()
-                else:  # it is dead, or ends with the last of the other processes
+                else:  # it ends with the last of the other processes, or is stuck
                     reached.process.reap_soon()
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from fast_batcher._host.inherited import Inherited
-from fast_batcher._host.rendezvous import retire
+from fast_batcher._host.rendezvous import announce, retire
 from fast_batcher._host.server import HostServer
 
 
@@ -16,10 +16,12 @@ def main() -> None:
     # The terminal sends Ctrl-C to the server, which says goodbye.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     inherited = Inherited(sys.argv[1:])
+    if not announce(inherited.listener, inherited.socket_id):
+        return  # the host was stopped, and another has taken its place
     with asyncio.Runner() as runner:
         server = runner.run(_serve(inherited))
     if inherited.listener.fileno() >= 0:  # it has not stepped down
-        retire(inherited.listener)
+        retire(inherited.listener, inherited.socket_id)
     _exit_with(server)
 
 

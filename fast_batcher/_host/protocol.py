@@ -23,6 +23,7 @@ import pickle
 from typing import Any, NamedTuple
 
 from fast_batcher._core.messages import Failure, Request
+from fast_batcher._host.process_identity import ProcessIdentity
 from fast_batcher._transport.codec import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, RemoteTraceback
 from fast_batcher.settings import MAX_FRAME_BYTES
@@ -41,6 +42,8 @@ MOST_OF_KEY = 64
 # shared memory at all: the host and every worker map all of it.
 SHARED_PART = 4
 MAX_RANGES = 16
+# Most descriptors that come with a welcome.
+MAX_DESCRIPTORS = 2
 
 assert MAX_FRAME_BYTES > FRAME_SIZE, "one value may be a frame"
 
@@ -70,9 +73,14 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """The host accepts an API process; a descriptor of the memory comes with the frame."""
+    """The host accepts an API process.
 
-    pid: int
+    With a range of memory, two descriptors come with the frame: the memory, and the writing end of
+    the range's *lifeline*. The host reads the end of that pipe once no process has the range
+    mapped any more, neither this API process nor a forked child of it.
+    """
+
+    process: ProcessIdentity
     # The range of the memory that the API process may write, in bytes; no range if the length is 0.
     start: int
     length: int

@@ -6,7 +6,8 @@
             unlink, bind, listen, connect
             launch the host, which inherits the listener
 
-A starter that is killed leaves a socket without a listener, and the next process replaces it.
+A starter that is killed leaves a socket without a listener, and the next process replaces it. A
+host writes a *record* beside its socket: its identity, by which a client kills it if it is silent.
 """
 
 import contextlib
@@ -14,9 +15,11 @@ import errno
 import json
 import logging
 import os
+import select
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from io import FileIO
 from operator import methodcaller
@@ -24,9 +27,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fast_batcher._fork import at_fork
-from fast_batcher._host.directory import check_length, locked, open_directory, take_lock
+from fast_batcher._host.directory import (
+    check_length,
+    identify_socket,
+    locked,
+    open_directory,
+    take_lock,
+)
 from fast_batcher._host.identity import HostKey, list_differences
 from fast_batcher._host.launch import HostProcess
+from fast_batcher._host.process_identity import ProcessIdentity, identify_process, kill_process
 from fast_batcher._transport.descriptors import occupy_stdio
 from fast_batcher.errors import NotReadyError
 
@@ -36,6 +46,12 @@ logger = logging.getLogger("fast_batcher")
 # may allow less, Linux 4096.
 BACKLOG = 1024
 
+# Seconds for which a host waits for the lock: it begins or ends without the lock afterwards.
+LOCK_LIMIT = 5.0
+# Seconds to wait for the death of a killed host; a stopped one is dead within milliseconds.
+KILL_LIMIT = 1.0
+
+_NEVER = threading.Event()
 _locks_of_retired: list[FileIO] = []
 
 
@@ -45,9 +61,18 @@ class Joined(NamedTuple):
     connection: socket.socket
     # The host if this process has started it.
     process: HostProcess | None
+    # From `identify_socket`.
+    socket_id: str | None
+    # Whether the host has begun to accept: it answers at once, unless it is stopped or stuck.
+    has_begun: bool
 
 
-def connect(key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joined:
+def connect(
+    key: HostKey,
+    launch: Callable[[socket.socket], HostProcess],
+    seconds: float = LOCK_LIMIT,
+    cancelled: threading.Event = _NEVER,
+) -> Joined:
     """Connect to the host of a key; start a missing host. Blocks for the lock alone.
 
     The connection reads an end of file or a reset before its first byte if the host dies, or ends,
@@ -56,8 +81,11 @@ def connect(key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joi
     Args:
         key: The key of the host.
         launch: Starts the host with the listening socket.
+        seconds: Longest time to wait for the lock.
+        cancelled: Ends the wait when another thread sets it.
 
     Raises:
+        TimeoutError: Another process holds the lock.
         ConfigurationError: No private directory for the socket can be had.
         NotReadyError: The host does not accept, and `BACKLOG` others wait for it.
         OSError: The host cannot be started, or the system has no room for a socket.
@@ -66,11 +94,45 @@ def connect(key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joi
     directory = open_directory()
     path = directory / key.file_name
     check_length(path)
-    with locked(directory):
+    with locked(directory, seconds, cancelled):
         with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-            return Joined(_dial(path), None)
+            return Joined(_dial(path), None, identify_socket(path), _read_record(path) is not None)
         _sweep(directory, key)
         return _start(path, key, launch)
+
+
+def replace_silent(
+    key: HostKey, joined: Joined, seconds: float, cancelled: threading.Event
+) -> None:
+    """Make room for another host, unless this one has answered or been replaced meanwhile.
+
+    The silent host is killed. If that is not possible from here, it loses its socket.
+
+    Args:
+        key: The key of the host.
+        joined: The connection on which the host has been silent.
+        seconds: Longest time to wait for the lock.
+        cancelled: Ends the wait when another thread sets it.
+
+    Raises:
+        TimeoutError: Another process holds the lock.
+    """
+    directory = open_directory()
+    path = directory / key.file_name
+    with locked(directory, seconds, cancelled):
+        answers = select.poll()
+        answers.register(joined.connection, select.POLLIN)
+        if answers.poll(0) or identify_socket(path) != joined.socket_id:
+            return
+        process = _read_record(path)
+        is_killed = process is not None and kill_process(process, KILL_LIMIT)
+        logger.error(
+            "%s: the host process%s does not answer and is replaced%s",
+            key.name,
+            "" if process is None else f" (pid {process.pid})",
+            "" if is_killed else "; it cannot be killed by this process",
+        )
+        _remove(path)
 
 
 def check_peer(connection: socket.socket) -> None:
@@ -94,30 +156,45 @@ def check_peer(connection: socket.socket) -> None:
             )
 
 
-def retire(listener: socket.socket) -> None:
+def announce(listener: socket.socket, socket_id: str) -> bool:
+    """Record that the host accepts from now on. Host process.
+
+    Args:
+        listener: The host's listening socket.
+        socket_id: From `identify_socket`.
+
+    Returns:
+        Whether the socket has its path still: else another host may live, and this one must end.
+    """
+    path = Path(listener.getsockname())
+    with contextlib.suppress(TimeoutError), locked(path.parent, LOCK_LIMIT, _NEVER):
+        if identify_socket(path) != socket_id:
+            return False
+        _record_of(path).write_text(json.dumps(identify_process(os.getpid())))
+    return True
+
+
+def retire(listener: socket.socket, socket_id: str) -> None:
     """Remove the host's socket. Host process, its last act: end the process at once.
 
     The process holds the lock until it is dead, so that no other host starts before. Do not close
     the listener: whoever waits in its backlog then finds no host, and starts the next one.
+
+    Args:
+        listener: The host's listening socket.
+        socket_id: From `identify_socket`.
     """
     path = Path(listener.getsockname())
-    _locks_of_retired.append(take_lock(path.parent))
-    _remove(path)
-
-
-def withdraw(listener: socket.socket) -> None:
-    """Remove the host's socket and close the listener. Host process, which goes on.
-
-    Whoever waits in the backlog reads an end of file, and finds no host, or the next one.
-    """
-    path = Path(listener.getsockname())
-    with locked(path.parent):
-        _remove(path)
-    listener.close()
+    # While another process holds the lock, the socket is left to whoever starts the next host.
+    with contextlib.suppress(TimeoutError):
+        _locks_of_retired.append(take_lock(path.parent, LOCK_LIMIT, _NEVER))
+        if identify_socket(path) == socket_id:
+            _remove(path)
 
 
 def _start(path: Path, key: HostKey, launch: Callable[[socket.socket], HostProcess]) -> Joined:
     with contextlib.ExitStack() as on_failure:
+        _remove(path)  # a record without a socket
         on_failure.callback(_remove, path)
         # For processes with other keys.
         _facets_of(path).write_text(json.dumps(dict(key.facets)))
@@ -127,8 +204,9 @@ def _start(path: Path, key: HostKey, launch: Callable[[socket.socket], HostProce
             # Before the launch: a host that dies at once resets the connection.
             connection = on_failure.enter_context(_dial(path))
             process = launch(listener)
+            socket_id = identify_socket(path)
         on_failure.pop_all()
-    return Joined(connection, process)
+    return Joined(connection, process, socket_id, has_begun=False)
 
 
 def _dial(path: Path) -> socket.socket:
@@ -196,11 +274,22 @@ def _read_facets(path: Path) -> dict[str, str]:
     return {}
 
 
+def _read_record(path: Path) -> ProcessIdentity | None:
+    """Return the identity of the host; None if the host has not begun to accept."""
+    with contextlib.suppress(FileNotFoundError, ValueError, TypeError):
+        return ProcessIdentity(*json.loads(_record_of(path).read_text()))
+    return None
+
+
 def _remove(path: Path) -> None:
-    """Remove a host's socket and the facets of its key."""
-    path.unlink(missing_ok=True)
-    _facets_of(path).unlink(missing_ok=True)
+    """Remove a host's socket, its record and the facets of its key."""
+    for one in (path, _record_of(path), _facets_of(path)):
+        one.unlink(missing_ok=True)
+
+
+def _record_of(path: Path) -> Path:
+    return path.with_suffix(".host")
 
 
 def _facets_of(path: Path) -> Path:
-    return path.with_suffix(".json")
+    return path.with_suffix(".key")

@@ -8,6 +8,7 @@ come later have the same, because these are part of the key of the host.
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -24,16 +25,17 @@ from fast_batcher._core.lifecycle import State
 from fast_batcher._core.messages import Group
 from fast_batcher._core.tenancy import Tenancy
 from fast_batcher._host.forwarding import EventForwarder, LogForwarder
+from fast_batcher._host.memory_ranges import MemoryRanges
+from fast_batcher._host.process_identity import identify_process
 from fast_batcher._host.protocol import (
     FRAME_ROOM,
-    MAX_RANGES,
     SHARED_PART,
     Hello,
     HostState,
     Welcome,
     pack_start_error,
 )
-from fast_batcher._host.rendezvous import check_peer, withdraw
+from fast_batcher._host.rendezvous import check_peer
 from fast_batcher._host.reporting_session import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
@@ -47,6 +49,13 @@ from fast_batcher.settings import MAX_FRAME_BYTES, Settings
 
 logger = logging.getLogger("fast_batcher")
 
+# Seconds for which a connection is kept that sends no HELLO, which clients send at once. It is no
+# API process yet: the host does not live for it.
+HELLO_TIMEOUT = 10.0
+# Seconds without accepting while clients can be neither accepted nor refused.
+ACCEPT_PAUSE = 0.1
+# Errors for which a client stays in the backlog: too many open files, or no memory.
+NO_DESCRIPTOR = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Seconds between two states that are sent without a cause: statistics need not be newer.
 STATE_INTERVAL = 1.0
 
@@ -67,22 +76,24 @@ class HostServer:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._tenancy = Tenancy(monotonic())
         self._tenants: dict[int, Tenant] = {}
+        # Connections without a HELLO, by the tenant's id, and the timers that end them.
+        self._strangers: dict[int, asyncio.TimerHandle] = {}
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
-        # Numbers of free ranges of the shared memory, and tenants that are gone with views left.
-        self._free_ranges = [*range(MAX_RANGES)]
-        self._leaving: list[Tenant] = []
-        self._range_size = 0
         self._groups: WeakValueDictionary[bytes, Group] = WeakValueDictionary()
         self._has_welcomed = False
         # Set by the first API process.
         self._session: ReportingSession | None = None
         self._status: Status | None = None
         self._ledger: Ledger | None = None
+        self._ranges: MemoryRanges | None = None
         self._is_push_scheduled = False
         self._supervisor = -1
         self._end_timer: asyncio.TimerHandle | None = None
+        # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
+        # it is gone.
+        self._reserve = os.open(os.devnull, os.O_RDONLY)
         self._logs = LogForwarder(self._find_reporter, loop)
         self._events = EventForwarder(self._find_reporter)
         loop.add_reader(listener.fileno(), self._accept)
@@ -94,7 +105,9 @@ class HostServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone, or there are too many descriptors
+        except OSError as error:  # it has gone, or there are too many descriptors
+            if error.errno in NO_DESCRIPTOR:
+                self._refuse(error)
             return
         try:
             check_peer(connection)
@@ -106,14 +119,51 @@ class HostServer:
         tenant_id, self._next_id = self._next_id, self._next_id + 1
         limit = MAX_FRAME_BYTES if self._session is None else self._session.settings.max_frame_bytes
         tenant = Tenant(tenant_id, connection, limit + FRAME_ROOM, self._loop, self)
-        self._tenants[tenant_id] = tenant
-        self._tenancy.joined(tenant_id)
+        self._strangers[tenant_id] = self._loop.call_later(
+            HELLO_TIMEOUT, self._drop_stranger, tenant, context=Context()
+        )
+
+    def _refuse(self, reason: OSError) -> None:
+        """Tell the clients in the backlog that there is no descriptor for them.
+
+        They would stay there until one is free, and the loop would not rest meanwhile.
+        """
+        text = f"{reason}; raise the limit of open files (`ulimit -n`)"
+        logger.error("the host process refuses server processes: %s", text)
+        body = dumps(f"the host process refuses this server process: {text}")
+        frame = pack_header(Kind.REFUSED, len(body), 0, 0.0) + body
+        if self._reserve >= 0:
+            os.close(self._reserve)
+        self._reserve = -1
+        try:
+            while True:
+                connection, _ = self._listener.accept()
+                # Few bytes, and the first ones: the socket takes them at once, unless it is dead.
+                with connection, contextlib.suppress(OSError):
+                    connection.send(frame)
+        except BlockingIOError:
+            pass  # all have been told
+        except OSError:  # another thread has taken the descriptor
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(ACCEPT_PAUSE, self._accept_again, context=Context())
+        with contextlib.suppress(OSError):
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _accept_again(self) -> None:
+        if not self.ended.done() and not self._has_stepped_down:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _drop_stranger(self, tenant: Tenant) -> None:
+        del self._strangers[tenant.id]
+        tenant.close()
 
     def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
         """Handle a frame that is not about requests."""
         kind = frame.kind
-        if kind is Kind.HELLO:
-            self._welcome(tenant, Hello(*loads(frame.body)))
+        if tenant.id in self._strangers:
+            if kind is Kind.HELLO:
+                self._strangers.pop(tenant.id).cancel()
+                self._admit(tenant, Hello(*loads(frame.body)))
         elif kind is Kind.PING:
             tenant.send(Kind.PONG)
         elif kind is Kind.OBSERVE:
@@ -123,8 +173,24 @@ class HostServer:
         elif kind is Kind.GOODBYE:
             self._see_off(tenant)
 
+    def _admit(self, tenant: Tenant, hello: Hello) -> None:
+        """Add an API process, unless this host ends or a file has changed that a worker loaded."""
+        changed = None if self._session is None else self._session.find_changed_file()
+        if changed is not None:
+            self._step_down(hello.name, changed)
+        if changed is not None or self.ended.done():
+            # It finds or starts the next host.
+            tenant.close()
+            return
+        self._tenants[tenant.id] = tenant
+        self._tenancy.joined(tenant.id)
+        self._welcome(tenant, hello)
+
     def tenant_vanished(self, tenant: Tenant) -> None:
         """Cancel the requests of a process that is dead."""
+        timer = self._strangers.pop(tenant.id, None)
+        if timer is not None:
+            timer.cancel()
         if self._tenants.pop(tenant.id, None) is not None:
             self._remove(tenant)
             self._tenancy.vanished(monotonic(), tenant.id)
@@ -132,8 +198,8 @@ class HostServer:
 
     def _remove(self, tenant: Tenant) -> None:
         tenant.leave()
-        self._leaving.append(tenant)
-        self._reuse_ranges()
+        if self._ranges is not None:
+            self._ranges.leave(tenant)
 
     def _see_off(self, tenant: Tenant) -> None:
         """Let a process go that has closed its batcher."""
@@ -150,52 +216,28 @@ class HostServer:
     def _welcome(self, tenant: Tenant, hello: Hello) -> None:
         if self._session is None:
             self._begin(hello)
-        else:
-            changed = self._session.find_changed_file()
-            if changed is not None:
-                self._step_down(hello.name, changed)
-                return
         assert self._session is not None, "it has just begun"
+        assert self._ranges is not None, "it has just begun"
         tenant.session = self._session
-        memory, start, length = self._take_range(tenant)
-        body = dumps(tuple(Welcome(os.getpid(), start, length, self.room)))
+        slabs = self._session.memory.slabs
+        grant = self._ranges.grant(tenant, slabs) if isinstance(slabs, Slabs) else None
+        start, length, *fds = grant or (0, 0)
+        body = dumps(tuple(Welcome(identify_process(os.getpid()), start, length, self.room)))
         frame = pack_header(Kind.WELCOME, len(body), 0, 0.0) + body
         try:
             # The first bytes of the connection, and few: the socket takes them at once.
-            socket.send_fds(tenant.connection, [frame], [memory] if memory >= 0 else [])
+            socket.send_fds(tenant.connection, [frame], fds)
         except OSError:  # it is gone, which its channel notices
             return
         finally:
-            if memory >= 0:
-                os.close(memory)
+            for fd in fds:
+                os.close(fd)
         if not self._has_welcomed:
             self._has_welcomed = True
             self._release_output()
         if hello.observes:
             self._observe(tenant)
         tenant.send(Kind.STATE, self._pack_state())
-
-    def _take_range(self, tenant: Tenant) -> tuple[int, int, int]:
-        """Return a descriptor of the memory, and start and length of a range; or -1, 0 and 0."""
-        assert self._session is not None, "it has begun"
-        slabs = self._session.memory.slabs
-        if not isinstance(slabs, Slabs) or not self._free_ranges:
-            return -1, 0, 0
-        try:
-            memory = slabs.duplicate_fd()
-        except OSError:
-            return -1, 0, 0
-        tenant.range = self._free_ranges.pop(0)
-        return memory, tenant.range * self._range_size, self._range_size
-
-    def _reuse_ranges(self) -> None:
-        """Free the ranges of processes that are gone, once no worker views them any more."""
-        for tenant in [*self._leaving]:
-            tenant.report_freed()
-            if not tenant.has_rows:
-                self._leaving.remove(tenant)
-                if tenant.range is not None:
-                    self._free_ranges.append(tenant.range)
 
     def find_group(self, key: bytes) -> Group:
         """Return the group of requests with this pickled key."""
@@ -224,7 +266,8 @@ class HostServer:
         logging.captureWarnings(hello.captures_warnings)
         logging.getLogger().addHandler(self._logs)
         shared = hello.settings["max_shared_bytes"] // SHARED_PART
-        self._range_size = shared // PAGE * PAGE
+        range_size = shared // PAGE * PAGE
+        self._ranges = MemoryRanges(self._loop, range_size, hello.name)
         # Large outputs go through the pipe: a host cannot pass them on without a copy.
         settings = Settings(
             **{**hello.settings, "max_shared_bytes": 0},
@@ -240,7 +283,7 @@ class HostServer:
             settings,
             self._status,
             self._ledger,
-            HostAccess(self._range_size),
+            HostAccess(range_size),
             hello.named_paths,
         )
         self._watch_supervisor(hello.supervisor)
@@ -271,7 +314,8 @@ class HostServer:
             self._loop.call_soon(self._push, context=Context())
 
     def _tick(self) -> None:
-        self._reuse_ranges()
+        if self._ranges is not None:
+            self._ranges.reuse()
         self._push()
         self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())
 
@@ -316,6 +360,8 @@ class HostServer:
 
     def _step_down(self, name: str, changed: str) -> None:
         """Take no further API process, because a file has changed; end with the present ones."""
+        if self._has_stepped_down:
+            return
         logger.warning(
             "%s: %s has changed since a worker of the host process loaded it; server processes "
             "that open from now on share a new host process, and this one ends with the present "
@@ -323,13 +369,16 @@ class HostServer:
             *(name, changed),
         )
         self._loop.remove_reader(self._listener.fileno())
-        # Who waits in the backlog is turned away, too, and finds or starts the next host.
-        withdraw(self._listener)
+        # Who waits in the backlog reads an end of file, and replaces the socket that nobody
+        # listens to.
+        self._listener.close()
         self._tenancy.asked_to_end(monotonic())
-        for tenant in [*self._tenants.values()]:
-            if tenant.session is None:  # not welcome yet
-                tenant.close()
-                self.tenant_vanished(tenant)
+        self._check_end()
+
+    @property
+    def _has_stepped_down(self) -> bool:
+        """Whether it takes no further API processes."""
+        return self._listener.fileno() < 0
 
     def _watch_supervisor(self, pid: int | None) -> None:
         if pid is None or not hasattr(os, "pidfd_open"):
@@ -362,7 +411,7 @@ class HostServer:
 
     def _end(self) -> None:
         if not self.ended.done():
-            if self._listener.fileno() >= 0:  # it has not stepped down
+            if not self._has_stepped_down:
                 self._loop.remove_reader(self._listener.fileno())
             self.ended.set_result(None)
 

@@ -187,9 +187,9 @@ class RemoteSession:
 
     # Events of the link.
 
-    def host_joined(self, welcome: Welcome, memory: int) -> None:
+    def host_joined(self, welcome: Welcome, memory: tuple[int, int] | None) -> None:
         """Use a host that has welcomed this process, and send it the requests that wait."""
-        logger.info("%s: joined the host process (pid %d)", self._name, welcome.pid)
+        logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
         if self._is_reconfigured:
             self._link.send(Kind.RECONFIGURE, pack_changes(self._settings))
         self._calls.inputs.use(memory, welcome.start, welcome.length)

@@ -108,8 +108,6 @@ class Tenant:
         # None until it has introduced itself.
         self.session: Session | None = None
         self.observes = False
-        # Number of its range of shared memory, None without one.
-        self.range: int | None = None
         self._requests: dict[int, Request] = {}
         # Requests that have arrived; the API process adds the requests that are on their way.
         self._received = 0

@@ -17,8 +17,9 @@ import errno
 import os
 import pickle
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
@@ -221,6 +222,13 @@ class Slabs:
         """
         with self._in_use():
             punch(self._fd, self.base + section.start, section.length)
+
+    def when_unmapped(self, done: Callable[[], None]) -> None:
+        """Call `done` once the memory is unmapped: at `close`, or when the last lent view is gone.
+
+        A forked child calls it, too, for its copy of the map. A process that ends does not.
+        """
+        weakref.finalize(self._memory, done).atexit = False
 
     def close(self) -> None:
         """Unmap all memory as soon as no thread writes it; may be called again.

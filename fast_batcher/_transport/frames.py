@@ -77,6 +77,7 @@ class Kind(IntEnum):
     GOODBYE = 39  # the batcher is closed
     # host to API process
     WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
+    REFUSED = 54  # instead of a welcome: the text of an error
     ANSWERS = 49  # outputs that are all in `codec.ATOMS`
     ITEM_ANSWERS = 50  # outputs pickled separately, and errors
     STATE = 51  # the pickled fields of a `HostState`

@@ -2,12 +2,15 @@
 
 import asyncio
 import itertools
+import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import numpy as np
@@ -15,10 +18,12 @@ import psutil
 import pytest
 from models.large import digest
 from models.shared import Batches
+from programs import run_command
 from shared_client import client, decode, make
 from waits import LIMIT, ONE_LOOP, Gate, Watch, call, outcome, turns
 
 from fast_batcher import ConfigurationError, DynBatcher
+from fast_batcher._host.protocol import MAX_RANGES
 from fast_batcher._host.session import RemoteSession
 from fast_batcher.observing import Observer
 
@@ -185,3 +190,69 @@ async def test_observers_that_need_contexts_are_refused(shared: Any) -> None:
     batcher = DynBatcher(Batches, shared=shared, auto_open=False)
     with pytest.raises(ConfigurationError, match=match):
         batcher.add_observer(Follows())
+
+
+async def test_a_kept_array_shares_no_memory_with_later_clients() -> None:
+    """Although its batcher is closed; and they get its memory once it is dropped."""
+    async with make(*DIGESTS):
+        async with make(*DIGESTS) as batcher:
+            kept = batcher.allocate_input(200_000, "uint8")
+            assert is_shared(kept)
+        kept[:] = 1
+        assert await count_shared(filling=2) == MAX_RANGES - 2
+        assert kept.max() == 1
+        del kept
+        while await count_shared(filling=2) != MAX_RANGES - 1:
+            pass
+
+
+FORKS = """
+import asyncio, json, os, signal, sys
+sys.path[:] = json.loads(sys.argv[1])
+from programs import run_command
+from shared_client import make, tell
+async def main():
+    batcher = make("large:Digests", {}, [])
+    await batcher.open()
+    kept = batcher.allocate_input(200_000, "uint8")
+    child = os.fork()
+    if child == 0:
+        os.closerange(0, 3)
+        signal.pause()
+    tell(child)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+async def test_an_array_in_a_forked_child_keeps_its_memory() -> None:
+    """Although the process that allocated it is dead."""
+    async with make(*DIGESTS):
+        dead = run_command([sys.executable, "-c", FORKS, json.dumps(sys.path)])
+        child = json.loads(dead.stdout)
+        try:
+            assert await count_shared(filling=2) == MAX_RANGES - 2
+        finally:
+            os.kill(child, signal.SIGKILL)
+        while await count_shared(filling=2) != MAX_RANGES - 1:
+            pass
+
+
+DIGESTS: Any = "large:Digests", {}, []
+
+
+async def count_shared(filling: int) -> int:
+    """Open more clients than the host has ranges; return how many get one."""
+    async with AsyncExitStack() as stack:
+        arrays = []
+        for _ in range(MAX_RANGES):
+            batcher = await stack.enter_async_context(make(*DIGESTS))
+            arrays.append(batcher.allocate_input(200_000, "uint8"))
+            arrays[-1][:] = filling
+        count = sum(map(is_shared, arrays))
+        del arrays
+        return count
+
+
+def is_shared(array: Any) -> bool:
+    return array.base is not None

@@ -1,21 +1,27 @@
 """Processes die, stop and leave while a host serves them; real hosts, clients and models."""
 
 import asyncio
+import fcntl
+import itertools
+import json
 import logging
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from models.sharing import Shared
-from programs import Program, program
+from programs import PREAMBLE, Program, program
 from shared_hosts import Hosts, hosts
 from waits import LIMIT, ONE_LOOP, SOON, Gate, Watch, call, measured, outcome, turns, until
 
@@ -28,6 +34,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
+from fast_batcher._host.directory import open_directory
 from fast_batcher._host.launch import launch_host
 from fast_batcher._host.rendezvous import connect
 from fast_batcher._host.session import RemoteSession
@@ -378,6 +385,163 @@ async def test_others_are_served_and_get_the_logs_while_the_client_that_had_them
         assert await host_of(batcher) == host
         kill(stopped)
         assert await host_of(batcher) == host
+
+
+async def test_a_stopped_host_without_clients_is_replaced(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start
+) -> None:
+    first = program(client(hosts, gate, WAITS))
+    host = first.tells()
+    kill(first)
+    (hosts.notes / f"killed.{host}").touch()
+    with Watch([host]) as watch:
+        os.kill(host, signal.SIGSTOP)
+        async with make() as batcher:
+            assert watch.survivors(0.0) == []
+            assert await host_of(batcher) != host
+
+
+# Tells what it is told of its host, and whether its own process with the same pid lives on once the
+# host has been taken for stuck.
+NAMESPACE = """
+    batcher = make()
+    await batcher.open()
+    pid = batcher._session._link.pid
+    with open("/proc/sys/kernel/ns_last_pid", "w") as last:
+        last.write(str(pid - 1))
+    import subprocess
+    innocent = subprocess.Popen(["sleep", "1000"])
+    tell((pid, innocent.pid))
+    while batcher._session._link.is_connected:
+        await asyncio.sleep(0.01)
+    tell(innocent.poll())
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a PID namespace")
+async def test_no_process_of_another_namespace_is_killed(
+    make: Callable[..., Batcher], hosts: Hosts, gate: Gate, program: Start, tmp_path: Path
+) -> None:
+    """It has the pid of a stopped host in the namespace of the host."""
+    starter = program(client(hosts, gate, WAITS))
+    host = starter.tells()
+    file = tmp_path / "other.py"
+    file.write_text(PREAMBLE + client(hosts, gate, NAMESPACE))
+    command = ["unshare", "-pf", "--mount-proc", "--kill-child", sys.executable, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert json.loads(other.stdout.readline()) == [host, host]
+        kill(starter)
+        os.kill(host, signal.SIGSTOP)
+        assert json.loads(other.stdout.readline()) is None
+        other.kill()
+    hosts.kill(host)
+    async with make():  # it removes the socket of the dead one
+        pass
+
+
+# --- the lock, connections and descriptors --------------------------------------------------------
+
+
+@pytest.fixture
+def lock(hosts: Hosts) -> Iterator[int]:
+    """The lock of the directory, which another process holds."""
+    fd = os.open(open_directory() / "lock", os.O_RDWR | os.O_CREAT)
+    yield fd
+    os.close(fd)
+
+
+async def test_an_opening_ends_although_another_holds_the_lock(
+    make: Callable[..., Batcher], lock: int
+) -> None:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    batcher = make(start_timeout=SOON)
+    with pytest.raises(WorkerStartupError, match=f"start_timeout={SOON:g}.*holds the lock"):
+        await batcher.open()
+    await batcher.aclose()
+
+
+def is_open_as(path: str, fd: str) -> bool:
+    with suppress(FileNotFoundError):  # it has just been closed
+        return os.readlink(f"/proc/self/fd/{fd}") == path
+    return False
+
+
+@pytest.mark.parametrize("way", ["aclose", "stop"])
+async def test_a_batcher_closes_while_it_waits_for_the_lock(
+    make: Callable[..., Batcher], lock: int, way: str
+) -> None:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    batcher = make()
+    opening = asyncio.create_task(batcher.open())
+    path = os.readlink(f"/proc/self/fd/{lock}")
+    await until(lambda: sum(map(partial(is_open_as, path), os.listdir("/proc/self/fd"))) == 2)
+    if way == "aclose":
+        await batcher.aclose()
+    else:
+        batcher.stop()
+    assert isinstance(await outcome(opening), BatcherClosedError)
+
+
+async def test_the_last_client_and_its_host_end_although_another_holds_the_lock(
+    make: Callable[..., Batcher], hosts: Hosts, lock: int
+) -> None:
+    batcher = make()
+    await batcher.open()
+    with Watch([await host_of(batcher)]) as watch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        await batcher.aclose()
+        await watch.until_dead()
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    async with make():  # it removes the socket of the dead one
+        pass
+
+
+async def test_a_connection_without_hello_is_no_client(
+    make: Callable[..., Batcher], hosts: Hosts
+) -> None:
+    """It takes no room in the queue, and the host does not live for it."""
+    batcher = make(max_queue_size=100)
+    await batcher.open()
+    silent = connect(link_of(batcher)._key, launch_host).connection
+    with silent, Watch([await host_of(batcher)]) as watch:
+        assert await batcher.process_batched(1) == 2
+        session: Any = batcher._session
+        assert session._calls._sender.room == 100
+        await batcher.aclose()
+        await watch.until_dead()
+
+
+async def test_a_connection_without_hello_is_closed(
+    make: Callable[..., Batcher], hosts: Hosts
+) -> None:
+    async with make() as batcher:
+        silent = connect(link_of(batcher)._key, launch_host).connection
+        with silent:
+            silent.settimeout(LIMIT)
+            assert await asyncio.to_thread(silent.recv, 1) == b""
+        assert await batcher.process_batched(1) == 2
+
+
+async def test_a_host_without_descriptors_refuses_clients_and_serves_its_own(
+    make: Callable[..., Batcher], hosts: Hosts
+) -> None:
+    async with make() as batcher:
+        host = await host_of(batcher)
+        before = resource.prlimit(host, resource.RLIMIT_NOFILE)
+        used = set(os.listdir(f"/proc/{host}/fd"))
+        most = next(one for one in itertools.count() if str(one) not in used)
+        resource.prlimit(host, resource.RLIMIT_NOFILE, (most, before[1]))
+        for _ in range(2):
+            other = make()
+            with pytest.raises(NotReadyError, match=r"Too many open files.*ulimit -n"):
+                await other.open()
+            await other.aclose()
+        assert await batcher.process_batched(1) == 2
+        resource.prlimit(host, resource.RLIMIT_NOFILE, before)
+        async with make() as other:
+            assert await host_of(other) == host
 
 
 # --- clients die and leave ------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -26,10 +27,10 @@ from waits import LIMIT
 
 from fast_batcher._host import directory as directories
 from fast_batcher._host import rendezvous
-from fast_batcher._host.directory import open_directory
+from fast_batcher._host.directory import identify_socket, open_directory
 from fast_batcher._host.identity import HostKey, make_key
 from fast_batcher._host.launch import HostProcess, launch_host
-from fast_batcher._host.rendezvous import check_peer, connect
+from fast_batcher._host.rendezvous import announce, check_peer, connect, replace_silent, retire
 from fast_batcher.errors import ConfigurationError, NotReadyError, WorkerStartupError
 
 SERVE = partial(launch, "serve")
@@ -61,7 +62,7 @@ def pids_of(note: str, runtime: str | Path) -> list[int]:
 def start(
     key: HostKey, launch: Callable[[socket.socket], HostProcess] = SERVE
 ) -> tuple[socket.socket, HostProcess]:
-    connection, process = connect(key, launch)
+    connection, process, *_ = connect(key, launch)
     assert process is not None
     return connection, process
 
@@ -231,7 +232,7 @@ def test_the_last_client_ends_the_host_and_no_socket_is_left(directory: Path, ke
 def test_nothing_is_left_open(directory: Path, key: HostKey) -> None:
     before = sorted(os.listdir("/proc/self/fd"))
     connection, process = start(key)
-    second, no_process = connect(key, SERVE)
+    second, no_process, *_ = connect(key, SERVE)
     assert not connection.get_inheritable()
     assert not second.get_inheritable()
     assert ask(connection) == process.pid
@@ -346,6 +347,64 @@ def test_a_host_that_does_not_accept_is_an_error_when_its_backlog_is_full(
     with pytest.raises(NotReadyError, match="accepts no connection"):
         connect(key, keep)
     for one in kept:
+        one.close()
+
+
+# --- locks and sockets of others ------------------------------------------------------------------
+
+
+def test_the_wait_for_the_lock_has_a_limit(directory: Path, key: HostKey) -> None:
+    with open(open_directory() / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match=f"holds the lock {lock.name}.*fuser"):
+            connect(key, SERVE, 0.0)
+
+
+def test_the_wait_for_the_lock_can_be_cancelled(directory: Path, key: HostKey) -> None:
+    cancelled = threading.Event()
+    cancelled.set()
+    with open(open_directory() / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError):
+            connect(key, SERVE, LIMIT, cancelled)
+
+
+def test_a_replaced_host_leaves_the_socket_of_the_next(directory: Path, key: HostKey) -> None:
+    path = directory / key.file_name
+    listeners: list[socket.socket] = []
+
+    def keep(listener: socket.socket) -> Any:
+        listeners.append(listener.dup())
+
+    first = connect(key, keep)
+    assert first.socket_id is not None
+    assert announce(listeners[0], first.socket_id)
+    (directory / key.file_name).with_suffix(".host").unlink()  # it names this process
+    replace_silent(key, first, LIMIT, threading.Event())
+    assert not path.exists()
+    second = connect(key, keep)
+    assert not second.has_begun
+    assert not announce(listeners[0], first.socket_id)
+    retire(listeners[0], first.socket_id)
+    rendezvous._locks_of_retired.pop().close()
+    replace_silent(key, first, LIMIT, threading.Event())
+    assert identify_socket(path) == second.socket_id
+    for one in [first.connection, second.connection, *listeners]:
+        one.close()
+
+
+def test_a_host_that_has_answered_is_not_replaced(directory: Path, key: HostKey) -> None:
+    listeners: list[socket.socket] = []
+
+    def keep(listener: socket.socket) -> Any:
+        listeners.append(listener.dup())
+
+    joined = connect(key, keep)
+    accepted, _ = listeners[0].accept()
+    accepted.sendall(b"x")
+    replace_silent(key, joined, LIMIT, threading.Event())
+    assert (directory / key.file_name).exists()
+    for one in (joined.connection, accepted, listeners[0]):
         one.close()
 
 

@@ -39,7 +39,7 @@ def main() -> None:
         signal.pause()
     if mode == "retire":
         connection, _ = inherited.listener.accept()
-        retire(inherited.listener)
+        retire(inherited.listener, inherited.socket_id)
         connection.sendall(b"r")
         signal.pause()
     if mode != "serve":
@@ -87,7 +87,7 @@ def _serve(inherited: Inherited, claim: int) -> None:
                     continue
                 line = _receive(connection)
                 if line == b"end":
-                    retire(inherited.listener)
+                    retire(inherited.listener, inherited.socket_id)
                     os.close(claim)
                     os._exit(0)
                 if not line:
@@ -126,7 +126,7 @@ def ask(connection: socket.socket) -> int | None:
 def open_host(key: HostKey, mode: str = "serve") -> tuple[socket.socket, HostProcess | None, int]:
     """Connect until a host answers; its pid. A host that this process has started may be killed."""
     while True:
-        connection, process = connect(key, partial(launch, mode))
+        connection, process, *_ = connect(key, partial(launch, mode))
         pid = ask(connection)
         if pid is not None:
             return connection, process, pid
