@@ -76,8 +76,8 @@ class HostServer:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._tenancy = Tenancy(monotonic())
         self._tenants: dict[int, Tenant] = {}
-        # Connections without a HELLO, by the tenant's id, and the timers that end them.
-        self._strangers: dict[int, asyncio.TimerHandle] = {}
+        # Connections without a HELLO, by the tenant's id, with the timers that end them.
+        self._strangers: dict[int, tuple[Tenant, asyncio.TimerHandle]] = {}
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
@@ -119,9 +119,10 @@ class HostServer:
         tenant_id, self._next_id = self._next_id, self._next_id + 1
         limit = MAX_FRAME_BYTES if self._session is None else self._session.settings.max_frame_bytes
         tenant = Tenant(tenant_id, connection, limit + FRAME_ROOM, self._loop, self)
-        self._strangers[tenant_id] = self._loop.call_later(
-            HELLO_TIMEOUT, self._drop_stranger, tenant, context=Context()
+        timer = self._loop.call_later(
+            HELLO_TIMEOUT, self._drop_stranger, tenant_id, context=Context()
         )
+        self._strangers[tenant_id] = tenant, timer
 
     def _refuse(self, reason: OSError) -> None:
         """Tell the clients in the backlog that there is no descriptor for them.
@@ -153,8 +154,9 @@ class HostServer:
         if not self.ended.done():
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _drop_stranger(self, tenant: Tenant) -> None:
-        del self._strangers[tenant.id]
+    def _drop_stranger(self, tenant_id: int) -> None:
+        tenant, timer = self._strangers.pop(tenant_id)
+        timer.cancel()
         tenant.close()
 
     def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
@@ -162,7 +164,7 @@ class HostServer:
         kind = frame.kind
         if tenant.id in self._strangers:
             if kind is Kind.HELLO:
-                self._strangers.pop(tenant.id).cancel()
+                self._strangers.pop(tenant.id)[1].cancel()
                 self._tenants[tenant.id] = tenant
                 self._tenancy.joined(tenant.id)
                 self._welcome(tenant, Hello(*loads(frame.body)))
@@ -177,9 +179,8 @@ class HostServer:
 
     def tenant_vanished(self, tenant: Tenant) -> None:
         """Cancel the requests of a process that is dead."""
-        timer = self._strangers.pop(tenant.id, None)
-        if timer is not None:
-            timer.cancel()
+        if tenant.id in self._strangers:
+            self._drop_stranger(tenant.id)
         if self._tenants.pop(tenant.id, None) is not None:
             self._remove(tenant)
             self._tenancy.vanished(monotonic(), tenant.id)
@@ -379,6 +380,8 @@ class HostServer:
         if not self.ended.done():
             self._loop.remove_reader(self._listener.fileno())
             self.ended.set_result(None)
+            for tenant_id in [*self._strangers]:  # these processes join the next host
+                self._drop_stranger(tenant_id)
 
     async def aclose(self) -> None:
         """End the workers, and tell the last API process."""
