@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from io import FileIO
 from multiprocessing import spawn
@@ -94,7 +93,7 @@ class HostProcess:
             elif monotonic() >= until:
                 return False
             else:
-                time.sleep(POLL_INTERVAL)
+                threading.Event().wait(POLL_INTERVAL)
         return True
 
     @property

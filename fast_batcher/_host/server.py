@@ -76,8 +76,8 @@ class HostServer:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._tenancy = Tenancy(monotonic())
         self._tenants: dict[int, Tenant] = {}
-        # Connections without a HELLO, by the tenant's id, and the timers that end them.
-        self._strangers: dict[int, asyncio.TimerHandle] = {}
+        # Connections without a HELLO, by the tenant's id, with the timers that end them.
+        self._strangers: dict[int, tuple[Tenant, asyncio.TimerHandle]] = {}
         # API processes that have said goodbye, and wait for the end of the host.
         self._waiting: list[Tenant] = []
         self._next_id = 0
@@ -119,9 +119,10 @@ class HostServer:
         tenant_id, self._next_id = self._next_id, self._next_id + 1
         limit = MAX_FRAME_BYTES if self._session is None else self._session.settings.max_frame_bytes
         tenant = Tenant(tenant_id, connection, limit + FRAME_ROOM, self._loop, self)
-        self._strangers[tenant_id] = self._loop.call_later(
-            HELLO_TIMEOUT, self._drop_stranger, tenant, context=Context()
+        timer = self._loop.call_later(
+            HELLO_TIMEOUT, self._drop_stranger, tenant_id, context=Context()
         )
+        self._strangers[tenant_id] = tenant, timer
 
     def _refuse(self, reason: OSError) -> None:
         """Tell the clients in the backlog that there is no descriptor for them.
@@ -153,16 +154,21 @@ class HostServer:
         if not self.ended.done() and not self._has_stepped_down:
             self._loop.add_reader(self._listener.fileno(), self._accept)
 
-    def _drop_stranger(self, tenant: Tenant) -> None:
-        del self._strangers[tenant.id]
+    def _drop_stranger(self, tenant_id: int) -> None:
+        tenant, timer = self._strangers.pop(tenant_id)
+        timer.cancel()
         tenant.close()
+
+    def _drop_strangers(self) -> None:
+        for tenant_id in [*self._strangers]:
+            self._drop_stranger(tenant_id)
 
     def control_frame_arrived(self, tenant: Tenant, frame: Frame) -> None:
         """Handle a frame that is not about requests."""
         kind = frame.kind
         if tenant.id in self._strangers:
             if kind is Kind.HELLO:
-                self._strangers.pop(tenant.id).cancel()
+                self._strangers.pop(tenant.id)[1].cancel()
                 self._admit(tenant, Hello(*loads(frame.body)))
         elif kind is Kind.PING:
             tenant.send(Kind.PONG)
@@ -174,12 +180,10 @@ class HostServer:
             self._see_off(tenant)
 
     def _admit(self, tenant: Tenant, hello: Hello) -> None:
-        """Add an API process, unless this host ends or a file has changed that a worker loaded."""
+        """Add an API process, unless a file has changed since a worker has loaded it."""
         changed = None if self._session is None else self._session.find_changed_file()
         if changed is not None:
             self._step_down(hello.name, changed)
-        if changed is not None or self.ended.done():
-            # It finds or starts the next host.
             tenant.close()
             return
         self._tenants[tenant.id] = tenant
@@ -188,9 +192,8 @@ class HostServer:
 
     def tenant_vanished(self, tenant: Tenant) -> None:
         """Cancel the requests of a process that is dead."""
-        timer = self._strangers.pop(tenant.id, None)
-        if timer is not None:
-            timer.cancel()
+        if tenant.id in self._strangers:
+            self._drop_stranger(tenant.id)
         if self._tenants.pop(tenant.id, None) is not None:
             self._remove(tenant)
             self._tenancy.vanished(monotonic(), tenant.id)
@@ -359,9 +362,10 @@ class HostServer:
         self._check_end()
 
     def _step_down(self, name: str, changed: str) -> None:
-        """Take no further API process, because a file has changed; end with the present ones."""
-        if self._has_stepped_down:
-            return
+        """Take no further API process, because a file has changed; end with the present ones.
+
+        The others find or start the next host.
+        """
         logger.warning(
             "%s: %s has changed since a worker of the host process loaded it; server processes "
             "that open from now on share a new host process, and this one ends with the present "
@@ -372,6 +376,7 @@ class HostServer:
         # Who waits in the backlog reads an end of file, and replaces the socket that nobody
         # listens to.
         self._listener.close()
+        self._drop_strangers()
         self._tenancy.asked_to_end(monotonic())
         self._check_end()
 
@@ -414,6 +419,7 @@ class HostServer:
             if not self._has_stepped_down:
                 self._loop.remove_reader(self._listener.fileno())
             self.ended.set_result(None)
+            self._drop_strangers()  # they join the next host
 
     async def aclose(self) -> None:
         """End the workers, and tell the last API process."""
