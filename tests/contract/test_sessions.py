@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import math
 import os
 import shutil
@@ -19,7 +20,7 @@ from models.base import Echo
 from models.crashing import Crashes, Stuck
 from models.large import Digests, MakesLarge, digest, fingerprint, make_large
 from models.ordinary import Gated, GatedOnLoad, Grows, Holds, Slow
-from models.raising import CodedError, FailsPositions, Numbers, Raises
+from models.raising import CodedError, FailsAtGate, FailsPositions, Numbers, Raises
 from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, Web
@@ -622,6 +623,34 @@ async def test_observers_see_each_request_once(make: Make, gate: Gate) -> None:
     assert early.outcomes.total() == len(outcomes) + 1
     assert late.outcomes.total() == len(outcomes)
     assert early.changes == ["started", "ready", "lost"]
+
+
+async def test_late_errors_are_counted_and_one_is_logged(
+    make: Make, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors of batches whose callers have all left."""
+    async with make(FailsAtGate, 2, model_args=(gate.path,), restart_backoff=0.01) as batcher:
+        cancelled = 0
+        for count, how in enumerate(["raise", "item", "large", "count", "unpicklable", "exit"], 1):
+            callers = [call(batcher, how) for _ in range(2)]
+            visit = await gate.visit()
+            assert visit.note == [how] * 2
+            for one in callers:
+                one.cancel()
+            cancelled += len(callers)
+            await until(lambda: batcher.stats.cancelled == cancelled)  # noqa: B023
+            visit.let_on()
+            await until(lambda: batcher.stats.late_errors == count)  # noqa: B023
+        answered = call(batcher, "raise")
+        (await gate.visit()).let_on()
+        assert isinstance(await outcome(answered), ValueError)
+    assert assert_balance(batcher).late_errors == count
+    (record,) = [one for one in caplog.records if "no caller got" in one.getMessage()]
+    assert (record.name, record.levelname) == ("fast_batcher", "WARNING")
+    assert "ValueError: the disk is full" in record.getMessage()
+    shown = logging.Formatter().format(record)
+    assert "in infer" in shown
+    assert "raising.py" in shown
 
 
 async def test_records_of_workers_arrive_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:
