@@ -294,8 +294,9 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> list[Any]:
         """Wait for the outputs of many inputs of one method; see `process_many`."""
         if is_one_value(values):
+            called = "process_many" if method is None else f"methods.{method}.process_many"
             raise ConfigurationError(
-                f"process_many: values is of type {type(values).__name__}: give a list of inputs; "
+                f"{called}: values is of type {type(values).__name__}: give a list of inputs; "
                 "process_batched takes one input"
             )
         return await process_many(
