@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import HTTPException
+from fastapi import HTTPException, UploadFile
 from models.base import Echo
 from models.crashing import Crashes, Stuck
 from models.large import Digests, MakesLarge, digest, fingerprint, make_large
@@ -139,6 +139,20 @@ async def test_outputs_of_every_kind_arrive(make: Make) -> None:
         with pytest.raises(InferenceError):
             await batcher.process_batched(2**20)
         assert len(await batcher.process_batched(100)) == 100
+
+
+async def test_a_file_on_disk_is_to_be_read_first(make: Make) -> None:
+    """As an upload above the size that Starlette keeps in memory."""
+    with tempfile.SpooledTemporaryFile(max_size=1) as file:
+        file.write(b"xx")
+        upload = UploadFile(file)  # type: ignore[arg-type]  # as Starlette makes it
+        async with make(Echo) as batcher:
+            for value in (upload, file, {"image": upload}):
+                error = await outcome(call(batcher, value))
+                assert isinstance(error, UnsendableValueError)
+                assert "read the file first, as await upload.read(), and send its bytes" in str(error)
+            other = await outcome(call(batcher, threading.Lock()))
+            assert "send plain data instead" in str(other)
 
 
 async def test_threads_submit(make: Make) -> None:
