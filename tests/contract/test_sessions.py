@@ -150,7 +150,9 @@ async def test_a_file_on_disk_is_to_be_read_first(make: Make) -> None:
             for value in (upload, file, {"image": upload}):
                 error = await outcome(call(batcher, value))
                 assert isinstance(error, UnsendableValueError)
-                assert "read the file first, as await upload.read(), and send its bytes" in str(error)
+                assert "read the file first, as await upload.read(), and send its bytes" in str(
+                    error
+                )
             other = await outcome(call(batcher, threading.Lock()))
             assert "send plain data instead" in str(other)
 
