@@ -126,8 +126,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         ConfigurationError: A setting is wrong. Nothing has been started.
         TypeError: An option is unknown.
 
-    Constructing starts nothing, except under a running event loop, where opening begins at the
-    loop's next turn. All methods but `submit` and `stop` must be called on the thread of that loop.
+    Constructing starts nothing. The lifespan, `async with`, `open` or the first call does, and all
+    methods but `submit` and `stop` must be called on the thread of that event loop.
     """
 
     def __init__(
