@@ -162,12 +162,13 @@ class FailsAtGate(AtGate):
             raise ValueError("the disk is full")
         if how == "exit":
             os._exit(3)
-        return {
+        outputs: dict[str, list[Any]] = {
             "item": [OSError("a broken item")] * len(inputs),
             "large": [bytes(2**21), *[OSError("beside a large one")] * (len(inputs) - 1)],
             "count": [],
             "unpicklable": [threading.Lock()] * len(inputs),
-        }.get(how, inputs)
+        }
+        return outputs.get(how, inputs)
 
 
 class BrokenAndRaises(InferenceModel[Any, Any]):
