@@ -15,6 +15,9 @@ _UNITS = {"s", "sec", "seconds", "ms", "millis", "milliseconds", "us", "microsec
 # first entry whose words all occur counts. Source: parameter names of BentoML, LitServe, Ray Serve,
 # TorchServe, Triton and batched.
 _HOLD = ("max_delay", "timeout_ms")
+# The decorators, as those of `batched`, call the longest wait for a batch `timeout_ms`; by its look
+# it would be `timeout`, the limit of a call.
+_SAME = {"timeout_ms": "max_delay"}
 _MEANINGS = {
     "batch timeout": _HOLD,
     "wait": _HOLD,
@@ -46,8 +49,10 @@ def suggest_parameter(name: str, known: Collection[str]) -> str:
     """
     words = name.lower().split("_")
     bare = "_".join(word for word in words if word not in _UNITS)
+    same = _SAME.get(name)
     found = (
-        _find_close(name, known, TYPO)
+        (same if same in known else None)
+        or _find_close(name, known, TYPO)
         or _find_close(bare, known, TYPO)
         or _find_meaning(words, known)
         or _find_close(name, known, SIMILAR)

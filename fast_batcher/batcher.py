@@ -127,8 +127,8 @@ class DynBatcher(Generic[InputT, OutputT]):
         ConfigurationError: A setting is wrong. Nothing has been started.
         TypeError: An option is unknown.
 
-    Constructing starts nothing, except under a running event loop, where opening begins at the
-    loop's next turn. All methods but `submit` and `stop` must be called on the thread of that loop.
+    Constructing starts nothing. The lifespan, `async with`, `open` or the first call does, and all
+    methods but `submit` and `stop` must be called on the thread of that event loop.
     """
 
     def __init__(
@@ -295,8 +295,9 @@ class DynBatcher(Generic[InputT, OutputT]):
     ) -> list[Any]:
         """Wait for the outputs of many inputs of one method; see `process_many`."""
         if is_one_value(values):
+            called = "process_many" if method is None else f"methods.{method}.process_many"
             raise ConfigurationError(
-                f"process_many: values is of type {type(values).__name__}: give a list of inputs; "
+                f"{called}: values is of type {type(values).__name__}: give a list of inputs; "
                 "process_batched takes one input"
             )
         return await process_many(

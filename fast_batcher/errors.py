@@ -100,6 +100,11 @@ class InferenceError(BatcherError):
 class OutputMismatchError(InferenceError, IndexError):
     """The model returned something other than one output per input."""
 
+    @property
+    def message(self) -> str:
+        """The text of the error, under the name that it has in fast_dynamic_batcher."""
+        return str(self)
+
 
 class CollationError(InferenceError, ValueError):
     """Rows cannot be joined to one batch, or a batch cannot be split into rows.

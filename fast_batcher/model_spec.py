@@ -28,9 +28,12 @@ NOT_IN_WORKER = (
 
 # Optional methods and attributes of a model, besides `infer`.
 _HOOKS = ("warmup_inputs", "close", "cost", "collation", "prepare", "finish")
+# Names that a `batchable` method cannot have: attributes of a model or of `batcher.methods`.
+_RESERVED = {*_HOOKS, "device", "find", "worker_index"}
 # Methods that the worker calls with one argument: what they take, and what they return.
+_BATCH = ("the list of inputs", "a list with one output per input")
 _METHODS = (
-    ("infer", "the list of inputs", "a list with one output per input"),
+    ("infer", *_BATCH),
     ("prepare", "an input", "what infer gets for it"),
     ("finish", "an output", "what the caller gets for it"),
 )
@@ -116,8 +119,10 @@ def _list_methods(model: object) -> tuple[tuple[str, int | None], ...]:
     methods = find_methods(model) if isinstance(model, type) else {}
     if not methods:
         return ()
-    own = () if getattr(model, "infer", None) is no_infer else (("infer", None),)
-    return (*own, *((name, options.max_batch_size) for name, options in methods.items()))
+    sizes = {name: options.max_batch_size for name, options in methods.items()}
+    if getattr(model, "infer", None) is not no_infer:
+        sizes = {"infer": None, **sizes}  # the size of an `infer` that is marked, too
+    return tuple(sizes.items())
 
 
 def describe_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> str:
@@ -146,7 +151,13 @@ def find_model_fault(model: type) -> str | None:
             f"its collation is {collation!r:.100}; make one with Collation.stack() or "
             "Collation.pad()"
         )
-    faults = (_find_method_fault(model, *one) for one in _METHODS)
+    marked = [name for name in find_methods(model) if name != "infer"]
+    for name in marked:
+        if name in _RESERVED or name[0] == "_":
+            reason = "it begins with an underscore" if name[0] == "_" else "the library has its own"
+            return f"{name} cannot be the name of a batchable method: {reason}; rename it"
+    called = (*_METHODS, *((name, *_BATCH) for name in marked))
+    faults = (_find_method_fault(model, *one) for one in called)
     return next((fault for fault in faults if fault is not None), None)
 
 

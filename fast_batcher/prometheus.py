@@ -135,6 +135,9 @@ class _Metrics:
         self.requests = count("requests_total", "Requests that have ended.", "outcome")
         self.batches = count("batches_total", "Batches that workers have answered.", "release")
         self.restarts = count("worker_restarts_total", "Workers that took another's place.")
+        self.late_errors = count(
+            "late_errors_total", "Batches whose error no caller has got, because they had left."
+        )
         self.cache = count(
             "cache_requests_total", "Calls of a batcher with a cache, by its result.", "result"
         )
@@ -166,6 +169,7 @@ class _Series:
         self.requests = {one: metrics.requests.labels(model, one) for one in get_args(Outcome)}
         self.batches = {str(one): metrics.batches.labels(model, str(one)) for one in Release}
         self.restarts = metrics.restarts.labels(model)
+        self.late_errors = metrics.late_errors.labels(model)
         self.cache = {one: metrics.cache.labels(model, one) for one in get_args(CacheResult)}
         self.batch_size = metrics.batch_size.labels(model)
         self.queue_wait = metrics.queue_wait.labels(model)
@@ -183,7 +187,7 @@ class PrometheusObserver(Observer):
     """Sets the metrics of one batcher; `instrument` makes it.
 
     Args:
-        batcher: The batcher, whose `stats` give the gauges and the restarts.
+        batcher: The batcher, whose `stats` give the gauges, the restarts and the late errors.
         metrics: The metrics of a registry.
     """
 
@@ -191,9 +195,9 @@ class PrometheusObserver(Observer):
         self._batcher = batcher
         self._metrics = metrics
         self._timer: asyncio.Handle | None = None
-        # What this batcher has added to the gauges and to the count of restarts.
+        # What this batcher has added to the gauges, and to the counts of restarts and late errors.
         self._shown = (0, 0, 0)
-        self._restarts = 0
+        self._restarts = self._late_errors = 0
 
     @cached_property
     def _series(self) -> _Series:
@@ -252,10 +256,12 @@ class PrometheusObserver(Observer):
             self._timer = loop.call_later(REFRESH_INTERVAL, self._refresh_each_second)
 
     def _refresh(self) -> None:
-        """Bring the gauges and the count of restarts up to date."""
+        """Bring the gauges, and the counts of restarts and late errors, up to date."""
         stats, series = self._batcher.stats, self._series
         shown = (stats.waiting, stats.workers_ready, stats.running)
         for gauge, value, before in zip(series.gauges, shown, self._shown, strict=True):
             gauge.inc(value - before)
         series.restarts.inc(stats.restarts - self._restarts)
+        series.late_errors.inc(stats.late_errors - self._late_errors)
         self._shown, self._restarts = shown, stats.restarts
+        self._late_errors = stats.late_errors

@@ -57,6 +57,9 @@ class BatcherStats:
     cache_coalesced: int = 0
     # Inputs that wait for an asynchronous cache now.
     cache_lookups: int = 0
+    # Batches whose error no caller has got, because the callers had left: their requests had
+    # expired or were cancelled, and count as such.
+    late_errors: int = 0
 
     @property
     def mean_batch_size(self) -> float:

@@ -78,6 +78,8 @@ class BatchProcessorStats:
     avg_processing_time: float = 0.0
     # The result of the cache's own `stats()`; None without a cache.
     cache_stats: Any = None
+    # Calls of the function whose error no caller has got, because the callers had left.
+    late_errors: int = 0
 
 
 class CachedNone(Enum):

@@ -174,7 +174,11 @@ class Answers:
             raise TransportError(f"an answer to batch {frame.batch_id}, which it does not have")
 
     def _after_failure(self, frame: Frame, batch: Batch) -> list[Request]:
-        """Let the scheduler handle an error of `infer`; return the requests without a retry."""
+        """Let the scheduler handle an error of `infer`; return the requests that the error ends.
+
+        Those of a batch whose callers have all left are returned, too, although they are settled:
+        the ledger notes the error.
+        """
         is_fatal = frame.kind is Kind.FATAL
         failed = self._scheduler.batch_raised(
             monotonic(),
@@ -186,7 +190,7 @@ class Answers:
             self._reports.log_fatal_error(batch.worker)
             self._scheduler.workers.retire(batch.worker)
             self._pool.kill(batch.worker)
-        return failed
+        return failed if batch.open_count else batch.requests
 
     def _fail(self, batch: Batch, requests: list[Request], error: Exception) -> None:
         """Fail requests whose answer cannot be read; their worker will be replaced."""
@@ -200,7 +204,10 @@ class Answers:
         shared = read_shared_outcomes(frame, self._links[batch.worker].outbox)
         if all(request.is_settled for request in batch.requests):
             shared.answer.release()
-            self._ledger.answer(batch, [], [])
+            failures = shared.read_errors()
+            # None stands for an output, which is not read.
+            outcomes = [failures.get(position) for position in range(len(batch.requests))]
+            self._ledger.answer(batch, batch.requests, outcomes)
         elif shared.answer.size <= MOST_AT_ONCE:
             self._settle_shared(batch, shared)
         else:
@@ -279,13 +286,26 @@ class SharedOutcomes(NamedTuple):
         outcomes = self.answer.load(_unreadable)
         if len(outcomes) != count:
             raise _wrong_count(len(outcomes), count)
+        for position, failure in self.read_errors().items():
+            if position >= count:
+                raise TransportError(f"an error came back for input {position} of {count}")
+            outcomes[position] = failure
+        return outcomes
+
+    def read_errors(self) -> dict[int, Failure]:
+        """Return the failures by position.
+
+        Raises:
+            TransportError: They are invalid.
+        """
         try:
-            for position, error in self.errors.items():
-                outcomes[position] = Failure(SerializedError(*error).to_error())
-        except (AttributeError, TypeError, IndexError) as raised:
+            return {
+                int(position): Failure(SerializedError(*error).to_error())
+                for position, error in self.errors.items()
+            }
+        except (AttributeError, TypeError, ValueError) as raised:
             text = f"errors came back that are not errors: {one_line(raised)}"
             raise TransportError(text) from raised
-        return outcomes
 
 
 def read_shared_outcomes(frame: Frame, outbox: OutboxReader | None) -> SharedOutcomes:

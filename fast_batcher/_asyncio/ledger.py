@@ -16,9 +16,11 @@ from typing import Any
 
 from fast_batcher._clock import monotonic
 from fast_batcher._core.explanation import BatchSample
+from fast_batcher._core.late_errors import LateErrors
 from fast_batcher._core.messages import Batch, Failure, Request, settle
+from fast_batcher._late_error_log import log_late_error
 from fast_batcher._observers import Observers, describe_answer
-from fast_batcher.errors import forget_frames
+from fast_batcher.errors import BatcherError, forget_frames
 from fast_batcher.observing import CacheResult, CacheUsed, Observer, Outcome, RequestEnded
 from fast_batcher.stats import SAMPLED_BATCHES, BatcherStats, weighted_quantiles
 
@@ -58,6 +60,7 @@ class Counters:
     submitted: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
+    late_errors: LateErrors = field(default_factory=LateErrors)
     # Successful calls of `reload`.
     generation: int = 0
     # Calls of a batcher with a cache, by a `CacheResult`.
@@ -109,6 +112,7 @@ class Counters:
             batch_sizes=dict(sorted(self.batch_sizes.items())),
             releases={str(release): count for release, count in self.releases.items()},
             restarts=self.restarts,
+            late_errors=self.late_errors.count,
             generation=self.generation,
             queue_wait_p50=queue_wait_p50,
             queue_wait_p95=queue_wait_p95,
@@ -162,10 +166,20 @@ class Ledger:
             except asyncio.InvalidStateError:  # cancelled, in this turn of the loop
                 ended.append("cancelled")
         self.counters.count_outcomes(ended)
+        if ended.count("completed") != len(requests) and "failed" not in ended:
+            failure = next((one for one in outcomes if one.__class__ is Failure), None)
+            if failure is not None:
+                self.note_late_error(failure.error)
         if is_observed:
             worker = batch.worker % self._num_workers
             told = list(zip(waiting, ended, strict=True))
             self.observers.tell(describe_answer(self._name, batch, told, worker))
+
+    def note_late_error(self, error: BatcherError) -> None:
+        """Count and log an error of a batch that no caller has got, because they had left."""
+        is_logged, omitted = self.counters.late_errors.add(monotonic())
+        if is_logged:
+            log_late_error(self._name, error, omitted)
 
     def complete_batch(self, now: float, batch: Batch) -> None:
         """Record an answered batch, whose requests need not have ended."""

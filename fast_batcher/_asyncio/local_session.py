@@ -225,11 +225,15 @@ class LocalSession:
         self._answers.remove_worker(worker)
         running = self.scheduler.workers.batches.values()
         lost = [batch for batch in running if batch.worker == worker]
+        how = f"worker {self._reports.index(worker)} ended with {exit.text}"
+        if exit.begun is not None and not exit.is_ours:
+            for batch in lost:
+                if batch.id <= exit.begun and not batch.open_count:
+                    self._ledger.note_late_error(WorkerLostError(f"{how} while it computed it"))
         self._ledger.observers.lose(lost, "worker lost")
         failed, poisonous = self.scheduler.worker_lost(
             worker, exit.taken, exit.begun, out_of_memory=exit.may_be_out_of_memory
         )
-        how = f"worker {self._reports.index(worker)} ended with {exit.text}"
         for request in failed:
             error = WorkerLostError(f"{how} while it had this request")
             self._ledger.fail(request, error, "worker lost")

@@ -122,6 +122,7 @@ class OpaqueError(BatcherError):
     def __init__(self, serialized: SerializedError) -> None:
         super().__init__(serialized.text)
         self.serialized = serialized
+        self.__cause__ = RemoteTraceback(serialized.traceback)
 
 
 # Requests. Of an input in shared memory: its layout, start and end.

@@ -183,6 +183,7 @@ class LocalBatcher:
             total_batches=counts.batches,
             avg_batch_size=counts.items / max(1, counts.batches),
             avg_processing_time=counts.seconds / max(1, counts.batches),
+            late_errors=counts.late_errors.count,
         )
 
     def clear_stats(self) -> None:
@@ -190,6 +191,7 @@ class LocalBatcher:
         with self._lock:
             self._counts.items = self._counts.batches = 0
             self._counts.seconds = 0.0
+            self._counts.late_errors.count = 0
 
     def start(self) -> None:
         """Accept calls again after a shutdown; the next call makes an engine."""

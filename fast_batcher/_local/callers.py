@@ -62,6 +62,12 @@ def make_requests(
     return requests
 
 
+def has_failed(request: Request) -> bool:
+    """Return whether the call of a request has a failure, of another of its items."""
+    caller = request.caller
+    return type(caller) is tuple and type(caller[0].outcome) is Failure
+
+
 def deliver(requests: Sequence[Request], outcomes: Sequence[Any]) -> None:
     """Give the caller of each request its outcome, an output or a `Failure`.
 

@@ -11,19 +11,21 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
 from fast_batcher._batch_contexts import BatchContexts
 from fast_batcher._core.batch_packer import BatchPacker
+from fast_batcher._core.late_errors import LateErrors
 from fast_batcher._core.limits import Limits
 from fast_batcher._core.messages import Batch, Dispatch, Fail, Failure, Request, settle_open
 from fast_batcher._core.policy import GreedyPolicy
 from fast_batcher._core.scheduler import Scheduler
-from fast_batcher._local.callers import deliver
+from fast_batcher._late_error_log import log_late_error
+from fast_batcher._local.callers import deliver, has_failed
 from fast_batcher._local.function import Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher._observers import Observers, describe_answer
@@ -74,6 +76,7 @@ class Counts:
     batches: int = 0
     # Total time of all batches.
     seconds: float = 0.0
+    late_errors: LateErrors = field(default_factory=LateErrors)
 
 
 class Engine:
@@ -214,6 +217,8 @@ class Engine:
             now = self._take_back(batch, seconds)
             open_ids = {request.id for request in settle_open(batch.requests)}
             following = self._poll(now)
+        if len(open_ids) != len(outcomes):
+            self._note_late_error(batch, outcomes, open_ids)
         self._deliver(batch.requests, outcomes)
         self._tell_answered(batch, batch.requests, outcomes, open_ids, seconds)
         return following
@@ -230,10 +235,32 @@ class Engine:
             )
             open_ids = {request.id for request in settle_open(failed)}
             following = self._poll(now)
+        if not batch.open_count:
+            unheard = Failure(as_error(raised))
+            self._note_late_error(batch, [unheard] * len(batch.requests), open_ids)
         outcomes = [Failure(as_error(raised)) for _ in failed]
         self._deliver(failed, outcomes)
         self._tell_answered(batch, failed, outcomes, open_ids, seconds)
         return following
+
+    def _note_late_error(
+        self, batch: Batch, outcomes: Sequence[Any], open_ids: Container[int]
+    ) -> None:
+        """Count and log a failure of a batch, unless a caller gets one or has got one before.
+
+        Args:
+            batch: The batch.
+            outcomes: Its outcomes, which are not delivered yet.
+            open_ids: Requests whose callers still wait.
+        """
+        pairs = zip(batch.requests, outcomes, strict=True)
+        failed = [(request, one) for request, one in pairs if type(one) is Failure]
+        if not failed or any(one.id in open_ids or has_failed(one) for one, _ in failed):
+            return
+        with self._lock:
+            is_logged, omitted = self._counts.late_errors.add(monotonic())
+        if is_logged:
+            log_late_error(self.function.name, failed[0][1].error, omitted)
 
     def _recover(self, batch: Batch, error: BaseException) -> Batch | None:
         """Fail the callers of a batch whose settling raised; return the next batch.

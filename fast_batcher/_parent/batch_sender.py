@@ -231,10 +231,17 @@ def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes
     try:
         item = pickler.dumps(value)
     except BaseException as error:  # noqa: BLE001  pickling is the user's code
+        reason = codec.one_line(error)
+        # The classes of open files are in the module `_io`; one may be inside of the input.
+        is_file = hasattr(type(value), "read") or "'_io." in reason
+        remedy = (
+            "read the file first, as await upload.read(), and send its bytes"
+            if is_file
+            else "send plain data instead"
+        )
         unsendable_error = UnsendableValueError(
-            f"the input, a {type(value).__qualname__}, cannot be pickled "
-            f"({codec.one_line(error)}), so "
-            "it cannot reach the worker process; send plain data instead"
+            f"the input, a {type(value).__qualname__}, cannot be pickled ({reason}), so it cannot "
+            f"reach the worker process; {remedy}"
         )
         unsendable_error.__cause__ = codec.to_cause(error)
         return unsendable_error

@@ -11,7 +11,7 @@ from fast_batcher._arrays.batches import join_apart, split
 from fast_batcher._arrays.collation import Collation
 from fast_batcher._arrays.rows import Row, describe_difference, make_row
 from fast_batcher.errors import CollationError, ConfigurationError, OutputMismatchError
-from fast_batcher.model import find_methods
+from fast_batcher.model import MethodOptions, find_methods
 
 
 def collate(model: Any) -> Any:
@@ -33,11 +33,13 @@ def collate(model: Any) -> Any:
 
 def collate_methods(model: Any) -> dict[str, Any]:
     """Return the model for each of its methods by name, as `collate` does; "infer" is the first."""
+    marked = find_methods(model)
+    own = marked.pop("infer", MethodOptions()).collation
     methods = {
         name: collate(OneMethod(getattr(model, name), options.collation))
-        for name, options in find_methods(model).items()
+        for name, options in marked.items()
     }
-    return {"infer": collate(model), **methods}
+    return {"infer": collate(model) if own is None else CollatedModel(model, own), **methods}
 
 
 class OneMethod:

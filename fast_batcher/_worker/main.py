@@ -35,6 +35,7 @@ from fast_batcher._worker.serving import BatchLoop, InputReader
 from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher._worker.warm_up import warm_up
 from fast_batcher.errors import WorkerStartupError
+from fast_batcher.model import MethodOptions, find_methods
 
 logger = logging.getLogger("fast_batcher.worker")
 
@@ -117,7 +118,8 @@ def _load_and_serve(
         stages = Stages(model, settings.stage_threads)
         has_stages = stages.count > 1
         first_model = stages.run_in_turn(models["infer"].infer) if has_stages else models["infer"]
-        times = warm_up(first_model, settings.max_batch_size)
+        own_size = find_methods(model).get("infer", MethodOptions()).max_batch_size
+        times = warm_up(first_model, own_size or settings.max_batch_size)
         if settings.freeze_gc:
             freeze_for_good()
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told

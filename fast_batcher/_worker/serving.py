@@ -308,7 +308,7 @@ class BatchLoop:
             lent.clear()
         job.seconds = monotonic() - started
         try:
-            job.values = list_outputs(outputs, count, "infer returned", copies=copies)
+            job.values = list_outputs(outputs, count, f"{job.method} returned", copies=copies)
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
             job.fail(Kind.FAILED, codec.describe(error))
 

@@ -87,17 +87,23 @@ class JsonEndpoint:
             ConfigurationError: The app has dependencies, or the route may have some.
         """
         router = scope["app"].router
-        if getattr(router, "dependencies", ()):
-            raise ConfigurationError(
-                f"JsonEndpoint({_name(self._predict)}) runs no dependencies, and the app has "
-                "dependencies=: declare them on the routers that need them, or use @app.post"
-            )
         own = (one for one in router.routes if isinstance(one, Route) and one.endpoint is self)
-        if any(route.matches(scope)[0] is Match.FULL for route in own):
+        is_own = any(route.matches(scope)[0] is Match.FULL for route in own)
+        has_dependencies = bool(getattr(router, "dependencies", ()))
+        if is_own and not has_dependencies:
             return
+        mount = _find_mount(scope)
+        name = _name(self._predict)
+        if has_dependencies:
+            app = f"the app mounted at {mount!r}" if is_own and mount else "the app"
+            raise ConfigurationError(
+                f"JsonEndpoint({name}) runs no dependencies, and {app} has dependencies=: declare "
+                "them on the routers that need them, or use @app.post"
+            )
+        place = f"the mount at {mount!r}" if mount else "an included router or a mount"
         raise ConfigurationError(
-            f"JsonEndpoint({_name(self._predict)}) runs no dependencies, so it serves only a route "
-            "of the app itself, not of an included router: app.router.add_route(path, endpoint)"
+            f"JsonEndpoint({name}) runs no dependencies, so it serves only a route of the app "
+            f"itself, not of {place}: app.router.add_route(path, endpoint)"
         )
 
     def _validate(self, content: bytes) -> Any:
@@ -110,6 +116,14 @@ class JsonEndpoint:
             return self._read(content)
         except ValidationError as error:
             raise _make_request_error(error, content) from None
+
+
+def _find_mount(scope: Scope) -> str:
+    """Return the path at which an app or a router is mounted that has the route; "" without."""
+    root: str = scope.get("root_path", "")
+    # Starlette sets it when a mount is entered: the root path of the app, as a proxy may give it.
+    before: str = scope.get("app_root_path", root)
+    return root.removeprefix(before)
 
 
 async def _read_json(scope: Scope, receive: Receive) -> bytes:

@@ -289,7 +289,8 @@ def test_the_documents_name_every_setting() -> None:
         ("start_timeout_ms", ". Did you mean 'start_timeout', in seconds?"),
         ("max_batch_costs", ". Did you mean 'max_batch_cost'?"),
         # Other libraries' names get what they mean, not what they look like.
-        ("timeout_ms", ". Did you mean 'timeout', in seconds?"),
+        ("timeout_ms", ". Did you mean 'max_delay', in seconds?"),
+        ("timeout_s", ". Did you mean 'timeout', in seconds?"),
         ("max_wait_ms", ". Did you mean 'max_delay', in seconds?"),
         ("batch_timeout", ". Did you mean 'max_delay'?"),
         ("max_latency_ms", ". Did you mean 'max_latency', in seconds?"),

@@ -57,3 +57,29 @@ def test_a_thread_cannot_cancel_what_is_being_told() -> None:
     ThreadCaller(future).set_result(1)
     assert cancelled_while_told == [False]
     assert future.result() == 1
+
+
+@pytest.mark.parametrize(
+    ("gone", "outcomes", "late"),
+    [
+        ([True, False], ["failure", "output"], 1),
+        ([True, False], ["failure", "failure"], 0),
+        ([True, True], ["failure", "failure"], 1),
+        ([True, True], ["output", "output"], 0),
+        ([False, False], ["failure", "output"], 0),
+    ],
+)
+async def test_an_error_is_late_if_no_caller_got_one(
+    gone: list[bool], outcomes: list[str], late: int
+) -> None:
+    loop = asyncio.get_running_loop()
+    requests = [Request(None, loop.create_future()) for _ in gone]
+    for request, is_gone in zip(requests, gone, strict=True):
+        request.is_settled = is_gone
+    told = [Failure(InferenceError("failed")) if one == "failure" else one for one in outcomes]
+    ledger = Ledger("model")
+    ledger.answer(Batch(0, 0, requests, Release.IDLE, 0.0, len(requests), 0.0), requests, told)
+    assert ledger.counters.late_errors.count == late
+    for request in requests:
+        if request.caller.done():
+            request.caller.exception()

@@ -18,7 +18,7 @@ from programs import run_command
 from test_batcher_settings import construct, refusal
 from waits import shown
 
-from fast_batcher import ConfigurationError, DynBatcher, InferenceModel
+from fast_batcher import ConfigurationError, DynBatcher, InferenceModel, batchable
 
 # Hooks.
 
@@ -111,6 +111,55 @@ async def generate(_: Any, inputs: list[Any]) -> Any:
 )
 def test_a_class_is_a_model(model: type, fault: str) -> None:
     assert refusal(model) == f"model={model!r}: {fault}"
+
+
+def method_named(name: str, method: Any) -> type:
+    """A model with a batchable method of this name."""
+    model = model_with(lambda self, inputs: inputs)
+    setattr(model, name, batchable()(method))
+    return model
+
+
+def echo(self: Any, inputs: list[Any]) -> list[Any]:
+    return inputs
+
+
+async def echo_soon(self: Any, inputs: list[Any]) -> list[Any]:
+    return inputs
+
+
+def echo_each(self: Any, inputs: list[Any]) -> Iterator[Any]:
+    yield from inputs
+
+
+RESERVED = "cannot be the name of a batchable method: "
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "fault"),
+    [
+        ("find", echo, f"find {RESERVED}the library has its own"),
+        ("close", echo, f"close {RESERVED}the library has its own"),
+        ("prepare", echo, f"prepare {RESERVED}the library has its own"),
+        ("device", echo, f"device {RESERVED}the library has its own"),
+        ("_methods", echo, f"_methods {RESERVED}it begins with an underscore"),
+        ("__len__", echo, f"__len__ {RESERVED}it begins with an underscore"),
+        ("embed", echo_soon, "embed is async; the worker has no event loop, write a plain def"),
+        ("embed", generate, "embed is async; the worker has no event loop, write a plain def"),
+        ("embed", echo_each, "embed is a generator; return a list with one output per input"),
+        ("embed", lambda self: [], "embed(self) must take exactly one argument besides self"),
+        ("embed", lambda self, inputs, k: [], "embed(self, inputs, k) must take exactly one"),
+    ],
+    ids=shown,
+)
+def test_a_batchable_method_is_checked_at_construction(name: str, method: Any, fault: str) -> None:
+    model = method_named(name, method)
+    assert refusal(model).startswith(f"model={model!r}: {fault}")
+
+
+def test_methods_of_other_names_and_kinds_are_accepted() -> None:
+    DynBatcher(method_named("embed", echo))
+    DynBatcher(method_named("embed", staticmethod(lambda inputs: inputs)))
 
 
 def logged(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 import math
 import os
 import shutil
@@ -14,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fastapi import HTTPException
+from fastapi import HTTPException, UploadFile
 from models.base import Echo
 from models.crashing import Crashes, Stuck
 from models.large import Digests, MakesLarge, digest, fingerprint, make_large
 from models.ordinary import Gated, GatedOnLoad, Grows, Holds, Slow
-from models.raising import CodedError, FailsPositions, Numbers, Raises
+from models.raising import CodedError, FailsAtGate, FailsPositions, Numbers, Raises
 from models.returning import UNPICKLABLE, Returns
 from models.scribbling import ScribblesAndDies
 from models.shared import Batches, DiesInBatch, EchoesOrHolds, NeedsFile, Web
@@ -138,6 +139,22 @@ async def test_outputs_of_every_kind_arrive(make: Make) -> None:
         with pytest.raises(InferenceError):
             await batcher.process_batched(2**20)
         assert len(await batcher.process_batched(100)) == 100
+
+
+async def test_a_file_on_disk_is_to_be_read_first(make: Make) -> None:
+    """As an upload above the size that Starlette keeps in memory."""
+    with tempfile.SpooledTemporaryFile(max_size=1) as file:
+        file.write(b"xx")
+        upload = UploadFile(file)  # type: ignore[arg-type]  # as Starlette makes it
+        async with make(Echo) as batcher:
+            for value in (upload, file, {"image": upload}):
+                error = await outcome(call(batcher, value))
+                assert isinstance(error, UnsendableValueError)
+                assert "read the file first, as await upload.read(), and send its bytes" in str(
+                    error
+                )
+            other = await outcome(call(batcher, threading.Lock()))
+            assert "send plain data instead" in str(other)
 
 
 async def test_threads_submit(make: Make) -> None:
@@ -622,6 +639,34 @@ async def test_observers_see_each_request_once(make: Make, gate: Gate) -> None:
     assert early.outcomes.total() == len(outcomes) + 1
     assert late.outcomes.total() == len(outcomes)
     assert early.changes == ["started", "ready", "lost"]
+
+
+async def test_late_errors_are_counted_and_one_is_logged(
+    make: Make, gate: Gate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors of batches whose callers have all left."""
+    async with make(FailsAtGate, 2, model_args=(gate.path,), restart_backoff=0.01) as batcher:
+        cancelled = 0
+        for count, how in enumerate(["raise", "item", "large", "count", "unpicklable", "exit"], 1):
+            callers = [call(batcher, how) for _ in range(2)]
+            visit = await gate.visit()
+            assert visit.note == [how] * 2
+            for one in callers:
+                one.cancel()
+            cancelled += len(callers)
+            await until(lambda: batcher.stats.cancelled == cancelled)  # noqa: B023
+            visit.let_on()
+            await until(lambda: batcher.stats.late_errors == count)  # noqa: B023
+        answered = call(batcher, "raise")
+        (await gate.visit()).let_on()
+        assert isinstance(await outcome(answered), ValueError)
+    assert assert_balance(batcher).late_errors == count
+    (record,) = [one for one in caplog.records if "no caller got" in one.getMessage()]
+    assert (record.name, record.levelname) == ("fast_batcher", "WARNING")
+    assert "ValueError: the disk is full" in record.getMessage()
+    shown = logging.Formatter().format(record)
+    assert "in infer" in shown
+    assert "raising.py" in shown
 
 
 async def test_records_of_workers_arrive_once(make: Make, caplog: pytest.LogCaptureFixture) -> None:

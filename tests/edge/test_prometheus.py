@@ -24,6 +24,7 @@ from fastapi import FastAPI
 from models.base import Echo
 from models.crashing import Crashes
 from models.ordinary import Gated
+from models.raising import FailsAtGate
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_fastapi_instrumentator import Instrumentator
@@ -67,6 +68,23 @@ class Readings:
 
 
 # --- in this process ------------------------------------------------------------------------------
+
+
+@pytest.mark.anyio
+async def test_late_errors_are_a_metric(gate: Gate) -> None:
+    registry = CollectorRegistry()
+    batcher = DynBatcher(FailsAtGate, name="late", model_args=(gate.path,))
+    instrument(batcher, registry)
+    read = Readings(registry, "late")
+    async with batcher:
+        left = call(batcher, "raise")
+        visit = await gate.visit()
+        assert read("late_errors_total") == 0
+        left.cancel()
+        await outcome(left)
+        visit.let_on()
+        await until(lambda: read("late_errors_total") == 1)
+    assert read("late_errors_total") == batcher.stats.late_errors
 
 
 @pytest.mark.anyio

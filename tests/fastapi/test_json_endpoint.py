@@ -230,6 +230,42 @@ def test_no_request_passes_a_guard_and_the_error_names_the_remedy(
             client.post("/predict", json={"text": "a"})
 
 
+def make_route() -> Route:
+    return Route("/predict", JsonEndpoint(predict), methods=["POST"])
+
+
+@pytest.mark.parametrize(
+    ("guards_app", "mounted", "named"),
+    [
+        (False, lambda: guarded(FastAPI()), "the app mounted at '/v1' has dependencies="),
+        (False, lambda: Router([make_route()]), "not of the mount at '/v1': app.router"),
+        (True, lambda: Router([make_route()]), "and the app has dependencies="),
+        (False, lambda: JsonEndpoint(predict), "not of the mount at '/v1': app.router"),
+    ],
+)
+def test_the_error_names_the_mount(
+    guards_app: bool, mounted: Callable[[], Any], named: str
+) -> None:
+    app = guarded(FastAPI()) if guards_app else FastAPI()
+    app.mount("/v1", mounted())
+    # What a proxy puts before the path is no mount.
+    client = TestClient(app, root_path="/proxy")
+    with pytest.raises(ConfigurationError, match=named):
+        client.post("/proxy/v1/predict", json={"text": "a"})
+
+
+def guarded(app: FastAPI) -> FastAPI:
+    guarded_app(app)
+    return app
+
+
+def test_a_mounted_app_serves_its_own_routes() -> None:
+    app, inner = FastAPI(), FastAPI()
+    inner.router.routes.append(make_route())
+    app.mount("/v1", inner)
+    assert TestClient(app).post("/v1/predict", json={"text": "a"}).status_code == 200
+
+
 async def two(body: Item, request: Request) -> Answer: ...  # type: ignore[empty-body]
 
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import concurrent.futures
+import logging
 from typing import Any
 
 import pytest
 from faulty_policy import FaultyPolicy
-from gated_functions import InThread, Variant, every_variant
+from gated_functions import VARIANTS, InThread, Variant, every_variant
+from waits import outcome, until
 
 from fast_batcher import dynamically
 from fast_batcher._core.limits import Limits
@@ -85,8 +87,8 @@ async def test_an_observer_that_aborts_harms_no_later_call(variant: Variant, whe
     async with variant.batched(echo, observers=[Aborts(where)], batch_size=2) as function:
         for _ in range(2):
             outcomes = await asyncio.gather(*map(function, range(5)), return_exceptions=True)
-            for item, outcome in enumerate(outcomes):
-                assert outcome == item or isinstance(outcome, BatcherError)
+            for item, found in enumerate(outcomes):
+                assert found == item or isinstance(found, BatcherError)
             # Callers that were answered before keep their answers.
             assert where == "batch_dispatched" or outcomes == [*range(5)]
 
@@ -181,3 +183,46 @@ def test_an_error_with_a_text_of_an_odd_class_is_answered() -> None:
 
     with fail, pytest.raises(InferenceError):
         fail(1)
+
+
+@every_variant
+async def test_an_error_after_the_callers_left_is_logged(
+    variant: Variant, caplog: pytest.LogCaptureFixture
+) -> None:
+    gated = variant.gated()
+    async with variant.batched(gated, batch_size=1) as function:
+        for count in (1, 2):
+            left = asyncio.create_task(function(None))  # which cannot be doubled
+            await until(lambda: len(gated.batches) == count)  # noqa: B023
+            left.cancel()
+            await outcome(left)
+            gated.let_on()
+            await until(lambda: function.stats.late_errors == count)  # noqa: B023
+        function.clear_stats()
+        assert function.stats.late_errors == 0
+    (record,) = [one for one in caplog.records if "no caller got" in one.getMessage()]
+    assert (record.name, record.levelname) == ("fast_batcher", "WARNING")
+    assert "TypeError: unsupported operand" in record.getMessage()
+    assert "in __call__" in logging.Formatter().format(record)
+
+
+@every_variant
+async def test_a_call_that_has_an_error_has_not_left(variant: Variant) -> None:
+    gated = variant.gated()
+    async with variant.batched(gated, batch_size=1) as function:
+        failed = asyncio.create_task(function([None, None]))
+        await until(lambda: len(gated.batches) == 1)
+        gated.let_on(2)
+        assert isinstance(await outcome(failed), TypeError)
+    assert function.stats.late_errors == 0
+
+
+async def test_an_output_that_is_late_is_no_error() -> None:
+    gated = VARIANTS["aio task"].gated()
+    async with VARIANTS["aio task"].batched(gated) as function:
+        left = asyncio.create_task(function(1))
+        await until(lambda: len(gated.batches) == 1)
+        left.cancel()
+        await outcome(left)
+        gated.let_on()
+    assert function.stats.late_errors == 0

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from models.methods import Both, OnlyMethods
+from models.methods import Both, MarkedInfer, OnlyMethods
 from sessions import pids_of
 from waits import ONE_LOOP, assert_balance
 
@@ -17,6 +17,7 @@ from fast_batcher import (
     ConfigurationError,
     DynBatcher,
     InferenceModel,
+    OutputMismatchError,
     batchable,
 )
 from fast_batcher.model import MethodOptions, find_methods
@@ -92,6 +93,24 @@ async def test_groups_errors_and_cancellation_are_those_of_an_ordinary_batch() -
             await task
         stats = assert_balance(batcher)
         assert (stats.cancelled, stats.failed) == (1, 1)
+
+
+async def test_a_marked_infer_keeps_its_size_warm_up_and_collation() -> None:
+    async with DynBatcher(MarkedInfer, 8) as batcher:
+        assert dir(batcher.methods) == ["miscounts"]
+        answers = await asyncio.gather(*map(batcher.process_batched, range(4)))
+    # The warm-up computes one input twice, and a full batch twice.
+    assert answers == ["1 1 2 2 2"] * 2 + ["1 1 2 2 2 2"] * 2
+
+
+async def test_errors_name_the_method() -> None:
+    async with DynBatcher(MarkedInfer) as batcher:
+        with pytest.raises(OutputMismatchError, match="miscounts returned 0 outputs for 1"):
+            await batcher.methods.miscounts.process_batched(1)
+        with pytest.raises(ConfigurationError, match=r"methods\.miscounts\.process_many: values"):
+            await batcher.methods.miscounts.process_many("text")
+        with pytest.raises(ConfigurationError, match=r"^process_many: values"):
+            await batcher.process_many("text")
 
 
 async def test_a_model_without_infer_names_its_methods() -> None:

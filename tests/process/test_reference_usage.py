@@ -151,6 +151,7 @@ async def test_the_error_for_a_wrong_number_of_outputs_has_its_old_name_too() ->
     with pytest.raises(DynamicBatchIndexError, match="2 outputs for 3 inputs") as caught:
         await asyncio.gather(*[batcher.process_batched("fewer") for _ in range(3)])
     assert isinstance(caught.value, IndexError)
+    assert caught.value.message == str(caught.value)
     # The others of the gathered calls have their errors as well, and the batcher serves on.
     assert await batcher.process_batched("list") == "list"
     batcher.stop()

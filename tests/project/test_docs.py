@@ -74,7 +74,7 @@ def test_the_comparison_links_what_fast_batcher_has_and_names_what_is_missing() 
     abilities = 0
     for section in page.split("\n## ")[1:]:
         rows = [row[2:-2].split(" | ") for row in re.findall(r"^\| .*$", section, re.MULTILINE)[2:]]
-        assert {len(row) for row in rows} == {8}
+        assert {len(row) for row in rows} == {9}
         plain = [row[:2] for row in rows if not LINK.search(row[1])]
         assert {ours for _, ours in plain} <= {"no", "best effort"}
         assert bool(plain) == ("\nMissing from fast_batcher:\n\n- **" in section)
@@ -84,7 +84,7 @@ def test_the_comparison_links_what_fast_batcher_has_and_names_what_is_missing() 
 
 def test_the_comparison_is_of_the_versions_that_the_benchmarks_pin() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text()
-    for peer in ("fast_dynamic_batcher", "batched", "bentoml", "litserve", "mosec"):
+    for peer in ("fast_dynamic_batcher", "batched", "bentoml", "litserve", "mosec", "ray_serve"):
         assert f" {PEERS[peer][0].partition('==')[2]}" in " ".join(page.split()), peer
 
 

@@ -228,6 +228,7 @@ def test_the_statistics_are_these() -> None:
         *("batches", "batch_sizes", "releases", "restarts", "generation"),
         *("queue_wait_p50", "queue_wait_p95", "infer_p50", "infer_p95"),
         *("cache_hits", "cache_misses", "cache_coalesced", "cache_lookups"),
+        "late_errors",
     ]
 
 

@@ -192,7 +192,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_an_installed_package_runs_a_decorated_function(installed: str, tmp_path: Path) -> None:
-    (program, _) = blocks(PAGES["decorators.md"], "python")
+    program, *_ = blocks(PAGES["decorators.md"], "python")
     done = run(installed, program, tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("3 [2, 7]\n", "", 0)
 

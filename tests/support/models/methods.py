@@ -30,6 +30,27 @@ class Both(InferenceModel[Any, tuple[str, int, Any]]):
         return [(method, len(inputs), value) for value in inputs]
 
 
+class MarkedInfer(InferenceModel[Any, Any]):
+    """Its `infer` is batchable; answers with the sizes of all batches so far."""
+
+    collation = Collation.stack(outputs="rows")
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+
+    def warmup_inputs(self) -> list[int]:
+        return [1]
+
+    @batchable(max_batch_size=2)
+    def infer(self, batch: Any) -> Any:
+        self._sizes.append(len(batch))
+        return [" ".join(map(str, self._sizes)) for _ in batch]
+
+    @batchable(max_batch_size=3)
+    def miscounts(self, inputs: list[Any]) -> list[Any]:
+        return inputs[1:]
+
+
 class OnlyMethods(InferenceModel[Any, Any]):
     """Has no `infer`; one method takes arrays."""
 

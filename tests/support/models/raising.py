@@ -1,6 +1,7 @@
 """Models that raise: exceptions of every kind, alone or for a whole batch. Worker process."""
 
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -10,7 +11,7 @@ from typing import Any, NoReturn
 from hostile_errors import draw_hostile
 
 from fast_batcher import InferenceModel
-from models.base import AtGate, Echo, call_at_gate
+from models.base import AtGate, Echo, call_at_gate, pass_gate
 
 
 class Alarmed(AtGate):
@@ -149,6 +150,25 @@ class Numbers(InferenceModel[str, int]):
 
     def infer(self, inputs: list[str]) -> list[int]:
         return [int(text) for text in inputs]
+
+
+class FailsAtGate(AtGate):
+    """Waits at the gate, and then fails in the way that its first input names."""
+
+    def infer(self, inputs: list[str]) -> list[Any]:
+        pass_gate(self._gate, list(inputs))
+        how = inputs[0]
+        if how == "raise":
+            raise ValueError("the disk is full")
+        if how == "exit":
+            os._exit(3)
+        outputs: dict[str, list[Any]] = {
+            "item": [OSError("a broken item")] * len(inputs),
+            "large": [bytes(2**21), *[OSError("beside a large one")] * (len(inputs) - 1)],
+            "count": [],
+            "unpicklable": [threading.Lock()] * len(inputs),
+        }
+        return outputs.get(how, inputs)
 
 
 class BrokenAndRaises(InferenceModel[Any, Any]):
