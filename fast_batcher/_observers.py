@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, TypeVar
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.values import Batch, Request
 from fast_batcher.observing import (
     AnsweredRequest,
     BatchAnswered,

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, get_args
 from weakref import WeakKeyDictionary, WeakSet
 
-from fast_batcher._core.messages import Release
+from fast_batcher._core.values import Release
 from fast_batcher.batcher import DynBatcher
 from fast_batcher.observing import (
     BatchAnswered,

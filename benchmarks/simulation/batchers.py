@@ -9,12 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.simulation.engine import Decision
-from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import Method
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Dispatch, Expire, Request
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.prediction import Method
+from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Dispatch, Expire, Limits, Request
 
 # The defaults of `DynBatcher`.
 DEFAULT_TIMEOUT = 30.0

@@ -14,8 +14,8 @@ from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Batch, Failure, Request
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._parent.memory_service import MemoryService

@@ -17,8 +17,8 @@ from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._asyncio.cached_calls import CachedCalls
 from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.session import Session
-from fast_batcher._core.batch_times import Method
-from fast_batcher._core.messages import Request
+from fast_batcher._core.prediction import Method
+from fast_batcher._core.values import Request
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation

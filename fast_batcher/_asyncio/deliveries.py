@@ -16,7 +16,7 @@ from fast_batcher._arrays.batches import is_much
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.output_cache import EXITS
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Request
+from fast_batcher._core.values import Request
 
 # Seconds of one turn of the event loop in which copies are made. With the last copy, which may take
 # as long, and the callers that go on with their copies, a turn stays below 5 ms.

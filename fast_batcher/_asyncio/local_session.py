@@ -28,14 +28,12 @@ from fast_batcher._asyncio.pump import Pump
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
-from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import Method
 from fast_batcher._core.explanation import Setup, explain
-from fast_batcher._core.lifecycle import Event, State
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.prediction import Method
+from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Batch, Event, Limits, Request, State
 from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool

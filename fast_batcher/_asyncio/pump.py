@@ -16,7 +16,8 @@ from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach
 from fast_batcher._asyncio.reports import Reports
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import (
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import (
     Batch,
     Dispatch,
     Expire,
@@ -27,7 +28,6 @@ from fast_batcher._core.messages import (
     Skip,
     Stall,
 )
-from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.pool import Pool
 from fast_batcher._transport.codec import dumps

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from fast_batcher._asyncio.binding import LoopBinding
-from fast_batcher._core.batch_times import Method
-from fast_batcher._core.messages import Request
+from fast_batcher._core.prediction import Method
+from fast_batcher._core.values import Request
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation

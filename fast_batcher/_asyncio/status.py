@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._clock import monotonic
-from fast_batcher._core.lifecycle import MOVES, Event, State
+from fast_batcher._core.values import MOVES, Event, State
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,

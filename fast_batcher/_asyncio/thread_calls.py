@@ -7,7 +7,7 @@ from contextlib import suppress
 from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._asyncio.ledger import set_exception
 from fast_batcher._asyncio.session import Session
-from fast_batcher._core.messages import Request, settle
+from fast_batcher._core.values import Request, settle
 
 
 class ThreadCalls:

@@ -18,11 +18,10 @@ from collections.abc import Callable
 from math import inf
 from typing import Any
 
-from fast_batcher._core.batch_times import Backlog, BatchTimes
-from fast_batcher._core.limits import Limits, or_infinite
-from fast_batcher._core.messages import Rejection, Request, target_of
-from fast_batcher._core.ranked_queue import Queue, RankedQueue, WorkAhead
+from fast_batcher._core.prediction import Backlog, BatchTimes
+from fast_batcher._core.queue import Queue, RankedQueue, WorkAhead
 from fast_batcher._core.retries import Retries
+from fast_batcher._core.values import Limits, Rejection, Request, or_infinite, target_of
 from fast_batcher._core.workers import WorkerTable
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 

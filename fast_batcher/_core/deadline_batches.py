@@ -9,9 +9,9 @@ from bisect import bisect_left
 from itertools import accumulate
 from math import inf
 
-from fast_batcher._core.batch_times import BatchTimes, SizeCap, cap_of
-from fast_batcher._core.messages import Request, target_of
-from fast_batcher._core.ranked_queue import Queue, RankedQueue
+from fast_batcher._core.prediction import BatchTimes, SizeCap, cap_of
+from fast_batcher._core.queue import Queue, RankedQueue
+from fast_batcher._core.values import Request, target_of
 from fast_batcher._core.workers import WorkerSlot
 
 

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fast_batcher._core.messages import Release
 from fast_batcher._core.service_model import ServiceModel
+from fast_batcher._core.values import Release
 from fast_batcher.stats import Cause, Explanation
 
 # A gain below this share of the capacity is within what the service model is off by.

@@ -16,8 +16,8 @@ from itertools import chain
 from math import inf
 from typing import Final
 
-from fast_batcher._core.batch_times import SizeCap, cap_of
-from fast_batcher._core.messages import (
+from fast_batcher._core.prediction import SizeCap, cap_of
+from fast_batcher._core.values import (
     Batch,
     BatchProgress,
     Phase,

@@ -16,11 +16,12 @@ from operator import attrgetter
 from typing import Any
 
 from fast_batcher._core.admission import Admission
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import BatchTimes, Method, SizeCap, cap_of, method_of, shrink
 from fast_batcher._core.deadline_batches import DeadlineBatches
-from fast_batcher._core.limits import Limits, or_infinite
-from fast_batcher._core.messages import (
+from fast_batcher._core.policy import Load, Policy
+from fast_batcher._core.prediction import BatchTimes, Method, SizeCap, cap_of, method_of, shrink
+from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue
+from fast_batcher._core.retries import Retries
+from fast_batcher._core.values import (
     Action,
     Batch,
     BatchProgress,
@@ -28,17 +29,15 @@ from fast_batcher._core.messages import (
     Expire,
     ExpiryReason,
     Fail,
+    Limits,
     Phase,
     Rejection,
     Release,
     Request,
+    or_infinite,
     settle,
     settle_open,
 )
-from fast_batcher._core.policy import Load, Policy
-from fast_batcher._core.ranked_queue import Queue, RankedQueue
-from fast_batcher._core.request_queue import RequestQueue
-from fast_batcher._core.retries import Retries
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
 
 # Read once: on Python 3.11 a member of an enumeration costs as much as a call.

@@ -8,17 +8,19 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from fast_batcher._core.limits import Limits, most_batches, or_infinite
-from fast_batcher._core.messages import (
+from fast_batcher._core.values import (
     Action,
     Batch,
     Expire,
     ExpiryReason,
+    Limits,
     Phase,
     Replace,
     Request,
     Skip,
     Stall,
+    most_batches,
+    or_infinite,
     settle_open,
 )
 

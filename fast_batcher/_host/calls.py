@@ -15,8 +15,8 @@ from fast_batcher._asyncio.answers import OutcomeReader
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._asyncio.ledger import Ledger, is_beyond_reach, set_exception
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Failure, Phase, Request, settle
-from fast_batcher._core.open_calls import OpenCalls
+from fast_batcher._core.host import OpenCalls
+from fast_batcher._core.values import Failure, Phase, Request, settle
 from fast_batcher._host.inputs import HostInputs
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import unpack_failure

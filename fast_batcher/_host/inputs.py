@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.messages import Request
+from fast_batcher._core.values import Request
 from fast_batcher._host.protocol import Row
 from fast_batcher._parent.batch_sender import PicklingWatch, dump_input, make_pickler
 from fast_batcher._parent.input_arena import LEAST_STAGED, CopyState, InputArena, StagedInput

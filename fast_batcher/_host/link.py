@@ -17,7 +17,7 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
+from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, Heartbeat
 from fast_batcher._host.identity import HostKey
 from fast_batcher._host.launch import HostProcess, launch_host
 from fast_batcher._host.process_identity import kill_process
@@ -35,7 +35,7 @@ logger = logging.getLogger("fast_batcher")
 # Seconds for which a host that has begun may leave a client without an answer, if the half of
 # `start_timeout` is not shorter. A host answers within milliseconds, and its clients kill it after
 # two intervals of the heartbeat.
-SILENCE = 2 * INTERVAL
+SILENCE = 2 * HEARTBEAT_INTERVAL
 # Seconds within which a host has ended that has closed a connection.
 END_LIMIT = 1.0
 # Hosts that may end, one after the other, while this process joins them: each had been started by
@@ -373,12 +373,12 @@ class HostLink:
         if not self.is_connected:
             return
         to_ping, silent = self._heartbeat.tick(monotonic(), [0])
-        self._timer = self._loop.call_later(INTERVAL, self._beat, context=Context())
+        self._timer = self._loop.call_later(HEARTBEAT_INTERVAL, self._beat, context=Context())
         if silent and self._reached is not None:
             process = self._reached.welcome.process
             logger.error(
                 "%s: the host process (pid %d) has not answered for %g seconds and is killed",
-                *(self._name, process.pid, INTERVAL),
+                *(self._name, process.pid, HEARTBEAT_INTERVAL),
             )
             if not kill_process(process):  # it may be in another container
                 self._hung_up(None)

@@ -22,7 +22,7 @@ import io
 import pickle
 from typing import Any, NamedTuple
 
-from fast_batcher._core.messages import Failure, Request
+from fast_batcher._core.values import Failure, Request
 from fast_batcher._host.process_identity import ProcessIdentity
 from fast_batcher._transport.codec import ATOMS, PROTOCOL, SerializedError, dumps, loads
 from fast_batcher.errors import BatcherError, RemoteTraceback

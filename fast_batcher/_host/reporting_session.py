@@ -5,7 +5,7 @@ from collections.abc import Callable
 from fast_batcher._asyncio.ledger import Ledger, set_exception
 from fast_batcher._asyncio.local_session import LocalSession, ValueAccess
 from fast_batcher._asyncio.status import Status
-from fast_batcher._core.messages import Request, settle
+from fast_batcher._core.values import Request, settle
 from fast_batcher._file_state import FileState, read_state
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher.errors import WorkerStartupError

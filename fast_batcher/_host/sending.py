@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from fast_batcher._core.messages import Group, Phase, Request
+from fast_batcher._core.values import Group, Phase, Request
 from fast_batcher._host.inputs import HostInputs
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_SIZE, MOST_IN_FRAME, pack_key, pack_options

@@ -21,9 +21,8 @@ from weakref import WeakValueDictionary
 from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
-from fast_batcher._core.lifecycle import State
-from fast_batcher._core.messages import Group
-from fast_batcher._core.tenancy import Tenancy
+from fast_batcher._core.host import Tenancy
+from fast_batcher._core.values import Group, State
 from fast_batcher._host.forwarding import EventForwarder, LogForwarder
 from fast_batcher._host.memory_ranges import MemoryRanges
 from fast_batcher._host.process_identity import identify_process

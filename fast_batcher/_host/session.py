@@ -17,9 +17,8 @@ from fast_batcher._asyncio.binding import LoopBinding
 from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
-from fast_batcher._core.lifecycle import Event, State
-from fast_batcher._core.messages import Request
-from fast_batcher._core.restarts import Restarts
+from fast_batcher._core.supervision import Restarts
+from fast_batcher._core.values import Event, Request, State
 from fast_batcher._host.calls import HostCalls
 from fast_batcher._host.hello import find_key, make_hello, pack_changes
 from fast_batcher._host.link import HostLink
@@ -36,7 +35,7 @@ from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
 if TYPE_CHECKING:
-    from fast_batcher._core.batch_times import Method
+    from fast_batcher._core.prediction import Method
 
 logger = logging.getLogger("fast_batcher")
 

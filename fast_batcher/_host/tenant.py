@@ -11,7 +11,7 @@ from collections import deque
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from fast_batcher._core.messages import Group, Request
+from fast_batcher._core.values import Group, Request
 from fast_batcher._host.protocol import (
     FRAME_SIZE,
     Pickled,

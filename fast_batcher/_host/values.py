@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from fast_batcher._asyncio.answers import OutcomeReader
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._asyncio.local_session import ValueAccess
-from fast_batcher._core.batch_times import Method
-from fast_batcher._core.messages import Batch, Failure, Request
+from fast_batcher._core.prediction import Method
+from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._host.protocol import MAX_RANGES, OpaqueError, Pickled
 from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService

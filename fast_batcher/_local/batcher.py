@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from fast_batcher._core.messages import Request
+from fast_batcher._core.values import Request
 from fast_batcher._fork import at_fork
 from fast_batcher._local.callers import make_requests, running_loop
 from fast_batcher._local.engine import Counts, Engine

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fast_batcher._core.messages import Failure, Request
+from fast_batcher._core.values import Failure, Request
 from fast_batcher._local.settings import DecoratorSettings, length_of
 
 logger = logging.getLogger("fast_batcher")

@@ -18,12 +18,11 @@ from time import monotonic
 from typing import Any, Protocol
 
 from fast_batcher._batch_contexts import BatchContexts
-from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.late_errors import LateErrors
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Batch, Dispatch, Fail, Failure, Request, settle_open
 from fast_batcher._core.policy import GreedyPolicy
+from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Batch, Dispatch, Fail, Failure, Limits, Request, settle_open
 from fast_batcher._late_error_log import log_late_error
 from fast_batcher._local.callers import deliver, has_failed
 from fast_batcher._local.function import Function, as_error, drop_own_frame

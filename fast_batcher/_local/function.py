@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fast_batcher._core.messages import Failure
+from fast_batcher._core.values import Failure
 from fast_batcher._transport.codec import one_line
 from fast_batcher.errors import (
     BatcherError,

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from fast_batcher._core.messages import Failure
+from fast_batcher._core.values import Failure
 from fast_batcher._fork import at_fork
 from fast_batcher._local.function import Function, as_error
 

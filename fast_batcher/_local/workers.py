@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
-from fast_batcher._core.messages import Batch
+from fast_batcher._core.values import Batch
 from fast_batcher._local.callers import is_cancelled
 from fast_batcher._local.engine import Engine
 from fast_batcher._local.nesting import RunningBatch, running_batch

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fast_batcher._clock import SLOW, monotonic
-from fast_batcher._core.messages import Batch, Request
+from fast_batcher._core.values import Batch, Request
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
 from fast_batcher._parent.worker import WorkerLink

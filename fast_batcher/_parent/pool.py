@@ -12,9 +12,7 @@ import signal
 from contextvars import Context
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.heartbeat import INTERVAL, Heartbeat
-from fast_batcher._core.recycling import Recycling
-from fast_batcher._core.restarts import MAX_DELAY
+from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, MAX_BACKOFF, Heartbeat, Recycling
 from fast_batcher._observers import Observers
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
@@ -99,7 +97,9 @@ class Pool:
         note_open(self)
         for replica in self._replicas:
             self._start(replica)
-        self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat, context=Context())
+        self._heartbeat_timer = self.loop.call_later(
+            HEARTBEAT_INTERVAL, self._beat, context=Context()
+        )
 
     def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
         """Continue on another event loop; the previous loop is closed, and its timers with it."""
@@ -119,7 +119,7 @@ class Pool:
         for worker in self.live:
             if worker.state is WorkerState.LOADING:
                 self._starter.limit(worker)
-        self._heartbeat_timer = loop.call_later(INTERVAL, self._beat, context=Context())
+        self._heartbeat_timer = loop.call_later(HEARTBEAT_INTERVAL, self._beat, context=Context())
 
     # Called by the listener.
 
@@ -217,7 +217,7 @@ class Pool:
             replica.successor = None
             if self.reloading is not None:
                 self.reloading.start_failed(worker, error)
-            self._recycle_at = monotonic() + MAX_DELAY
+            self._recycle_at = monotonic() + MAX_BACKOFF
             logger.warning(
                 "%s: %s; the worker before it goes on", self._name, error, exc_info=error
             )
@@ -346,14 +346,16 @@ class Pool:
         for worker in [serving[worker_id] for worker_id in silent if worker_id in serving]:
             if worker.state is not WorkerState.ENDING:
                 text = "%s is replaced: it was idle and has not answered for %g seconds"
-                logger.warning(text, worker.title, INTERVAL)
+                logger.warning(text, worker.title, HEARTBEAT_INTERVAL)
                 worker.kill()
         for worker_id in to_ping:
             serving[worker_id].send(Kind.PING, 0, b"")
         self._beats += 1
         if self._beats % BEATS_TO_KEEP_MEMORY == 0:
             self._memory.give_back_unused()
-        self._heartbeat_timer = self.loop.call_later(INTERVAL, self._beat, context=Context())
+        self._heartbeat_timer = self.loop.call_later(
+            HEARTBEAT_INTERVAL, self._beat, context=Context()
+        )
 
     # Ending.
 

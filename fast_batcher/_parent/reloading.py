@@ -8,7 +8,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from fast_batcher._core.reload import Reload
+from fast_batcher._core.supervision import Reload
 from fast_batcher._parent.replica import Replica
 from fast_batcher._parent.worker import WorkerHandle, WorkerState
 from fast_batcher.model_spec import ModelSpec

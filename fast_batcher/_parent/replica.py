@@ -7,7 +7,7 @@ import itertools
 import os
 from typing import TYPE_CHECKING
 
-from fast_batcher._core.restarts import Restarts
+from fast_batcher._core.supervision import Restarts
 from fast_batcher._devices import Placement, place_workers
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings

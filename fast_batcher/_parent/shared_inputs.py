@@ -13,8 +13,7 @@ import functools
 import logging
 from collections.abc import Callable
 
-from fast_batcher._core.limits import most_batches
-from fast_batcher._core.messages import Batch
+from fast_batcher._core.values import Batch, most_batches
 from fast_batcher._parent.input_arena import MOST_AT_ONCE, CopyState, InputArena, StagedInput
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.worker import WorkerLink

@@ -23,7 +23,7 @@ from fast_batcher import (
 )
 from fast_batcher._asyncio.cost_evaluator import CostEvaluator
 from fast_batcher._clock import SLOW
-from fast_batcher._core.messages import Request
+from fast_batcher._core.values import Request
 from fast_batcher.settings import Settings
 
 pytestmark = pytest.mark.anyio

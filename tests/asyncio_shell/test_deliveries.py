@@ -12,7 +12,7 @@ import pytest
 from waits import LIMIT, ONE_LOOP, turns, until
 
 from fast_batcher._asyncio.deliveries import MOST_BYTES, MOST_PARTS, SLICE, Deliveries
-from fast_batcher._core.messages import Request
+from fast_batcher._core.values import Request
 
 pytestmark = pytest.mark.anyio
 

@@ -13,7 +13,7 @@ from sessions import session_of
 from waits import SOON, Gate, assert_balance, call, outcome, turns, until
 
 from fast_batcher import BatcherError, DeadlineExceededError, DynBatcher
-from fast_batcher._core.limits import Limits
+from fast_batcher._core.values import Limits
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

@@ -6,7 +6,7 @@ import pytest
 from models.returning import BrokenOnArrival
 
 from fast_batcher._asyncio.answers import OutcomeReader, read_outcomes
-from fast_batcher._core.messages import Failure
+from fast_batcher._core.values import Failure
 from fast_batcher._transport import codec
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import InferenceError, TransportError

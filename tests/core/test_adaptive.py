@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from schedulers import poll_batches, submit
 from virtual_time import Seconds, World, with_knee
 
-from fast_batcher._core.adaptive import MOST_LATENESS, PATIENCE, REST, AdaptivePolicy
-from fast_batcher._core.messages import Release, Request
-from fast_batcher._core.policy import Policy
+from fast_batcher._core.policy import MOST_LATENESS, PATIENCE, REST, AdaptivePolicy, Policy
+from fast_batcher._core.values import Release, Request
 
 ALONE = with_knee(1)
 GREEDY_IS_AS_GOOD = 0.99

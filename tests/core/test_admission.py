@@ -11,9 +11,10 @@ import pytest
 from schedulers import make, poll_batches, reject, settle
 from virtual_time import Seconds, World, poisson, with_knee
 
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import SAFETY_FACTOR, Backlog, BatchTimes, SizeCap
-from fast_batcher._core.messages import (
+from fast_batcher._core.prediction import SAFETY_FACTOR, Backlog, BatchTimes, SizeCap
+from fast_batcher._core.queue import BatchPacker, WorkAhead
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import (
     Batch,
     Dispatch,
     Expire,
@@ -22,8 +23,6 @@ from fast_batcher._core.messages import (
     Release,
     Request,
 )
-from fast_batcher._core.ranked_queue import WorkAhead
-from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import DeadlineExceededError, QueueFullError
 
 # Batches that a scheduler sees before a test: a service model is sure of itself after ten.

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.messages import Request
+from fast_batcher._core.queue import BatchPacker
+from fast_batcher._core.values import Request
 
 
 def requests_of(*costs: float) -> list[Request]:

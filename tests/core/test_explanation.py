@@ -10,11 +10,11 @@ import pytest
 from schedulers import make
 from virtual_time import Seconds, poisson, with_knee
 
-from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.batch_packer import BatchPacker
 from fast_batcher._core.explanation import BatchSample, Setup, explain
-from fast_batcher._core.messages import Batch, Dispatch, Group, Release, Request
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Batch, Dispatch, Group, Release, Request
 from fast_batcher.stats import Explanation
 
 SIZE = 32

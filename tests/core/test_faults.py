@@ -6,10 +6,9 @@ from itertools import count
 import pytest
 from schedulers import make, poll_batches, reject, run, settle, submit, told
 
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.messages import Dispatch, Expire, Fail, Release, Request
 from fast_batcher._core.policy import GreedyPolicy, Load
-from fast_batcher._core.ranked_queue import Queue
+from fast_batcher._core.queue import BatchPacker, Queue
+from fast_batcher._core.values import Dispatch, Expire, Fail, Release, Request
 
 
 class Faulty(GreedyPolicy):

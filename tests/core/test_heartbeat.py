@@ -1,6 +1,6 @@
 """Which idle workers have stopped to answer; time is an argument."""
 
-from fast_batcher._core.heartbeat import INTERVAL, LATENESS, Heartbeat
+from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, LATENESS, Heartbeat
 
 
 def test_the_idle_ones_are_pinged() -> None:
@@ -11,47 +11,47 @@ def test_one_that_answers_is_pinged_again() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
     heartbeat.answered(0)
-    assert heartbeat.tick(INTERVAL, [0]) == ([0], [])
+    assert heartbeat.tick(HEARTBEAT_INTERVAL, [0]) == ([0], [])
 
 
 def test_one_that_does_not_is_told_once() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0, 1])
     heartbeat.answered(1)
-    assert heartbeat.tick(INTERVAL, [0, 1]) == ([1], [0])
+    assert heartbeat.tick(HEARTBEAT_INTERVAL, [0, 1]) == ([1], [0])
     heartbeat.answered(1)
-    assert heartbeat.tick(2 * INTERVAL, [1]) == ([1], [])
+    assert heartbeat.tick(2 * HEARTBEAT_INTERVAL, [1]) == ([1], [])
 
 
 def test_one_that_was_given_work_after_an_unanswered_ping_is_told_too() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
-    assert heartbeat.tick(INTERVAL, []) == ([], [0])
+    assert heartbeat.tick(HEARTBEAT_INTERVAL, []) == ([], [0])
 
 
 def test_one_that_works_is_left_alone() -> None:
     heartbeat = Heartbeat()
     assert heartbeat.tick(0.0, []) == ([], [])
-    assert heartbeat.tick(INTERVAL, []) == ([], [])
+    assert heartbeat.tick(HEARTBEAT_INTERVAL, []) == ([], [])
 
 
 def test_nobody_is_judged_after_a_tick_that_came_late() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
-    late = INTERVAL + LATENESS + 0.1
+    late = HEARTBEAT_INTERVAL + LATENESS + 0.1
     assert heartbeat.tick(late, [0, 1]) == ([1], [])
     # It has had another interval now.
-    assert heartbeat.tick(late + INTERVAL, []) == ([], [0, 1])
+    assert heartbeat.tick(late + HEARTBEAT_INTERVAL, []) == ([], [0, 1])
 
 
 def test_a_little_lateness_is_usual() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
-    assert heartbeat.tick(INTERVAL + LATENESS, [0]) == ([], [0])
+    assert heartbeat.tick(HEARTBEAT_INTERVAL + LATENESS, [0]) == ([], [0])
 
 
 def test_one_that_is_no_more_is_forgotten() -> None:
     heartbeat = Heartbeat()
     heartbeat.tick(0.0, [0])
     heartbeat.answered(0)
-    assert heartbeat.tick(INTERVAL, []) == ([], [])
+    assert heartbeat.tick(HEARTBEAT_INTERVAL, []) == ([], [])

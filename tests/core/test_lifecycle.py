@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast_batcher._core.lifecycle import MOVES, Event, State
+from fast_batcher._core.values import MOVES, Event, State
 
 
 @pytest.mark.parametrize("state", State)

@@ -3,7 +3,7 @@
 import gc
 import weakref
 
-from fast_batcher._core.messages import (
+from fast_batcher._core.values import (
     Batch,
     ExpiryReason,
     Release,

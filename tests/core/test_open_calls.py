@@ -6,8 +6,8 @@ from math import inf, nextafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.messages import Phase, Request, settle
-from fast_batcher._core.open_calls import GRACE, MOST_LOSSES, OpenCalls
+from fast_batcher._core.host import GRACE, MOST_LOSSES, OpenCalls
+from fast_batcher._core.values import Phase, Request, settle
 
 
 def make(calls: OpenCalls, now: float, deadline: float | None = None) -> Request:

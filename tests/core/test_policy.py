@@ -4,11 +4,10 @@ from math import inf
 
 import pytest
 
-from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.messages import Release, Request
-from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy
-from fast_batcher._core.ranked_queue import RankedQueue
+from fast_batcher._core.policy import FixedPolicy, GreedyPolicy, Load, Policy, make_policy
+from fast_batcher._core.queue import RankedQueue
 from fast_batcher._core.service_model import ServiceModel
+from fast_batcher._core.values import Release, Request
 
 ARRIVAL = 10.0
 LOAD = Load(waiting=1, running=0, workers=1, max_batch_size=4, service=ServiceModel())

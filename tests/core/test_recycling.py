@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast_batcher._core.recycling import Recycling
+from fast_batcher._core.supervision import Recycling
 
 
 @pytest.mark.parametrize(("batches", "is_due"), [(1, False), (9, False), (10, True), (11, True)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fast_batcher._core.reload import Reload
+from fast_batcher._core.supervision import Reload
 
 
 def test_every_worker_is_replaced_one_after_the_other() -> None:

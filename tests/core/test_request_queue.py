@@ -7,9 +7,8 @@ from math import inf
 
 import pytest
 
-from fast_batcher._core.messages import Phase, Request
-from fast_batcher._core.ranked_queue import Queue, RankedQueue
-from fast_batcher._core.request_queue import MIN_DEAD_ENTRIES, RequestQueue
+from fast_batcher._core.queue import MIN_DEAD_ENTRIES, Queue, RankedQueue, RequestQueue
+from fast_batcher._core.values import Phase, Request
 
 # Seconds that the scheduler would give to requests that name none.
 DEFAULT_TIMEOUT = 2.0

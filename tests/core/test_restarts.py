@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.restarts import MAX_DELAY, NextTry, Restarts
+from fast_batcher._core.supervision import MAX_BACKOFF, NextTry, Restarts
 
 moments = st.lists(st.floats(0.0, 40.0, allow_nan=False), max_size=60)
 
@@ -58,7 +58,7 @@ def test_no_window_has_more_restarts_than_the_budget(
     for pause in pauses:
         now += pause
         next_try = restarts.lost(now)
-        assert 0.1 <= next_try.delay <= max(MAX_DELAY, window)
+        assert 0.1 <= next_try.delay <= max(MAX_BACKOFF, window)
         if not next_try.is_given_up:
             done.append(now)
     for end in done:

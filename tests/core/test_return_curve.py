@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.adaptive import POINTS, ReturnCurve
+from fast_batcher._core.policy import POINTS, ReturnCurve
 
 HORIZON = 12.0  # so that a part is one second
 

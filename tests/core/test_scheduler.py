@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 from schedulers import NOTHING, make, poll_batches, reject, run, settle, submit, told
 
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import (
+from fast_batcher._core.policy import FixedPolicy, Policy
+from fast_batcher._core.queue import BatchPacker
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import (
     Batch,
     ExpiryReason,
     Group,
+    Limits,
     Rejection,
     Release,
     Replace,
@@ -20,8 +22,6 @@ from fast_batcher._core.messages import (
     Skip,
     Stall,
 )
-from fast_batcher._core.policy import FixedPolicy, Policy
-from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 
 # Batches.

@@ -23,12 +23,13 @@ from hypothesis.stateful import (
     rule,
 )
 
-from fast_batcher._core import ranked_queue, request_queue
-from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.batch_times import SizeCap
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import (
+from fast_batcher._core import queue
+from fast_batcher._core.policy import make_policy
+from fast_batcher._core.prediction import SizeCap
+from fast_batcher._core.queue import AGED_BATCHES, BatchPacker
+from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
+from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import (
     Action,
     Batch,
     BatchProgress,
@@ -37,18 +38,16 @@ from fast_batcher._core.messages import (
     ExpiryReason,
     Fail,
     Group,
+    Limits,
     Release,
     Replace,
     Request,
     Skip,
     Stall,
 )
-from fast_batcher._core.ranked_queue import AGED_BATCHES
-from fast_batcher._core.retries import ISOLATION_SECONDS, MOST_DEATHS, MOST_LOSSES
-from fast_batcher._core.scheduler import Scheduler
 from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
 
-QUEUES: list[Any] = [request_queue, ranked_queue]
+QUEUE: Any = queue
 # Dead entries that the queues tolerate, made small: schedules of fifty steps must meet the sweep.
 TOLERATED_DEAD_ENTRIES = 2
 # One that runs, and a full one behind it.
@@ -184,9 +183,8 @@ class Schedule(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self._usual_dead_entries = request_queue.MIN_DEAD_ENTRIES
-        for module in QUEUES:
-            module.MIN_DEAD_ENTRIES = TOLERATED_DEAD_ENTRIES
+        self._usual_dead_entries = QUEUE.MIN_DEAD_ENTRIES
+        QUEUE.MIN_DEAD_ENTRIES = TOLERATED_DEAD_ENTRIES
 
     @initialize(options=options_strategy)
     def begin(self, options: Options) -> None:
@@ -228,8 +226,7 @@ class Schedule(RuleBasedStateMachine):
             self.worker_ready(is_polled=True)
 
     def teardown(self) -> None:
-        for module in QUEUES:
-            module.MIN_DEAD_ENTRIES = self._usual_dead_entries
+        QUEUE.MIN_DEAD_ENTRIES = self._usual_dead_entries
         if hasattr(self, "options"):
             self.finish()
 

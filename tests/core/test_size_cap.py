@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.batch_times import FIRST_WAIT, MAX_WAIT, STEP_SHARE, SizeCap
+from fast_batcher._core.prediction import FIRST_WAIT, MAX_WAIT, STEP_SHARE, SizeCap
 
 
 def go_well(cap: SizeCap, times: int) -> None:

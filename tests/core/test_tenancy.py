@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._core.tenancy import LINGER, Tenancy
+from fast_batcher._core.host import LINGER, Tenancy
 
 
 def test_a_host_to_which_nobody_comes_ends_after_a_while() -> None:

@@ -11,8 +11,7 @@ from gated_functions import VARIANTS, InThread, Variant, every_variant
 from waits import outcome, until
 
 from fast_batcher import dynamically
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Request
+from fast_batcher._core.values import Limits, Request
 from fast_batcher._local.callers import deliver
 from fast_batcher.errors import BatcherError, InferenceError
 from fast_batcher.observing import BatchAnswered, BatchDispatched, Observer, RequestEnded

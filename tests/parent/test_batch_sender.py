@@ -7,7 +7,7 @@ import pytest
 from models.returning import RefusesPickling
 
 from fast_batcher._clock import SLOW
-from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._file_state import FileState
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._transport import codec

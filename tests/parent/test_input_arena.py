@@ -43,7 +43,7 @@ from fast_batcher._transport.frames import Kind
 pytestmark = pytest.mark.slow
 
 if TYPE_CHECKING:
-    from fast_batcher._core.messages import Request
+    from fast_batcher._core.values import Request
 
 __all__ = ["harness"]
 

@@ -920,10 +920,10 @@ def test_a_group_that_was_stopped_for_a_while_loses_no_worker(program: Start) ->
     """Fault F55: its requests have expired, and its silence does not count as death."""
     running = program(
         """
-        from fast_batcher._core import heartbeat
+        from fast_batcher._core import supervision
         from fast_batcher._parent import pool
 
-        heartbeat.INTERVAL = pool.INTERVAL = 1.0
+        supervision.HEARTBEAT_INTERVAL = pool.HEARTBEAT_INTERVAL = 1.0
 
         async def main():
             async with DynBatcher(models.ordinary.Whereabouts) as batcher:

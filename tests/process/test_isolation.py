@@ -25,7 +25,7 @@ from waits import (
 )
 
 from fast_batcher import DynBatcher, InferenceError
-from fast_batcher._core import heartbeat
+from fast_batcher._core import supervision
 from fast_batcher._parent import pool
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
@@ -198,8 +198,8 @@ def fast_heartbeat(monkeypatch: pytest.MonkeyPatch) -> float:
     An answer to a ping may take as long, on a busy machine too.
     """
     interval = 2.0
-    monkeypatch.setattr(heartbeat, "INTERVAL", interval)
-    monkeypatch.setattr(pool, "INTERVAL", interval)
+    monkeypatch.setattr(supervision, "HEARTBEAT_INTERVAL", interval)
+    monkeypatch.setattr(pool, "HEARTBEAT_INTERVAL", interval)
     return interval
 
 

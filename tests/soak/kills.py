@@ -20,7 +20,7 @@ from fast_batcher import (
     OutputMismatchError,
     PoisonRequestError,
 )
-from fast_batcher._core import restarts
+from fast_batcher._core import supervision
 from soak.models import Item, Journal, read_journal, right_answer
 from soak.report import Findings
 from soak.watch import probing, worker_pids
@@ -224,7 +224,7 @@ def _signal(pid: int, number: signal.Signals) -> None:
 
 def shorten_backoff() -> None:
     """Bound the back-off before restarts in this process; no setting of the batcher does."""
-    vars(restarts)["MAX_DELAY"] = MOST_BACKOFF
+    vars(supervision)["MAX_BACKOFF"] = MOST_BACKOFF
 
 
 async def soak(name: str, plan: Plan, seed: int) -> Findings:

@@ -1,8 +1,8 @@
 """A policy with a fault, as any other code of ours may have one."""
 
-from fast_batcher._core.messages import Release
 from fast_batcher._core.policy import GreedyPolicy, Load
-from fast_batcher._core.ranked_queue import Queue
+from fast_batcher._core.queue import Queue
+from fast_batcher._core.values import Release
 
 
 class FaultyPolicy(GreedyPolicy):

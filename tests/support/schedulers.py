@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.limits import Limits
-from fast_batcher._core.messages import Action, Batch, Dispatch, Expire, Fail, Request, Skip
 from fast_batcher._core.policy import GreedyPolicy, Policy
+from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.values import Action, Batch, Dispatch, Expire, Fail, Limits, Request, Skip
 
 # What a lost worker gives back when all of it is tried again.
 # The requests of a dead worker that fail: not to be computed twice, and with too many deaths.

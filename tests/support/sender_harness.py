@@ -13,7 +13,7 @@ from sessions import session_of
 from waits import LIMIT, assert_balance, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._core.messages import Batch, Release, Request
+from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._file_state import FileState
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.input_arena import MOST_AT_ONCE

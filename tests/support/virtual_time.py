@@ -7,9 +7,8 @@ from random import Random
 
 from schedulers import make
 
-from fast_batcher._core.adaptive import make_policy
-from fast_batcher._core.messages import Batch, Dispatch, Expire, Release, Request
-from fast_batcher._core.policy import Policy
+from fast_batcher._core.policy import Policy, make_policy
+from fast_batcher._core.values import Batch, Dispatch, Expire, Release, Request
 
 Seconds = Callable[[float], float]
 # Instead of a client: arrivals at moments that were given, and at random ones.

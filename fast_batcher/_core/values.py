@@ -1,9 +1,7 @@
-"""Values that the core takes and returns: requests, batches, and the actions of the scheduler.
+"""Values of the core: states of a batcher, limits, requests, batches and actions. Pure.
 
-Runs where the scheduler runs, on one thread. These classes hold data and decide nothing; the
-messages between processes are in `_transport/frames.py`.
-
-The life of a request, by its `phase`:
+These classes hold data and decide nothing; the messages between processes are in
+`_transport/frames.py`. The life of a request, by its `phase`:
 
     phase        it is ...                           it goes on to ...
     QUEUED       in the queue, or arriving           SENT with its batch
@@ -29,6 +27,91 @@ from fast_batcher.errors import (
     DeadlineExceededError,
     QueueFullError,
 )
+
+
+class State(StrEnum):
+    """State of a batcher, as `DynBatcher.state` shows it."""
+
+    NEW = "new"  # constructed, nothing started
+    OPENING = "opening"  # workers are loading; requests are queued
+    OPEN = "open"  # every worker has been ready once
+    DRAINING = "draining"  # no new requests; the queue is being finished
+    CLOSED = "closed"  # nothing is left; it can be opened again
+    BROKEN = "broken"  # no worker can be started for now; every call fails at once
+
+
+class Event(StrEnum):
+    """Cause of a change of state."""
+
+    OPEN = "open"
+    ALL_READY = "all workers ready"
+    START_FAILED = "start failed"
+    GIVEN_UP = "restart budget spent"
+    RECOVERED = "worker ready again"
+    DRAIN = "drain"
+    CLOSE = "close"
+
+
+MOVES: Final[dict[tuple[State, Event], State]] = {
+    (State.NEW, Event.OPEN): State.OPENING,
+    (State.NEW, Event.DRAIN): State.DRAINING,
+    (State.NEW, Event.CLOSE): State.CLOSED,
+    (State.OPENING, Event.ALL_READY): State.OPEN,
+    (State.OPENING, Event.START_FAILED): State.BROKEN,
+    (State.OPENING, Event.GIVEN_UP): State.BROKEN,
+    (State.OPENING, Event.DRAIN): State.DRAINING,
+    (State.OPENING, Event.CLOSE): State.CLOSED,
+    (State.OPEN, Event.GIVEN_UP): State.BROKEN,
+    (State.OPEN, Event.DRAIN): State.DRAINING,
+    (State.OPEN, Event.CLOSE): State.CLOSED,
+    (State.DRAINING, Event.CLOSE): State.CLOSED,
+    (State.BROKEN, Event.RECOVERED): State.OPEN,
+    (State.BROKEN, Event.OPEN): State.OPENING,
+    (State.BROKEN, Event.DRAIN): State.DRAINING,
+    (State.BROKEN, Event.CLOSE): State.CLOSED,
+    # An app is started once per test: `with TestClient(app)` runs its lifespan each time.
+    (State.CLOSED, Event.OPEN): State.OPENING,
+}
+
+
+# A busy worker gets one batch ahead, and only a full one: it hides the hand-over at saturation and
+# costs no latency below it. Source: a second batch that was not full cost 60 % of the median
+# latency at part load, a full one nothing.
+BATCHES_PER_WORKER: Final = 2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Settings and limits of a scheduler. Durations are in seconds; None is no limit."""
+
+    max_batch_size: int
+    # Most requests waiting, and most bytes of them together.
+    max_queue_size: int
+    max_queue_bytes: int | None = None
+    # From arrival to deadline, for callers that name none. A worker that has run a batch for this
+    # time, and for whose batch no caller waits, counts as stalled.
+    timeout: float | None = None
+    # From arrival to target: see `Admission`.
+    max_latency: float | None = None
+    # Longest run of a batch; then its worker is replaced.
+    infer_timeout: float | None = None
+    # Whether a request may be computed twice.
+    idempotent: bool = True
+    # Whether a batch for which `infer` raised is divided to find the culprit.
+    isolate_errors: bool = True
+    # Most batches of a worker with one stage: one that runs, and above 1 full ones that wait behind
+    # it. See `most_batches`.
+    batches_per_worker: int = BATCHES_PER_WORKER
+
+
+def most_batches(stages: int, batches_per_worker: int = BATCHES_PER_WORKER) -> int:
+    """Return the most batches of a worker: each stage but the first runs one more."""
+    return batches_per_worker + stages - 1
+
+
+def or_infinite(limit: float | None) -> float:
+    """Return the limit, infinity for None."""
+    return inf if limit is None else limit
 
 
 class Rejection(NamedTuple):

@@ -10,10 +10,9 @@ from collections.abc import Callable, Collection, Iterable
 from math import ceil, inf
 from typing import Final, NamedTuple
 
-from fast_batcher._core.batch_packer import BatchPacker
-from fast_batcher._core.messages import Batch, Group, Request
-from fast_batcher._core.ranked_queue import WorkAhead
+from fast_batcher._core.queue import BatchPacker, WorkAhead
 from fast_batcher._core.service_model import ServiceModel
+from fast_batcher._core.values import Batch, Group, Request
 from fast_batcher._core.workers import WorkerSlot
 
 # Full batches that must succeed before a larger one is tried. A failed try costs its requests one

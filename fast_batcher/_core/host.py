@@ -1,9 +1,4 @@
-"""Requests that an API process has given to a host process. Pure: time is an argument.
-
-The host decides about deadlines and retries, as the scheduler does in a process of its own. This
-ledger decides what the host cannot: which requests end because the host does not answer, and which
-are sent again because it has died.
-"""
+"""The life of a host by its API processes, and the open calls of one API process. Pure."""
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
@@ -11,7 +6,65 @@ from itertools import chain, count
 from math import inf
 from typing import Final, NamedTuple
 
-from fast_batcher._core.messages import Phase, Request, settle_open
+from fast_batcher._core.values import Phase, Request, settle_open
+
+# Seconds for which a host without an API process waits for the next. A server replaces a crashed
+# process within seconds, and the models need not be loaded again.
+LINGER: Final = 30.0
+
+
+class Tenancy:
+    """The API processes of a host, which ends when none needs it.
+
+        the last API process ...     the host ends ...
+        says goodbye                 at once
+        vanishes                     after `LINGER`: the server usually starts another;
+                                     at once if the supervisor has ended
+        never came                   after `LINGER`
+
+    A host that was asked to end (SIGTERM) ends with its last API process, however that leaves.
+
+    Args:
+        now: The moment at which the host begins.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._tenants: set[int] = set()
+        self._has_supervisor = True
+        self._was_asked_to_end = False
+        # The moment at which the host ends while it has no API process.
+        self._ends_at = now + LINGER
+
+    @property
+    def ends_at(self) -> float:
+        """The moment at which the host ends; infinite while it has an API process."""
+        return inf if self._tenants else self._ends_at
+
+    def joined(self, tenant: int) -> None:
+        """Add an API process."""
+        self._tenants.add(tenant)
+
+    def said_goodbye(self, now: float, tenant: int) -> None:
+        """Remove an API process that has closed its batcher."""
+        self._tenants.discard(tenant)
+        self._ends_at = now
+
+    def vanished(self, now: float, tenant: int) -> None:
+        """Remove an API process that has died."""
+        self._tenants.discard(tenant)
+        may_linger = self._has_supervisor and not self._was_asked_to_end
+        self._ends_at = now + LINGER if may_linger else now
+
+    def supervisor_ended(self, now: float) -> None:
+        """Note that no further API process will come."""
+        self._has_supervisor = False
+        self._ends_at = min(self._ends_at, now)
+
+    def asked_to_end(self, now: float) -> None:
+        """End as soon as there is no API process."""
+        self._was_asked_to_end = True
+        self._ends_at = min(self._ends_at, now)
+
 
 # Seconds after a deadline for which the host may still answer: it reports an expired request itself
 # unless it is stopped or stuck.
@@ -35,7 +88,11 @@ class HostLoss(NamedTuple):
 
 
 class OpenCalls:
-    """Requests without an outcome, by id.
+    """Requests that an API process has given to its host and that have no outcome, by id.
+
+    The host decides about deadlines and retries, as the scheduler does in a process of its own.
+    This object decides what the host cannot: which requests end because the host does not answer,
+    and which are sent again because it has died.
 
     Args:
         timeout: Seconds until a request without a deadline of its own ends, or None.

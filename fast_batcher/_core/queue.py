@@ -1,0 +1,454 @@
+"""Waiting requests: their order, and the choice of the next batch among them. Pure.
+
+`RequestQueue` serves requests that differ in nothing but their inputs. As soon as a request has
+another timeout, a priority, a group, a cost or a size, a `RankedQueue` takes its place. With costs,
+its `BatchPacker` chooses the requests that share a batch.
+"""
+
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush, merge
+from itertools import chain, filterfalse, islice, takewhile
+from math import inf
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from fast_batcher._core.service_model import ServiceModel
+from fast_batcher._core.values import Group, Phase, Request, settle
+
+# Below this number of dead entries a sweep costs more than the memory is worth.
+MIN_DEAD_ENTRIES = 64
+
+_is_settled = attrgetter("is_settled")
+
+
+class RequestQueue:
+    """First-in, first-out queue.
+
+    All requests have the default timeout, so their order of arrival is the order of their
+    deadlines, too.
+
+    A cancelled request stays as a dead entry until it is at the head or dead entries are the
+    majority. So every operation is O(1) amortised.
+    """
+
+    # Only `RankedQueue` sums up sizes, and has groups.
+    bytes = 0
+    next_group = None
+
+    def __init__(self) -> None:
+        # Requests that wait.
+        self.size = 0
+        self._entries: deque[Request] = deque()
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the waiting requests in order of arrival."""
+        return filterfalse(_is_settled, self._entries)
+
+    @property
+    def cost(self) -> float:
+        """Total cost of the waiting requests; each costs 1."""
+        return self.size
+
+    def extend(self, requests: list[Request]) -> None:
+        """Append requests; none may have an earlier deadline than the requests before it."""
+        self.size += len(requests)
+        self._entries.extend(requests)
+
+    def is_full(self, count: int) -> bool:
+        """Return whether the next batch would have `count` requests."""
+        return self.size >= count
+
+    def has_full_group(self, count: int) -> bool:
+        """Return whether `count` requests wait that may share a batch."""
+        return self.size >= count
+
+    def choose(self, count: int) -> list[Request]:
+        """Return the next batch of at most `count` requests, which stay in the queue."""
+        return list(islice(filterfalse(_is_settled, self._entries), count))
+
+    def batch_left(self, requests: list[Request]) -> None:
+        """Remove the requests that `choose` has just returned."""
+        self.size -= len(requests)
+        if not self.size:
+            self._entries.clear()
+            return
+        while self._entries.popleft() is not requests[-1]:
+            pass
+
+    def discard(self, request: Request) -> None:
+        """Remove a waiting request that the caller has marked as settled."""
+        self.size -= 1
+        if not self.size or len(self._entries) > 2 * self.size + MIN_DEAD_ENTRIES:
+            self._entries = deque(self)
+
+    def oldest(self) -> Request | None:
+        """Return the request that has waited longest."""
+        while self._entries and self._entries[0].is_settled:
+            self._entries.popleft()
+        return self._entries[0] if self._entries else None
+
+    def earliest_deadline(self) -> float:
+        """Return the first moment at which a waiting request expires, infinite if none does."""
+        oldest = self.oldest()
+        return inf if oldest is None else oldest.deadline
+
+    def pop_expired(self, now: float) -> list[Request]:
+        """Remove and settle every request whose deadline is at or before `now`, oldest first."""
+        expired = []
+        while self.earliest_deadline() <= now:
+            request = self._entries.popleft()
+            settle(request)
+            self.size -= 1
+            expired.append(request)
+        return expired
+
+
+# Batches' worth of the oldest requests to choose from. Source: `tests/project/test_simulation.py`:
+# with log-normal lengths, 128 callers and batches of 32 that cost up to 1000 tokens by themselves,
+# 4.9 tokens are computed for each real one in order of arrival, and 1.0 to 1.5 with four.
+WINDOW_BATCHES = 4
+
+
+class BatchPacker:
+    """Fills batches up to a cost.
+
+    Inputs of different lengths that share a batch are usually padded to the longest of them, so the
+    *charge* of a batch is its size times its highest cost. Requests of similar costs waste least:
+    the packer starts with the first request and adds the requests nearest to it in cost, out of a
+    window of the oldest ones.
+
+    Of all the sizes that this passes, the packer sends the size with most *real work per second*:
+    the sum of the costs, divided by the predicted time of the charge. Filling the budget at any
+    price would put short texts beside a long one, each at the price of the long one. Padding least
+    would send one text at a time, each at the fixed cost of a batch. The learned time of a batch by
+    its charge weighs the two: with a high fixed cost batches become large, without one they hold
+    inputs of nearly equal length. docs/decisions/0014-unequal-requests.md gives the reasons.
+
+    Args:
+        max_batch_cost: Most that a batch may cost, or None. A request that costs more goes alone.
+        is_padded: True if a batch is charged its size times its highest cost; False if it is
+            charged the sum of the costs, in which case the oldest requests that fit are taken.
+    """
+
+    def __init__(self, max_batch_cost: float | None, *, is_padded: bool) -> None:
+        self.max_batch_cost = inf if max_batch_cost is None else max_batch_cost
+        self._is_padded = is_padded
+        # Seconds of batches by their charge; the scheduler adds the observations.
+        self.service = ServiceModel()
+
+    def charge(self, requests: Iterable[Request]) -> float:
+        """Return the cost of these requests as one batch."""
+        costs = [request.cost for request in requests]
+        return len(costs) * max(costs) if self._is_padded else sum(costs)
+
+    def fill(self, chosen: list[Request], window: Sequence[Request], most: int) -> None:
+        """Add requests to a batch.
+
+        Args:
+            chosen: The batch. If it is empty, the first of the window is taken at any cost.
+            window: Candidates, in their order.
+            most: Most requests in the batch.
+        """
+        rest = list(window)
+        if not chosen and rest:
+            chosen.append(rest.pop(0))
+        if self._is_padded:
+            self._fill_by_cost(chosen, rest, most)
+        else:
+            self._fill_in_order(chosen, rest, most)
+
+    def _fill_in_order(self, chosen: list[Request], rest: list[Request], most: int) -> None:
+        total = sum(request.cost for request in chosen)
+        for request in rest:
+            if len(chosen) == most:
+                return
+            if total + request.cost <= self.max_batch_cost:
+                chosen.append(request)
+                total += request.cost
+
+    def _fill_by_cost(self, chosen: list[Request], rest: list[Request], most: int) -> None:
+        total = sum(request.cost for request in chosen)
+        highest = max((request.cost for request in chosen), default=0.0)
+        # The nearest last, and of those of one cost the oldest: sorting keeps their order.
+        rest.reverse()
+        shorter = sorted([one for one in rest if one.cost <= highest], key=_cost_of)
+        longer = sorted([one for one in rest if one.cost > highest], key=_cost_of, reverse=True)
+        best, best_size = self._work_per_second(total, len(chosen) * highest), len(chosen)
+        while len(chosen) < most:
+            size = len(chosen) + 1
+            fits_shorter = shorter and size * highest <= self.max_batch_cost
+            fits_longer = longer and size * longer[-1].cost <= self.max_batch_cost
+            if not (fits_shorter or fits_longer):
+                break
+            # The padding that each would add: its own, or one more to each of the others.
+            wasted_by_shorter = highest - shorter[-1].cost if fits_shorter else inf
+            wasted_by_longer = (longer[-1].cost - highest) * (size - 1) if fits_longer else inf
+            request = (shorter if wasted_by_shorter <= wasted_by_longer else longer).pop()
+            is_free = min(wasted_by_shorter, wasted_by_longer) == 0 and best_size == size - 1
+            highest = max(highest, request.cost)
+            chosen.append(request)
+            total += request.cost
+            # Of equal rates the larger batch is taken: fewer batches. A request that adds no
+            # padding is always taken: otherwise a wrong estimate for larger batches would never be
+            # corrected.
+            work = self._work_per_second(total, size * highest)
+            if work >= best or is_free:
+                best, best_size = work, size
+        del chosen[best_size:]
+
+    def _work_per_second(self, work: float, charge: float) -> float:
+        """Return work over the predicted seconds; 0 without work, and before any observation."""
+        seconds = self.service.median(charge) if self.service.is_known else 0.0
+        return work / seconds if seconds else 0.0
+
+
+def _cost_of(request: Request) -> float:
+    return request.cost
+
+
+# Every eighth batch is built by age. That bounds the wait of low priorities, and takes at most an
+# eighth of the workers' time from high ones, however long the backlog is.
+AGED_BATCHES = 8
+
+# Ids rise with the order of arrival.
+_age = attrgetter("id")
+
+
+class WorkAhead(NamedTuple):
+    """Waiting requests that are served before a new one."""
+
+    requests: int
+    # The sum of their costs.
+    cost: float
+    # Number of their groups; requests of different groups never share a batch.
+    groups: int
+
+
+class _Lane:
+    """Requests by id, in their order of arrival."""
+
+    __slots__ = ("arrivals", "cost", "requests")
+
+    def __init__(self) -> None:
+        # A plain dict would be slow to find its first entry after many were removed before it.
+        self.requests: OrderedDict[int, Request] = OrderedDict()
+        # Requests enqueued so far, and the total cost of the waiting ones.
+        self.arrivals = 0
+        self.cost = 0.0
+
+    def add(self, request: Request) -> None:
+        self.requests[request.id] = request
+        request.lane_position = self.arrivals
+        self.arrivals += 1
+        self.cost += request.cost
+
+    def insert(self, request: Request) -> None:
+        """Add a request that may be older than others of the lane."""
+        younger = [one for one in self.requests.values() if one.id > request.id]
+        self.add(request)
+        for one in younger:
+            self.requests.move_to_end(one.id)
+        if younger:
+            # Of two equal positions neither is passed over for longer.
+            request.lane_position = younger[0].lane_position
+
+    def remove(self, request: Request) -> None:
+        del self.requests[request.id]
+        # Rounding must leave no cost in an empty lane, and never a negative one.
+        self.cost = max(0.0, self.cost - request.cost) if self.requests else 0.0
+
+    def oldest(self) -> Request:
+        return next(iter(self.requests.values()))
+
+    def window(self, count: float) -> Iterator[Request]:
+        """Iterate over the requests that arrived fewer than `count` positions after the oldest."""
+        end = self.oldest().lane_position + count
+        return takewhile(lambda request: request.lane_position < end, self.requests.values())
+
+
+class RankedQueue:
+    """Queue by priority, then by age; each batch has requests of one group and of similar costs.
+
+    The next batch is built around its *first* request: the oldest of the highest priority. Only
+    requests of the same group join it, those of its own priority before lower ones.
+
+    So that no request starves, every eighth batch ignores priorities and goes by age. A request
+    with j older ones before it leaves at the latest with the 8 (j + 1)th batch after its arrival;
+    without priorities, where every batch goes by age, with the (j + 1)th.
+
+    Where costs decide which requests join, younger requests may overtake an older one, but a
+    bounded number of them: a request that arrived a window (`WINDOW_BATCHES` full batches) or more
+    later than the oldest of its group and priority does not go before it. So at most j plus one
+    window less one requests are served before a request. The bound is in requests and not in
+    seconds: in a backlog every request has waited long, and going by age then would keep the
+    padding, and with it the backlog.
+
+    Args:
+        packer: Fills batches by cost, or None where there are no costs.
+    """
+
+    def __init__(self, packer: BatchPacker | None = None) -> None:
+        self._packer = packer
+        self.size = 0
+        # The sum of the requests' sizes; meaningful only if each has its `size`.
+        self.bytes = 0
+        # Every request is in two lanes: in one by its priority, in one by priority and group.
+        self._levels: defaultdict[int, _Lane] = defaultdict(_Lane)
+        self._lanes: defaultdict[tuple[int, Group | None], _Lane] = defaultdict(_Lane)
+        # A heap; entries of requests that left stay until they reach its top or are the majority.
+        self._deadlines: list[tuple[float, int, Request]] = []
+        # Batches taken from this queue; retries do not come from here.
+        self._batches = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the waiting requests, by priority, then by arrival."""
+        return chain.from_iterable(level.requests.values() for level in self._levels.values())
+
+    @property
+    def cost(self) -> float:
+        """Total cost of the waiting requests."""
+        return sum(level.cost for level in self._levels.values())
+
+    def extend(self, requests: list[Request]) -> None:
+        """Append requests; their ids must rise, and be higher than every id before."""
+        for request in requests:
+            self._levels[request.priority].add(request)
+            # Both lanes set `lane_position`; the second one's counts.
+            self._lanes[request.priority, request.group].add(request)
+            self.size += 1
+            self.bytes += request.size
+            heappush(self._deadlines, (request.deadline, request.id, request))
+
+    @property
+    def next_group(self) -> Group | None:
+        """Group of the next batch, None also without requests."""
+        return self._first().group if self.size else None
+
+    def is_full(self, count: int) -> bool:
+        """Whether the next batch would have `count` requests, or cost the most that it may."""
+        if self._packer is None and self.size < count:
+            return False
+        lanes = self._lanes_of(self._first().group)
+        if sum(len(lane.requests) for lane in lanes) >= count:
+            return True
+        return (
+            self._packer is not None
+            and sum(lane.cost for lane in lanes) > self._packer.max_batch_cost
+        )
+
+    def has_full_group(self, count: int) -> bool:
+        """Whether a full batch of one group and priority waits; `count` is one without methods."""
+        return any(
+            len(lane.requests)
+            >= (count if group is None or group.method is None else group.method.size_cap.size)
+            for (_, group), lane in self._lanes.items()
+        )
+
+    def ahead_of(self, priority: int) -> WorkAhead:
+        """Estimate which part of the queue is served before a new request of this priority."""
+        levels = [level for key, level in self._levels.items() if key >= priority]
+        requests = sum(len(level.requests) for level in levels)
+        # Lanes of lower priorities are counted too: leaving them out would take too long.
+        groups = min(len(self._lanes), requests)
+        return WorkAhead(requests, sum(level.cost for level in levels), groups)
+
+    def choose(self, count: int) -> list[Request]:
+        """Return the next batch of at most `count` requests, which stay in the queue.
+
+        Its first request, around which it is built, comes first.
+        """
+        lanes = self._lanes_of(self._first().group)
+        # Without costs no request is passed over.
+        reach = inf if self._packer is None else WINDOW_BATCHES * count
+        windows = [lane.window(reach) for lane in lanes]
+        chosen: list[Request] = []
+        if self._goes_by_age():
+            self._fill(chosen, merge(*windows, key=_age), count)
+            return chosen
+        for lane, window in zip(lanes, windows, strict=True):
+            self._fill(chosen, window, count)
+            reach -= len(lane.requests)
+            if len(chosen) == count or reach <= 0:
+                break
+        return chosen
+
+    def batch_left(self, requests: list[Request]) -> None:
+        """Remove a batch that was given to a worker."""
+        self._batches += 1
+        for request in requests:
+            self.discard(request)
+
+    def discard(self, request: Request) -> None:
+        """Forget a waiting request."""
+        self.size -= 1
+        self.bytes -= request.size
+        _remove_from(self._levels, request.priority, request)
+        _remove_from(self._lanes, (request.priority, request.group), request)
+        if not self.size or len(self._deadlines) > 2 * self.size + MIN_DEAD_ENTRIES:
+            self._deadlines = [(one.deadline, one.id, one) for one in self]
+            heapify(self._deadlines)
+
+    def raise_priority(self, request: Request, priority: int) -> None:
+        """Raise the priority of a waiting request; the time is proportional to its new lane."""
+        _remove_from(self._levels, request.priority, request)
+        _remove_from(self._lanes, (request.priority, request.group), request)
+        request.priority = priority
+        self._levels[priority].insert(request)
+        # As in `extend`, the position in the second lane counts.
+        self._lanes[priority, request.group].insert(request)
+
+    def oldest(self) -> Request | None:
+        """Return the request that has waited longest."""
+        oldest = [level.oldest() for level in self._levels.values()]
+        return min(oldest, key=_age, default=None)
+
+    def earliest_deadline(self) -> float:
+        """Return the first moment at which a waiting request expires, infinite if none does."""
+        while self._deadlines and not _is_waiting(self._deadlines[0][2]):
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else inf
+
+    def pop_expired(self, now: float) -> list[Request]:
+        """Remove and settle every request whose deadline is at or before `now`, oldest first."""
+        expired = []
+        while self.earliest_deadline() <= now:
+            request = heappop(self._deadlines)[2]
+            settle(request)
+            self.discard(request)
+            expired.append(request)
+        return sorted(expired, key=_age)
+
+    def _goes_by_age(self) -> bool:
+        return self._batches % AGED_BATCHES == AGED_BATCHES - 1
+
+    def _first(self) -> Request:
+        """Return the request around which the next batch is built."""
+        if self._goes_by_age():
+            return min([level.oldest() for level in self._levels.values()], key=_age)
+        return self._levels[max(self._levels)].oldest()
+
+    def _lanes_of(self, group: Group | None) -> list[_Lane]:
+        """Return the lanes of a group, the highest priority first."""
+        ranks = [(priority, group) for priority in sorted(self._levels, reverse=True)]
+        return [self._lanes[rank] for rank in ranks if rank in self._lanes]
+
+    def _fill(self, chosen: list[Request], waiting: Iterator[Request], count: int) -> None:
+        if self._packer is None:
+            chosen += islice(waiting, count - len(chosen))
+        else:
+            self._packer.fill(chosen, list(waiting), count)
+
+
+Queue = RequestQueue | RankedQueue
+
+
+def _remove_from(lanes: dict[Any, _Lane], key: Any, request: Request) -> None:
+    """Remove a request from its lane, and the lane if that was its last one."""
+    lanes[key].remove(request)
+    if not lanes[key].requests:
+        del lanes[key]
+
+
+def _is_waiting(request: Request) -> bool:
+    return request.phase is Phase.QUEUED and not request.is_settled
