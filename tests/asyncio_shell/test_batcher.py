@@ -436,6 +436,7 @@ async def test_infer_timeout_replaces_the_worker_and_keeps_the_queue(
         assert [await outcome(task) for task in waiting] == [0, 1, 2]
         stats = assert_balance(batcher)
         assert (stats.expired, stats.completed, stats.restarts) == (2, 3, 1)
+        assert stats.late_errors == 0, "the callers know why the worker has ended"
     assert f"took longer than infer_timeout={SOON_IN_WORKER}" in caplog.text
 
 
