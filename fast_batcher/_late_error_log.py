@@ -3,7 +3,7 @@
 import contextlib
 import logging
 
-from fast_batcher._transport.codec import one_line
+from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import can_be_shown
 
 logger = logging.getLogger("fast_batcher")

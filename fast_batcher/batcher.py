@@ -25,9 +25,8 @@ from secrets import token_hex
 from threading import get_ident
 from typing import Any, Generic, NoReturn, Self, Unpack, overload
 
-from fast_batcher._arrays.batches import is_much, join, split_rows
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._arrays.tables import is_one_value
+from fast_batcher._arrays.joining import is_much, is_one_value, join, split_rows
 from fast_batcher._asyncio.caching_session import CachingSession
 from fast_batcher._asyncio.ledger import Ledger, ThreadCaller
 from fast_batcher._asyncio.local_session import LocalSession
@@ -43,7 +42,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._collector import frozen
 from fast_batcher._core.values import Event, Request, State
 from fast_batcher._parent.thread_limits import CoreClaim
-from fast_batcher._shared_memory.layouts import to_shape
+from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
     BatcherError,
     CollationError,

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from fast_batcher._clock import monotonic
-from fast_batcher._transport.pickler import make_reducers
+from fast_batcher._transport.pickling import make_reducers
 from fast_batcher.errors import ConfigurationError
 from fast_batcher.types import CacheStats
 

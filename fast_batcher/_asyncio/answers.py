@@ -21,9 +21,9 @@ from fast_batcher._parent.input_arena import MOST_AT_ONCE
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import WorkerLink
-from fast_batcher._shared_memory.outbox_reader import Answer, OutboxReader
-from fast_batcher._transport.codec import SerializedError, loads, one_line
+from fast_batcher._shared_memory.outbox import Answer, OutboxReader
 from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.pickling import SerializedError, loads, one_line
 from fast_batcher.errors import InferenceError, TransportError
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.

@@ -22,7 +22,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._core.host import OpenCalls
 from fast_batcher._core.prediction import method_of
 from fast_batcher._core.values import Request, settle
-from fast_batcher._transport.codec import to_cause
+from fast_batcher._transport.pickling import to_cause
 from fast_batcher.caching import hash_input
 from fast_batcher.errors import (
     BatcherClosedError,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from contextvars import Context
 from typing import Any, Final, NamedTuple
 
-from fast_batcher._arrays.batches import is_much
+from fast_batcher._arrays.joining import is_much
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.output_cache import EXITS
 from fast_batcher._clock import monotonic

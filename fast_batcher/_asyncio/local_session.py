@@ -38,7 +38,7 @@ from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
-from fast_batcher._transport.codec import measure_size
+from fast_batcher._transport.pickling import measure_size
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,

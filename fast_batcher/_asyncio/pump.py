@@ -30,7 +30,7 @@ from fast_batcher._core.values import (
 )
 from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.pool import Pool
-from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.pickling import dumps
 from fast_batcher.errors import BatcherError
 
 # An answer that is larger than a pipe is not late as long as each further part of it arrives within

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from fast_batcher._core.values import Expire, ExpiryReason
-from fast_batcher._transport.codec import one_line
+from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import BatcherError, DeadlineExceededError, NotReadyError
 from fast_batcher.settings import Settings
 

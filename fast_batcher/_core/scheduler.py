@@ -1,8 +1,9 @@
-"""Scheduler: decides which requests leave, when, and to which worker. Events in, actions out.
+"""The scheduler: which requests leave, when, to which worker, and which end without leaving. Pure.
 
-Pure; runs on one thread of its *shell*, the code that drives it: the event loop's for a
-`DynBatcher`, any thread under a lock for a decorated function. The scheduler itself neither waits,
-sends, logs nor reads a clock.
+Runs on one thread of its *shell*, the code that drives it: the event loop's for a `DynBatcher`, any
+thread under a lock for a decorated function. The scheduler itself neither waits, sends, logs nor
+reads a clock. `Admission` rejects arrivals, `Retries` has the requests of lost workers and failed
+batches, and `DeadlineBatches` chooses batches whose requests meet their targets.
 
 The shell applies an event, calls `poll`, carries out the actions, and sleeps until `wake_at` or the
 next event. Every accepted request leaves exactly once: through `batch_done`, `batch_raised`,
@@ -10,17 +11,25 @@ next event. Every accepted request leaves exactly once: through `batch_done`, `b
 from then on its `is_settled` is True. An internal error does not change that: see `poll`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
-from fast_batcher._core.admission import Admission
-from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.policy import Load, Policy
-from fast_batcher._core.prediction import BatchTimes, Method, SizeCap, cap_of, method_of, shrink
-from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue
-from fast_batcher._core.retries import Retries
+from fast_batcher._core.prediction import (
+    Backlog,
+    BatchTimes,
+    Method,
+    SizeCap,
+    cap_of,
+    method_of,
+    shrink,
+)
+from fast_batcher._core.queue import BatchPacker, Queue, RankedQueue, RequestQueue, WorkAhead
 from fast_batcher._core.values import (
     Action,
     Batch,
@@ -34,11 +43,417 @@ from fast_batcher._core.values import (
     Rejection,
     Release,
     Request,
+    RetryGroup,
     or_infinite,
     settle,
     settle_open,
+    target_of,
 )
 from fast_batcher._core.workers import WorkerSlot, WorkerTable
+from fast_batcher.errors import BatcherClosedError, DeadlineExceededError, QueueFullError
+
+# A request fails after this many workers died while computing it: it is tried again once.
+MOST_DEATHS: Final = 2
+# A request fails after this many workers died after reading its batch, computing it or not: an
+# input that kills workers while it is unpickled is never computed.
+MOST_LOSSES: Final = 3
+# Seconds after its first failure for which a failing batch is divided further: a third of the
+# default timeout, so that the callers of a model that always fails get their errors in time.
+ISOLATION_SECONDS: Final = 10.0
+
+
+class Retries:
+    """Groups of requests that are tried again, in order.
+
+    Each group goes as a batch of its own, and before the queue, whose requests are younger. A group
+    larger than the size cap goes in several batches.
+
+    - A worker died while it computed or unpickled a batch: each request of it goes alone, so that a
+      second death has one culprit and the other requests are answered. See docs/decisions/0010.
+    - A worker died before it had read the batch: the batch goes unchanged.
+    - `infer` raised: the two halves go, until the guilty request is alone. For a batch of n
+      requests that takes at most 2n - 1 batches.
+
+    Args:
+        idempotent: Whether a request may be computed twice.
+        isolate_errors: Whether a batch that fails is divided.
+    """
+
+    def __init__(self, *, idempotent: bool, isolate_errors: bool) -> None:
+        self._idempotent = idempotent
+        self._isolates = idempotent and isolate_errors
+        # A settled request stays in its group until the group is taken.
+        self.groups: deque[RetryGroup] = deque()
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate over the requests whose callers still wait."""
+        requests = chain.from_iterable(group.requests for group in self.groups)
+        return (request for request in requests if not request.is_settled)
+
+    def after_loss(
+        self, batch: Batch, progress: BatchProgress
+    ) -> tuple[list[Request], list[Request]]:
+        """Retry the requests of a dead worker's batch, or settle them.
+
+        Returns:
+            The settled requests: those that must not be computed twice (`idempotent` is False), and
+            those with which too many workers died.
+        """
+        failed: list[Request] = []
+        poisonous: list[Request] = []
+        again: list[Request] = []
+        for request in batch.requests:
+            if request.is_settled:
+                continue
+            request.losses += progress is not BatchProgress.SENT
+            request.deaths += progress is BatchProgress.BEGUN
+            if progress is BatchProgress.BEGUN and not self._idempotent:
+                failed.append(request)
+            elif request.deaths >= MOST_DEATHS or request.losses >= MOST_LOSSES:
+                poisonous.append(request)
+            else:
+                again.append(request)
+        settle_open(failed + poisonous)
+        self._put_first(
+            [again] if progress is BatchProgress.SENT else [[one] for one in again], inf
+        )
+        return failed, poisonous
+
+    def after_failure(self, now: float, batch: Batch, *, may_divide: bool) -> list[Request]:
+        """Divide a batch for which `infer` raised, or return the requests that fail.
+
+        Args:
+            now: The moment.
+            batch: The batch.
+            may_divide: False if another try is useless; it overrides `isolate_errors`.
+        """
+        waiting = [request for request in batch.requests if not request.is_settled]
+        until = batch.isolate_until
+        if until == inf:
+            until = now + ISOLATION_SECONDS
+        if not (may_divide and self._isolates) or len(batch.requests) == 1 or now >= until:
+            return waiting
+        middle = (len(waiting) + 1) // 2
+        self._put_first([waiting[:middle], waiting[middle:]], until)
+        return []
+
+    def take(self, size_cap: SizeCap) -> RetryGroup | None:
+        """Remove and return the next batch of one group, None if there are none.
+
+        Args:
+            size_cap: Limits the batches of a model with one method.
+        """
+        while self.groups:
+            group = self.groups.popleft()
+            requests = [request for request in group.requests if not request.is_settled]
+            count = cap_of(group.requests[0].group, size_cap).size
+            if len(requests) > count:
+                self.groups.appendleft(group._replace(requests=requests[count:]))
+            if requests:
+                return group._replace(requests=requests[:count])
+        return None
+
+    def _put_first(self, groups: list[list[Request]], isolate_until: float) -> None:
+        for requests in reversed(groups):
+            if requests:
+                for request in requests:
+                    request.phase = Phase.RETRYING
+                self.groups.appendleft(RetryGroup(requests, isolate_until))
+
+
+class Admission:
+    """Sorts arrivals into accepted and rejected ones.
+
+    An arrival is rejected if the batcher is draining, if the queue has no room for it or for its
+    bytes, or if its answer would come too late. A request has a *target*: the deadline that its
+    caller named, or `max_latency` after its arrival, whichever is first. A request that has the
+    default timeout alone has no target: that timeout is a safety net, and nothing is predicted for
+    it.
+
+    - An arrival is rejected if its answer is predicted to come after its target.
+    - When a batch leaves, requests that have become late meanwhile are dropped: see
+      `DeadlineBatches`.
+    - An idle batcher accepts any request, and a free worker runs the last candidate, late or not.
+      Otherwise a wrong prediction would reject for ever: only batches that run are measured.
+
+    A target ends nothing by itself: a request that runs past its target is answered, until its
+    deadline.
+
+    Args:
+        limits: The limits of the scheduler.
+        times: Predicts when requests would be answered.
+        workers: Workers and their running batches.
+        retries: Requests that are tried again.
+        measure_size: Returns the bytes of an input; None if requests have their `size`. Measuring
+            takes time, so an input is measured only if nothing else rejects its request.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        times: BatchTimes,
+        workers: WorkerTable,
+        retries: Retries,
+        measure_size: Callable[[Any], int] | None,
+    ) -> None:
+        self._times = times
+        self._workers = workers
+        self._retries = retries
+        self._measure_size = measure_size
+        # Once True, every further arrival is rejected.
+        self.is_draining = False
+        self.reconfigure(limits)
+
+    def reconfigure(self, limits: Limits) -> None:
+        """Use other limits for arrivals from now on."""
+        self._limits = limits
+        self._max_latency = or_infinite(limits.max_latency)
+        if limits.max_latency is not None:
+            self._times.is_wanted = True
+
+    def backlog(self, now: float, queue: Queue) -> Backlog:
+        """Measure the work that is before a request that arrives now."""
+        slots = self._workers.assignable
+        delays = [self._times.seconds_until_free(now, slot) for slot in slots]
+        return Backlog(
+            requests=queue.size,
+            cost=queue.cost,
+            delay=min(delays, default=inf),
+            workers=len(slots),
+            is_idle=not (queue.size or self._workers.batches or self._retries.groups),
+            is_behind=bool(slots) and all(len(slot.batches) > 1 for slot in slots),
+        )
+
+    def room(self, queue: Queue) -> int:
+        """Return how many more requests the queue can take."""
+        return max(0, self._limits.max_queue_size - queue.size)
+
+    def admit(
+        self, now: float, requests: list[Request], queue: Queue
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
+        """Sort arrivals into accepted and rejected ones; earlier ones have precedence."""
+        rejected: list[tuple[Request, Rejection]] = []
+        room = 0 if self.is_draining else self._limits.max_queue_size - queue.size
+        if len(requests) > room:
+            room = max(0, room)
+            rejection = self._rejection_without_room(now, queue, room)
+            rejected = [(request, rejection) for request in requests[room:]]
+            requests = requests[:room]
+        if requests and isinstance(queue, RankedQueue):
+            requests, late = self._reject_late(now, requests, queue)
+            rejected += late
+        if self._limits.max_queue_bytes is not None:
+            count = self.count_fitting(queue, requests)
+            if count < len(requests):
+                rejection = self._rejection_without_room(now, queue, count, are_bytes=True)
+                rejected += [(request, rejection) for request in requests[count:]]
+                requests = requests[:count]
+        return requests, rejected
+
+    def count_fitting(self, queue: Queue, requests: list[Request]) -> int:
+        """Count the requests, from the first on, whose bytes fit into the queue."""
+        most = or_infinite(self._limits.max_queue_bytes)
+        waiting = queue.bytes
+        for count, request in enumerate(requests):
+            if self._measure_size is not None and request.size < 0:
+                request.size = self._measure_size(request.value)
+            # An empty queue takes a request of any size, or one above the limit would never run.
+            if waiting and waiting + request.size > most:
+                return count
+            waiting += request.size
+        return len(requests)
+
+    def _rejection_without_room(
+        self, now: float, queue: Queue, accepted: int, *, are_bytes: bool = False
+    ) -> Rejection:
+        """Describe why the arrivals after the first `accepted` ones are rejected."""
+        if self.is_draining:
+            return Rejection(
+                BatcherClosedError, "the batcher is draining and takes no more requests"
+            )
+        # Predictions are needed from now on: errors carry `retry_after`.
+        self._times.is_wanted = True
+        waiting = f"{queue.size + accepted} requests wait already"
+        if are_bytes:
+            limit = f"max_queue_bytes={self._limits.max_queue_bytes}"
+            text = f"no room for its bytes: {waiting} ({limit})"
+        else:
+            text = f"{waiting} (max_queue_size={self._limits.max_queue_size})"
+        drained = self._times.seconds_until_drained(self.backlog(now, queue))
+        return Rejection(QueueFullError, text, drained)
+
+    def _reject_late(
+        self, now: float, requests: list[Request], queue: RankedQueue
+    ) -> tuple[list[Request], list[tuple[Request, Rejection]]]:
+        """Set the targets of arrivals, and reject the arrivals that would miss theirs."""
+        if not self._set_targets(now, requests):
+            return requests, []
+        self._times.is_wanted = True
+        backlog = self.backlog(now, queue)
+        mean_cost = sum([request.cost for request in requests]) / len(requests)
+        levels = {one.priority for one in requests}
+        ahead_of = {priority: queue.ahead_of(priority) for priority in levels}
+
+        def predict(request: Request, accepted: int) -> float:
+            waiting, cost, groups = ahead_of[request.priority]
+            ahead = WorkAhead(waiting + accepted, cost + accepted * mean_cost, groups)
+            return self._times.seconds_until_answered(backlog, ahead, request.cost)
+
+        if len(levels) == 1 and not self._times.has_costs:
+            # Of equal requests the last one waits longest. This saves 2 us for each of the others.
+            slowest = now + predict(requests[-1], len(requests) - 1)
+            if slowest <= min(map(target_of, requests)):
+                return requests, []
+        accepted: list[Request] = []
+        rejected: list[tuple[Request, Rejection]] = []
+        for request in requests:
+            seconds, left = predict(request, len(accepted)), target_of(request) - now
+            if seconds <= left or (backlog.is_idle and not accepted):
+                accepted.append(request)
+            else:
+                ahead = backlog.requests + len(accepted)
+                rejected.append((request, _rejection_of_late_arrival(ahead, seconds, left)))
+        return accepted, rejected
+
+    def _set_targets(self, now: float, requests: list[Request]) -> bool:
+        """Set the targets of arrivals; return whether any request was given one."""
+        latest = now + self._max_latency
+        has_set = latest != inf
+        for request in requests:
+            if request.has_explicit_deadline and request.target is None:
+                request.target = min(request.deadline, latest)
+                has_set = True
+            elif latest != inf:
+                request.target = latest
+        return has_set
+
+    def rejection_of_dropped(self, now: float, queue: Queue) -> Rejection:
+        """Describe why waiting requests were dropped."""
+        backlog = self.backlog(now, queue)
+        return Rejection(
+            DeadlineExceededError,
+            "the answer would have come too late, and others could be answered in time; "
+            f"{backlog.requests} requests wait",
+            self._times.seconds_until_drained(backlog),
+        )
+
+
+def _rejection_of_late_arrival(ahead: int, seconds: float, left: float) -> Rejection:
+    return Rejection(
+        DeadlineExceededError,
+        f"the answer would take {seconds:.3g} seconds, and {max(left, 0.0):.3g} are left; "
+        f"{ahead} requests wait already",
+        max(0.0, seconds - left),
+    )
+
+
+class DeadlineBatches:
+    """Chooses batches whose requests meet their targets, and drops late requests.
+
+    If a batch would be late by the 95 % quantile, the requests that would miss their targets are
+    dropped, provided that other requests can run in their place; otherwise the batch is made
+    smaller. A free worker always runs the last candidate, late or not: only batches that run are
+    measured.
+
+    Args:
+        times: Predicts how long a batch takes.
+        size_cap: Most requests in a batch.
+    """
+
+    def __init__(self, times: BatchTimes, size_cap: SizeCap) -> None:
+        self._times = times
+        self._size_cap = size_cap
+        # Whether the queue may hold requests whose target comes from `max_latency`.
+        self.has_set_targets = False
+        # Requests that `choose` has removed from the queue; the scheduler settles them.
+        self.dropped: list[Request] = []
+
+    def latest_start(self, queue: Queue) -> float:
+        """Return the last moment to start a batch at which its oldest request is not late."""
+        oldest = queue.oldest() if self.has_set_targets else None
+        if oldest is None or oldest.target is None:
+            return inf
+        is_known = self._times.by_size.is_known
+        return oldest.target - (self._times.by_size.high(queue.size + 1) if is_known else 0.0)
+
+    def choose(
+        self, now: float, slot: WorkerSlot, queue: RankedQueue
+    ) -> tuple[list[Request], bool]:
+        """Choose the next batch, which stays in the queue, and drop requests that would be late.
+
+        Args:
+            now: The moment.
+            slot: The worker for the batch.
+            queue: At least one request.
+
+        Returns:
+            The batch, empty if it is to wait, and whether targets have changed the choice.
+        """
+        # A batch that was sent cannot be dropped any more, however long the one before it takes.
+        if slot.batches and (slot.is_second_late or self._is_unknown(queue)):
+            return [], False
+        start = now + self._times.seconds_until_free(now, slot, self._times.by_charge.median)
+        requests, is_smaller = self._choose(start, queue)
+        is_other = is_smaller or bool(self.dropped)
+        full = cap_of(requests[0].group, self._size_cap).size
+        if is_other and slot.batches and len(requests) < full:
+            # A second batch is full, or waits in the queue for what arrives.
+            slot.is_second_late = True
+            return [], True
+        return requests, is_other
+
+    def _is_unknown(self, queue: RankedQueue) -> bool:
+        """Return whether it cannot be predicted if the next batch meets its targets."""
+        if self._times.is_known:
+            return False
+        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+        return any(target_of(request) < inf for request in requests)
+
+    def _choose(self, start: float, queue: RankedQueue) -> tuple[list[Request], bool]:
+        """Choose a batch that begins at `start`; the flag says that targets made it smaller."""
+        requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+        if not self._times.is_known:
+            return requests, False
+        while (finish := start + self._times.seconds_of(requests)) > min(map(target_of, requests)):
+            if len(requests) == queue.size:
+                return self._choose_of_last(start, queue, requests)
+            # Others can run in their place.
+            self._drop(queue, [one for one in requests if target_of(one) < finish])
+            requests = queue.choose(cap_of(queue.next_group, self._size_cap).size)
+        return requests, False
+
+    def _choose_of_last(
+        self, start: float, queue: RankedQueue, requests: list[Request]
+    ) -> tuple[list[Request], bool]:
+        """Drop requests that would be late even alone, except the last one; shrink the batch."""
+        hopeless = [
+            one for one in requests if target_of(one) < start + self._times.seconds_of([one])
+        ]
+        if len(hopeless) == len(requests):
+            hopeless.pop()
+        self._drop(queue, hopeless)
+        requests = [one for one in requests if one not in hopeless]
+        size = self._largest_in_time(start, requests)
+        return requests[:size], size < len(requests)
+
+    def _drop(self, queue: RankedQueue, late: list[Request]) -> None:
+        self.dropped += late
+        for request in late:
+            queue.discard(request)
+
+    def _largest_in_time(self, start: float, requests: list[Request]) -> int:
+        """Return the largest number of these requests that can run as one batch without being late.
+
+        It is at least 1. A larger batch ends later, and its first target is not later: so sizes can
+        be searched by bisection.
+        """
+        targets = list(accumulate(map(target_of, requests), min))
+
+        def is_late(size: int) -> bool:
+            return start + self._times.seconds_of(requests[:size]) > targets[size - 1]
+
+        return bisect_left(range(2, len(requests) + 1), True, key=is_late) + 1
+
 
 # Read once: on Python 3.11 a member of an enumeration costs as much as a call.
 _FULL, _IDLE, _RETRY, _SENT = Release.FULL, Release.IDLE, Release.RETRY, Phase.SENT

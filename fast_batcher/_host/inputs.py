@@ -17,7 +17,7 @@ from fast_batcher._host.protocol import Row
 from fast_batcher._parent.batch_sender import PicklingWatch, dump_input, make_pickler
 from fast_batcher._parent.input_arena import LEAST_STAGED, CopyState, InputArena, StagedInput
 from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._shared_memory.slabs import Slab, Slabs
+from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher.errors import BatcherError
 from fast_batcher.settings import Settings
 

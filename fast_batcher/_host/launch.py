@@ -21,7 +21,7 @@ from fast_batcher._clock import monotonic
 from fast_batcher._host.directory import identify_socket
 from fast_batcher._parent.worker_process import describe_exit
 from fast_batcher._transport.descriptors import occupy_stdio
-from fast_batcher._transport.memory_file import make_memory_file
+from fast_batcher._transport.progress import make_memory_file
 from fast_batcher.errors import WorkerStartupError
 
 # The host's program. It finds this very package, even if the app has found it by changes of

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fast_batcher._host.protocol import MAX_RANGES
 from fast_batcher._host.tenant import Tenant
-from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.inputs import Slabs
 
 logger = logging.getLogger("fast_batcher")
 

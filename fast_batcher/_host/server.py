@@ -38,10 +38,10 @@ from fast_batcher._host.rendezvous import check_peer
 from fast_batcher._host.reporting_session import ReportingSession
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
+from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
-from fast_batcher._shared_memory.slabs import Slabs
-from fast_batcher._transport.codec import dumps, loads
 from fast_batcher._transport.frames import Frame, Kind, pack_header
+from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import NotReadyError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import MAX_FRAME_BYTES, Settings

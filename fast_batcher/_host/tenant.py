@@ -21,10 +21,10 @@ from fast_batcher._host.protocol import (
 )
 from fast_batcher._host.values import RowInput
 from fast_batcher._parent.input_arena import CopyState, StagedInput
-from fast_batcher._shared_memory.slabs import Slab
-from fast_batcher._transport.codec import dumps, loads
+from fast_batcher._shared_memory.inputs import Slab
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import LoopChannel
+from fast_batcher._transport.pickling import dumps, loads
 
 if TYPE_CHECKING:
     from fast_batcher._asyncio.session import Session

@@ -14,8 +14,8 @@ from fast_batcher._host.protocol import MAX_RANGES, OpaqueError, Pickled
 from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.worker import WorkerLink
-from fast_batcher._transport.codec import SerializedError, dumps
 from fast_batcher._transport.loop_channel import Reservation
+from fast_batcher._transport.pickling import SerializedError, dumps
 from fast_batcher.errors import BatcherError, UnsendableValueError
 from fast_batcher.settings import Settings
 

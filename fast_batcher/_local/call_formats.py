@@ -10,9 +10,8 @@ from functools import partial
 from operator import itemgetter
 from typing import Any
 
-from fast_batcher._arrays.batches import join, split, split_rows
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._arrays.outputs import list_outputs
+from fast_batcher._arrays.joining import join, list_outputs, split, split_rows
 from fast_batcher._local.function import Function, UserFunction
 from fast_batcher._local.settings import DecoratorSettings
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from fast_batcher._arrays.batches import is_much
+from fast_batcher._arrays.joining import is_much
 from fast_batcher._asyncio.offload import offload
 from fast_batcher._asyncio.output_cache import OutputCache
 from fast_batcher._local.batcher import LocalBatcher

@@ -28,7 +28,7 @@ from fast_batcher._local.callers import deliver, has_failed
 from fast_batcher._local.function import Function, as_error, drop_own_frame
 from fast_batcher._local.settings import DecoratorSettings
 from fast_batcher._observers import Observers, describe_answer
-from fast_batcher._transport.codec import one_line
+from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import (
     BatcherClosedError,
     BatcherError,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fast_batcher._core.values import Failure
-from fast_batcher._transport.codec import one_line
+from fast_batcher._transport.pickling import one_line
 from fast_batcher.errors import (
     BatcherError,
     ConfigurationError,

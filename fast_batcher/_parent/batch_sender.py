@@ -16,10 +16,17 @@ from fast_batcher._core.values import Batch, Request
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.shared_inputs import Send, SharedInputSender
 from fast_batcher._parent.worker import WorkerLink
-from fast_batcher._transport import codec
-from fast_batcher._transport.codec import SerializedError, dump_atoms, dumps, loads
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandPickle, OutOfBandPickler
+from fast_batcher._transport.pickling import (
+    LEAST_SHARED,
+    OutOfBandPickle,
+    OutOfBandPickler,
+    SerializedError,
+    dump_atoms,
+    dumps,
+    loads,
+)
 from fast_batcher.errors import (
     BatcherError,
     RequestTooLargeError,
@@ -149,7 +156,7 @@ class BatchSender:
         if isinstance(pickled, OutOfBandPickle):
             self.arena.enable()
             # The limit of a single output: a model may return its input.
-            fits = codec.fits(pickled.size, self._max_frame_bytes)
+            fits = pickling.fits(pickled.size, self._max_frame_bytes)
             if fits and self._shared_inputs.send(batch, pickled, link):
                 return []
             pickled.release()
@@ -177,7 +184,7 @@ class BatchSender:
             else:
                 unsendable.append((request, item))
         if items:
-            bodies = list(codec.fragment(items, self._max_frame_bytes))
+            bodies = list(pickling.fragment(items, self._max_frame_bytes))
             for body in bodies[:-1]:
                 send(Kind.INPUTS_FRAGMENT, batch.id, body)
             send(Kind.INPUTS, batch.id, bodies[-1])
@@ -231,7 +238,7 @@ def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes
     try:
         item = pickler.dumps(value)
     except BaseException as error:  # noqa: BLE001  pickling is the user's code
-        reason = codec.one_line(error)
+        reason = pickling.one_line(error)
         # The classes of open files are in the module `_io`; one may be inside of the input.
         is_file = hasattr(type(value), "read") or "'_io." in reason
         remedy = (
@@ -243,9 +250,9 @@ def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes
             f"the input, a {type(value).__qualname__}, cannot be pickled ({reason}), so it cannot "
             f"reach the worker process; {remedy}"
         )
-        unsendable_error.__cause__ = codec.to_cause(error)
+        unsendable_error.__cause__ = pickling.to_cause(error)
         return unsendable_error
-    if not codec.fits(len(item), max_frame_bytes):
+    if not pickling.fits(len(item), max_frame_bytes):
         return RequestTooLargeError(
             f"the input takes {len(item)} bytes, more than max_frame_bytes={max_frame_bytes} allows"
         )

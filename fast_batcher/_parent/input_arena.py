@@ -18,17 +18,19 @@ from typing import Any, NamedTuple
 
 from fast_batcher._fork import at_fork
 from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._shared_memory.heap import keep_freed_memory
-from fast_batcher._shared_memory.layouts import (
+from fast_batcher._shared_memory.inputs import (
     Key,
     Layout,
     LayoutProbe,
+    Section,
+    Slab,
+    Slabs,
     address_of,
     find_probes,
     is_plain_dtype,
     view_bytes,
 )
-from fast_batcher._shared_memory.slabs import Section, Slab, Slabs
+from fast_batcher._shared_memory.ranges import keep_freed_memory
 from fast_batcher.settings import Settings
 
 # Bytes from which on an input is staged. A smaller lone request is sent 10 to 20 us faster through

@@ -8,7 +8,7 @@ import asyncio
 import functools
 
 from fast_batcher._parent.background import Done, Job, JobThread
-from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.inputs import Slabs
 
 
 class MemoryService:

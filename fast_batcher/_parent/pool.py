@@ -23,7 +23,7 @@ from fast_batcher._parent.starter import Starter, make_early_exit_error
 from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
 from fast_batcher._parent.worker_log import WorkerLog
 from fast_batcher._parent.worker_process import WorkerProcess
-from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import BatcherClosedError, ConfigurationError, WorkerStartupError
 from fast_batcher.model_spec import ModelSpec

@@ -17,11 +17,10 @@ from fast_batcher._core.values import Batch, most_batches
 from fast_batcher._parent.input_arena import MOST_AT_ONCE, CopyState, InputArena, StagedInput
 from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.worker import WorkerLink
-from fast_batcher._shared_memory.slabs import Section, Slab, Slabs
-from fast_batcher._transport.codec import dumps
+from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.loop_channel import Reservation
-from fast_batcher._transport.pickler import OutOfBandPickle
+from fast_batcher._transport.pickling import OutOfBandPickle, dumps
 from fast_batcher.settings import Settings
 
 logger = logging.getLogger("fast_batcher")

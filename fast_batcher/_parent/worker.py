@@ -15,7 +15,7 @@ from signal import Signals
 from typing import NamedTuple, Protocol
 
 from fast_batcher._file_state import FileState
-from fast_batcher._shared_memory.outbox_reader import OutboxReader
+from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import Frames, Reservation
 from fast_batcher.errors import WorkerStartupError

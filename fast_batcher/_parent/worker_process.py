@@ -20,13 +20,13 @@ from fast_batcher._parent.child_process import ChildProcess
 from fast_batcher._parent.log_receiver import LogReceiver
 from fast_batcher._parent.thread_limits import thread_share, worker_environment
 from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerState
-from fast_batcher._shared_memory.outbox_reader import OutboxReader
-from fast_batcher._shared_memory.slabs import Slabs
-from fast_batcher._transport import codec
-from fast_batcher._transport.codec import SerializedError
+from fast_batcher._shared_memory.inputs import Slabs
+from fast_batcher._shared_memory.outbox import OutboxReader
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.log_records import open_log_sockets
 from fast_batcher._transport.loop_channel import Frames, LoopChannel, Reservation
+from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.log_sending import LogSettings
@@ -228,11 +228,11 @@ class WorkerProcess:
 
     def _finish_loading(self, frame: Frame) -> None:
         if frame.kind is Kind.READY:
-            times, self.stages, self.module_files = codec.loads(frame.body)
+            times, self.stages, self.module_files = pickling.loads(frame.body)
             self.state = _READY
             self._events.worker_loaded(self, times)
         elif frame.kind is Kind.STARTUP_FAILED:
-            failure = SerializedError(*codec.loads(frame.body))
+            failure = SerializedError(*pickling.loads(frame.body))
             error = WorkerStartupError(
                 f"worker {self.index} could not load {self.model_spec.name}: {failure.text}"
             )

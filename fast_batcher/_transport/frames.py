@@ -37,7 +37,7 @@ class Kind(IntEnum):
 
     # parent to worker
     LOAD = 1  # the first frame: the pickled model class and its arguments
-    INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `codec.ATOMS`
+    INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `pickling.ATOMS`
     INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
     INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
     STOP = 5  # finish what has arrived, then end
@@ -51,7 +51,7 @@ class Kind(IntEnum):
     # worker to parent
     READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
     STARTUP_FAILED = 17  # one pickled SerializedError
-    OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `codec.ATOMS`
+    OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `pickling.ATOMS`
     OUTPUTS = 19  # the list of separately pickled outputs and errors, or its last fragment
     OUTPUTS_FRAGMENT = 20  # a fragment of a list that is larger than one frame; more follow
     # Outputs that lie in the outbox: pickled (start, sizes of stream and buffers, which buffers are
@@ -67,7 +67,7 @@ class Kind(IntEnum):
     FATAL = 26  # `infer` raised, and the process cannot use its device any more
     # API process to host; see `_host/protocol.py`
     HELLO = 32  # the first frame: the pickled fields of a `Hello`
-    CALLS = 33  # requests whose inputs are all in `codec.ATOMS`
+    CALLS = 33  # requests whose inputs are all in `pickling.ATOMS`
     ITEM_CALLS = 34  # requests with inputs pickled separately, or in shared memory
     ABANDON = 35  # a pickled list: ids of requests whose callers have gone
     RESENT = 36  # pickled (id, pickled input or None)
@@ -78,7 +78,7 @@ class Kind(IntEnum):
     # host to API process
     WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
     REFUSED = 54  # instead of a welcome: the text of an error
-    ANSWERS = 49  # outputs that are all in `codec.ATOMS`
+    ANSWERS = 49  # outputs that are all in `pickling.ATOMS`
     ITEM_ANSWERS = 50  # outputs pickled separately, and errors
     STATE = 51  # the pickled fields of a `HostState`
     RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more

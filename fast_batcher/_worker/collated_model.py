@@ -7,9 +7,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fast_batcher._arrays.batches import join_apart, split
 from fast_batcher._arrays.collation import Collation
-from fast_batcher._arrays.rows import Row, describe_difference, make_row
+from fast_batcher._arrays.joining import Row, describe_difference, join_apart, make_row, split
 from fast_batcher.errors import CollationError, ConfigurationError, OutputMismatchError
 from fast_batcher.model import MethodOptions, find_methods
 

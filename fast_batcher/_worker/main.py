@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from fast_batcher._collector import freeze_for_good
 from fast_batcher._descendants import end_descendants
-from fast_batcher._shared_memory.outbox_writer import OutboxWriter
-from fast_batcher._shared_memory.views import SlabViews
-from fast_batcher._transport import codec
+from fast_batcher._shared_memory.inputs import SlabViews
+from fast_batcher._shared_memory.outbox import OutboxWriter
+from fast_batcher._transport import pickling
 from fast_batcher._transport.blocking_channel import BlockingChannel
 from fast_batcher._transport.frames import Kind
 from fast_batcher._transport.progress import WorkerProgress
@@ -123,10 +123,10 @@ def _load_and_serve(
         if settings.freeze_gc:
             freeze_for_good()
     except BaseException as error:  # noqa: BLE001  user code, and the parent has to be told
-        channel.send(Kind.STARTUP_FAILED, body=codec.dumps(codec.describe(error)))
+        channel.send(Kind.STARTUP_FAILED, body=pickling.dumps(pickling.describe(error)))
         return 1
     try:
-        channel.send(Kind.READY, body=codec.dumps((times, stages.count, read_module_files())))
+        channel.send(Kind.READY, body=pickling.dumps((times, stages.count, read_module_files())))
         if views is not None:
             views.report_forks(progress)
         loop = BatchLoop(channel, models, progress, InputReader(views), encoder)

@@ -3,7 +3,7 @@
 import importlib
 from typing import Any
 
-from fast_batcher._transport import codec
+from fast_batcher._transport import pickling
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import describe_arguments, find_model_fault, warn_about_hooks
 
@@ -22,7 +22,7 @@ def load_model(
         WorkerStartupError: The string does not name a model.
         Exception: Any exception of the import or the constructor.
     """
-    model, args, kwargs = codec.loads(pickled)
+    model, args, kwargs = pickling.loads(pickled)
     if isinstance(model, str):
         cls = _resolve(model)
         fault = "it is not a class" if not isinstance(cls, type) else find_model_fault(cls)

@@ -9,11 +9,17 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from fast_batcher._shared_memory.outbox_writer import OutboxWriter
-from fast_batcher._transport import codec
-from fast_batcher._transport.codec import SerializedError, dump_atoms, dumps
+from fast_batcher._shared_memory.outbox import OutboxWriter
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.pickler import LEAST_SHARED, OutOfBandPickle, OutOfBandPickler
+from fast_batcher._transport.pickling import (
+    LEAST_SHARED,
+    OutOfBandPickle,
+    OutOfBandPickler,
+    SerializedError,
+    dump_atoms,
+    dumps,
+)
 from fast_batcher.errors import InferenceError, forget_frames
 from fast_batcher.settings import SHARED_MEMORY_THRESHOLD
 
@@ -57,7 +63,7 @@ class ReplyEncoder:
         if any(issubclass(kind, BaseException) for kind in set(map(type, outputs))):
             for position, output in enumerate(outputs):
                 if issubclass(type(output), BaseException):
-                    errors.setdefault(position, codec.describe(output))
+                    errors.setdefault(position, pickling.describe(output))
         if errors:
             outputs = [None if at in errors else output for at, output in enumerate(outputs)]
         pickled = self._pickle(outputs)
@@ -87,7 +93,7 @@ class ReplyEncoder:
         try:
             return dumps(output)
         except BaseException as error:  # noqa: BLE001  pickling is the user's code too
-            failure = codec.describe(_unsendable(output, error))
+            failure = pickling.describe(_unsendable(output, error))
             forget_frames(error)
             return failure
 
@@ -102,14 +108,14 @@ class ReplyEncoder:
         outcomes = [
             errors[at] if at in errors else self._limited(item) for at, item in enumerate(items)
         ]
-        bodies = list(codec.fragment(outcomes, self._max_frame_bytes))
+        bodies = list(pickling.fragment(outcomes, self._max_frame_bytes))
         earlier = [(Kind.OUTPUTS_FRAGMENT, body) for body in bodies[:-1]]
         return [*earlier, (Kind.OUTPUTS, bodies[-1])]
 
     def _limited(self, item: bytes | SerializedError) -> bytes | SerializedError:
-        if isinstance(item, SerializedError) or codec.fits(len(item), self._max_frame_bytes):
+        if isinstance(item, SerializedError) or pickling.fits(len(item), self._max_frame_bytes):
             return item
-        return codec.describe(
+        return pickling.describe(
             InferenceError(
                 f"the output takes {len(item)} bytes, more than max_frame_bytes="
                 f"{self._max_frame_bytes} allows; return less or raise max_frame_bytes"
@@ -153,7 +159,8 @@ class ReplyEncoder:
 
 def _unsendable(output: Any, error: BaseException) -> InferenceError:
     result = InferenceError(
-        f"the output, a {type(output).__qualname__}, cannot be pickled: {codec.one_line(error)}; "
+        f"the output, a {type(output).__qualname__}, cannot be pickled: "
+        f"{pickling.one_line(error)}; "
         "return plain data, arrays or tensors"
     )
     result.__cause__ = error

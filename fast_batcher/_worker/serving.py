@@ -11,16 +11,14 @@ from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
 
-from fast_batcher._arrays.outputs import list_outputs
+from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._arrays.stacking import Piece, lent, make_piece
 from fast_batcher._batch_contexts import BatchContexts
-from fast_batcher._shared_memory.layouts import unpack_layout, view_rows
-from fast_batcher._shared_memory.views import SlabViews
-from fast_batcher._transport import codec
+from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
+from fast_batcher._transport import pickling
 from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind, pack_header
-from fast_batcher._transport.pickler import load_items, view_pickle
+from fast_batcher._transport.pickling import SerializedError, load_items, view_pickle
 from fast_batcher._transport.progress import BEGUN, TAKEN, WorkerProgress
 from fast_batcher._worker.out_of_memory import free_memory
 from fast_batcher._worker.replies import Reply, ReplyEncoder
@@ -56,15 +54,15 @@ class InputReader:
 
     def keep_fragment(self, frame: Frame) -> None:
         """Keep a fragment of a batch that is larger than one frame, until the last one comes."""
-        self._fragments.setdefault(frame.batch_id, []).extend(codec.loads(frame.body))
+        self._fragments.setdefault(frame.batch_id, []).extend(pickling.loads(frame.body))
 
     def read(self, frame: Frame) -> Inputs:
         """Return the inputs of a batch."""
         pieces: list[Piece] = []
         if frame.kind is _INPUT_ATOMS:
-            return codec.loads(frame.body), {}, pieces
+            return pickling.loads(frame.body), {}, pieces
         if frame.kind is _INPUTS:
-            items = self._fragments.pop(frame.batch_id, []) + codec.loads(frame.body)
+            items = self._fragments.pop(frame.batch_id, []) + pickling.loads(frame.body)
             values = [_unpickle_item(item) for item in items]
         else:
             values = self._load_shared(frame, pieces)
@@ -79,7 +77,7 @@ class InputReader:
         freed = [] if slabs is None else slabs.take_freed()
         if not freed:  # a child that the model has forked still has views
             return b""
-        body = codec.dumps(freed)
+        body = pickling.dumps(freed)
         return pack_header(Kind.FREED, len(body), 0, 0.0) + body
 
     def _load_shared(self, frame: Frame, pieces: list[Piece]) -> list[Any]:
@@ -91,14 +89,14 @@ class InputReader:
         """
         slabs = self._slabs
         assert slabs is not None, "the parent knows that it shares no memory"
-        named = codec.loads(frame.body)
+        named = pickling.loads(frame.body)
         memory = slabs.view(frame.batch_id)
         if frame.kind is _SHARED_INPUTS:
             start, length, sizes, items = named
             view = memory[start : start + length]
             pieces.append(make_piece(_address_of(view), view))
             stream, buffers = view_pickle(view, sizes)
-            return load_items(stream, buffers, items, codec.describe)
+            return load_items(stream, buffers, items, pickling.describe)
         inputs: list[Any] = []
         for packed, start, count in named:
             layout = unpack_layout(packed)
@@ -118,9 +116,9 @@ def _address_of(view: memoryview) -> int:
 
 def _unpickle_item(item: bytes) -> Any:
     try:
-        return codec.loads(item)
+        return pickling.loads(item)
     except BaseException as error:  # noqa: BLE001  unpickling is the user's code
-        return codec.describe(error)
+        return pickling.describe(error)
 
 
 # Looked up once: on Python 3.11 a member of an enumeration costs as much as a call.
@@ -167,7 +165,7 @@ class BatchJob:
     def fail(self, kind: Kind, failure: SerializedError) -> None:
         """Answer all requests of the batch with an error."""
         self.values, self.errors = [], {}
-        self.reply = [(kind, codec.dumps(failure))]
+        self.reply = [(kind, pickling.dumps(failure))]
 
     def skip(self) -> None:
         """Answer that the batch was not computed."""
@@ -255,7 +253,7 @@ class BatchLoop:
         if frame.kind is Kind.METHOD:
             self._method = {frame.batch_id: bytes(frame.body).decode()}
         else:
-            contexts = self._contexts.join_pickled(codec.loads(frame.body))
+            contexts = self._contexts.join_pickled(pickling.loads(frame.body))
             self._given = {frame.batch_id: contexts}
 
     def _read(self, frame: Frame) -> BatchJob:
@@ -268,7 +266,7 @@ class BatchLoop:
         try:
             job.values, job.errors, job.pieces = self._inputs.read(frame)
         except BaseException as error:  # noqa: BLE001  a dtype may be the user's code, too
-            job.fail(Kind.FAILED, codec.describe(error))
+            job.fail(Kind.FAILED, pickling.describe(error))
             forget_frames(error)
         return job
 
@@ -310,7 +308,7 @@ class BatchLoop:
         try:
             job.values = list_outputs(outputs, count, f"{job.method} returned", copies=copies)
         except BaseException as error:  # noqa: BLE001  a sequence of the user's may raise anything
-            job.fail(Kind.FAILED, codec.describe(error))
+            job.fail(Kind.FAILED, pickling.describe(error))
 
     def answer(self, job: BatchJob) -> None:
         """Send the outputs of a batch, or its error."""
@@ -345,7 +343,7 @@ class BatchLoop:
 
 def _judge(error: BaseException) -> tuple[Kind, SerializedError]:
     """Return the kind of frame that reports an error of `infer`, and the error as data."""
-    failure = codec.describe(error)
+    failure = pickling.describe(error)
     kind = Kind.RAISED
     if is_out_of_memory(error):
         kind = Kind.OUT_OF_MEMORY

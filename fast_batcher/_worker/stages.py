@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from fast_batcher._arrays.outputs import list_outputs
-from fast_batcher._transport import codec
+from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Kind
 from fast_batcher._worker.serving import BatchJob, BatchLoop, breaks_device
 from fast_batcher.errors import forget_frames, is_kind
@@ -197,7 +197,7 @@ def _collect(job: BatchJob, calls: Calls | None) -> None:
         if error is None:
             job.values.append(call.result())
             continue
-        failure = codec.describe(error)
+        failure = pickling.describe(error)
         is_fatal = breaks_device(error)
         # The frames keep the input.
         forget_frames(error)

@@ -9,8 +9,8 @@ from itertools import cycle, islice
 from time import monotonic
 from typing import Any
 
-from fast_batcher._arrays.outputs import list_outputs
-from fast_batcher._transport import codec
+from fast_batcher._arrays.joining import list_outputs
+from fast_batcher._transport import pickling
 from fast_batcher._worker.out_of_memory import free_memory
 from fast_batcher.errors import (
     CollationError,
@@ -45,7 +45,7 @@ def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
         return _compute_all(model, max_batch_size)
     except Exception as error:
         raise WorkerStartupError(
-            f"during warm-up with what warmup_inputs() returned: {codec.one_line(error)}"
+            f"during warm-up with what warmup_inputs() returned: {pickling.one_line(error)}"
         ) from error
 
 
@@ -91,6 +91,6 @@ def _time_batch(model: Any, inputs: list[Any]) -> float:
 def _copy_input(value: Any) -> Any:
     """Copy an input, as sending it does: `infer` may change its inputs, or consume them."""
     try:
-        return codec.loads(codec.dumps(value))
+        return pickling.loads(pickling.dumps(value))
     except Exception:  # noqa: BLE001  an example that cannot be sent will do
         return value

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fast_batcher._shared_memory.layouts import to_shape
+from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import ConfigurationError
 
 if TYPE_CHECKING:

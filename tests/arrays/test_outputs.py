@@ -11,7 +11,7 @@ import pytest
 from tables import UNEVEN, Frame
 
 from fast_batcher import OutputMismatchError
-from fast_batcher._arrays.outputs import list_outputs
+from fast_batcher._arrays.joining import list_outputs
 
 as_list = partial(list_outputs, returned="infer returned", copies=False)
 

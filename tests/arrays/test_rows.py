@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fast_batcher import Collation, CollationError
-from fast_batcher._arrays.rows import describe_difference, make_row
+from fast_batcher._arrays.joining import describe_difference, make_row
 
 STACK = Collation.stack()
 

@@ -10,8 +10,8 @@ import pytest
 
 from fast_batcher import CollationError, stack
 from fast_batcher._arrays import stacking
-from fast_batcher._arrays.batches import join
 from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.joining import join
 
 torch = pytest.importorskip("torch")
 

@@ -7,14 +7,14 @@ from models.returning import BrokenOnArrival
 
 from fast_batcher._asyncio.answers import OutcomeReader, read_outcomes
 from fast_batcher._core.values import Failure
-from fast_batcher._transport import codec
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher.errors import InferenceError, TransportError
 
 
 def read(kind: Kind, content: Any, count: int, earlier: list[Any] | None = None) -> list[Any]:
     return read_outcomes(
-        Frame(kind, 17, 0.0, codec.dumps(content)), earlier, count, OutcomeReader()
+        Frame(kind, 17, 0.0, pickling.dumps(content)), earlier, count, OutcomeReader()
     )
 
 
@@ -25,8 +25,8 @@ def error_of(outcome: Any) -> Any:
 
 def test_outputs_and_failures_are_outcomes_by_position() -> None:
     assert read(Kind.OUTPUT_ATOMS, ["a", None], 2) == ["a", None]
-    items = [codec.dumps("b"), codec.describe(ValueError("bad")), codec.dumps(None)]
-    first, one, bad, three = read(Kind.OUTPUTS, items, 4, [codec.dumps("ahead")])
+    items = [pickling.dumps("b"), pickling.describe(ValueError("bad")), pickling.dumps(None)]
+    first, one, bad, three = read(Kind.OUTPUTS, items, 4, [pickling.dumps("ahead")])
     assert (first, one, three) == ("ahead", "b", None)
     assert isinstance(error_of(bad), ValueError)
 
@@ -35,7 +35,7 @@ def test_outputs_and_failures_are_outcomes_by_position() -> None:
 @pytest.mark.parametrize("kind", [Kind.OUTPUT_ATOMS, Kind.OUTPUTS])
 def test_another_number_of_outcomes_breaks_the_protocol(kind: Kind, count: int) -> None:
     with pytest.raises(TransportError, match=f"2 outcomes came back for {count} requests"):
-        read(kind, [codec.dumps("a"), codec.dumps("b")], count)
+        read(kind, [pickling.dumps("a"), pickling.dumps("b")], count)
 
 
 @pytest.mark.parametrize("kind", [Kind.READY, Kind.INPUTS, Kind.STARTUP_FAILED])
@@ -46,7 +46,7 @@ def test_a_frame_that_is_no_answer_breaks_the_protocol(kind: Kind) -> None:
 
 @pytest.mark.parametrize("error", [ValueError("broken"), SystemExit(1)], ids=repr)
 def test_an_output_that_cannot_be_unpickled_is_an_error(error: BaseException) -> None:
-    items = [codec.dumps("a"), codec.dumps(BrokenOnArrival("parent", error))]
+    items = [pickling.dumps("a"), pickling.dumps(BrokenOnArrival("parent", error))]
     one, two = read(Kind.OUTPUTS, items, 2)
     assert one == "a"
     assert isinstance(error_of(two), InferenceError)

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedulers import make, poll_batches, settle
 
-from fast_batcher._core.deadline_batches import DeadlineBatches
 from fast_batcher._core.prediction import BatchTimes, SizeCap
 from fast_batcher._core.queue import AGED_BATCHES, WINDOW_BATCHES, BatchPacker, RankedQueue
-from fast_batcher._core.scheduler import Scheduler
+from fast_batcher._core.scheduler import DeadlineBatches, Scheduler
 from fast_batcher._core.values import Group, Phase, Release, Request
 from fast_batcher._core.workers import WorkerSlot
 

@@ -8,7 +8,7 @@ from waits import LIMIT, turns
 
 from fast_batcher._parent.background import JobThread
 from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.inputs import Slabs
 
 pytestmark = pytest.mark.anyio
 

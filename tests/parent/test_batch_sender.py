@@ -10,7 +10,7 @@ from fast_batcher._clock import SLOW
 from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._file_state import FileState
 from fast_batcher._parent.batch_sender import BatchSender
-from fast_batcher._transport import codec
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import (
     RemoteTraceback,
@@ -54,7 +54,7 @@ class Wire:
 
     def items(self) -> list[Any]:
         """The items that were sent one by one, unpickled."""
-        return [codec.loads(item) for _, _, body in self.sent for item in codec.loads(body)]
+        return [pickling.loads(item) for _, _, body in self.sent for item in pickling.loads(body)]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_batch_of_atoms_is_one_pickle(wire: Wire) -> None:
     assert wire.sender.send(batch_of("a", None, 3)) == []
     ((kind, batch_id, body),) = wire.sent
     assert (kind, batch_id) == (Kind.INPUT_ATOMS, BATCH_ID)
-    assert codec.loads(body) == ["a", None, 3]
+    assert pickling.loads(body) == ["a", None, 3]
 
 
 def test_a_batch_of_anything_else_is_one_frame_with_a_pickle_for_each(wire: Wire) -> None:

@@ -37,8 +37,8 @@ from waits import call, outcome, turns
 from fast_batcher import Collation, InferenceModel
 from fast_batcher._asyncio.ledger import set_exception
 from fast_batcher._parent.input_arena import FRESH_COST, LEAST_STAGED, MOST_PER_TURN
-from fast_batcher._transport.codec import loads
 from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.pickling import loads
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
 from fast_batcher._parent.worker import Exit, WorkerLink
 from fast_batcher._parent.worker_process import describe_exit
-from fast_batcher._transport import codec
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Frame, Kind, pack_header
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import check_model
@@ -69,7 +69,7 @@ class Told:
 
     def send(self, worker: int, *inputs: Any) -> None:
         """Send a batch."""
-        self.links[worker].send(Kind.INPUT_ATOMS, 7, codec.dumps(list(inputs)))
+        self.links[worker].send(Kind.INPUT_ATOMS, 7, pickling.dumps(list(inputs)))
 
     def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]]) -> None:
         self.times = times
@@ -94,7 +94,7 @@ class Told:
         return []
 
     def frame_arrived(self, worker: int, frame: Frame) -> None:
-        self._tell("answer", codec.loads(frame.body))
+        self._tell("answer", pickling.loads(frame.body))
 
     def count(self, event: str) -> int:
         return [name for name, _ in self.events].count(event)
@@ -182,7 +182,7 @@ class SpeaksEarly:
     ("kind", "body"),
     [
         (Kind.READY, b"x"),
-        (Kind.OUTPUT_ATOMS, codec.dumps([1])),
+        (Kind.OUTPUT_ATOMS, pickling.dumps([1])),
     ],
 )
 async def test_a_worker_that_says_something_else_than_how_its_start_went_is_killed(

@@ -56,7 +56,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher._transport import codec
+from fast_batcher._transport import pickling
 from fast_batcher._transport.frames import Kind
 from fast_batcher.errors import RemoteTraceback
 
@@ -179,7 +179,7 @@ NONSENSE: dict[str, tuple[bytes, str]] = {
         "is replaced",
     ),
     "an answer to no batch": (
-        pack(Kind.OUTPUT_ATOMS, 12345, codec.dumps(["forged"])),
+        pack(Kind.OUTPUT_ATOMS, 12345, pickling.dumps(["forged"])),
         "an answer to batch 12345, which it does not have",
     ),
 }

@@ -23,9 +23,9 @@ from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
 from fast_batcher._parent.input_arena import MOST_AT_ONCE
-from fast_batcher._shared_memory.outbox_reader import OutboxReader
-from fast_batcher._transport.codec import dumps
+from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.pickling import dumps
 from fast_batcher.errors import (
     DeadlineExceededError,
     PoisonRequestError,

@@ -28,7 +28,7 @@ from fast_batcher import (
     WorkerLostError,
     WorkerStartupError,
 )
-from fast_batcher._shared_memory.slabs import Slabs
+from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher.observing import BatchDispatched, Observer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 COUNT_FAULTS = """
 import resource, sys
-from fast_batcher._shared_memory.heap import keep_freed_memory
+from fast_batcher._shared_memory.ranges import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fast_batcher._shared_memory.layouts import (
+from fast_batcher._shared_memory.inputs import (
     Key,
     Layout,
     address_of,
@@ -14,7 +14,7 @@ from fast_batcher._shared_memory.layouts import (
     unpack_layout,
     view_rows,
 )
-from fast_batcher._transport.codec import dumps
+from fast_batcher._transport.pickling import dumps
 
 torch = pytest.importorskip("torch")
 

@@ -12,16 +12,16 @@ import pytest
 from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
-from fast_batcher._shared_memory import outbox_reader
-from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_releasing
-from fast_batcher._shared_memory.outbox_reader import Answer, OutboxReader
-from fast_batcher._shared_memory.outbox_writer import (
+from fast_batcher._shared_memory import outbox as outboxes
+from fast_batcher._shared_memory.outbox import (
     RESTS_TO_KEEP_MEMORY,
+    Answer,
+    OutboxReader,
     OutboxWriter,
 )
-from fast_batcher._shared_memory.ranges import ALIGNMENT
-from fast_batcher._transport.memory_file import open_passed
-from fast_batcher._transport.pickler import OutOfBandPickle, OutOfBandPickler
+from fast_batcher._shared_memory.ranges import ALIGNMENT, RELEASING_SIZE, copy_releasing
+from fast_batcher._transport.pickling import OutOfBandPickle, OutOfBandPickler
+from fast_batcher._transport.progress import open_passed
 from fast_batcher.errors import TransportError
 
 MEBI = 2**20
@@ -132,7 +132,7 @@ def test_other_threads_run_while_large_buffers_are_copied(
         releasing.append((kind, part.nbytes))
         return copy_releasing(kind, part)
 
-    monkeypatch.setattr(outbox_reader, "copy_releasing", note)
+    monkeypatch.setattr(outboxes, "copy_releasing", note)
     value = [bytearray(LARGE), bytearray(RELEASING_SIZE), bytearray(RELEASING_SIZE - 1)]
     arrays = [np.frombuffer(one, np.uint8) for one in value]
     arrays.append(np.frombuffer(bytes(LARGE), np.uint8))

@@ -17,13 +17,10 @@ import pytest
 from memory_files import memory_of, refuse_memory
 from waits import LIMIT
 
-from fast_batcher._shared_memory.memcpy import RELEASING_SIZE, copy_buffer
-from fast_batcher._shared_memory.ranges import PAGE
-from fast_batcher._shared_memory.slabs import Section, Slab, Slabs
-from fast_batcher._shared_memory.views import SlabViews
-from fast_batcher._transport.memory_file import open_passed
-from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._transport.tensors import VolatileBuffer
+from fast_batcher._shared_memory.inputs import Section, Slab, Slabs, SlabViews
+from fast_batcher._shared_memory.ranges import PAGE, RELEASING_SIZE, copy_buffer
+from fast_batcher._transport.pickling import VolatileBuffer
+from fast_batcher._transport.progress import WorkerProgress, open_passed
 
 MEBI = 2**20
 SIZE = 8 * MEBI

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models.raising import EXCEPTIONS, CodedError
 
-from fast_batcher._transport import codec
-from fast_batcher._transport.codec import SerializedError
+from fast_batcher._transport import pickling
+from fast_batcher._transport.pickling import SerializedError
 from fast_batcher.errors import MAX_ERROR_TEXT, InferenceError, RemoteTraceback
 
 # The smallest `max_frame_bytes` there is.
@@ -34,8 +34,8 @@ def raised(error: BaseException) -> BaseException:
 
 @pytest.mark.parametrize("name", EXCEPTIONS)
 def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name: str) -> None:
-    failure = codec.describe(raised(EXCEPTIONS[name]()))
-    crossed = SerializedError(*codec.loads(codec.dumps(failure)))
+    failure = pickling.describe(raised(EXCEPTIONS[name]()))
+    crossed = SerializedError(*pickling.loads(pickling.dumps(failure)))
     assert crossed == failure
     one, two = crossed.to_error(), crossed.to_error()
     assert one is not two
@@ -51,7 +51,7 @@ def test_any_exception_crosses_as_data_and_comes_out_as_an_inference_error(name:
     ids=repr,
 )
 def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Exception) -> None:
-    result = codec.describe(raised(error)).to_error()
+    result = pickling.describe(raised(error)).to_error()
     assert isinstance(result, type(error))
     assert str(result) == str(error)
     assert result.args == error.args
@@ -61,11 +61,11 @@ def test_an_ordinary_exception_keeps_its_type_arguments_and_attributes(error: Ex
 
 def test_any_failure_fits_into_the_smallest_frame_there_may_be() -> None:
     """Each character takes four bytes, and there is room for a pickled exception as well."""
-    failure = codec.describe(raised(ValueError("\U0001f525" * 10**6)))
+    failure = pickling.describe(raised(ValueError("\U0001f525" * 10**6)))
     assert len(failure.text) >= MAX_ERROR_TEXT
     full = failure._replace(pickled=b"x" * MAX_ERROR_TEXT)
-    assert len(codec.dumps(full)) <= LEAST_MAX_FRAME_BYTES
-    parts = list(codec.fragment([full] * 3, LEAST_MAX_FRAME_BYTES))
+    assert len(pickling.dumps(full)) <= LEAST_MAX_FRAME_BYTES
+    parts = list(pickling.fragment([full] * 3, LEAST_MAX_FRAME_BYTES))
     assert all(len(part) <= LEAST_MAX_FRAME_BYTES for part in parts)
 
 
@@ -97,10 +97,10 @@ items = st.lists(
 def test_parts_hold_all_items_in_order_and_none_is_too_long(
     items: list[Any], max_frame_bytes: int
 ) -> None:
-    parts = list(codec.fragment(items, max_frame_bytes))
+    parts = list(pickling.fragment(items, max_frame_bytes))
     assert parts
-    assert [item for part in parts for item in codec.loads(part)] == items
-    filled = codec.fragment([bytes(100)] * 10, max_frame_bytes)
+    assert [item for part in parts for item in pickling.loads(part)] == items
+    filled = pickling.fragment([bytes(100)] * 10, max_frame_bytes)
     assert len([*filled]) <= -(-10 // ((max_frame_bytes - 20) // 120))
     assert all(len(part) <= max_frame_bytes for part in parts)
 
@@ -108,8 +108,8 @@ def test_parts_hold_all_items_in_order_and_none_is_too_long(
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 65_535, 65_536, 2**20, 2**24])
 def test_the_size_of_an_item_is_never_underestimated(size: int) -> None:
     items: list[bytes | SerializedError] = [bytes([number]) * size for number in range(3)]
-    (part,) = codec.fragment(items, 2**30)
-    assert len(part) <= sum(codec._size(item) for item in items) + codec._ITEM_OVERHEAD
+    (part,) = pickling.fragment(items, 2**30)
+    assert len(part) <= sum(pickling._size(item) for item in items) + pickling._ITEM_OVERHEAD
 
 
 class Array:
@@ -124,10 +124,10 @@ class Array:
     [
         *[(b"x" * 7, 7), (bytearray(5), 5), ("text", 4), (Array(), 602_112)],
         # In general it is the pickle's; what cannot be pickled has none.
-        *[([1], len(codec.dumps([1]))), (threading.Lock(), 0)],
+        *[([1], len(pickling.dumps([1]))), (threading.Lock(), 0)],
     ],
 )
 def test_the_size_of_a_buffer_is_known_and_that_of_any_other_value_is_measured(
     value: Any, size: int
 ) -> None:
-    assert codec.measure_size(value) == size
+    assert pickling.measure_size(value) == size

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._transport.memory_file import make_memory_file, make_shared_file
+from fast_batcher._transport.progress import make_memory_file, make_shared_file
 
 SIZE = 100_000
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fast_batcher._transport.pickler import (
+from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     PIECE_SIZE,
     OutOfBandPickle,

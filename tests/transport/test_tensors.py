@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fast_batcher._transport.tensors import PLAIN_DTYPES, is_plain_tensor, rebuild_tensor
+from fast_batcher._transport.pickling import PLAIN_DTYPES, is_plain_tensor, rebuild_tensor
 
 torch: Any = pytest.importorskip("torch")
 

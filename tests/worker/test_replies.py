@@ -11,11 +11,9 @@ from memory_files import refuse_memory
 from models.returning import RefusesPickling
 
 from fast_batcher._asyncio.answers import SharedOutcomes
-from fast_batcher._shared_memory.outbox_reader import OutboxReader
-from fast_batcher._shared_memory.outbox_writer import OutboxWriter
-from fast_batcher._transport.codec import ATOMS, SerializedError, describe, loads
+from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
 from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.pickler import LEAST_SHARED
+from fast_batcher._transport.pickling import ATOMS, LEAST_SHARED, SerializedError, describe, loads
 from fast_batcher._worker.replies import ReplyEncoder
 from fast_batcher.errors import TransportError
 

@@ -18,11 +18,11 @@ from models.returning import BrokenOnArrival
 from waits import LIMIT, Gate
 
 from fast_batcher import InferenceModel
-from fast_batcher._transport import codec
+from fast_batcher._transport import pickling
 from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.codec import SerializedError
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.log_records import open_log_sockets
+from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.log_sending import LogSettings
@@ -90,12 +90,12 @@ class Served:
 
     def ask(self, *inputs: Any) -> Frame:
         """Send a batch in one pickle, which is for inputs that cannot be changed; its answer."""
-        self.channel.send(Kind.INPUT_ATOMS, 5, codec.dumps(list(inputs)))
+        self.channel.send(Kind.INPUT_ATOMS, 5, pickling.dumps(list(inputs)))
         return self.answer()
 
     def ask_items(self, *inputs: Any) -> Frame:
         """Send a batch item by item; its answer."""
-        self.channel.send(Kind.INPUTS, 6, codec.dumps([codec.dumps(one) for one in inputs]))
+        self.channel.send(Kind.INPUTS, 6, pickling.dumps([pickling.dumps(one) for one in inputs]))
         return self.answer()
 
     def close(self) -> None:
@@ -125,17 +125,17 @@ def serves(model: Any) -> pytest.MarkDecorator:
 
 def failure_in(frame: Frame, kind: Kind = Kind.FAILED) -> Any:
     assert frame.kind is kind
-    return SerializedError(*codec.loads(frame.body)).to_error()
+    return SerializedError(*pickling.loads(frame.body)).to_error()
 
 
 def outcomes_in(frame: Frame) -> list[Any]:
     """Outputs, and errors where there are none."""
     if frame.kind is Kind.OUTPUT_ATOMS:
-        return list(codec.loads(frame.body))
+        return list(pickling.loads(frame.body))
     assert frame.kind is Kind.OUTPUTS
     return [
-        codec.loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
-        for item in codec.loads(frame.body)
+        pickling.loads(item) if isinstance(item, bytes) else SerializedError(*item).to_error()
+        for item in pickling.loads(frame.body)
     ]
 
 
@@ -158,10 +158,10 @@ def test_the_answer_tells_how_long_the_model_took(served: Served) -> None:
 @serves(Echo)
 def test_batches_are_answered_in_their_order(served: Served) -> None:
     for number in range(20):
-        served.channel.send(Kind.INPUT_ATOMS, number, codec.dumps([number]))
+        served.channel.send(Kind.INPUT_ATOMS, number, pickling.dumps([number]))
     for number in range(20):
         frame = served.answer()
-        assert (frame.batch_id, codec.loads(frame.body)) == (number, [number])
+        assert (frame.batch_id, pickling.loads(frame.body)) == (number, [number])
 
 
 @serves(lambda: Returns(torch.ones((2, 3), requires_grad=True) * 2))
@@ -173,10 +173,10 @@ def test_the_rows_of_a_tensor_leave_their_gradients_behind(served: Served) -> No
 
 @serves(Echo)
 def test_stop_comes_after_what_was_sent_before(served: Served) -> None:
-    served.channel.send(Kind.INPUT_ATOMS, 1, codec.dumps(["last"]))
+    served.channel.send(Kind.INPUT_ATOMS, 1, pickling.dumps(["last"]))
     served.channel.send(Kind.STOP)
-    served.channel.send(Kind.INPUT_ATOMS, 2, codec.dumps(["never read"]))
-    assert codec.loads(served.answer().body) == ["last"]
+    served.channel.send(Kind.INPUT_ATOMS, 2, pickling.dumps(["never read"]))
+    assert pickling.loads(served.answer().body) == ["last"]
     served.thread.join(LIMIT)
     assert not served.thread.is_alive()
 
@@ -196,17 +196,17 @@ def test_an_answer_arrives_whole_although_signals_interrupt_its_writing(gate: Ga
     for end in (*theirs, receiver, sender):
         end.close()
     channel = BlockingChannel(ours, MEBI)
-    channel.send(Kind.LOAD, 0, codec.dumps((Alarmed, (gate.path,), {})))
+    channel.send(Kind.LOAD, 0, pickling.dumps((Alarmed, (gate.path,), {})))
     ready = channel.receive()
     assert ready is not None
     assert ready.kind is Kind.READY
     inputs = [b"x" * 50_000]
-    channel.send(Kind.INPUT_ATOMS, 1, codec.dumps(inputs))
+    channel.send(Kind.INPUT_ATOMS, 1, pickling.dumps(inputs))
     for _ in range(3):
         gate.wait().let_on()
     answer = channel.receive()
     assert answer is not None
-    assert codec.loads(answer.body) == inputs
+    assert pickling.loads(answer.body) == inputs
     assert (progress.taken, progress.begun) == (1, 1)
     progress.close()
     channel.close()
@@ -246,14 +246,14 @@ def test_out_of_memory_in_a_stage_does_not_end_the_worker(served: Served) -> Non
 @serves(StreamsInput)
 def test_a_generator_of_the_model_outlives_running_out_of_memory(served: Served) -> None:
     assert served.ask("large").kind is Kind.OUT_OF_MEMORY
-    assert codec.loads(served.ask("small").body) == [1]
+    assert pickling.loads(served.ask("small").body) == [1]
 
 
 @serves(Says)
 def test_a_worker_ends_after_a_fatal_error_and_leaves_what_follows(served: Served) -> None:
-    fatal = codec.dumps(["CUDA error: unspecified launch failure"])
+    fatal = pickling.dumps(["CUDA error: unspecified launch failure"])
     served.channel.send(Kind.INPUT_ATOMS, 1, fatal)
-    served.channel.send(Kind.INPUT_ATOMS, 2, codec.dumps(["fine"]))
+    served.channel.send(Kind.INPUT_ATOMS, 2, pickling.dumps(["fine"]))
     assert served.answer().kind is Kind.FATAL
     served.thread.join(LIMIT)
     assert not served.thread.is_alive()
@@ -300,7 +300,7 @@ def test_an_exception_is_found_whatever_outputs_came_before(served: Served) -> N
 @serves(Echo)
 def test_parts_of_a_batch_are_put_together_by_their_number(served: Served) -> None:
     def part(*values: str) -> bytes:
-        return codec.dumps([codec.dumps(value) for value in values])
+        return pickling.dumps([pickling.dumps(value) for value in values])
 
     send = served.channel.send
     send(Kind.INPUTS_FRAGMENT, 1, part("a"))

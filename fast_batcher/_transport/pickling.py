@@ -1,27 +1,307 @@
-"""Pickling with out-of-band buffers (PEP 574), so that large buffers are copied only once.
+"""Pickling of inputs, outputs and errors. Both sides, any thread.
 
-Both sides: the event loop's thread pickles inputs, and the worker's main thread outputs. The values
-of a batch are pickled one after the other, each with its own memo, so that two requests never share
-an object. A pickle is a list of pieces: bytes of the stream, among them large `bytes` objects of
-the value, and the out-of-band buffers of arrays and tensors. Large pieces are not copied; text is
-encoded. Until the first large batch all buffers are in the stream.
+The values of a batch are pickled one after the other, each with its own memo, so that no two
+requests share an object, and a value that cannot be pickled affects its own request only. A pickle
+of a value with large buffers is a list of pieces: bytes of the stream, among them large `bytes`
+objects of the value, and the out-of-band buffers of arrays and tensors. Large pieces are not
+copied; text is encoded.
+
+Exceptions are sent as data: many exceptions cannot be unpickled, and the worker finds that out
+before it sends them.
 """
 
 import copyreg
 import functools
 import io
+import math
 import pickle
 import sys
-from typing import TYPE_CHECKING, Any
+import traceback
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fast_batcher._shared_memory.ranges import lay_out
-from fast_batcher._transport.codec import PROTOCOL
 from fast_batcher._transport.frames import READ_SIZE
-from fast_batcher._transport.tensors import is_plain_tensor, rebuild_tensor, view_tensor
-from fast_batcher.errors import forget_frames
+from fast_batcher.errors import (
+    MAX_ERROR_TEXT,
+    InferenceError,
+    RemoteTraceback,
+    forget_frames,
+    from_model,
+    is_kind,
+    rebuild,
+    take_apart,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
+
+# Dtypes whose tensors can be made from any bytes. The list has only dtypes known to be safe: with
+# others, for example quantized ones, PyTorch reads memory that it does not own, and crashes. Names
+# that the installed PyTorch lacks are skipped.
+PLAIN_DTYPES = (
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
+
+
+@functools.cache
+def _plain_dtypes(torch: Any) -> frozenset[Any]:
+    return frozenset(getattr(torch, name) for name in PLAIN_DTYPES if hasattr(torch, name))
+
+
+def is_plain_tensor(torch: Any, tensor: Any) -> bool:
+    """Return whether dtype, shape and bytes in CPU memory describe a tensor completely.
+
+    Args:
+        torch: The module.
+        tensor: A `torch.Tensor`, not of a derived class.
+    """
+    try:
+        return (
+            tensor.dtype in _plain_dtypes(torch)
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.is_contiguous()
+            and tensor.dim() > 0
+            and not tensor.requires_grad
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            # Axes had names until PyTorch 2.12, each None without one.
+            and not any(getattr(tensor, "names", ()))
+            and not vars(tensor)
+            # A null address means that there is no storage. A storage may have been resized below
+            # the tensor's end: reading the tensor would read other memory of this process.
+            and tensor.data_ptr() != 0
+            and tensor.untyped_storage().nbytes()
+            >= tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        )
+    except (RuntimeError, TypeError, AttributeError):  # a kind of tensor that lacks one of these
+        return False
+
+
+class VolatileBuffer:
+    """Array interface to the bytes of a tensor, which its owner may free at any moment.
+
+    Args:
+        tensor: A contiguous tensor of bytes.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        # This reference keeps the memory, unless the storage is resized.
+        self._tensor = tensor
+        data, shape = (tensor.data_ptr(), False), (tensor.nbytes,)
+        self.__array_interface__ = {"data": data, "shape": shape, "typestr": "|u1", "version": 3}
+
+
+def is_volatile(piece: memoryview) -> bool:
+    """Return whether the memory of this buffer may be freed while the buffer exists."""
+    return isinstance(getattr(piece.obj, "base", None), VolatileBuffer)
+
+
+def view_tensor(torch: Any, tensor: Any) -> Any:
+    """Return a NumPy array of the bytes of a plain tensor; None without NumPy."""
+    numpy: Any = sys.modules.get("numpy")
+    try:
+        # As bytes, because NumPy lacks some dtypes. Not with `tensor.numpy()`, after which the
+        # caller could never resize the tensor again.
+        return numpy.asarray(VolatileBuffer(tensor.view(torch.uint8)))
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+
+
+def rebuild_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Make a tensor that views this buffer, and keeps a reference to it.
+
+    Raises:
+        TypeError: The dtype is not one of `PLAIN_DTYPES`.
+        ValueError: The buffer's length does not match dtype and shape.
+    """
+    import torch
+
+    if dtype not in _plain_dtypes(torch):
+        raise TypeError(f"a tensor of dtype {dtype} cannot be made of bytes")
+    size = memoryview(buffer).nbytes
+    expected = math.prod(shape) * dtype.itemsize
+    if size != expected:
+        raise ValueError(
+            f"a tensor of dtype {dtype} and shape {shape} has {expected} bytes: {size}"
+        )
+    return torch.frombuffer(buffer, dtype=dtype).reshape(shape)
+
+
+# Pickle and unpickle one object; unpickling copies it out of the body. Both ends run the same
+# Python, so the highest protocol is safe.
+PROTOCOL = pickle.HIGHEST_PROTOCOL
+dumps = functools.partial(pickle.dumps, protocol=PROTOCOL)
+loads = pickle.loads
+# Immutable types, whose values requests may share: a batch of only these types is one pickle, which
+# takes 0.03 us per short string and direction instead of 0.3 us. Without it a request would cost
+# the API process 3.2 times the floor of the event loop on uvloop, not 2.1
+# (`benchmarks/overhead.py`).
+ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
+# Atoms of variable length.
+TEXTS = frozenset({str, bytes})
+# Bytes per item in the pickle of the list of items: a bytes object costs 5 to 14.
+_ITEM_OVERHEAD = 16
+
+
+class SerializedError(NamedTuple):
+    """An exception as data."""
+
+    # Type and message, in one line.
+    text: str
+    traceback: str
+    # Pickled type, arguments and attributes; None if they did not survive a round trip in the
+    # worker.
+    pickled: bytes | None
+
+    def to_error(self) -> InferenceError:
+        """Make an error for one caller."""
+        original = None
+        if self.pickled is not None:
+            try:
+                original = rebuild(*loads(self.pickled))
+            except BaseException:  # noqa: BLE001  the class may not exist here; the text serves
+                original = None
+        return from_model(original, self.text, self.traceback)
+
+
+def describe(error: BaseException) -> SerializedError:
+    """Turn any exception into data that crosses the process boundary."""
+    text = one_line(error)
+    trace = _format(error)
+    if trace is None:
+        # An error that cannot be shown would raise again wherever the app shows it.
+        return SerializedError(text, text, None)
+    return SerializedError(text, trace, _pickle_if_it_survives(error))
+
+
+def to_cause(error: BaseException) -> RemoteTraceback:
+    """Make the cause of a caller's error from an exception of the user's code, without frames."""
+    return RemoteTraceback(_format(error) or one_line(error))
+
+
+def _format(error: BaseException) -> str | None:
+    """Return the traceback of an exception as text, None if the exception cannot be shown."""
+    try:
+        str(error)
+        trace = "".join(traceback.format_exception(error))
+    except BaseException:  # noqa: BLE001  __str__ and __notes__ are the user's code
+        return None
+    return _short(trace, keep_end=True)
+
+
+def dump_atoms(values: list[Any], limit: int) -> bytes | None:
+    """Pickle a list of values whose types are all in `ATOMS`.
+
+    Args:
+        values: The values.
+        limit: Total of characters and bytes below which the values are pickled.
+
+    Returns:
+        The pickle, or None if a value has another type or the total reaches the limit.
+    """
+    texts = values
+    if not TEXTS.issuperset(map(type, values)):
+        if not ATOMS.issuperset(map(type, values)):
+            return None
+        texts = [one for one in values if type(one) in TEXTS]
+    return pickle.dumps(values, PROTOCOL) if sum(map(len, texts)) < limit else None
+
+
+def fragment(items: Iterable[bytes | SerializedError], max_frame_bytes: int) -> Iterator[bytes]:
+    """Pickle items as one or more lists that each fit into a frame.
+
+    Args:
+        items: Items that each fit into a frame alone.
+        max_frame_bytes: Most bytes of a pickled list.
+    """
+    part: list[bytes | SerializedError] = []
+    # Starts with the overhead of the list itself.
+    size = _ITEM_OVERHEAD
+    for item in items:
+        item_size = _size(item)
+        if part and size + item_size > max_frame_bytes:
+            yield dumps(part)
+            part, size = [], _ITEM_OVERHEAD
+        part.append(item)
+        size += item_size
+    yield dumps(part)
+
+
+def measure_size(value: Any) -> int:
+    """Estimate the bytes of a value on the pipe; 0 if it cannot be pickled.
+
+    Texts, bytes, arrays and tensors know their size; other values are pickled to measure it.
+    """
+    if isinstance(value, bytes | bytearray | str):
+        return len(value)
+    try:
+        # Arrays and tensors have `nbytes`.
+        return int(value.nbytes) if hasattr(value, "nbytes") else len(dumps(value))
+    except BaseException:  # noqa: BLE001  user code; the error is reported when the value is sent
+        return 0
+
+
+def fits(length: int, max_frame_bytes: int) -> bool:
+    """Return whether a pickled item of this length fits into a frame alone."""
+    return length + 2 * _ITEM_OVERHEAD <= max_frame_bytes
+
+
+def _size(item: bytes | SerializedError) -> int:
+    return len(item if isinstance(item, bytes) else dumps(item)) + _ITEM_OVERHEAD
+
+
+def one_line(error: BaseException) -> str:
+    """Return type and message of an exception, even if its `__str__` raises."""
+    name = type(error).__qualname__
+    try:
+        text = str(error)
+        line = f"{name}: {text}" if text else name
+    except BaseException:  # noqa: BLE001  __str__, and what it returns, is the user's code
+        return f"{name} (its text cannot be shown: __str__ raised)"
+    return _short(line)
+
+
+def _short(text: str, *, keep_end: bool = False) -> str:
+    # Lone surrogates cannot be pickled into UTF-8.
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    if len(text) <= MAX_ERROR_TEXT:
+        return text
+    if keep_end:
+        return f"[{len(text) - MAX_ERROR_TEXT} characters cut] {text[-MAX_ERROR_TEXT:]}"
+    return f"{text[:MAX_ERROR_TEXT]} [{len(text) - MAX_ERROR_TEXT} characters cut]"
+
+
+def _pickle_if_it_survives(error: BaseException) -> bytes | None:
+    """Return the pickled parts of an exception; None if it cannot be rebuilt from them."""
+    if not is_kind(error, Exception):
+        return None
+    try:
+        pickled = dumps(take_apart(error))
+        rebuild(*loads(pickled))
+    except BaseException:  # noqa: BLE001  pickling and rebuilding run the user's code
+        return None
+    # Of a longer exception only the shortened text is sent.
+    return pickled if len(pickled) <= MAX_ERROR_TEXT else None
+
 
 # CPython's FRAME_SIZE_TARGET: its pickler writes the stream in pieces of about this size, and
 # passes a `bytes` object of at least this size to `write` without copying it.

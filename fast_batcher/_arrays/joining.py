@@ -1,0 +1,838 @@
+"""Joining of inputs to one batch, and splitting of a batch's outputs. Pure.
+
+    join(rows)        -> one structure of arrays with a batch axis
+    split_rows(batch) -> the rows of the batch
+    is_much(...)      -> whether joining or splitting takes too long for an event loop
+    list_outputs(...) -> the outputs of a model for a batch, one for each input
+
+NumPy and PyTorch are used where they are loaded; no library of tables is imported. A dtype is kept
+as it is: leaves that would have to be promoted are refused.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from fast_batcher._arrays.collation import Collation, Outputs, Padding, PadValue
+from fast_batcher._arrays.stacking import find_whole
+from fast_batcher._arrays.trees import LEAF, Tree, build, children, flatten, paths, with_entry
+from fast_batcher.errors import CollationError, OutputMismatchError, is_kind
+
+_NUMBERS: Final = (bool, int, float, complex)
+_TEXTS: Final = (str, bytes)
+_INT64: Final = range(-(2**63), 2**63)
+
+
+class Spec(NamedTuple):
+    """Kind, dtype, shape and device of a leaf; leaves of equal specs can be stacked."""
+
+    # "array", "tensor", "number", "text" or "none".
+    kind: str
+    # The type of a number or a text.
+    dtype: Any = None
+    # Lengths of the axes, None for a padded one.
+    shape: tuple[int | None, ...] = ()
+    device: Any = None
+
+    def __str__(self) -> str:
+        if self.kind in ("number", "text"):
+            return f"a Python {self.dtype.__name__}"
+        if self.kind == "none":
+            return "None"
+        lengths = ["any" if length is None else str(length) for length in self.shape]
+        shape = f"{lengths[0]}," if len(lengths) == 1 else ", ".join(lengths)
+        where = "" if self.device is None else f" on {self.device}"
+        article = "an" if self.kind == "array" else "a"
+        return f"{article} {self.kind} of shape ({shape}) and dtype {self.dtype}{where}"
+
+
+NONE: Final = Spec("none")
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a NumPy array or scalar of a kind that can be joined."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and (
+        type(value) in (numpy.ndarray, numpy.memmap)
+        or (isinstance(value, numpy.generic) and not isinstance(value, _TEXTS))
+    )
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a PyTorch tensor of a kind that can be joined."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def is_array_like(value: Any) -> bool:
+    """Whether it is an array or tensor of any kind, also one that cannot be joined."""
+    return is_tensor(value) or (hasattr(value, "dtype") and hasattr(value, "shape"))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text or None, which have no axes."""
+    return value is None or type(value) in _NUMBERS or isinstance(value, _TEXTS)
+
+
+def spec_of(leaf: Any) -> Spec | None:
+    """Return the spec of a leaf, None if the leaf cannot be joined to others."""
+    if is_array(leaf):
+        return None if leaf.dtype.hasobject else Spec("array", leaf.dtype, leaf.shape)
+    if is_tensor(leaf):
+        if find_tensor_fault(leaf):  # checked first: the shape of a nested tensor raises
+            return None
+        return Spec("tensor", leaf.dtype, tuple(leaf.shape), leaf.device)
+    kind = type(leaf)
+    if kind in _NUMBERS:
+        return Spec("number", kind) if kind is not int or leaf in _INT64 else None
+    if leaf is None:
+        return NONE
+    if isinstance(leaf, _TEXTS):
+        return Spec("text", bytes if isinstance(leaf, bytes) else str)
+    return None
+
+
+def describe_fault(leaf: Any, feature: str) -> str:
+    """Say why a leaf without a spec cannot be joined, and what can be sent instead."""
+    name, kind = named(feature), type(leaf).__qualname__
+    if is_array(leaf):
+        fault = f"dtype {leaf.dtype}"
+    elif is_tensor(leaf):
+        fault = find_tensor_fault(leaf) or ""
+    elif is_array_like(leaf):
+        return f"{name} is a {kind}; send a plain array or tensor: numpy.asarray(x), x.filled(...)"
+    elif isinstance(leaf, int):
+        return f"{name} is a number that does not fit into 64 bits; send a float or a text"
+    else:
+        return (
+            f"{name} is a {kind}; send an array, a tensor, a number, or a dict, list, tuple or "
+            "dataclass of them"
+        )
+    return (
+        f"{name} is an array or tensor of {fault}, which cannot be joined with others; convert it "
+        "to numbers in a dense array"
+    )
+
+
+def pad_spec(spec: Spec, feature: str, padding: Padding) -> Spec:
+    """Return a spec without the lengths of its padded axes.
+
+    Raises:
+        CollationError: The dtype cannot keep the pad value.
+    """
+    axes = padding.axes_of(feature, len(spec.shape))
+    if not axes or spec.kind not in ("array", "tensor"):
+        return spec
+    value = padding.value_of(feature)
+    if not _fits(value, spec.kind, spec.dtype):
+        raise CollationError(
+            f"{named(feature)}: the pad value {value!r} does not fit dtype {spec.dtype}; choose "
+            f"one that does, as in Collation.pad(values={{{feature!r}: ...}})"
+        )
+    shape = tuple([None if axis in axes else n for axis, n in enumerate(spec.shape)])
+    return spec._replace(shape=shape)
+
+
+def find_tensor_fault(tensor: Any) -> str | None:
+    """Describe why a tensor cannot be split into rows; None if it can."""
+    torch = sys.modules["torch"]
+    if tensor.layout is not torch.strided:
+        return f"layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"quantized dtype {tensor.dtype}"
+    if tensor.device.type == "meta":
+        return "device meta"
+    return "nested tensors" if tensor.is_nested else None
+
+
+def named(feature: str) -> str:
+    """Return a feature's name as an error shows it."""
+    return repr(feature) if feature else "the row"
+
+
+# Room for the features of a few models; 1, True and 1+0j are equal, and do not fit alike.
+@functools.lru_cache(maxsize=256, typed=True)
+def _fits(value: PadValue, library: str, dtype: Any) -> bool:
+    """Whether a pad value can be kept in this dtype without becoming another number."""
+    limits: Any = sys.modules["numpy" if library == "array" else "torch"]
+    kind = dtype.kind if library == "array" else _kind_of_tensors(dtype)
+    if kind not in "biufc" or (isinstance(value, complex) and kind != "c"):
+        return False
+    # Python's numbers: compared to a NumPy number, the value would first be cast to its dtype.
+    if kind in "fc":
+        least, most = float(limits.finfo(dtype).min), float(limits.finfo(dtype).max)
+        # Not `isfinite`, which cannot take an int of any size.
+        return all(
+            least <= part <= most or part != part or part in (math.inf, -math.inf)
+            for part in (value.real, value.imag)
+        )
+    if kind == "b":
+        return value in (0, 1)
+    assert not isinstance(value, complex), "it is refused above"
+    info = limits.iinfo(dtype)
+    return int(info.min) <= value <= int(info.max) and value == int(value)
+
+
+def _kind_of_tensors(dtype: Any) -> str:
+    """Return NumPy's letter for a dtype of PyTorch."""
+    if dtype.is_complex:
+        return "c"
+    if dtype.is_floating_point:
+        return "f"
+    return "b" if dtype is sys.modules["torch"].bool else "i"
+
+
+def may_have_axis(spec: Spec, dim: int) -> bool:
+    """Whether a batch of leaves with this spec can have its axis at `dim`."""
+    ndim = len(spec.shape)
+    return -ndim - 1 <= dim <= ndim or spec.kind in ("none", "text")
+
+
+def stack_leaves(
+    leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding | None, like: Spec
+) -> Any:
+    """Join the leaves of many rows along a new axis.
+
+    Args:
+        leaves: One or more, all of this `spec`.
+        spec: What `spec_of` says of each.
+        feature: Their name.
+        dim: Position of the new axis, already checked with `may_have_axis`.
+        padding: Rules for padded axes, None without any.
+        like: The spec of an array or tensor of these rows: numbers get its library and device.
+
+    Returns:
+        An array or tensor, new unless the leaves lie in one already (see `stacking`); numbers
+        become one of bool, int64, float64 or complex128, texts a list, None stays None.
+
+    Raises:
+        CollationError: The leaves are numbers, and NumPy is not installed.
+    """
+    if spec.kind == "none":
+        return None
+    if spec.kind == "text":
+        return list(leaves)
+    if spec.kind == "number":
+        return _stack_numbers(leaves, spec, like)
+    if dim == 0 and (found := find_whole(leaves)) is not None:
+        return found
+    is_tensor = spec.kind == "tensor"
+    if is_tensor:  # no gradient is computed through a batch
+        leaves = [leaf.detach() for leaf in leaves]
+    if None in spec.shape:
+        assert padding is not None, "the spec says so"
+        return _pad_leaves(leaves, spec, feature, dim, padding)
+    if is_tensor:
+        return sys.modules["torch"].stack(leaves, dim)
+    numpy = sys.modules["numpy"]
+    # `out` makes the batch C-contiguous, whatever the memory layout of the rows.
+    batch = numpy.empty(_batch_shape(spec.shape, dim, len(leaves)), spec.dtype)
+    return numpy.stack(leaves, dim, out=batch)
+
+
+def _batch_shape(row: Sequence[Any], dim: int, count: int) -> list[Any]:
+    shape = [*row]
+    shape.insert(dim % (len(row) + 1), count)
+    return shape
+
+
+def _pad_leaves(leaves: Sequence[Any], spec: Spec, feature: str, dim: int, padding: Padding) -> Any:
+    """Join arrays or tensors after filling them up to the longest."""
+    longest = [max(lengths) for lengths in zip(*[leaf.shape for leaf in leaves], strict=True)]
+    library: Any = sys.modules["torch" if spec.kind == "tensor" else "numpy"]
+    device = {"device": spec.device} if spec.kind == "tensor" else {}
+    shape = _batch_shape(longest, dim, len(leaves))
+    batch = library.full(shape, padding.value_of(feature), dtype=spec.dtype, **device)
+    is_left = padding.side_of(feature) == "left"
+    for row, leaf in zip(library.moveaxis(batch, dim, 0), leaves, strict=True):
+        ends = longest if is_left else leaf.shape
+        slices = [slice(end - size, end) for size, end in zip(leaf.shape, ends, strict=True)]
+        row[tuple(slices)] = leaf
+    return batch
+
+
+def _stack_numbers(leaves: Sequence[Any], spec: Spec, like: Spec) -> Any:
+    if like.kind == "tensor":
+        torch = sys.modules["torch"]
+        dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
+        dtype = dtypes.get(spec.dtype, torch.complex128)
+        return torch.tensor(leaves, dtype=dtype, device=like.device)
+    try:
+        numpy = importlib.import_module("numpy")
+    except ImportError:
+        raise CollationError("numbers become NumPy arrays, and NumPy is not installed") from None
+    names = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
+    return numpy.array(leaves, names[spec.dtype])
+
+
+def ones(lengths: Sequence[int], like: Spec) -> Any:
+    """Make an int64 mask of ones, in the library and on the device of a feature."""
+    if like.kind == "tensor":
+        torch = sys.modules["torch"]
+        return torch.ones(tuple(lengths), dtype=torch.int64, device=like.device)
+    numpy = sys.modules["numpy"]
+    return numpy.ones(tuple(lengths), "int64")
+
+
+def row_count(batch: Any, dim: int) -> int | None:
+    """Return the length of axis `dim` of an array or tensor, None if it has no axis `dim`."""
+    if is_tensor(batch) and batch.is_nested:  # its shape raises
+        return None
+    ndim = len(batch.shape)
+    return batch.shape[dim] if -ndim <= dim < ndim else None
+
+
+def byte_count(leaf: Any) -> int:
+    """Return how many bytes a copy of an array or tensor takes."""
+    if is_tensor(leaf):
+        return 0 if find_tensor_fault(leaf) else leaf.numel() * leaf.element_size()
+    return int(leaf.nbytes)
+
+
+def unstack(batch: Any, dim: int, *, to_cpu: bool, copy: bool = False) -> list[Any]:
+    """Split an array or tensor along its axis `dim` into rows.
+
+    Rows of an array are views, which are pickled without the rest. A view of a tensor would be
+    pickled with its whole batch, so rows of a tensor are copies, without their gradients.
+
+    Args:
+        batch: An array or tensor with a batch axis.
+        dim: Position of the batch axis.
+        to_cpu: Move the rows of tensors to the CPU.
+        copy: Copy the rows of arrays too.
+    """
+    if is_tensor(batch):
+        return [own_tensor(row) for row in _plain(batch, to_cpu=to_cpu).unbind(dim)]
+    numpy = sys.modules["numpy"]
+    rows = numpy.moveaxis(numpy.asarray(batch), dim, 0)
+    return copy_rows(rows) if copy else list(rows)
+
+
+def copy_rows(batch: Any) -> list[Any]:
+    """Copy the rows of an array, of whatever subclass, along its first axis."""
+    if batch.ndim == 1 and batch.dtype.kind != "V":
+        return list(batch)  # scalars, but for structured ones, which are views
+    return [row.copy() for row in batch]
+
+
+def own(leaf: Any, *, to_cpu: bool) -> Any:
+    """Return a leaf as it is, but a tensor without its gradient and without shared memory."""
+    if not is_tensor(leaf) or find_tensor_fault(leaf) is not None:
+        return leaf
+    plain = _plain(leaf, to_cpu=to_cpu)
+    size = plain.numel() * plain.element_size()
+    return plain if plain.untyped_storage().nbytes() == size else own_tensor(plain)
+
+
+def _plain(tensor: Any, *, to_cpu: bool) -> Any:
+    return tensor.detach().cpu() if to_cpu else tensor.detach()
+
+
+def own_tensor(tensor: Any) -> Any:
+    """Copy a tensor."""
+    return tensor.clone(memory_format=sys.modules["torch"].contiguous_format)
+
+
+class Row(NamedTuple):
+    """The leaves of an input, the tree that held them, and the spec of each leaf."""
+
+    leaves: list[Any]
+    tree: Tree
+    specs: tuple[Spec, ...]
+
+    @property
+    def signature(self) -> tuple[Tree, tuple[Spec, ...]]:
+        """Tree and specs; rows with equal signatures can be joined. Hashable."""
+        return self.tree, self.specs
+
+
+def make_row(value: Any, collation: Collation) -> Row:
+    """Flatten one input and describe its leaves.
+
+    Args:
+        value: The input.
+        collation: Rules by which inputs are joined.
+
+    Raises:
+        CollationError: The input cannot be joined to any other: it is or holds a value that is no
+            array, its dtype cannot keep its pad value, or it has too few axes.
+    """
+    padding = collation.padding
+    row = _flatten_row(value, padding)
+    if padding is not None and padding.mask is not None:
+        _check_mask(value, padding.mask)
+        mask, spec = _make_mask(row, padding.mask, padding.mask_of)
+        tree = with_entry(row.tree, padding.mask)
+        row = Row([*row.leaves, mask], tree, (*row.specs, spec))
+    axis = collation.batch_dim[0]
+    for position, spec in enumerate(row.specs):
+        if not may_have_axis(spec, axis):
+            ndim, name = len(spec.shape), named(paths(row.tree)[position])
+            raise CollationError(
+                f"batch_dim={axis}: {name} has {ndim} axes, so that its batch has {ndim + 1}; "
+                f"choose one from {-ndim - 1} to {ndim}"
+            )
+    return row
+
+
+def _flatten_row(value: Any, padding: Padding | None) -> Row:
+    leaves, tree = flatten(value, _refuse_plain_list)
+    specs: list[Spec] = []
+    for leaf, path in zip(leaves, paths(tree), strict=True):
+        spec = spec_of(leaf)
+        if spec is None:
+            raise CollationError(describe_fault(leaf, path))
+        specs.append(spec if padding is None else pad_spec(spec, path, padding))
+    return Row(leaves, tree, tuple(specs))
+
+
+def _refuse_plain_list(value: Any) -> bool:
+    if type(value) is list and value and all(map(is_plain, value)):
+        raise CollationError(
+            f"the input has a list of {type(value[0]).__name__}s, which could be one array or many "
+            "features; send numpy.asarray(x), or a tuple"
+        )
+    return False
+
+
+def _check_mask(value: Any, name: str) -> None:
+    if not isinstance(value, Mapping):
+        raise CollationError(
+            f"mask={name!r} becomes a key of every input, and this one is a "
+            f"{type(value).__qualname__}; send dicts"
+        )
+    if name in value:
+        raise CollationError(
+            f"mask={name!r}: the input has this key already; leave it out, or the mask"
+        )
+
+
+def _make_mask(row: Row, name: str, mask_of: str | None) -> tuple[Any, Spec]:
+    sizes: dict[tuple[int, ...], Spec] = {}
+    for leaf, path, spec in zip(row.leaves, paths(row.tree), row.specs, strict=True):
+        if None in spec.shape and mask_of in (None, path):
+            padded = zip(leaf.shape, spec.shape, strict=True)
+            sizes[tuple([length for length, fixed in padded if fixed is None])] = spec
+    if len(sizes) == 1:
+        ((lengths, spec),) = sizes.items()
+        mask = ones(lengths, spec)
+        return mask, spec._replace(dtype=mask.dtype, shape=(None,) * len(lengths))
+    if sizes:
+        raise CollationError(
+            f"mask={name!r}: the padded features of the input have the lengths {sorted(sizes)}; "
+            "name the one that the mask describes with mask_of"
+        )
+    described = "none at all" if mask_of is None else f"no {mask_of!r}"
+    raise CollationError(
+        f"mask={name!r} describes a padded feature, and of those the input has {described}"
+    )
+
+
+def describe_difference(one: Row, other: Row) -> str:
+    """Say why two rows of different signatures cannot be in one batch."""
+    if one.tree != other.tree:
+        return (
+            f"rows of different structures cannot be joined: {_list_features(one)} and "
+            f"{_list_features(other)}"
+        )
+    features = zip(paths(one.tree), one.specs, other.specs, strict=True)
+    path, spec, second = next(one for one in features if one[1] != one[2])
+    is_length = spec._replace(shape=()) == second._replace(shape=())
+    remedy = "; axes of unequal lengths can be padded, see Collation.pad" if is_length else ""
+    return f"{named(path)} cannot be joined: {spec} and {second}{remedy}"
+
+
+def _list_features(row: Row) -> str:
+    kind = row.tree.kind
+    names = ", ".join(path for path in paths(row.tree) if path)
+    return f"{kind.__name__} of ({names:.200})" if kind is not None else str(row.specs[0])
+
+
+# Up to here joining and splitting takes at most two milliseconds: a MiB is copied in a tenth of a
+# millisecond, and a row or a part of its structure is read in one to two microseconds.
+MOST_BYTES: Final = 2**20
+MOST_PARTS: Final = 1000
+# Types of parts that contain no array.
+_ATOMS: Final = frozenset({str, bytes, int, float, bool, type(None)})
+
+
+def join(rows: Sequence[Any], collation: Collation) -> Any:
+    """Join rows to one batch.
+
+    Args:
+        rows: One or more inputs.
+        collation: Rules for joining; `unequal` is ignored. The batch axis is `batch_dim[0]`.
+
+    Returns:
+        A structure like that of a row. Its arrays and tensors have one axis more. They are new,
+        unless the rows are adjacent in shared memory that a worker received. Numbers become
+        arrays (tensors if the row has tensors and no arrays), texts lists; None, which has to be
+        None in all rows, stays None. A mapping becomes a dict.
+
+    Raises:
+        CollationError: There is no row, the rows differ, or one of them cannot be joined at all.
+        MemoryError: There is no memory for the batch. The error of a GPU library passes unchanged.
+    """
+    if not rows:
+        raise CollationError("there are no rows to join: what is joined needs one or more")
+    first = make_row(rows[0], collation)
+    # Of the other rows only the leaves are kept: the garbage collector stops all threads while it
+    # visits a hundred thousand rows with everything that describes them.
+    leaves = [first.leaves]
+    for value in rows[1:]:
+        row = make_row(value, collation)
+        if row.signature != first.signature:
+            raise CollationError(describe_difference(first, row))
+        leaves.append(row.leaves)
+    return _join_leaves(first, leaves, collation)
+
+
+def join_apart(rows: Sequence[Row], collation: Collation) -> Any:
+    """Join rows that are known to be of one kind; see `join`."""
+    return _join_leaves(rows[0], [row.leaves for row in rows], collation)
+
+
+def _join_leaves(first: Row, leaves: Sequence[list[Any]], collation: Collation) -> Any:
+    # What numbers become: tensors if the row has tensors and no arrays, else arrays.
+    by_kind = {spec.kind: spec for spec in reversed(first.specs)}
+    like = by_kind.get("array") or by_kind.get("tensor", NONE)
+    columns = zip(*leaves, strict=True)
+    features = zip(columns, first.specs, paths(first.tree), strict=True)
+    stacked = [
+        stack_leaves(column, spec, path, collation.batch_dim[0], collation.padding, like)
+        for column, spec, path in features
+    ]
+    return build(first.tree, iter(stacked))
+
+
+def split(
+    batch: Any,
+    count: int,
+    collation: Collation,
+    *,
+    to_cpu: bool = False,
+    copy: bool = False,
+) -> list[Any]:
+    """Split a batch into its rows, the inverse of `join`.
+
+    Args:
+        batch: An array or tensor, a list or tuple of rows, or a structure of these.
+        count: Number of rows that the batch must have.
+        collation: Position of the batch axis (`batch_dim[1]`) and the reading of lists (`outputs`).
+        to_cpu: Move the rows of tensors to the CPU.
+        copy: Copy the rows of arrays, so that later writes to the array do not change them.
+
+    Returns:
+        `count` rows. Rows of arrays are views of the batch, unless `copy` is set. Rows of tensors
+        are detached copies, so that a row that is kept or sent does not carry the whole batch.
+        Entries of a list are returned as they are, except for tensors that share memory.
+
+    Raises:
+        OutputMismatchError: The batch has another number of rows, holds a value without rows, or
+            holds a list that can be read in two ways.
+    """
+    axis = collation.batch_dim[1]
+
+    def is_rows(value: Any) -> bool:
+        return _is_rows(value, axis, collation.outputs)
+
+    return _split(batch, count, axis, is_rows, to_cpu=to_cpu, copy=copy)
+
+
+def _split(
+    batch: Any,
+    count: int,
+    dim: int,
+    is_rows: Callable[[Any], bool],
+    *,
+    to_cpu: bool = False,
+    copy: bool = False,
+) -> list[Any]:
+    # A list of rows is a leaf.
+    leaves, tree = flatten(batch, is_rows)
+    columns = [
+        _split_leaf(leaf, path, count, dim, to_cpu=to_cpu, copy=copy)
+        for leaf, path in zip(leaves, paths(tree), strict=True)
+    ]
+    if tree == LEAF:
+        return columns[0]
+    return [build(tree, iter([column[row] for column in columns])) for row in range(count)]
+
+
+def _is_rows(value: Any, dim: int, reading: Outputs) -> bool:
+    """Whether a value is a list with an entry for each row, and not several outputs."""
+    if type(value) is not list and type(value) is not tuple:
+        return False
+    if reading == "rows":
+        return True
+    if reading == "several":
+        # As `join` makes it of texts.
+        return type(value) is list and bool(value) and all(map(is_plain, value))
+    if any(entry is not None for entry in value) and all(_may_be_batch(e, dim) for e in value):
+        raise OutputMismatchError(
+            f"the output is a {type(value).__name__} of {len(value)}, which could be one output "
+            "for each input, or several outputs of the whole batch; say which with outputs='rows' "
+            "or outputs='several', as in Collation.stack(outputs='rows')"
+        )
+    return True
+
+
+def _may_be_batch(value: Any, dim: int) -> bool:
+    """Return whether a value could have a batch axis, for some size of batch."""
+    if is_array_like(value):
+        return row_count(value, dim) is not None
+    if value is None or type(value) in (list, tuple):
+        return True
+    inside = children(value)
+    return inside is not None and all(_may_be_batch(one, dim) for one in inside)
+
+
+def _split_leaf(
+    leaf: Any, path: str, count: int, dim: int, *, to_cpu: bool, copy: bool
+) -> list[Any]:
+    if leaf is None and path:
+        return [None] * count
+    name = f"output {path!r}" if path else "the output"
+    is_list = type(leaf) is list or type(leaf) is tuple
+    if not is_list and not _has_rows(leaf):
+        remedy = (
+            "; return a plain array or tensor with a batch axis, a list with one output per input, "
+            "or a dict of them"
+        )
+        fault = TABLE_FAULT if is_table(leaf) else remedy
+        raise OutputMismatchError(
+            f"{name} is a {type(leaf).__qualname__} for {count} inputs{fault}"
+        )
+    found = len(leaf) if is_list else row_count(leaf, dim)
+    if found is None:
+        raise OutputMismatchError(
+            f"{name} has {len(leaf.shape)} axes and no axis batch_dim={dim}; return the "
+            "batch axis too, or say which it is"
+        )
+    if found != count:
+        raise OutputMismatchError(
+            f"{name} has {found} rows for {count} inputs; return one for each"
+        )
+    if is_list:
+        return [_own_row(row, to_cpu=to_cpu) for row in leaf]
+    return unstack(leaf, dim, to_cpu=to_cpu, copy=copy)
+
+
+def _has_rows(leaf: Any) -> bool:
+    """Whether it is an array or tensor that can be split, if it has the axis."""
+    return is_array(leaf) or (is_tensor(leaf) and not find_tensor_fault(leaf))
+
+
+def _own_row(row: Any, *, to_cpu: bool) -> Any:
+    if is_kind(row, BaseException):
+        return row
+    inside, tree = flatten(row)
+    if not any(map(is_tensor, inside)):
+        return row
+    return build(tree, iter([own(leaf, to_cpu=to_cpu) for leaf in inside]))
+
+
+def split_rows(batch: Any, collation: Collation) -> list[Any]:
+    """Split an input that is itself a batch into its rows.
+
+    Args:
+        batch: An array or tensor, or a structure of them. A list in it has one entry per row, as in
+            `{"input_ids": [array, array]}`.
+        collation: Position of the batch axis (`batch_dim[0]`).
+
+    Returns:
+        Rows as `split` makes them; an empty list if the batch has none.
+
+    Raises:
+        CollationError: The features have different numbers of rows, or one of them has no rows.
+    """
+    axis = collation.batch_dim[0]
+    leaves, tree = flatten(batch, _is_list)
+    counts = {
+        path: _count_rows(leaf, path, axis)
+        for leaf, path in zip(leaves, paths(tree), strict=True)
+        if leaf is not None
+    }
+    found = set(counts.values())
+    if len(found) != 1:
+        raise CollationError(
+            f"the input is no batch: its features have these numbers of rows: {counts}"
+        )
+    return _split(batch, found.pop(), axis, _is_list)
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is list
+
+
+def _count_rows(leaf: Any, path: str, dim: int) -> int:
+    if type(leaf) is list:
+        return len(leaf)
+    found = row_count(leaf, dim) if _has_rows(leaf) else None
+    if found is None:
+        raise CollationError(
+            f"{path!r} of the input, a {type(leaf).__qualname__}, has no batch axis {dim}; send a "
+            "plain array or tensor that has one, or a list with one entry per row"
+        )
+    return found
+
+
+def is_much(
+    value: Any,
+    *,
+    dim: int | None = None,
+    most_parts: int = MOST_PARTS,
+    most_bytes: int = MOST_BYTES,
+) -> bool:
+    """Estimate in microseconds whether splitting, joining or copying a value takes milliseconds.
+
+    Args:
+        value: The batch, the list of rows, or the output.
+        dim: Position of the batch axis, None for rows and outputs.
+        most_parts: Parts of its structure above which it takes so long.
+        most_bytes: The same for the bytes of its arrays.
+    """
+    parts = size = 0
+    todo = [(value, dim)]
+    while todo:
+        one, axis = todo.pop()
+        if type(one) is list:
+            axis = None  # its entries are rows
+        # A list may be long, so it is not copied.
+        inside = one if type(one) in (list, tuple) else children(one)
+        if inside is not None:
+            parts += len(inside)
+        elif is_array(one) or is_tensor(one):
+            size += byte_count(one)
+            parts += 0 if axis is None else row_count(one, axis) or 0
+        if parts > most_parts or size > most_bytes:
+            return True
+        # Numbers and texts, the most parts of long lists, have been counted.
+        todo += [(part, axis) for part in inside or () if type(part) not in _ATOMS]
+    return False
+
+
+# Values of these types are one text; iteration gives characters or numbers.
+TEXTS: Final = (str, bytes, bytearray, memoryview)
+# Ends the message about a table that a model has returned for a batch.
+TABLE_FAULT: Final = (
+    ": iteration over a table gives its columns; return a list with one output per input, as "
+    'table.to_dict("records") (pandas) or table.to_dicts() (polars), or an array, as '
+    "table.to_numpy()"
+)
+
+
+def is_table(value: Any) -> bool:
+    """Return whether a value is a table, as of pandas, polars or PyArrow.
+
+    Tables have an attribute `columns`, and are no sequences. The attribute is looked up without
+    `__getattr__`, by which a pandas series finds its labels. A method `columns` makes no table: it
+    chooses columns of a query's result, which iterates over rows.
+    """
+    if isinstance(value, Sequence):
+        return False
+    columns = inspect.getattr_static(value, "columns", None)
+    return columns is not None and not callable(columns)
+
+
+def has_field_names(value: Any) -> bool:
+    """Return whether a value is a named tuple, or a struct sequence as `torch.max` returns."""
+    kind = type(value)
+    is_named = hasattr(kind, "_fields") or hasattr(kind, "n_fields")
+    return issubclass(kind, tuple) and is_named
+
+
+def is_one_value(value: Any) -> bool:
+    """Return whether iteration over a value gives its parts: keys, columns, fields, characters."""
+    model: Any = getattr(sys.modules.get("pydantic"), "BaseModel", None)
+    # A model of the user may have its own `__iter__`, over many values.
+    is_model = model is not None and getattr(type(value), "__iter__", None) is model.__iter__
+    is_plain = isinstance(value, (*TEXTS, Mapping))
+    return is_plain or is_model or has_field_names(value) or is_table(value)
+
+
+_NO_SEQUENCE: Final = (
+    "; return a list with one output per input, or an array whose first axis is the batch"
+)
+
+
+def list_outputs(
+    outputs: Any, count: int, returned: str, *, copies: bool, to_cpu: bool = True
+) -> list[Any]:
+    """Return the outputs of a batch as a list: an array or tensor is split along its first axis.
+
+    Args:
+        outputs: The model's return value.
+        count: Number of inputs.
+        returned: Subject and verb for error messages, as "infer returned".
+        copies: Whether the rows of an array are copied. A view keeps the whole batch in memory, and
+            changes when the model fills the array again, or when another caller writes into a row
+            that shares its memory. The rows of tensors are always copied: a view would be pickled
+            with the whole batch.
+        to_cpu: Whether the rows of a tensor are detached and moved to the CPU: another process gets
+            them.
+
+    Raises:
+        OutputMismatchError: The outputs are no sequence, or a table or a tuple with field names; or
+            their number, counted by iteration, is not `count`: an output could reach the wrong
+            caller.
+    """
+    # A subclass of list may iterate over something else than its items.
+    if type(outputs) is list and len(outputs) == count:
+        return outputs
+    fault = _describe_fault(outputs)
+    if fault is not None:
+        raise OutputMismatchError(f"{returned} {type(outputs).__name__} for {count} inputs{fault}")
+    if len(outputs) != count:
+        raise OutputMismatchError(
+            f"{returned} {len(outputs)} outputs for {count} inputs; return one per input"
+        )
+    rows = _list_rows(outputs, count, copies=copies, to_cpu=to_cpu)
+    if len(rows) != count:
+        found = "more" if len(rows) > count else len(rows)
+        raise OutputMismatchError(
+            f"{returned} {type(outputs).__name__} for {count} inputs: its length is {count}, and "
+            f"iteration gives {found}; return a list with one output per input"
+        )
+    return rows
+
+
+def _describe_fault(outputs: Any) -> str | None:
+    """Describe why a value cannot be one output per input, and the remedy; None if it can."""
+    if _is_array(outputs) or _is_tensor(outputs):
+        # An array without axes has a shape, and no length.
+        return None if outputs.shape else _NO_SEQUENCE
+    if is_table(outputs):
+        return TABLE_FAULT
+    if has_field_names(outputs):
+        return (
+            ": its entries are the fields of one value; return a list with one output per input, "
+            "as list(zip(values, indices)) of two fields"
+        )
+    is_array_like = bool(getattr(outputs, "shape", ())) and hasattr(outputs, "__getitem__")
+    is_sequence = is_array_like or isinstance(outputs, Sequence)
+    return None if is_sequence and not isinstance(outputs, TEXTS) else _NO_SEQUENCE
+
+
+def _list_rows(outputs: Any, count: int, *, copies: bool, to_cpu: bool) -> list[Any]:
+    """List the outputs; of one that has more than `count`, one more than that."""
+    if _is_tensor(outputs):
+        return [row.clone() for row in (outputs.detach().cpu() if to_cpu else outputs)]
+    if copies and _is_array(outputs):
+        return copy_rows(outputs)
+    return list(islice(outputs, count + 1))
+
+
+def _is_array(value: Any) -> bool:
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _is_tensor(value: Any) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
