@@ -19,7 +19,7 @@ PROCESS_WIDE = {
     "_fork.py": "what a forked child has to close",
     "_parent/shutdown.py": "pools that a program has forgotten to end",
     "_local/workers.py": "threads that compute when the program ends",
-    "_worker/process_setup.py": "signals of processes that the model forks",
+    "_worker/main.py": "signals of processes that the model forks",
 }
 
 SOURCES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}

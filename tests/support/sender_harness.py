@@ -21,7 +21,7 @@ from fast_batcher._shared_memory.inputs import Slabs, SlabViews
 from fast_batcher._transport.frames import Frame, Kind
 from fast_batcher._transport.loop_channel import Reservation
 from fast_batcher._transport.pickling import dumps
-from fast_batcher._worker.serving import InputReader
+from fast_batcher._worker.loop import InputReader
 from fast_batcher.errors import BatcherError
 from fast_batcher.settings import Settings
 

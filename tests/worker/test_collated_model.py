@@ -35,7 +35,7 @@ from fast_batcher import (
     InferenceError,
     OutputMismatchError,
 )
-from fast_batcher._worker.collated_model import CollatedModel, collate
+from fast_batcher._worker.model import CollatedModel, collate
 
 
 class Recorder:

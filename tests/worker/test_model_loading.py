@@ -9,7 +9,7 @@ import pytest
 from models.base import Echo
 
 from fast_batcher._transport import pickling
-from fast_batcher._worker.model_loading import load_model
+from fast_batcher._worker.model import load_model
 
 
 class Misspells(Echo):

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from fast_batcher._worker.out_of_memory import free_memory
+from fast_batcher._worker.model import free_memory
 from fast_batcher.errors import is_out_of_memory
 
 

@@ -26,9 +26,8 @@ from fast_batcher._transport.pickling import SerializedError
 from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
 from fast_batcher._worker.log_sending import LogSettings
+from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder
 from fast_batcher._worker.main import WorkerSettings, worker_main
-from fast_batcher._worker.replies import ReplyEncoder
-from fast_batcher._worker.serving import BatchLoop, InputReader
 from fast_batcher._worker.stages import StageLoop, Stages
 from fast_batcher.errors import InferenceError
 

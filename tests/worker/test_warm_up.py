@@ -8,7 +8,7 @@ from models.base import Echo
 from models.loading import RaisesOnWarmUp, WarmsUpBadly
 from models.ordinary import Warm
 
-from fast_batcher._worker.warm_up import warm_up
+from fast_batcher._worker.model import warm_up
 from fast_batcher.errors import WorkerStartupError
 
 

@@ -1,0 +1,337 @@
+"""The model in its worker: import, construction, collation and warm-up. Main thread."""
+
+import copy
+import importlib
+import logging
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
+from time import monotonic
+from typing import Any
+
+from fast_batcher._arrays.collation import Collation
+from fast_batcher._arrays.joining import (
+    Row,
+    describe_difference,
+    join_apart,
+    list_outputs,
+    make_row,
+    split,
+)
+from fast_batcher._file_state import FileState, read_state
+from fast_batcher._transport import pickling
+from fast_batcher.errors import (
+    CollationError,
+    ConfigurationError,
+    OutputMismatchError,
+    WorkerStartupError,
+    clear_frames,
+    is_kind,
+    is_out_of_memory,
+)
+from fast_batcher.model import MethodOptions, find_methods
+from fast_batcher.model_spec import describe_arguments, find_model_fault, warn_about_hooks
+
+logger = logging.getLogger("fast_batcher.worker")
+
+
+def free_memory(error: BaseException) -> None:
+    """Free the memory that is left of the batch that raised this error."""
+    # The frames of the error hold the tensors of the batch.
+    clear_frames(error)
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    # Free PyTorch's cached blocks: the next batch may need other sizes.
+    try:
+        torch.cuda.empty_cache()
+    except Exception:
+        logger.exception("torch.cuda.empty_cache() raised")
+
+
+def read_module_files() -> dict[str, FileState]:
+    """Return the states of all imported files but those of Python and of installed packages."""
+    installed = tuple(f"{path}{os.sep}" for path in _list_installed())
+    found = {}
+    # `__dict__`: an attribute of a lazy module may import it.
+    for module in [*sys.modules.values()]:
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and not file.startswith(installed):
+            state = read_state(file)
+            if state is not None:
+                found[os.path.abspath(file)] = state
+    return found
+
+
+def _list_installed() -> set[str]:
+    """Return the directories of the standard library and of installed packages."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    paths = {sysconfig.get_path(name) for name in names}
+    paths |= {*site.getsitepackages(), site.getusersitepackages()}
+    return paths | {os.path.realpath(path) for path in paths}
+
+
+def load_model(
+    pickled: bytes | bytearray | memoryview, device: str | None = None, worker_index: int = 0
+) -> Any:
+    """Instantiate the model.
+
+    Args:
+        pickled: `(class or "module:Class", args, kwargs)`.
+        device: The model's `device`, None for the one of its class.
+        worker_index: The model's `worker_index`.
+
+    Raises:
+        WorkerStartupError: The string does not name a model.
+        Exception: Any exception of the import or the constructor.
+    """
+    model, args, kwargs = pickling.loads(pickled)
+    if isinstance(model, str):
+        cls = _resolve(model)
+        fault = "it is not a class" if not isinstance(cls, type) else find_model_fault(cls)
+        if fault is not None:
+            raise WorkerStartupError(f"model={model!r}: {fault}")
+        warn_about_hooks(cls)
+        model_name, model = model, cls
+    else:
+        model_name = f"{model.__module__}:{model.__qualname__}"
+    place = {"worker_index": worker_index} | ({} if device is None else {"device": device})
+    try:
+        instance = model.__new__(model, *args, **kwargs)
+        # Before `__init__`, which loads the weights. Not with `setattr`: a frozen dataclass refuses
+        # it, and a class may have a property `device` of its own, which stays.
+        getattr(instance, "__dict__", {}).update(place)
+        instance.__init__(*args, **kwargs)
+    except TypeError as error:
+        error.add_note(f"while calling {model_name} with {describe_arguments(args, kwargs)}")
+        raise
+    return instance
+
+
+def _resolve(name: str) -> Any:
+    """Import the object that "module:Class" names.
+
+    Raises:
+        WorkerStartupError: There is no such module or attribute.
+        Exception: Any exception of an existing module during its import.
+    """
+    module_name, _, path = name.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise
+        raise WorkerStartupError(
+            f"model={name!r}: there is no module {error.name!r} on the worker's path; write the "
+            "name as you would import it"
+        ) from error
+    for attribute in path.split("."):
+        try:
+            target = getattr(target, attribute)
+        except AttributeError as error:
+            raise WorkerStartupError(
+                f"model={name!r}: module {module_name!r} has no {path!r}"
+            ) from error
+    return target
+
+
+def collate(model: Any) -> Any:
+    """Return a model that takes and returns lists: the model itself if it declares no collation.
+
+    Raises:
+        ConfigurationError: The attribute `collation` is not a `Collation`.
+    """
+    collation = getattr(model, "collation", None)
+    if collation is None:
+        return model
+    if not isinstance(collation, Collation):
+        raise ConfigurationError(
+            f"collation={collation!r:.100} of {type(model).__qualname__}: make one with "
+            "Collation.stack() or Collation.pad()"
+        )
+    return CollatedModel(model, collation)
+
+
+def collate_methods(model: Any) -> dict[str, Any]:
+    """Return the model for each of its methods by name, as `collate` does; "infer" is the first."""
+    marked = find_methods(model)
+    own = marked.pop("infer", MethodOptions()).collation
+    methods = {
+        name: collate(OneMethod(getattr(model, name), options.collation))
+        for name, options in marked.items()
+    }
+    return {"infer": collate(model) if own is None else CollatedModel(model, own), **methods}
+
+
+class OneMethod:
+    """A model whose `infer` is a method of another model.
+
+    Args:
+        infer: The method.
+        collation: As for `InferenceModel`.
+    """
+
+    def __init__(self, infer: Callable[[Any], Any], collation: Collation | None) -> None:
+        self.infer = infer
+        self.collation = collation
+
+
+class CollatedModel:
+    """Model that joins inputs before `infer`, and splits its outputs.
+
+    Args:
+        model: The user's model, whose `infer` takes and returns batches.
+        collation: Rules that join inputs and split outputs.
+    """
+
+    def __init__(self, model: Any, collation: Collation) -> None:
+        self._model = model
+        self._collation = collation
+
+    def warmup_inputs(self) -> list[Any]:
+        """Return the model's examples, each a row as a caller sends it."""
+        warmup_inputs = getattr(self._model, "warmup_inputs", None)
+        return [] if warmup_inputs is None else list(warmup_inputs())
+
+    def infer(self, inputs: list[Any]) -> list[Any]:
+        """Compute inputs in one or more calls of the model.
+
+        Returns:
+            One output per input. The output is an error for an input that cannot be joined, for an
+            input that differs from most of the others, and for every input of a call that did not
+            return rows.
+
+        Raises:
+            CollationError: The inputs differ, and no kind of them is more than half.
+            Exception: Any exception of the model.
+        """
+        outcomes: list[Any] = [None] * len(inputs)
+        rows: dict[int, Row] = {}
+        for position, value in enumerate(inputs):
+            try:
+                rows[position] = make_row(value, self._collation)
+            except CollationError as error:
+                outcomes[position] = error
+        calls = list(self._divide(rows, outcomes))
+        for positions in calls:
+            computed = self._infer_rows([rows[position] for position in positions])
+            if len(calls) > 1:
+                # The next call may return its outputs in the same memory.
+                computed = copy.deepcopy(computed)
+            for position, outcome in zip(positions, computed, strict=True):
+                outcomes[position] = outcome
+        return outcomes
+
+    def _divide(self, rows: dict[int, Row], outcomes: list[Any]) -> Iterator[list[int]]:
+        """Yield the positions of each call's inputs; set errors for inputs that no call gets."""
+        groups: dict[Any, list[int]] = {}
+        for position, row in rows.items():
+            groups.setdefault(row.signature, []).append(position)
+        kinds = list(groups.values())
+        if len(kinds) > 1 and self._collation.unequal == "error":
+            kinds.sort(key=len, reverse=True)
+            most, *others = kinds
+            if 2 * len(most) <= len(rows):  # no majority, so no input is known to be the wrong one
+                raise self._difference(rows, most, others[0])
+            for few in others:
+                for position in few:
+                    outcomes[position] = self._difference(rows, most, few)
+            kinds = [most]
+        allowed = self._collation.allowed_batch_sizes
+        for positions in kinds:
+            step = max(allowed, default=len(positions))
+            for start in range(0, len(positions), step):
+                yield positions[start : start + step]
+
+    def _difference(self, rows: dict[int, Row], most: list[int], few: list[int]) -> CollationError:
+        difference = describe_difference(rows[most[0]], rows[few[0]])
+        return CollationError(f"{difference}; send inputs of one kind, or use unequal='group'")
+
+    def _infer_rows(self, rows: list[Row]) -> list[Any]:
+        """Return the outputs of one call."""
+        count = len(rows)
+        sizes = self._collation.allowed_batch_sizes
+        size = next((allowed for allowed in sizes if allowed >= count), count)
+        batch = join_apart([*rows, *[rows[-1]] * (size - count)], self._collation)
+        outputs = self._model.infer(batch)
+        try:
+            return split(outputs, size, self._collation, to_cpu=True)[:count]
+        except OutputMismatchError as error:
+            # A retry with fewer inputs cannot succeed.
+            return [error] * count
+
+
+def warm_up(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
+    """Compute a batch of one and full batches of the model's `warmup_inputs`, and time them.
+
+    The full batches hold all the inputs, repeated from the first on until the last batch is full.
+    Each of the two sizes is then computed once more, and this second time counts. A worker that
+    runs out of memory with a full batch starts nevertheless: the scheduler makes batches smaller
+    when requests run out of memory, too.
+
+    Args:
+        model: The model; `warmup_inputs` is optional, and may return an empty list.
+        max_batch_size: Inputs of a full batch.
+
+    Returns:
+        Sizes and seconds; empty without inputs.
+
+    Raises:
+        WorkerStartupError: The model raised, or did not return one output per input.
+    """
+    try:
+        return _compute_all(model, max_batch_size)
+    except Exception as error:
+        raise WorkerStartupError(
+            f"during warm-up with what warmup_inputs() returned: {pickling.one_line(error)}"
+        ) from error
+
+
+def _compute_all(model: Any, max_batch_size: int) -> list[tuple[int, float]]:
+    warmup_inputs = getattr(model, "warmup_inputs", None)
+    inputs = list(warmup_inputs()) if warmup_inputs is not None else []
+    if not inputs:
+        return []
+    _time_batch(model, inputs[:1])
+    times = [(1, _time_batch(model, inputs[:1]))]
+    if max_batch_size == 1:
+        for one in inputs[1:]:
+            _time_batch(model, [one])
+        return times
+    batches = -(-len(inputs) // max_batch_size)
+    repeated = list(islice(cycle(inputs), batches * max_batch_size))
+    try:
+        for start in range(0, len(repeated), max_batch_size):
+            _time_batch(model, repeated[start : start + max_batch_size])
+        times.append((max_batch_size, _time_batch(model, repeated[:max_batch_size])))
+    except BaseException as error:
+        if not is_out_of_memory(error):
+            raise
+        free_memory(error)
+        logger.warning("the warm-up ran out of memory with %d inputs: %s", max_batch_size, error)
+    return times
+
+
+def _time_batch(model: Any, inputs: list[Any]) -> float:
+    """Compute a batch, check its outputs, and return the seconds that `infer` took."""
+    count = len(inputs)
+    batch = [_copy_input(one) for one in inputs]
+    started = monotonic()
+    outputs = model.infer(batch)
+    seconds = monotonic() - started
+    for output in list_outputs(outputs, count, "infer returned", copies=False):
+        # There is no request yet, so the cause is the declaration or the model.
+        if is_kind(output, CollationError) or is_kind(output, OutputMismatchError):
+            raise output
+    return seconds
+
+
+def _copy_input(value: Any) -> Any:
+    """Copy an input, as sending it does: `infer` may change its inputs, or consume them."""
+    try:
+        return pickling.loads(pickling.dumps(value))
+    except Exception:  # noqa: BLE001  an example that cannot be sent will do
+        return value
