@@ -41,7 +41,7 @@ from fast_batcher._asyncio.thread_calls import ThreadCalls
 from fast_batcher._clock import monotonic
 from fast_batcher._collector import frozen
 from fast_batcher._core.values import Event, Request, State
-from fast_batcher._parent.thread_limits import CoreClaim
+from fast_batcher._parent.placement import CoreClaim
 from fast_batcher._shared_memory.inputs import to_shape
 from fast_batcher.errors import (
     BatcherError,

@@ -16,13 +16,12 @@ from fast_batcher._asyncio.reports import Reports
 from fast_batcher._clock import monotonic
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Failure, Request
-from fast_batcher._parent.batch_sender import BatchSender
-from fast_batcher._parent.input_arena import MOST_AT_ONCE
-from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
-from fast_batcher._parent.worker import WorkerLink
+from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.staging import MOST_AT_ONCE, MemoryService
+from fast_batcher._parent.worker_process import WorkerLink
 from fast_batcher._shared_memory.outbox import Answer, OutboxReader
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import SerializedError, loads, one_line
 from fast_batcher.errors import InferenceError, TransportError
 

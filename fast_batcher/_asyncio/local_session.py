@@ -34,10 +34,10 @@ from fast_batcher._core.prediction import Method
 from fast_batcher._core.queue import BatchPacker
 from fast_batcher._core.scheduler import Scheduler
 from fast_batcher._core.values import Batch, Event, Limits, Request, State
-from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
-from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
-from fast_batcher._parent.worker import Exit, WorkerLink
+from fast_batcher._parent.sending import BatchSender, SenderEvents
+from fast_batcher._parent.staging import MemoryService
+from fast_batcher._parent.worker_process import Exit, WorkerLink
 from fast_batcher._transport.pickling import measure_size
 from fast_batcher.errors import (
     BatcherClosedError,

@@ -28,8 +28,8 @@ from fast_batcher._core.values import (
     Skip,
     Stall,
 )
-from fast_batcher._parent.batch_sender import BatchSender
 from fast_batcher._parent.pool import Pool
+from fast_batcher._parent.sending import BatchSender
 from fast_batcher._transport.pickling import dumps
 from fast_batcher.errors import BatcherError
 

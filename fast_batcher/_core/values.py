@@ -1,7 +1,7 @@
 """Values of the core: states of a batcher, limits, requests, batches and actions. Pure.
 
 These classes hold data and decide nothing; the messages between processes are in
-`_transport/frames.py`. The life of a request, by its `phase`:
+`_transport/channels.py`. The life of a request, by its `phase`:
 
     phase        it is ...                           it goes on to ...
     QUEUED       in the queue, or arriving           SENT with its batch

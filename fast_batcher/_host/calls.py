@@ -21,7 +21,7 @@ from fast_batcher._host.inputs import HostInputs
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import unpack_failure
 from fast_batcher._host.sending import CallSender, keep_deadline, pack_group
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dumps, loads, measure_size
 from fast_batcher.errors import (
     BatcherError,

@@ -7,8 +7,8 @@ from contextvars import Context
 from typing import Protocol
 
 from fast_batcher._host.tenant import Tenant
-from fast_batcher._transport.frames import Kind
-from fast_batcher._transport.log_records import pack_record
+from fast_batcher._transport.channels import Kind
+from fast_batcher._transport.logs import pack_record
 from fast_batcher._transport.pickling import dumps
 from fast_batcher.observing import (
     BatchAnswered,

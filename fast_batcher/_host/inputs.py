@@ -14,9 +14,14 @@ from typing import Any
 from fast_batcher._clock import monotonic
 from fast_batcher._core.values import Request
 from fast_batcher._host.protocol import Row
-from fast_batcher._parent.batch_sender import PicklingWatch, dump_input, make_pickler
-from fast_batcher._parent.input_arena import LEAST_STAGED, CopyState, InputArena, StagedInput
-from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.sending import PicklingWatch, dump_input, make_pickler
+from fast_batcher._parent.staging import (
+    LEAST_STAGED,
+    CopyState,
+    InputArena,
+    MemoryService,
+    StagedInput,
+)
 from fast_batcher._shared_memory.inputs import Slab, Slabs
 from fast_batcher.errors import BatcherError
 from fast_batcher.settings import Settings

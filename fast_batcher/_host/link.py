@@ -23,10 +23,16 @@ from fast_batcher._host.launch import HostProcess, launch_host
 from fast_batcher._host.process_identity import kill_process
 from fast_batcher._host.protocol import MAX_DESCRIPTORS, Hello, Welcome
 from fast_batcher._host.rendezvous import Joined, connect, replace_silent
-from fast_batcher._parent.background import JobThread
-from fast_batcher._transport.frames import HEADER_SIZE, Frame, Kind, pack_header, unpack_header
-from fast_batcher._transport.log_records import unpack_record
-from fast_batcher._transport.loop_channel import LoopChannel
+from fast_batcher._parent.staging import JobThread
+from fast_batcher._transport.channels import (
+    HEADER_SIZE,
+    Frame,
+    Kind,
+    LoopChannel,
+    pack_header,
+    unpack_header,
+)
+from fast_batcher._transport.logs import unpack_record
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import BatcherError, NotReadyError, TransportError, WorkerStartupError
 

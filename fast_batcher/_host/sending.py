@@ -7,7 +7,7 @@ from fast_batcher._core.values import Group, Phase, Request
 from fast_batcher._host.inputs import HostInputs
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_SIZE, MOST_IN_FRAME, pack_key, pack_options
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dump_atoms, dumps, one_line
 from fast_batcher.errors import BatcherError, ConfigurationError
 

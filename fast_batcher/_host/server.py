@@ -40,7 +40,7 @@ from fast_batcher._host.tenant import Tenant
 from fast_batcher._host.values import HostAccess
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.ranges import PAGE
-from fast_batcher._transport.frames import Frame, Kind, pack_header
+from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import NotReadyError
 from fast_batcher.model_spec import ModelSpec

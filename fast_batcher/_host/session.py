@@ -23,7 +23,7 @@ from fast_batcher._host.calls import HostCalls
 from fast_batcher._host.hello import find_key, make_hello, pack_changes
 from fast_batcher._host.link import HostLink
 from fast_batcher._host.protocol import FRAME_ROOM, Hello, HostState, Welcome, unpack_start_error
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import loads
 from fast_batcher.errors import (
     BatcherError,

@@ -20,10 +20,9 @@ from fast_batcher._host.protocol import (
     pack_outcome,
 )
 from fast_batcher._host.values import RowInput
-from fast_batcher._parent.input_arena import CopyState, StagedInput
+from fast_batcher._parent.staging import CopyState, StagedInput
 from fast_batcher._shared_memory.inputs import Slab
-from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.loop_channel import LoopChannel
+from fast_batcher._transport.channels import Frame, Kind, LoopChannel
 from fast_batcher._transport.pickling import dumps, loads
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from fast_batcher._asyncio.local_session import ValueAccess
 from fast_batcher._core.prediction import Method
 from fast_batcher._core.values import Batch, Failure, Request
 from fast_batcher._host.protocol import MAX_RANGES, OpaqueError, Pickled
-from fast_batcher._parent.batch_sender import BatchSender, SenderEvents
-from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._parent.worker import WorkerLink
-from fast_batcher._transport.loop_channel import Reservation
+from fast_batcher._parent.sending import BatchSender, SenderEvents
+from fast_batcher._parent.staging import MemoryService
+from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._transport.channels import Reservation
 from fast_batcher._transport.pickling import SerializedError, dumps
 from fast_batcher.errors import BatcherError, UnsendableValueError
 from fast_batcher.settings import Settings
 
 if TYPE_CHECKING:
-    from fast_batcher._transport.frames import Kind
+    from fast_batcher._transport.channels import Kind
 
 
 class RowInput:

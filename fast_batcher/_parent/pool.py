@@ -1,35 +1,304 @@
-"""Pool: starts, watches, recycles, replaces and ends the workers of one batcher.
+"""Pool: starts, watches, recycles, reloads, replaces and ends the workers of one batcher.
 
-API process. Everything runs on the event loop's thread, except `stop`, which may run on any thread
-once the loop is closed, and the end of the interpreter (see `shutdown`). The pool does not know
-batches: its listener decides what the loss of a worker means for requests.
+    Pool       one per session: the workers, their heartbeat and their replacement
+    Replica    one worker, over the processes that follow each other
+    Reloading  a reload that runs: `_core/supervision.py` decides about its order
+    Starter    starts the processes on a thread, and enforces `start_timeout`
+
+API process or host. Everything runs on the event loop's thread, except `WorkerHandle.spawn`, which
+the starter's thread runs, `stop`, which may run on any thread once the loop is closed, and the end
+of the interpreter (see `ending`). The pool does not know batches: its listener decides what the
+loss of a worker means for requests.
 """
 
 import asyncio
 import functools
+import itertools
 import logging
+import os
 import signal
+from collections.abc import Callable, Sequence
 from contextvars import Context
+from typing import TYPE_CHECKING
 
 from fast_batcher._clock import monotonic
-from fast_batcher._core.supervision import HEARTBEAT_INTERVAL, MAX_BACKOFF, Heartbeat, Recycling
+from fast_batcher._core.supervision import (
+    HEARTBEAT_INTERVAL,
+    MAX_BACKOFF,
+    Heartbeat,
+    Recycling,
+    Reload,
+    Restarts,
+)
+from fast_batcher._devices import Placement, place_workers
 from fast_batcher._observers import Observers
-from fast_batcher._parent.background import JobThread
-from fast_batcher._parent.memory_service import MemoryService
-from fast_batcher._parent.reloading import Reloading
-from fast_batcher._parent.replica import Replica, make_replicas
-from fast_batcher._parent.shutdown import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
-from fast_batcher._parent.starter import Starter, make_early_exit_error
-from fast_batcher._parent.worker import Exit, PoolEvents, WorkerHandle, WorkerState
-from fast_batcher._parent.worker_log import WorkerLog
-from fast_batcher._parent.worker_process import WorkerProcess
+from fast_batcher._parent.ending import TERMINATE_GRACE, LiveWorkers, end_pools, note_open
+from fast_batcher._parent.staging import JobThread, MemoryService
+from fast_batcher._parent.worker_process import (
+    Exit,
+    PoolEvents,
+    WorkerHandle,
+    WorkerProcess,
+    WorkerState,
+)
 from fast_batcher._shared_memory.inputs import Slabs
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.channels import Kind
 from fast_batcher.errors import BatcherClosedError, ConfigurationError, WorkerStartupError
-from fast_batcher.model_spec import ModelSpec
+from fast_batcher.model_spec import ModelSpec, is_main_importable
+from fast_batcher.observing import WorkerChange, WorkerChanged
 from fast_batcher.settings import Settings
 
+if TYPE_CHECKING:
+    from asyncio import TimerHandle
+
 logger = logging.getLogger("fast_batcher")
+
+
+class WorkerLog:
+    """The changes of the workers of one pool.
+
+    Args:
+        name: The batcher's name.
+        observers: Told about each change.
+    """
+
+    def __init__(self, name: str, observers: Observers) -> None:
+        self._name = name
+        self._observers = observers
+
+    def started(self, worker: WorkerHandle) -> None:
+        """Note that a worker has a process."""
+        self._tell(worker, "started")
+
+    def ready(self, worker: WorkerHandle) -> None:
+        """Note that a worker has loaded its model."""
+        logger.info("%s is ready", worker.title)
+        self._tell(worker, "ready")
+
+    def recycled(self, worker: WorkerHandle) -> None:
+        """Note that another worker has taken the place of one that was due."""
+        logger.info("%s is recycled", worker.title)
+        self._tell(worker, "recycled")
+
+    def lost(self, worker: WorkerHandle, exit: Exit, *, is_replaced: bool) -> None:
+        """Note that a worker that was ready is dead."""
+        if is_replaced:
+            # The log already says why the parent has ended it.
+            level = logging.INFO if exit.is_ours else logging.WARNING
+            logger.log(level, "%s ended with %s; another takes its place", worker.title, exit.text)
+        self._tell(worker, "lost", exit.text)
+
+    def _tell(self, worker: WorkerHandle, change: WorkerChange, exit_text: str = "") -> None:
+        if self._observers.active:
+            event = WorkerChanged(self._name, worker.index, change, worker.pid, exit_text)
+            self._observers.tell(event)
+
+
+# Remedy in the error of a worker that may have ended because it imported the program.
+MAIN_GUARD = (
+    ". A script that is run needs `if __name__ == '__main__':` around what it does, because the "
+    "worker imports it"
+)
+
+
+class Starter:
+    """Starts the workers of one pool.
+
+    Args:
+        thread: Starts the processes. It lives as long as the workers, because on Linux the kernel
+            ends them when the *thread* that forked them ends.
+        timeout: Seconds that a worker may take to load its model.
+        live: The live workers of the pool; started workers are added.
+        start_failed: Called with a worker that could not be started, or did not load in time.
+        log: Notes the workers that were started.
+    """
+
+    def __init__(
+        self,
+        thread: JobThread,
+        timeout: float,
+        live: LiveWorkers,
+        start_failed: Callable[[WorkerHandle, WorkerStartupError], None],
+        log: WorkerLog,
+    ) -> None:
+        self._thread = thread
+        self._timeout = timeout
+        self._live = live
+        self._start_failed = start_failed
+        self._log = log
+
+    def start(self, worker: WorkerHandle) -> None:
+        """Start a worker, which reports its readiness to the pool."""
+        self.limit(worker)
+        self._thread.run(worker.spawn, functools.partial(self._finish_spawn, worker))
+        self._live.add(worker)
+
+    def limit(self, worker: WorkerHandle) -> None:
+        """Give a worker that loads its model `timeout` seconds from now on."""
+        loop = asyncio.get_running_loop()
+        worker.set_timer(loop.call_later(self._timeout, self._time_out, worker, context=Context()))
+
+    def _finish_spawn(self, worker: WorkerHandle, error: BaseException | None) -> None:
+        if error is not None:
+            startup_error = WorkerStartupError(
+                f"worker {worker.index} could not be started: {error!r}"
+            )
+            startup_error.__cause__ = error
+            self._start_failed(worker, startup_error)
+            self._live.discard(worker)
+        elif worker.is_alive:  # otherwise the pool was stopped meanwhile
+            worker.attach(asyncio.get_running_loop())
+            self._log.started(worker)
+            if worker.state is WorkerState.ENDING:
+                worker.kill()  # `kill` was called before the process existed
+            else:
+                self.limit(worker)
+
+    def _time_out(self, worker: WorkerHandle) -> None:
+        was_attached = worker.is_attached
+        self._thread.take_outcomes()
+        if worker.is_attached and not was_attached:
+            # The loop was blocked since the spawn, and has sent the model only now.
+            return
+        if worker.is_attached:
+            worker.read_all()  # READY may have arrived in time, while the loop was blocked
+        if worker.state is not WorkerState.LOADING:
+            return
+        error = WorkerStartupError(
+            f"worker {worker.index} did not load its model within start_timeout="
+            f"{self._timeout} seconds and was ended; raise start_timeout if the model needs longer"
+        )
+        self._start_failed(worker, error)
+
+
+def make_early_exit_error(worker: WorkerHandle, exit: Exit) -> WorkerStartupError:
+    """Make the error of a worker that has died before it was ready."""
+    hint = "" if exit.by_signal or not is_main_importable() else MAIN_GUARD
+    return WorkerStartupError(
+        f"worker {worker.index} ended with {exit.text} before it had loaded "
+        f"{worker.model_spec.name}; its output on stderr may tell why{hint}"
+    )
+
+
+class Replica:
+    """A worker of a batcher, over the processes that follow each other."""
+
+    def __init__(
+        self, index: int, model_spec: ModelSpec, settings: Settings, placement: Placement
+    ) -> None:
+        self.index = index
+        # The model of the next process.
+        self.model_spec = model_spec
+        # The device of every process of this replica.
+        self.placement = placement
+        # Ids for the processes of this replica; no two processes of a pool share an id.
+        self.ids = itertools.count(index, settings.num_workers)
+        # None while the replica waits for a restart.
+        self.worker: WorkerHandle | None = None
+        # A process that loads its model while the worker that it will replace still serves.
+        self.successor: WorkerHandle | None = None
+        self.restart_timer: TimerHandle | None = None
+        self.restarts = Restarts(
+            settings.max_restarts, settings.restart_window, settings.restart_backoff
+        )
+        # The restart budget is spent, and no worker has been ready since.
+        self.is_given_up = False
+
+
+def make_replicas(model_spec: ModelSpec, settings: Settings) -> list[Replica]:
+    """Make the replicas of a pool, each with its device."""
+    placements = place_workers(settings.devices, settings.num_workers, os.environ)
+    return [
+        Replica(index, model_spec, settings, placement)
+        for index, placement in enumerate(placements)
+    ]
+
+
+class Reloading:
+    """A reload that runs; `done` has its outcome.
+
+    Args:
+        replicas: The pool's workers, by index.
+        after: The model to load.
+        start: Starts the successor of a replica's worker.
+        name: The batcher's name, for the log.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        after: ModelSpec,
+        start: Callable[[Replica], None],
+        name: str,
+    ) -> None:
+        self._replicas = replicas
+        self._before, self._after = replicas[0].model_spec, after
+        self._start = start
+        self._name = name
+        self._reload = Reload(len(replicas))
+        self._error: BaseException | None = None
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._advance()
+
+    def is_awaited(self, worker_id: int) -> bool:
+        """Whether a worker that has become ready is the replacement that comes next."""
+        index = self._reload.current
+        worker = None if index is None else self._replicas[index].worker
+        return worker is not None and worker.id == worker_id and self._is_next(worker)
+
+    def _is_next(self, worker: WorkerHandle) -> bool:
+        return worker.index == self._reload.current and worker.model_spec is self._target
+
+    def worker_ready(self, worker: WorkerHandle) -> None:
+        """Note that a worker is ready; its replica has it as its worker."""
+        if worker.index == self._reload.current:
+            if self._is_next(worker):
+                self._reload.replaced()
+            self._advance()
+
+    def start_failed(self, worker: WorkerHandle, error: BaseException) -> None:
+        """Go back if a worker with the new model could not load it."""
+        if not self._is_next(worker):
+            return
+        if not self._reload.goes_back:
+            logger.error("%s: the reload has failed, and is undone: %s", self._name, error)
+            self._error = error
+        self._reload.failed()
+        for replica in self._replicas:
+            replica.model_spec = self._before
+        self._advance()
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, because the pool ends."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    @property
+    def _target(self) -> ModelSpec:
+        return self._before if self._reload.goes_back else self._after
+
+    def _advance(self) -> None:
+        """Start the next replacement, or end."""
+        index = self._reload.current
+        if index is None:
+            self._finish()
+            return
+        replica = self._replicas[index]
+        replica.model_spec = self._target
+        worker = replica.worker
+        # A worker that loads, or will be restarted, comes first: `worker_ready` goes on.
+        is_serving = worker is not None and worker.state is WorkerState.READY
+        if is_serving and replica.successor is None:
+            self._start(replica)
+
+    def _finish(self) -> None:
+        if self.done.done():
+            return
+        if self._error is None:
+            self.done.set_result(None)
+        else:
+            self.done.set_exception(self._error)
+
 
 # Heartbeats (a minute) after which shared memory that no batch has used is returned to the system.
 # Getting it again costs some milliseconds per batch of images, which is little once a minute.

@@ -1,42 +1,421 @@
-"""Handle of one worker process in the parent: start, pipes, frames, signals, death.
+"""Workers as their parent sees them: the interface of a worker, and child processes that have it.
 
+    listener  --WorkerLink-->   worker      frames of batches
+    pool      --WorkerHandle--> worker      start, pings, end
+    worker    --WorkerEvents--> pool        ready, dead
+    pool      --PoolEvents-->   listener    arrivals and losses of workers, and their frames
+
+The pool decides when workers are started, replaced and ended; a `WorkerHandle` does it. Its
+implementation is `WorkerProcess`: start, pipes, frames, signals and death of a `ChildProcess`.
 `spawn` runs on the starter thread; everything else runs on the thread of the event loop, or on the
 thread that ends the pool once the loop is closed.
+
+The child is a `multiprocessing` spawn child: a new interpreter that reads its target from a pipe.
+`Process.start()` is not used, because it
+
+- refuses to start a child of a daemonic process, as Hypercorn's workers are; our workers end with
+  their parent, however it dies;
+- gives the child the environment of the parent, which belongs to the whole program;
+- leaves the descriptors 0 to 2 free in the child if they are free in the parent;
+- reaps all children, from any thread, whenever the program starts another.
 """
 
 import contextlib
+import io
 import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from asyncio import AbstractEventLoop, TimerHandle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context
-from typing import TYPE_CHECKING, NamedTuple
+from enum import Enum
+from multiprocessing import reduction, resource_tracker, spawn
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.process import BaseProcess
+from signal import Signals
+from typing import NamedTuple, Protocol
 
 from fast_batcher._descendants import opened_descendants, send_signal
 from fast_batcher._devices import Placement
-from fast_batcher._parent.child_process import ChildProcess
-from fast_batcher._parent.log_receiver import LogReceiver
-from fast_batcher._parent.thread_limits import thread_share, worker_environment
-from fast_batcher._parent.worker import Exit, WorkerEvents, WorkerState
+from fast_batcher._file_state import FileState
+from fast_batcher._parent.placement import thread_share, worker_environment
 from fast_batcher._shared_memory.inputs import Slabs
 from fast_batcher._shared_memory.outbox import OutboxReader
 from fast_batcher._transport import pickling
-from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.log_records import open_log_sockets
-from fast_batcher._transport.loop_channel import Frames, LoopChannel, Reservation
+from fast_batcher._transport.channels import (
+    Frame,
+    Frames,
+    Kind,
+    LoopChannel,
+    Reservation,
+    open_pipes,
+)
+from fast_batcher._transport.descriptors import PassedDescriptor
+from fast_batcher._transport.logs import LogReceiver, LogSettings, open_log_sockets
 from fast_batcher._transport.pickling import SerializedError
-from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher.errors import RemoteTraceback, TransportError, WorkerStartupError
 from fast_batcher.model_spec import ModelSpec
 from fast_batcher.settings import Settings
 
-if TYPE_CHECKING:
-    from fast_batcher._file_state import FileState
+
+class WorkerState(Enum):
+    """State of a worker from its start to its death.
+
+    state    ends with                            frames from the worker           its death is
+    -------  -----------------------------------  -------------------------------  --------------
+    LOADING  READY or STARTUP_FAILED              only these two are expected      a failed start
+    READY    a kill by the parent                 answers, passed to the listener  a loss
+    ENDING   the worker's death                   dropped                          as before
+
+    A worker that was asked to end stays READY: its remaining answers count.
+    """
+
+    LOADING = "loading"
+    READY = "ready"
+    ENDING = "ending"
+
+
+class Exit(NamedTuple):
+    """Exit status of a worker, and the batches it had."""
+
+    # "exit code 3", "signal 9 (SIGKILL)".
+    text: str
+    # A signal ended it.
+    by_signal: bool
+    # It was asked to end, and did so with exit code 0.
+    is_clean: bool
+    # The parent has ended it, and has logged the reason.
+    is_ours: bool
+    # Ids of the batches that it read last and began to compute last, None without any.
+    taken: int | None
+    begun: int | None
+    # Id of the last batch whose inputs its children may still view, None without any.
+    inherited: int | None
+    # SIGKILL came from outside, for example from the OOM killer of Linux.
+    may_be_out_of_memory: bool
+
+
+class WorkerLink(Protocol):
+    """Interface of a ready worker for `BatchSender` and `Answers`."""
+
+    @property
+    def id(self) -> int:
+        """Number of this process among all processes that the pool has started."""
+
+    @property
+    def outbox(self) -> OutboxReader | None:
+        """Memory in which the worker leaves large answers, None without shared memory."""
+
+    @property
+    def stages(self) -> int:
+        """Number of batches on which the worker works at the same time, 1 to 3."""
+
+    @property
+    def module_files(self) -> dict[str, FileState]:
+        """States of the app's files that the worker has imported, when it was ready."""
+
+    def send(self, kind: Kind, batch_id: int, body: bytes, /) -> None:
+        """Send a frame without waiting; a frame to a dead worker is dropped."""
+
+    def skip(self, batch_id: int, /) -> None:
+        """Let the worker not compute a batch, unless it has begun."""
+
+    def reserve(self) -> Reservation:
+        """Reserve a position in the order of frames, for frames that are not ready yet."""
+
+    def fill(self, reservation: Reservation, frames: Frames, /) -> None:
+        """Send frames at the position that was reserved for them."""
+
+
+class WorkerHandle(WorkerLink, Protocol):
+    """Interface of a worker for the pool.
+
+    `spawn` runs on the starter thread, everything else on the event loop's thread, or on the thread
+    that ends the pool once the loop is closed.
+    """
+
+    # Index among the batcher's workers, from 0; its replacement has the same index.
+    index: int
+    # The model that it loads.
+    model_spec: ModelSpec
+    # The process id; None before `spawn`.
+    pid: int | None
+    state: WorkerState
+    # Answered batches; the pool counts them if workers are recycled.
+    batches: int
+    # Whether `attach` was called.
+    is_attached: bool
+    # Whether `ask_to_end` was called: the worker reads no further frames.
+    was_asked_to_end: bool
+
+    @property
+    def title(self) -> str:
+        """Name in logs: the batcher, the worker's index and the process id."""
+
+    def spawn(self) -> None:
+        """Start the process. Starter thread.
+
+        Raises:
+            OSError: The system has no room for another process.
+        """
+
+    def attach(self, loop: AbstractEventLoop) -> None:
+        """Watch the worker from this event loop; the previous loop, if any, is closed."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process was started and has not been reaped."""
+
+    @property
+    def rss_bytes(self) -> int:
+        """Resident memory, 0 if it cannot be read."""
+
+    def set_timer(self, timer: TimerHandle | None) -> None:
+        """Set the pool's timer for this worker, and cancel the previous one."""
+
+    def read_all(self) -> bool:
+        """Dispatch the frames that have arrived; return whether a frame has arrived in part."""
+
+    def is_sending(self) -> bool:
+        """Return whether delayed frames were sent since the last call, or are not ready yet."""
+
+    def read_begun(self) -> int | None:
+        """Return the id of the batch that the worker began last, None without any."""
+
+    def ask_to_end(self) -> None:
+        """Ask the worker to finish its batches, and then to end."""
+
+    def ignore(self) -> None:
+        """Drop all further frames from this worker: the parent is ending it."""
+
+    def disconnect(self) -> None:
+        """Close the pipes: the worker ends after its current batch."""
+
+    def signal(self, number: Signals) -> None:
+        """Send a signal to the worker and to the processes that its model has started."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the worker and to the processes that its model has started."""
+
+    def kill_on_protocol_error(self, error: Exception) -> None:
+        """Log that the worker broke the protocol, and kill it."""
+
+    @property
+    def death_fd(self) -> int:
+        """Descriptor that is readable once the worker is dead; -1 after `reap`."""
+
+    def reap(self) -> Exit | None:
+        """Release the resources of the dead worker; None if that was done before."""
+
+
+class WorkerEvents(Protocol):
+    """Events that workers report to their pool, on the event loop's thread."""
+
+    def worker_loaded(self, worker: WorkerHandle, times: list[tuple[int, float]]) -> None:
+        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
+
+    def start_failed(self, worker: WorkerHandle, error: WorkerStartupError) -> None:
+        """Handle a worker that could not be started, or could not load its model in time."""
+
+    def worker_exited(self, worker: WorkerHandle, exit: Exit) -> None:
+        """Handle a death; called once, after all frames of the worker were dispatched."""
+
+
+class PoolEvents(Protocol):
+    """Events that a pool reports to its listener, and a question to it, on the loop's thread."""
+
+    def worker_ready(self, worker: WorkerLink, times: list[tuple[int, float]], /) -> None:
+        """Handle readiness; `times` are sizes and seconds of the warm-up batches."""
+
+    def worker_retired(self, worker_id: int, /) -> None:
+        """Give a worker no more batches: another has taken its place."""
+
+    def worker_lost(self, worker_id: int, exit: Exit, /) -> None:
+        """Handle the death of a worker that was ready."""
+
+    def worker_failed_to_start(self, worker_id: int, error: WorkerStartupError, /) -> None:
+        """Handle a worker that died or was ended before it was ready."""
+
+    def workers_given_up(self, reason: str, seconds: float, /) -> None:
+        """Handle that no worker is left, and that the next is started after `seconds`."""
+
+    def frame_arrived(self, worker_id: int, frame: Frame, /) -> None:
+        """Handle a frame of a ready worker; raises if the frame breaks the protocol."""
+
+    def idle_workers(self) -> list[int]:
+        """Return the ids of the ready workers that have no batch."""
+
+
+# Signals that go to the whole process group, and would end a child that is still importing. The
+# child inherits them as blocked, and unblocks them when it has handlers.
+_BLOCKED = {signal.SIGINT, signal.SIGTERM}
+
+
+class ChildProcess:
+    """A running child process, made from a `multiprocessing` process that was not started.
+
+    Make it on a thread that outlives the process: on Linux a worker asks the kernel to end it with
+    the thread that started it.
+
+    Args:
+        process: Target and arguments of the child; not used afterwards.
+        environment: All environment variables of the child.
+        cores: Cores to which the child is pinned, None for those of the calling thread. Linux.
+
+    Raises:
+        OSError: The system has no room for another process or for its pipes.
+    """
+
+    # `multiprocessing` uses this and `duplicate_for_child` while it pickles a descriptor.
+    DupFd = PassedDescriptor
+
+    def __init__(
+        self,
+        process: BaseProcess,
+        environment: Mapping[str, str],
+        cores: frozenset[int] | None = None,
+    ) -> None:
+        # Descriptors that the child gets, with the numbers that they have here.
+        self._passed: list[int] = []
+        instructions = self._pickle(process)
+        fds: list[int] = []
+        try:
+            # At the death of one side, the other side reads an end of file.
+            fds += os.pipe()
+            fds += os.pipe()
+            self._sentinel, their_sentinel, source, self._sink = fds
+            self._passed += (their_sentinel, source)
+            self.pid = self._launch(source, environment, cores)
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        os.close(their_sentinel)
+        os.close(source)
+        # If the child has died already, `death_fd` tells.
+        with contextlib.suppress(BrokenPipeError), open(self._sink, "wb", closefd=False) as file:
+            file.write(instructions)
+        self._pidfd = _open_pidfd(self.pid)
+
+    def duplicate_for_child(self, fd: int) -> int:
+        """Pass a descriptor to the child; returns its number there."""
+        self._passed.append(fd)
+        return fd
+
+    @property
+    def death_fd(self) -> int:
+        """Descriptor that becomes readable when the process dies.
+
+        On systems without pidfds it becomes readable only when grandchildren that inherited the
+        sentinel have ended, too.
+        """
+        return self._sentinel if self._pidfd is None else self._pidfd
+
+    def take_exit_code(self) -> int | None:
+        """Reap the dead process and return its exit code.
+
+        Returns:
+            Negative for a signal; None if another part of the program has reaped the process.
+        """
+        try:
+            if sys.platform == "linux" and self._pidfd is not None:
+                info = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
+                if info is None:
+                    return None
+                return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+            # The sentinel is closed a moment before the process is dead.
+            os.kill(self.pid, signal.SIGKILL)
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        except (ChildProcessError, ProcessLookupError):
+            return None
+
+    def close(self) -> None:
+        """Close the descriptors of the dead process."""
+        os.close(self._sentinel)
+        os.close(self._sink)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+    def _pickle(self, process: BaseProcess) -> bytes:
+        """Return the child's preparation data and target, pickled."""
+        preparation = spawn.get_preparation_data(process.name)
+        # "<stdin>" for a program that was read from there.
+        if not os.path.isfile(preparation.get("init_main_from_path", "")):
+            preparation.pop("init_main_from_path", None)
+        file = io.BytesIO()
+        set_spawning_popen(self)  # type: ignore[arg-type]  # it uses only what this class has
+        try:
+            reduction.dump(preparation, file)
+            reduction.dump(process, file)
+        finally:
+            set_spawning_popen(None)
+        return file.getvalue()
+
+    def _launch(
+        self, source: int, environment: Mapping[str, str], cores: frozenset[int] | None
+    ) -> int:
+        tracker = resource_tracker.getfd()
+        assert tracker is not None, "it runs by now"
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        try:
+            with _pinned(cores):
+                popen = subprocess.Popen(
+                    spawn.get_command_line(tracker_fd=tracker, pipe_handle=source),
+                    env=environment,
+                    pass_fds=(*self._passed, tracker),
+                    stdin=_stream(0),
+                    stdout=_stream(1),
+                    stderr=_stream(2),
+                )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # `subprocess` must neither reap the child nor warn that it still runs.
+        popen.returncode = 0
+        return popen.pid
+
+
+@contextlib.contextmanager
+def _pinned(cores: frozenset[int] | None) -> Iterator[None]:
+    """Pin the calling thread for a moment: a child that it starts is pinned from its first step.
+
+    A child that pinned itself would be late: numeric libraries start their threads when the main
+    module imports them.
+    """
+    if cores is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _stream(number: int) -> int | None:
+    """Return the child's standard stream 0, 1 or 2 for `Popen`: None to inherit it.
+
+    The child gets /dev/null if this process has no such stream, or if the descriptor is not
+    inheritable, as the socket of a server that was started without standard streams.
+    """
+    with contextlib.suppress(OSError):
+        if os.get_inheritable(number):
+            return None
+    return subprocess.DEVNULL
+
+
+def _open_pidfd(pid: int) -> int | None:
+    if sys.platform == "linux":
+        # The child has not been reaped, so no other process can have its pid.
+        with contextlib.suppress(OSError):
+            return os.pidfd_open(pid)
+    return None
+
 
 logger = logging.getLogger("fast_batcher")
 

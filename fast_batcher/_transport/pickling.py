@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fast_batcher._shared_memory.ranges import lay_out
-from fast_batcher._transport.frames import READ_SIZE
+from fast_batcher._transport.channels import READ_SIZE
 from fast_batcher.errors import (
     MAX_ERROR_TEXT,
     InferenceError,

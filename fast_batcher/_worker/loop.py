@@ -19,8 +19,7 @@ from fast_batcher._batch_contexts import BatchContexts
 from fast_batcher._shared_memory.inputs import SlabViews, unpack_layout, view_rows
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
-from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.frames import Frame, Kind, pack_header
+from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, pack_header
 from fast_batcher._transport.pickling import (
     LEAST_SHARED,
     OutOfBandPickle,

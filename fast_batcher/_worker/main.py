@@ -26,10 +26,9 @@ from fast_batcher._descendants import end_descendants
 from fast_batcher._shared_memory.inputs import SlabViews
 from fast_batcher._shared_memory.outbox import OutboxWriter
 from fast_batcher._transport import pickling
-from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.channels import BlockingChannel, Kind
+from fast_batcher._transport.logs import LogSettings
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder
 from fast_batcher._worker.model import collate_methods, load_model, read_module_files, warm_up
 from fast_batcher._worker.stages import StageLoop, Stages

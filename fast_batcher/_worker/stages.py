@@ -16,7 +16,7 @@ from typing import Any
 
 from fast_batcher._arrays.joining import list_outputs
 from fast_batcher._transport import pickling
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.channels import Kind
 from fast_batcher._worker.loop import BatchJob, BatchLoop, breaks_device
 from fast_batcher.errors import forget_frames, is_kind
 

@@ -15,7 +15,7 @@ from sessions import session_of
 from waits import LIMIT, Gate, assert_balance, call, one_loop, outcome, turns
 
 from fast_batcher import DeadlineExceededError, DynBatcher
-from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._parent.worker_process import WorkerProcess
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -8,7 +8,7 @@ from models.returning import BrokenOnArrival
 from fast_batcher._asyncio.answers import OutcomeReader, read_outcomes
 from fast_batcher._core.values import Failure
 from fast_batcher._transport import pickling
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher.errors import InferenceError, TransportError
 
 

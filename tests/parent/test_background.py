@@ -6,8 +6,7 @@ import threading
 import pytest
 from waits import LIMIT, turns
 
-from fast_batcher._parent.background import JobThread
-from fast_batcher._parent.memory_service import MemoryService
+from fast_batcher._parent.staging import JobThread, MemoryService
 from fast_batcher._shared_memory.inputs import Slabs
 
 pytestmark = pytest.mark.anyio

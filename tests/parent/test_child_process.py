@@ -20,7 +20,7 @@ from programs import PREAMBLE, Start, program, run_command
 from waits import LIMIT, Gate, call, one_loop, outcome
 
 from fast_batcher import DynBatcher
-from fast_batcher._parent.child_process import ChildProcess
+from fast_batcher._parent.worker_process import ChildProcess
 
 __all__ = ["program"]
 

@@ -20,12 +20,11 @@ from models.ordinary import GatedOnLoad, WritesAtExit
 from waits import LIMIT, SOON, Gate, Watch, turns
 
 from fast_batcher._observers import Observers
-from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._parent.pool import Pool
-from fast_batcher._parent.worker import Exit, WorkerLink
-from fast_batcher._parent.worker_process import describe_exit
+from fast_batcher._parent.staging import MemoryService
+from fast_batcher._parent.worker_process import Exit, WorkerLink, describe_exit
 from fast_batcher._transport import pickling
-from fast_batcher._transport.frames import Frame, Kind, pack_header
+from fast_batcher._transport.channels import Frame, Kind, pack_header
 from fast_batcher.errors import WorkerStartupError
 from fast_batcher.model_spec import check_model
 from fast_batcher.settings import Settings

@@ -38,7 +38,7 @@ from sessions import session_of
 from waits import LIMIT, Gate, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._transport.frames import Frame, Kind
+from fast_batcher._transport.channels import Frame, Kind
 from fast_batcher._transport.pickling import dumps, loads
 from fast_batcher.errors import (
     PoisonRequestError,

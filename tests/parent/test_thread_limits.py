@@ -11,8 +11,8 @@ import pytest
 from models.base import Echo
 
 from fast_batcher import DynBatcher
-from fast_batcher._parent import thread_limits
-from fast_batcher._parent.thread_limits import (
+from fast_batcher._parent import placement
+from fast_batcher._parent.placement import (
     THREAD_VARIABLES,
     read_quota,
     thread_share,
@@ -31,8 +31,8 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 def test_the_workers_of_all_batchers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(thread_limits, "_claims", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(thread_limits, "usable_cores", lambda: 12)
+    monkeypatch.setattr(placement, "_claims", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(placement, "usable_cores", lambda: 12)
     one, other = DynBatcher(Echo, devices=["cuda:0", "cuda:1"]), DynBatcher(Echo)
     shared = DynBatcher(Echo, shared=True, workers_per_device=9, devices="cpu")
     assert thread_share(2) == 4

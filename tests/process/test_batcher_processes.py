@@ -57,7 +57,7 @@ from fast_batcher import (
     WorkerStartupError,
 )
 from fast_batcher._transport import pickling
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.channels import Kind
 from fast_batcher.errors import RemoteTraceback
 
 MEBI = 2**20
@@ -702,7 +702,7 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
         f"""
         import atexit
         import {kind}
-        from fast_batcher._parent import shutdown
+        from fast_batcher._parent import ending
 
         is_open = threading.Event()
 
@@ -724,9 +724,9 @@ def test_a_program_whose_loop_runs_in_a_daemon_thread_ends_without_a_word(
             tell([future.done() for future in waiting])
 
         # What is registered first is called last.
-        atexit.unregister(shutdown.end_forgotten_pools)
+        atexit.unregister(ending.end_forgotten_pools)
         atexit.register(call_late)
-        atexit.register(shutdown.end_forgotten_pools)
+        atexit.register(ending.end_forgotten_pools)
         threading.Thread(target={kind}.run, args=(main(),), daemon=True).start()
         is_open.wait()
         """

@@ -22,9 +22,9 @@ from sessions import pids_of, session_of
 from waits import LIMIT, call, outcome, turns, until
 
 from fast_batcher import DynBatcher
-from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._shared_memory.outbox import OutboxReader
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import dumps
 from fast_batcher.errors import (
     DeadlineExceededError,

@@ -285,7 +285,7 @@ def test_the_core_has_no_coroutines(name: str) -> None:
 
 def test_nothing_that_the_worker_loads_is_of_the_parents_half() -> None:
     reached = reachable_from("_worker.main")
-    assert "_transport.blocking_channel" in reached
+    assert "_transport.channels" in reached
     assert not {name.split(".")[0] for name in reached} & NOT_OF_OURS_IN_WORKER
     for name in reached:
         modules = {target.module for target in SOURCES[name].imports() if not target.is_typing}

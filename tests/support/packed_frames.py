@@ -1,6 +1,6 @@
 """The bytes of frames, for tests that speak to one end of a channel themselves."""
 
-from fast_batcher._transport.frames import Kind, pack_header
+from fast_batcher._transport.channels import Kind, pack_header
 
 
 def pack(kind: Kind, batch_id: int, body: bytes, seconds: float = 0.0) -> bytes:

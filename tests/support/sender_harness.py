@@ -15,11 +15,10 @@ from waits import LIMIT, assert_balance, until
 from fast_batcher import DynBatcher
 from fast_batcher._core.values import Batch, Release, Request
 from fast_batcher._file_state import FileState
-from fast_batcher._parent.batch_sender import BatchSender
-from fast_batcher._parent.input_arena import MOST_AT_ONCE
+from fast_batcher._parent.sending import BatchSender
+from fast_batcher._parent.staging import MOST_AT_ONCE
 from fast_batcher._shared_memory.inputs import Slabs, SlabViews
-from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.loop_channel import Reservation
+from fast_batcher._transport.channels import Frame, Kind, Reservation
 from fast_batcher._transport.pickling import dumps
 from fast_batcher._worker.loop import InputReader
 from fast_batcher.errors import BatcherError

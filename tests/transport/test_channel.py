@@ -15,10 +15,14 @@ import pytest
 from packed_frames import pack
 from waits import LIMIT
 
-from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.loop_channel import LoopChannel
-from fast_batcher._transport.pipes import PIPE_SIZE, open_pipes
+from fast_batcher._transport.channels import (
+    PIPE_SIZE,
+    BlockingChannel,
+    Frame,
+    Kind,
+    LoopChannel,
+    open_pipes,
+)
 from fast_batcher.errors import TransportError
 
 pytestmark = pytest.mark.anyio

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_frames import pack
 
-from fast_batcher._transport.frames import (
+from fast_batcher._transport.channels import (
     HEADER_SIZE,
     MAX_JOINED,
     READ_SIZE,

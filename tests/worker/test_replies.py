@@ -12,7 +12,7 @@ from models.returning import RefusesPickling
 
 from fast_batcher._asyncio.answers import SharedOutcomes
 from fast_batcher._shared_memory.outbox import OutboxReader, OutboxWriter
-from fast_batcher._transport.frames import Kind
+from fast_batcher._transport.channels import Kind
 from fast_batcher._transport.pickling import ATOMS, LEAST_SHARED, SerializedError, describe, loads
 from fast_batcher._worker.loop import ReplyEncoder
 from fast_batcher.errors import TransportError

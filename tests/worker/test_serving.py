@@ -19,13 +19,10 @@ from waits import LIMIT, Gate
 
 from fast_batcher import InferenceModel
 from fast_batcher._transport import pickling
-from fast_batcher._transport.blocking_channel import BlockingChannel
-from fast_batcher._transport.frames import Frame, Kind
-from fast_batcher._transport.log_records import open_log_sockets
+from fast_batcher._transport.channels import BlockingChannel, Frame, Kind, open_pipes
+from fast_batcher._transport.logs import LogSettings, open_log_sockets
 from fast_batcher._transport.pickling import SerializedError
-from fast_batcher._transport.pipes import open_pipes
 from fast_batcher._transport.progress import WorkerProgress
-from fast_batcher._worker.log_sending import LogSettings
 from fast_batcher._worker.loop import BatchLoop, InputReader, ReplyEncoder
 from fast_batcher._worker.main import WorkerSettings, worker_main
 from fast_batcher._worker.stages import StageLoop, Stages

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from fast_batcher import InferenceModel
-from fast_batcher._transport.pipes import PIPE_SIZE
+from fast_batcher._transport.channels import PIPE_SIZE
 from models.base import FOR_EVER, AtGate, pass_gate
 from models.ordinary import Holds
 

@@ -1,4 +1,8 @@
-"""Staging: copies of large inputs in shared memory, made on arrival. API process, loop's thread.
+"""Staging: copies of large inputs in shared memory, made on arrival. Parent, event loop's thread.
+
+    InputArena     copies inputs behind each other, on arrival
+    MemoryService  the shared memory of a session, and the thread that copies large values
+    JobThread      a thread that runs blocking jobs, one after the other
 
 An array or tensor is copied behind earlier inputs of the same layout, so that a batch is contiguous
 when it is formed, and its frame carries only the location. The caller's value is kept, too: the
@@ -6,18 +10,23 @@ model may write into a staged input, so a retry sends the value. An array that t
 with `allocate` is not copied: the worker maps it with copy on write.
 """
 
+import asyncio
+import contextlib
 import functools
 import math
 import pickle
+import queue
 import sys
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from contextvars import Context
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 from fast_batcher._fork import at_fork
-from fast_batcher._parent.memory_service import MemoryService
 from fast_batcher._shared_memory.inputs import (
     Key,
     Layout,
@@ -32,6 +41,165 @@ from fast_batcher._shared_memory.inputs import (
 )
 from fast_batcher._shared_memory.ranges import keep_freed_memory
 from fast_batcher.settings import Settings
+
+Job = Callable[[], None]
+# Called with the error of the job, or None.
+Done = Callable[[BaseException | None], None]
+
+
+class JobThread:
+    """Runs jobs on another thread, and tells the event loop when they are done.
+
+    The thread is started with the first job, and lives until `stop`.
+
+    Args:
+        loop: The event loop on which `done` is called.
+        name: The thread's name.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self._loop = loop
+        self._name = name
+        self._jobs: queue.SimpleQueue[tuple[Job, Done] | None] = queue.SimpleQueue()
+        # Outcomes that the loop has not taken yet. They are kept here, so that an outcome that
+        # comes while a loop is being closed reaches the next loop.
+        self._outcomes: deque[tuple[Done, BaseException | None]] = deque()
+        self._thread: threading.Thread | None = None
+        # Held while a job runs.
+        self._lock = threading.Lock()
+        self._is_held = False
+
+    def run(self, job: Job, done: Done) -> None:
+        """Call `job` on the thread, and then `done` on the event loop with its error or None.
+
+        Jobs run one after the other. If the system cannot start a thread, the job runs now.
+        """
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            try:
+                Context().run(thread.start)  # a free-threaded Python copies the context to it
+            except RuntimeError:  # the system cannot start a thread
+                self._do(job, done)
+                return
+            self._thread = thread
+        self._jobs.put((job, done))
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call `done` on another event loop from now on; the previous loop is closed."""
+        self._loop = loop
+        self.take_outcomes()
+
+    def take_outcomes(self) -> None:
+        """Call `done` of the finished jobs. Event loop's thread."""
+        while self._outcomes:
+            done, error = self._outcomes.popleft()
+            done(error)
+
+    def hold(self) -> None:
+        """Start no further job, and wait for the end of the current one."""
+        # Before the lock is taken: the thread may take it again for its next job.
+        self._is_held = True
+        with self._lock:
+            pass
+
+    def stop(self) -> None:
+        """End the thread after the current job, and drop all other jobs and outcomes."""
+        self.hold()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        self._outcomes.clear()
+
+    def _work(self) -> None:
+        for job, done in iter(self._jobs.get, None):
+            with self._lock:
+                if not self._is_held:
+                    self._do(job, done)
+            del job, done  # else they would live until the next job
+
+    def _do(self, job: Job, done: Done) -> None:
+        error: BaseException | None = None
+        try:
+            job()
+        except BaseException as raised:  # noqa: BLE001  `done` gets any error
+            # Without its frames, which hold the pipes of a failed start, for example.
+            error = raised.with_traceback(None)
+        self._outcomes.append((done, error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed; `rebind` takes the outcome
+            self._loop.call_soon_threadsafe(self.take_outcomes, context=Context())
+
+
+class MemoryService:
+    """Owner of the slabs for large inputs and of the copier thread.
+
+    `SharedInputSender` uses both, `Answers` the thread; the pool returns unused memory to the
+    system with its heartbeat.
+
+    Args:
+        loop: The event loop, which is running.
+        max_shared_bytes: Most bytes of large inputs together; 0 for no shared memory, or for
+            memory that `slabs` is set to later.
+        name: The batcher's name, for the thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, max_shared_bytes: int, name: str) -> None:
+        # Memory for large inputs, or the error that prevented it; None if the settings turn it off.
+        self.slabs: Slabs | OSError | None = None
+        if max_shared_bytes:
+            try:
+                self.slabs = Slabs(max_shared_bytes)
+            except OSError as error:
+                # Without its frames, which hold this object.
+                self.slabs = error.with_traceback(None)
+        self._copier = JobThread(loop, f"fast_batcher-copier-{name}")
+        # Every running `aclose` waits for this.
+        self._slabs_closed: asyncio.Future[None] | None = None
+
+    def run_in_thread(self, job: Job, done: Done) -> None:
+        """Run a job on the copier thread, then call `done` on the loop with its error or None.
+
+        After `close` no job begins, and no `done` is called.
+        """
+        self._copier.run(job, done)
+
+    def rebind(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call `done` on another event loop from now on; the previous loop is closed."""
+        self._copier.rebind(loop)
+
+    def give_back_unused(self) -> None:
+        """Start to return to the system the memory that was not used since the last call."""
+        slabs = self.slabs
+        if not isinstance(slabs, Slabs):
+            return
+        unused = slabs.take_unused()
+        if unused is not None:
+            punch = functools.partial(slabs.punch, unused)
+            self.run_in_thread(punch, lambda _: slabs.mark_uncommitted(unused))
+
+    async def aclose(self) -> None:
+        """Close the slabs on the copier thread, which takes 80 ms per 200 MiB that were used."""
+        slabs = self.slabs
+        if self._slabs_closed is None and isinstance(slabs, Slabs) and not slabs.is_closed:
+            self._slabs_closed = asyncio.get_running_loop().create_future()
+            self.run_in_thread(slabs.close, self._wake)
+        if self._slabs_closed is not None:
+            # `close` sets it too: after that the copier thread runs no job.
+            await asyncio.wait([self._slabs_closed])
+
+    def close(self) -> None:
+        """End the copier thread and close the slabs; may be called again."""
+        self._copier.stop()
+        if isinstance(self.slabs, Slabs):
+            self.slabs.close()
+        if self._slabs_closed is not None and not self._slabs_closed.get_loop().is_closed():
+            self._wake(None)
+
+    def _wake(self, _: BaseException | None) -> None:
+        assert self._slabs_closed is not None, "made before the job"
+        if not self._slabs_closed.done():
+            self._slabs_closed.set_result(None)
+
 
 # Bytes from which on an input is staged. A smaller lone request is sent 10 to 20 us faster through
 # the pipe; from 64 KiB on, where the pipe takes it in two pieces, staging is 15 us faster. Two or

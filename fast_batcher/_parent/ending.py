@@ -1,4 +1,4 @@
-"""Ends workers: on their event loop, without one for `stop`, and at the end of the interpreter.
+"""End of workers: on their event loop, without one for `stop`, and at the end of the interpreter.
 
 Parent process. `end_pools` blocks the thread that calls it. At the end of the interpreter that is
 the main thread; pools whose event loop runs on another thread are ended by that thread.
@@ -15,7 +15,7 @@ from contextvars import Context
 from typing import Protocol
 
 from fast_batcher._clock import monotonic
-from fast_batcher._parent.worker import WorkerHandle, WorkerState
+from fast_batcher._parent.worker_process import WorkerHandle, WorkerState
 
 # Seconds between SIGTERM and SIGKILL: enough for a handler of the model to run. With the default
 # stop_timeout of 2 s a program that forgot to stop exits within 3 s.

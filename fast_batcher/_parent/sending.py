@@ -1,0 +1,490 @@
+"""Sending of batches to workers: one frame, several, or shared memory. Parent, event loop's thread.
+
+A batch is usually one frame. The other paths in this module serve a batch with an input that cannot
+be pickled, a batch larger than a frame, and large inputs, which `SharedInputSender` copies into
+shared memory. The sender does not choose batches, which the scheduler does, and does not read
+answers, which `Answers` does.
+"""
+
+import functools
+import logging
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from fast_batcher._clock import SLOW, monotonic
+from fast_batcher._core.values import Batch, Request, most_batches
+from fast_batcher._parent.staging import (
+    MOST_AT_ONCE,
+    CopyState,
+    InputArena,
+    MemoryService,
+    StagedInput,
+)
+from fast_batcher._parent.worker_process import WorkerLink
+from fast_batcher._shared_memory.inputs import Section, Slab, Slabs
+from fast_batcher._transport import pickling
+from fast_batcher._transport.channels import Frame, Kind, Reservation
+from fast_batcher._transport.pickling import (
+    LEAST_SHARED,
+    OutOfBandPickle,
+    OutOfBandPickler,
+    SerializedError,
+    dump_atoms,
+    dumps,
+    loads,
+)
+from fast_batcher.errors import (
+    BatcherError,
+    RequestTooLargeError,
+    UnsendableValueError,
+)
+from fast_batcher.settings import Settings
+
+logger = logging.getLogger("fast_batcher")
+
+# On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_ROWS = Kind.ROWS
+
+Send = Callable[[Kind, int, bytes], None]
+# Sends a batch once its inputs are copied; the argument says whether a copy has failed.
+Fill = Callable[[bool], None]
+
+
+class SharedInputSender:
+    """Sends batches through the memory that is shared with the workers, and keeps the leases.
+
+    Args:
+        memory: The shared memory, and the thread for large copies.
+        settings: The batcher's settings.
+        send_in_band: Sends a batch through the pipe, if the system has no memory for it.
+        name: The batcher's name, for logs.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryService,
+        settings: Settings,
+        send_in_band: Callable[[Batch, Send], None],
+        name: str,
+    ) -> None:
+        self._memory = memory
+        self._send_in_band = send_in_band
+        self._name = name
+        self._has_warned = False
+        # By ready worker and batch id: the slabs of batches that the worker may still view.
+        self._leases: dict[int, dict[int, list[Slab]]] = {}
+        # Batches that a worker may have; all workers have the same model.
+        self._most_batches = most_batches(stages=1)
+        self.arena = InputArena(memory, settings, self._warn)
+
+    def add_worker(self, link: WorkerLink) -> None:
+        """Add a worker that is ready."""
+        self._leases[link.id] = {}
+        self._most_batches = most_batches(link.stages)
+
+    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
+        """Remove a dead worker, and end its leases.
+
+        Args:
+            worker_id: The worker.
+            inherited: Id of the last batch that the worker's children may still view, or None. The
+                slabs of this batch and of earlier ones are never freed.
+        """
+        for batch_id, leased in self._leases.pop(worker_id, {}).items():
+            if inherited is not None and batch_id <= inherited:
+                for slab in leased:
+                    slab.leak()
+
+    def is_available(self) -> bool:
+        """Return whether there is shared memory; warn once if it could not be made."""
+        slabs = self._memory.slabs
+        if isinstance(slabs, OSError):
+            self._warn(slabs)
+        return isinstance(slabs, Slabs)
+
+    def send_staged(self, batch: Batch, link: WorkerLink) -> bool:
+        """Send a batch if all of its inputs are staged; otherwise return False and do nothing.
+
+        Args:
+            batch: The batch; its first request has a staged input.
+            link: Its worker.
+        """
+        inputs: list[StagedInput] = []
+        leased: dict[Slab, None] = {}
+        for request in batch.requests:
+            staged: StagedInput | None = request.staged
+            slab = None if staged is None else staged.slab
+            if staged is None or slab is None:
+                return False
+            inputs.append(staged)
+            leased[slab] = None
+        frame = (_ROWS, batch.id, dumps(_name_runs(inputs)))
+        pending = [one for one in inputs if one.state is not CopyState.COPIED]
+        if pending:
+            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
+            for staged in pending:
+                staged.when_copied = functools.partial(_fill_if_copied, pending, fill)
+        else:
+            link.send(*frame)
+        # After the send, so that the worker wakes up meanwhile.
+        self._leases[link.id][batch.id] = [*leased]
+        for slab in leased:
+            self.arena.close_slab(slab)
+        for staged in inputs:
+            staged.release()
+        return True
+
+    def send(self, batch: Batch, pickled: OutOfBandPickle, link: WorkerLink) -> bool:
+        """Send a batch; if there is no room for it, return False and do nothing.
+
+        Call it only if `is_available` returned True.
+
+        Args:
+            batch: The batch.
+            pickled: Its pickled inputs, which are released when they have been copied.
+            link: Its worker.
+        """
+        slabs = self._memory.slabs
+        assert isinstance(slabs, Slabs), "the caller has asked"
+        whole = slabs.take(pickled.size)
+        if whole is None:
+            self._warn(self._describe_no_room(slabs, pickled.size))
+            return False
+        named = dumps((whole.start, whole.length, pickled.sizes, pickled.items))
+        frame = (Kind.SHARED_INPUTS, batch.id, named)
+        if pickled.size > MOST_AT_ONCE:
+            fill = functools.partial(self._fill, link, link.reserve(), batch, frame)
+            self._memory.run_in_thread(
+                functools.partial(_write_pickle, slabs, whole, pickled),
+                functools.partial(self._finish, slabs, whole, fill),
+            )
+        else:
+            try:
+                slabs.write(whole, pickled, releases_gil=False)
+            except OSError as error:
+                slabs.mark_uncommitted(whole)
+                self._warn(error)
+                return False
+            pickled.release()
+            link.send(*frame)
+        self._leases[link.id][batch.id] = [whole.slab]
+        return True
+
+    def free(self, worker_id: int, batch_ids: list[int]) -> None:
+        """End the leases of batches that a worker does not view any more.
+
+        Raises:
+            KeyError: The worker has no lease of one of them.
+        """
+        leases = self._leases.get(worker_id)
+        if leases is not None:
+            for batch_id in batch_ids:
+                del leases[batch_id]
+
+    def _finish(
+        self, slabs: Slabs, whole: Section, fill: Fill, error: BaseException | None
+    ) -> None:
+        """Send a batch after its copy on the copier thread. Loop's thread."""
+        if error is not None:
+            slabs.mark_uncommitted(whole)
+            self._warn(error)
+        fill(error is not None)
+
+    def _fill(
+        self,
+        link: WorkerLink,
+        reservation: Reservation,
+        batch: Batch,
+        frame: tuple[Kind, int, bytes],
+        has_failed: bool,
+    ) -> None:
+        """Send a batch at its reserved position; through the pipe if a copy has failed."""
+        if link.id not in self._leases:  # the worker has died, and its leases have ended
+            return
+        frames = [frame]
+        if has_failed:
+            self.free(link.id, [batch.id])
+            frames.clear()
+            self._send_in_band(batch, lambda *one: frames.append(one))
+        link.fill(reservation, frames)
+
+    def _describe_no_room(self, slabs: Slabs, size: int) -> str:
+        text = (
+            f"{size} bytes find no room, {slabs.taken_bytes} of max_shared_bytes={slabs.size} are "
+            "taken"
+        )
+        kept = max(
+            [len(leases) - self._most_batches for leases in self._leases.values()], default=0
+        )
+        if kept > 0:
+            text += (
+                "; the model, or a process that it has forked in infer, keeps views of the inputs "
+                f"of at least {kept} batches: keep copies (array.copy(), tensor.clone()) instead, "
+                "and fork in the constructor"
+            )
+        return text
+
+    def _warn(self, reason: BaseException | str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: large inputs go through a pipe, which is slower, while there is no shared "
+                "memory for them: %s",
+                self._name,
+                # As text: a record that is kept would keep the error's frames, and their slabs.
+                str(reason),
+            )
+
+
+def _fill_if_copied(pending: list[StagedInput], fill: Fill) -> None:
+    """Send a batch if none of its staged inputs is still being copied."""
+    states = {one.state for one in pending}
+    if CopyState.COPYING not in states:
+        fill(CopyState.FAILED in states)
+
+
+def _name_runs(inputs: list[StagedInput]) -> list[tuple[bytes, int, int]]:
+    """Return layout, start and number of the inputs of each contiguous run."""
+    runs: list[tuple[bytes, int, int]] = []
+    layout, start, end, count = inputs[0].layout, inputs[0].start, inputs[0].start, 0
+    for one in inputs:
+        if one.start != end or one.layout != layout:
+            runs.append((layout, start, count))
+            layout, start, count = one.layout, one.start, 0
+        count += 1
+        end = one.end
+    runs.append((layout, start, count))
+    return runs
+
+
+def _write_pickle(slabs: Slabs, whole: Section, pickled: OutOfBandPickle) -> None:
+    """Copy a batch on the copier thread."""
+    try:
+        slabs.write(whole, pickled, releases_gil=True)
+    finally:
+        # Released here, not with the last reference, because the inputs are locked until then.
+        pickled.release()
+
+
+# On Python 3.11 looking up a member of an enumeration costs as much as a call.
+_INPUT_ATOMS = Kind.INPUT_ATOMS
+_OUTPUT_ATOMS = Kind.OUTPUT_ATOMS
+# An `attrgetter` instead of a Python function, which would cost a lone request about 5 us
+# (docs/decisions/0008).
+_value_of = operator.attrgetter("value")
+
+
+class SenderEvents(Protocol):
+    """Events that a sender reports to its listener, on the loop's thread."""
+
+    def inputs_unsendable(
+        self, batch: Batch, unsendable: list[tuple[Request, BatcherError]], /
+    ) -> None:
+        """Inputs of a batch that `send` has taken turn out not to be sendable."""
+
+
+class InputPickler(Protocol):
+    """Pickles inputs; see `OutOfBandPickler`."""
+
+    def pickle(
+        self, values: list[Any], may_share: Callable[[], bool]
+    ) -> list[bytes] | OutOfBandPickle:
+        """Pickle the values of a batch, in one of two forms."""
+
+    def dumps(self, value: Any) -> bytes:
+        """Pickle one value in-band."""
+
+
+class BatchSender:
+    """Sends batches to ready workers, and ends their leases on shared inputs.
+
+    Args:
+        settings: The batcher's settings.
+        memory: Memory that is shared with the workers, and the thread for large copies.
+        events: The listener.
+        name: The batcher's name, for logs.
+        pickler: Pickles the inputs.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        memory: MemoryService,
+        events: SenderEvents,
+        name: str,
+        pickler: InputPickler | None = None,
+    ) -> None:
+        self._max_frame_bytes = settings.max_frame_bytes
+        self._shared_inputs = SharedInputSender(memory, settings, self._send_late, name)
+        # Copies large inputs into shared memory on arrival.
+        self.arena = self._shared_inputs.arena
+        self._events = events
+        # The ready workers by id.
+        self._links: dict[int, WorkerLink] = {}
+        self._pickler: InputPickler = pickler or make_pickler(settings)
+        self._watch = PicklingWatch(name)
+
+    def add_worker(self, link: WorkerLink) -> None:
+        """Add a worker that is ready."""
+        self._links[link.id] = link
+        self._shared_inputs.add_worker(link)
+
+    def remove_worker(self, worker_id: int, inherited: int | None) -> None:
+        """Remove a dead worker, and end its leases.
+
+        Args:
+            worker_id: The worker.
+            inherited: Id of the last batch whose inputs the worker's children may still view, or
+                None.
+        """
+        self._links.pop(worker_id, None)
+        self._shared_inputs.remove_worker(worker_id, inherited)
+
+    def send(
+        self, batch: Batch, contexts: Sequence[bytes] = ()
+    ) -> list[tuple[Request, BatcherError]]:
+        """Send a batch to its worker.
+
+        Args:
+            batch: The batch.
+            contexts: Pickled context managers for its computation.
+
+        Returns:
+            Requests whose input cannot be sent, each with its error. The caller removes them from
+            the batch; the worker gets the others.
+        """
+        requests = batch.requests
+        link = self._links[batch.worker]
+        if contexts:
+            link.send(Kind.CONTEXTS, batch.id, dumps(contexts))
+        group = requests[0].group
+        if group is not None and group.method is not None:
+            link.send(Kind.METHOD, batch.id, group.method.name.encode())
+        if requests[0].staged is not None and self._shared_inputs.send_staged(batch, link):
+            return []
+        values = [*map(_value_of, requests)]
+        body = dump_atoms(values, LEAST_SHARED)
+        if body is not None and len(body) <= self._max_frame_bytes:
+            link.send(_INPUT_ATOMS, batch.id, body)
+            return []
+        return self._send_apart(batch, values, link)
+
+    def _send_apart(
+        self, batch: Batch, values: list[Any], link: WorkerLink
+    ) -> list[tuple[Request, BatcherError]]:
+        """Pickle the inputs one by one, and send them through the pipe or shared memory."""
+        for request in batch.requests:
+            if request.staged is not None:  # staged inputs are used only if all inputs are staged
+                request.staged.release()
+        pickled: list[bytes] | OutOfBandPickle | None
+        began_at = monotonic()
+        try:
+            pickled = self._pickler.pickle(values, self._shared_inputs.is_available)
+        except BaseException:  # noqa: BLE001  user code; `_send_items` finds the input that raised
+            pickled = None
+        self._watch.check(began_at)
+        if isinstance(pickled, OutOfBandPickle):
+            self.arena.enable()
+            # The limit of a single output: a model may return its input.
+            fits = pickling.fits(pickled.size, self._max_frame_bytes)
+            if fits and self._shared_inputs.send(batch, pickled, link):
+                return []
+            pickled.release()
+        elif pickled is not None:
+            body = dumps(pickled)
+            if len(body) <= self._max_frame_bytes:
+                link.send(Kind.INPUTS, batch.id, body)
+                return []
+        return self._send_items(batch, link.send)
+
+    def _send_late(self, batch: Batch, send: Send) -> None:
+        """Send a batch through the pipe, because shared memory had no room for it."""
+        unsendable = self._send_items(batch, send)
+        if unsendable:
+            self._events.inputs_unsendable(batch, unsendable)
+
+    def _send_items(self, batch: Batch, send: Send) -> list[tuple[Request, BatcherError]]:
+        """Send a batch through the pipe in one or more frames; return the unsendable requests."""
+        items: list[bytes | SerializedError] = []
+        unsendable: list[tuple[Request, BatcherError]] = []
+        for request in batch.requests:
+            item = dump_input(self._pickler, request.value, self._max_frame_bytes)
+            if isinstance(item, bytes):
+                items.append(item)
+            else:
+                unsendable.append((request, item))
+        if items:
+            bodies = list(pickling.fragment(items, self._max_frame_bytes))
+            for body in bodies[:-1]:
+                send(Kind.INPUTS_FRAGMENT, batch.id, body)
+            send(Kind.INPUTS, batch.id, bodies[-1])
+        return unsendable
+
+    def skip(self, batch: Batch) -> None:
+        """Let the worker of a batch not compute it, unless it has begun."""
+        self._links[batch.worker].skip(batch.id)
+
+    def free(self, worker_id: int, frame: Frame) -> None:
+        """End the leases of the batches that a worker names in a FREED frame.
+
+        Raises:
+            KeyError: The worker has no lease of one of them.
+        """
+        self._shared_inputs.free(worker_id, loads(frame.body))
+
+
+class PicklingWatch:
+    """Warns once if pickling inputs blocks the event loop.
+
+    Args:
+        name: The batcher's name, for the log.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._has_warned = False
+
+    def check(self, began_at: float) -> None:
+        """Warn if pickling that began at this moment has taken too long."""
+        seconds = monotonic() - began_at
+        if seconds > SLOW and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%s: pickling inputs took %.3g seconds, and the event loop with all its requests "
+                "waited; send bytes or an array instead, for example an image file that is not "
+                "decoded yet, and decode it in the model's prepare (docs/stages.md)",
+                self._name,
+                seconds,
+            )
+
+
+def make_pickler(settings: Settings) -> OutOfBandPickler:
+    """Make the pickler of inputs, which arrive in the worker as writable arrays."""
+    return OutOfBandPickler(settings.shared_memory_threshold, makes_writable=True)
+
+
+def dump_input(pickler: InputPickler, value: Any, max_frame_bytes: int) -> bytes | BatcherError:
+    """Pickle one input, or return the error of an input that cannot be sent."""
+    try:
+        item = pickler.dumps(value)
+    except BaseException as error:  # noqa: BLE001  pickling is the user's code
+        reason = pickling.one_line(error)
+        # The classes of open files are in the module `_io`; one may be inside of the input.
+        is_file = hasattr(type(value), "read") or "'_io." in reason
+        remedy = (
+            "read the file first, as await upload.read(), and send its bytes"
+            if is_file
+            else "send plain data instead"
+        )
+        unsendable_error = UnsendableValueError(
+            f"the input, a {type(value).__qualname__}, cannot be pickled ({reason}), so it cannot "
+            f"reach the worker process; {remedy}"
+        )
+        unsendable_error.__cause__ = pickling.to_cause(error)
+        return unsendable_error
+    if not pickling.fits(len(item), max_frame_bytes):
+        return RequestTooLargeError(
+            f"the input takes {len(item)} bytes, more than max_frame_bytes={max_frame_bytes} allows"
+        )
+    return item

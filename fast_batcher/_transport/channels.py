@@ -1,0 +1,568 @@
+"""Frames on pipes and sockets: their format, and the channels that read and write them. Both sides.
+
+    header  magic u32 | kind u32 | body length u64 | batch id u64 | seconds f64     little endian
+    body    pickles, see `pickling`
+
+`FrameReader` cuts a stream into frames, and does no I/O itself. One frame usually carries one
+batch. A header with another magic number, or with a length above `max_frame_bytes`, is refused
+before memory is allocated for its body.
+
+`BlockingChannel` is a worker's end, on its main thread. `LoopChannel` is the end of an API process
+or the host, on the event loop's thread, and never blocks: bytes that the pipe does not take at once
+are kept, and written when it is writable again. The loop calls it back in an empty context,
+whatever context of a caller was active when the channel was attached. Channels do not know batches,
+and do not pickle.
+
+Between parent and worker are two pipes, not a socket pair: a round trip costs half as much. See
+docs/decisions/0009.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import Context
+from enum import IntEnum
+from operator import methodcaller
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from fast_batcher._fork import at_fork
+from fast_batcher._transport.descriptors import occupy_stdio
+from fast_batcher.errors import TransportError
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+    from multiprocessing.connection import Connection
+    from multiprocessing.context import BaseContext
+
+# The read end and the write end of one side.
+Ends = tuple["Connection[object, object]", "Connection[object, object]"]
+
+# Capacity of a pipe in bytes, the most that Linux grants every user. With the default of 64 KiB a
+# batch of large inputs takes one turn of the loop per 64 KiB.
+PIPE_SIZE = 1024 * 1024
+
+
+def open_pipes(context: "BaseContext") -> tuple[Ends, Ends]:
+    """Open two pipes, and return the ends of each side.
+
+    Args:
+        context: A `multiprocessing` context; its connections can be passed to its child processes.
+    """
+    occupy_stdio()
+    first, into_first = context.Pipe(duplex=False)
+    second, into_second = context.Pipe(duplex=False)
+    if sys.platform == "linux":
+        import fcntl
+
+        for end in (first, second):
+            # Linux limits all pipes of a user to 64 MiB; further pipes stay at 64 KiB.
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(end.fileno(), fcntl.F_SETPIPE_SZ, PIPE_SIZE)
+    for end in (first, into_first, second, into_second):
+        # While a forked child of the app has a copy of an end, a worker reads no end of file. The
+        # child closes only the descriptor: it shares the loop's selector with the parent.
+        at_fork(end, in_child=methodcaller("close"))
+    return (first, into_second), (second, into_first)
+
+
+_HEADER: Final = struct.Struct("<IIQQd")
+HEADER_SIZE: Final = _HEADER.size
+# "fbt1": garbage passes for a header with a probability of 2**-32, before kind and length.
+_MAGIC: Final = int.from_bytes(b"fbt1", "little")
+# Most bytes of one read, into a buffer that is reused. A batch of 128 short strings is 3 KiB. A
+# larger body gets its own buffer.
+READ_SIZE: Final = 256 * 1024
+# Longest body that is copied behind its header. The copy takes 5 us; a second system call takes
+# longer.
+MAX_JOINED: Final = 64 * 1024
+
+
+class Kind(IntEnum):
+    """Kind of a frame, which determines the format of its body."""
+
+    # The hash of an enumeration is a Python function, and kinds are looked up once per frame.
+    __hash__ = int.__hash__
+
+    # parent to worker
+    LOAD = 1  # the first frame: the pickled model class and its arguments
+    INPUT_ATOMS = 2  # a batch: one pickle of a list of inputs whose types are in `pickling.ATOMS`
+    INPUTS = 3  # a batch, or its last fragment: a list of separately pickled inputs
+    INPUTS_FRAGMENT = 4  # a fragment of a batch that is larger than one frame; more follow
+    STOP = 5  # finish what has arrived, then end
+    PING = 6  # answer with PONG
+    SHARED_INPUTS = 7  # a batch that lies in a slab: pickled (start, length, sizes, items)
+    ROWS = 8  # a batch of staged inputs: a pickled list of (layout, start, count)
+    # The pickled list of pickled context managers of the observers that follow batches; the batch
+    # with this id comes next.
+    CONTEXTS = 9
+    METHOD = 10  # the name of the method that computes the batch with this id, which comes next
+    # worker to parent
+    READY = 16  # the model is loaded and warm: the pickled times of the warm-up, and its stages
+    STARTUP_FAILED = 17  # one pickled SerializedError
+    OUTPUT_ATOMS = 18  # one pickle of the list of outputs, whose types are in `pickling.ATOMS`
+    OUTPUTS = 19  # the list of separately pickled outputs and errors, or its last fragment
+    OUTPUTS_FRAGMENT = 20  # a fragment of a list that is larger than one frame; more follow
+    # Outputs that lie in the outbox: pickled (start, sizes of stream and buffers, which buffers are
+    # read-only, items, errors by position).
+    SHARED_OUTPUTS = 21
+    PONG = 22
+    FREED = 27  # a pickled list: ids of batches that have no view left
+    # Each of these is one pickled SerializedError, for every request of the batch.
+    FAILED = 23  # a retry cannot succeed
+    RAISED = 24  # `infer` raised
+    OUT_OF_MEMORY = 25  # `infer` ran out of memory
+    SKIPPED = 28  # the batch was not computed, because no caller waits for it
+    FATAL = 26  # `infer` raised, and the process cannot use its device any more
+    # API process to host; see `_host/protocol.py`
+    HELLO = 32  # the first frame: the pickled fields of a `Hello`
+    CALLS = 33  # requests whose inputs are all in `pickling.ATOMS`
+    ITEM_CALLS = 34  # requests with inputs pickled separately, or in shared memory
+    ABANDON = 35  # a pickled list: ids of requests whose callers have gone
+    RESENT = 36  # pickled (id, pickled input or None)
+    RECONFIGURE = 37  # the pickled changes of the settings
+    OBSERVE = 38  # send events from now on
+    PRIORITY = 40  # pickled (id of a request, its higher priority)
+    GOODBYE = 39  # the batcher is closed
+    # host to API process
+    WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
+    REFUSED = 54  # instead of a welcome: the text of an error
+    ANSWERS = 49  # outputs that are all in `pickling.ATOMS`
+    ITEM_ANSWERS = 50  # outputs pickled separately, and errors
+    STATE = 51  # the pickled fields of a `HostState`
+    RESEND = 52  # a pickled list: ids of requests whose inputs are needed once more
+    FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
+    LOG = 54  # a log record
+    EVENT = 55  # a pickled event for observers
+    FAREWELL = 56  # the answer to GOODBYE, the last frame: as STATE
+
+
+_find_kind: Final = {int(kind): kind for kind in Kind}.get
+
+
+class Frame(NamedTuple):
+    """A frame that was read. `body` is valid until the next read."""
+
+    kind: Kind
+    batch_id: int
+    # Seconds that `infer` took, in frames that answer a batch.
+    seconds: float
+    body: memoryview | bytearray | bytes
+
+
+# Makes a frame of a tuple; the constructor of a named tuple is a Python function.
+_make_frame: Final = functools.partial(tuple.__new__, Frame)
+# Packs a header: kind, body length, batch id, seconds.
+pack_header: Final = functools.partial(_HEADER.pack, _MAGIC)
+
+
+def unpack_header(header: bytes) -> tuple[Kind, int]:
+    """Return the kind and the length of the body of a frame that was read apart.
+
+    Raises:
+        TransportError: The bytes are not the header of a frame.
+    """
+    magic, number, length, _, _ = _HEADER.unpack(header)
+    kind = _find_kind(number)
+    if magic != _MAGIC or kind is None:
+        raise TransportError("the channel carries something that is not a message of ours")
+    return kind, length
+
+
+class FrameReader:
+    """Cuts a stream of bytes, which may arrive in any pieces, into frames.
+
+    Args:
+        max_frame_bytes: Longest body that is accepted.
+        recv_into: Reads into a buffer and returns the number of bytes, 0 at the end of the stream,
+            None if no bytes are available.
+    """
+
+    def __init__(self, max_frame_bytes: int, recv_into: Callable[[memoryview], int | None]) -> None:
+        self._max_frame_bytes = max_frame_bytes
+        self._recv_into = recv_into
+        self._view = memoryview(bytearray(READ_SIZE))
+        # Space for the next read, which overwrites the bodies of returned frames.
+        self._space = self._view
+        # Number and start of the bytes in the buffer that were not returned in a frame yet.
+        self.rest = 0
+        self._start = 0
+        # A frame that is larger than the buffer, while its body arrives.
+        self._large: Frame | None = None
+
+    def read(self) -> Frame | None:
+        """Read once; return the first complete frame, or None until more bytes come.
+
+        While there is a `rest`, `next_frame` may return more.
+
+        Raises:
+            BlockingIOError: No bytes are available.
+            EOFError: The stream has ended.
+            TransportError: The bytes are not a frame; the stream cannot be read any further.
+            OSError: An error of `recv_into`.
+        """
+        count = self._recv_into(self._space)
+        if count is None:
+            raise BlockingIOError
+        if count == 0:
+            raise EOFError
+        if self._large is not None:
+            self._space = self._space[count:]
+            if self._space:
+                return None
+            frame, self._large, self._space = self._large, None, self._view
+            return frame
+        self.rest += count
+        return self.next_frame()
+
+    def next_frame(self) -> Frame | None:
+        """Return the next complete frame that has been read, or None until more bytes come.
+
+        Raises:
+            TransportError: The bytes are not a frame; the stream cannot be read any further.
+        """
+        start, rest = self._start, self.rest
+        if rest < HEADER_SIZE:
+            self._make_space()
+            return None
+        magic, number, length, batch_id, seconds = _HEADER.unpack_from(self._view, start)
+        kind = _find_kind(number)
+        if magic != _MAGIC or kind is None:
+            raise TransportError("the channel carries something that is not a message of ours")
+        if length > self._max_frame_bytes:
+            raise TransportError(
+                f"a frame of {length} bytes was announced, more than max_frame_bytes="
+                f"{self._max_frame_bytes}"
+            )
+        size = HEADER_SIZE + length
+        if size > READ_SIZE:
+            self._begin_large(Frame(kind, batch_id, seconds, memoryview(bytearray(length))))
+            return None
+        if size > rest:
+            self._make_space()
+            return None
+        if size == rest:  # the next read starts at the beginning of the buffer
+            self._start = self.rest = 0
+            self._space = self._view
+        else:
+            self._start += size
+            self.rest -= size
+        body = self._view[start + HEADER_SIZE : start + size]
+        return _make_frame((kind, batch_id, seconds, body))
+
+    @property
+    def missing(self) -> int | None:
+        """Number that falls while more of a frame arrives; None if no frame has arrived in part."""
+        return len(self._space) if self.rest or self._large is not None else None
+
+    def _make_space(self) -> None:
+        """Move the beginning of a frame to the beginning of the buffer."""
+        if self._start:
+            self._view[: self.rest] = bytes(self._view[self._start : self._start + self.rest])
+            self._start = 0
+        self._space = self._view[self.rest :]
+
+    def _begin_large(self, frame: Frame) -> None:
+        begun = self.rest - HEADER_SIZE
+        body, body_start = memoryview(frame.body), self._start + HEADER_SIZE
+        body[:begun] = self._view[body_start : body_start + begun]
+        self._large, self._space = frame, body[begun:]
+        self._start = self.rest = 0
+
+
+class BlockingChannel:
+    """Receives frames from the parent, and sends frames to it.
+
+    Args:
+        ends: The worker's ends of the pipes; the channel owns them from now on.
+        max_frame_bytes: Longest body that is accepted.
+    """
+
+    def __init__(self, ends: Ends, max_frame_bytes: int) -> None:
+        self._ends = ends
+        source, sink = (end.fileno() for end in ends)
+        self._reader = FrameReader(max_frame_bytes, io.FileIO(source, closefd=False).readinto)
+        self._write = io.FileIO(sink, "w", closefd=False).write
+
+    def receive(self) -> Frame | None:
+        """Wait for the next frame; None when the parent has closed its end.
+
+        Raises:
+            TransportError: The bytes that arrived are not a frame.
+        """
+        reader = self._reader
+        frame = reader.next_frame() if reader.rest else None
+        try:
+            while frame is None:
+                frame = reader.read()
+        except (EOFError, ConnectionError):
+            return None
+        return frame
+
+    def send(
+        self,
+        kind: Kind,
+        batch_id: int = 0,
+        body: bytes = b"",
+        seconds: float = 0.0,
+        ahead: bytes = b"",
+    ) -> None:
+        """Send a frame; block until the pipe has taken all of it.
+
+        Args:
+            kind: The kind of the frame.
+            batch_id: The batch that it belongs to.
+            body: The bytes after the header.
+            seconds: Seconds that `infer` took.
+            ahead: Another frame, header and body, which is sent before it in the same write.
+
+        Raises:
+            OSError: The parent has closed its end.
+        """
+        header = ahead + pack_header(kind, len(body), batch_id, seconds)
+        if len(body) <= MAX_JOINED:
+            self.send_packed(header + body)
+        else:
+            self.send_packed(header)
+            self.send_packed(body)
+
+    def send_packed(self, data: bytes) -> None:
+        """Send bytes: a whole frame, or the next piece of a frame.
+
+        Raises:
+            OSError: The parent has closed its end.
+        """
+        written = self._write(data)
+        # A signal handler of the model may have interrupted the call.
+        while written < len(data):
+            written += self._write(memoryview(data)[written:])
+
+    def close(self) -> None:
+        """Close both ends: the parent reads an end of file; may be called again."""
+        for end in self._ends:
+            end.close()
+
+
+# Each is a kind, a batch id and a body.
+Frames = Iterable[tuple[Kind, int, bytes]]
+
+
+class End(Protocol):
+    """An end of a pipe, or a socket."""
+
+    def fileno(self) -> int:
+        """Return the descriptor."""
+
+    def close(self) -> None:
+        """Close the descriptor; may be called again."""
+
+
+class Reservation:
+    """Position in the order of sent frames, for frames that are not ready yet."""
+
+    __slots__ = ("frames",)
+
+    def __init__(self) -> None:
+        # None until `fill`.
+        self.frames: Frames | None = None
+
+
+class LoopChannel:
+    """Sends frames to one worker, and dispatches the frames from it.
+
+    Args:
+        ends: Ends to read from and to write to, which may be one socket; the channel owns them from
+            now on.
+        max_frame_bytes: Longest body that is accepted.
+        on_frame: Called with each frame, whose body is valid during the call only.
+        on_end: Called once: with None if the worker has closed its end, or with the error that ends
+            reading, which is invalid bytes or an exception of `on_frame`.
+    """
+
+    def __init__(
+        self,
+        ends: tuple[End, End],
+        max_frame_bytes: int,
+        on_frame: Callable[[Frame], None],
+        on_end: Callable[[Exception | None], None],
+    ) -> None:
+        self._ends = ends
+        self._source, self._sink = (end.fileno() for end in ends)
+        os.set_blocking(self._source, False)
+        os.set_blocking(self._sink, False)
+        self._reader = FrameReader(max_frame_bytes, io.FileIO(self._source, closefd=False).readinto)
+        # Returns how many bytes the pipe has taken, None for none.
+        self._write = io.FileIO(self._sink, "w", closefd=False).write
+        self._on_frame = on_frame
+        self._on_end = on_end
+        self._loop: AbstractEventLoop | None = None
+        # `FrameReader.missing` at the last call of `drain`.
+        self._missing: int | None = None
+        # Bytes that the pipe has not taken yet. Bounded, because a worker has few batches at once.
+        self._backlog: deque[memoryview | Reservation] = deque()
+        # Whether a part of the backlog was written since the last call of `is_sending`.
+        self._has_sent = False
+        self._is_over = False
+
+    def attach(self, loop: "AbstractEventLoop") -> None:
+        """Watch the pipes from this event loop; the previous loop, if any, is closed."""
+        self._loop = loop
+        Context().run(loop.add_reader, self._source, self._read)
+        if self._backlog:
+            self._write_later()
+
+    def send(self, kind: Kind, batch_id: int = 0, body: bytes = b"") -> None:
+        """Send a frame now, or as soon as the pipe takes it. A channel that has ended drops it."""
+        if self._is_over:
+            return
+        first = pack_header(kind, len(body), batch_id, 0.0)
+        is_whole = len(body) <= MAX_JOINED
+        if is_whole:
+            first += body
+        sent = 0
+        if not self._backlog:
+            try:
+                sent = self._write(first) or 0
+            except OSError:  # the worker is gone; `death_fd` tells the pool
+                return
+            if sent == len(first) and is_whole:
+                return
+            self._write_later()
+        self._backlog.append(memoryview(first)[sent:])
+        if not is_whole:
+            self._backlog.append(memoryview(body))
+
+    def reserve(self) -> Reservation:
+        """Reserve a position for frames that are not ready yet; later frames wait behind it.
+
+        The caller must pass the reservation to `fill`.
+        """
+        reservation = Reservation()
+        if not self._is_over:
+            self._backlog.append(reservation)
+        return reservation
+
+    def fill(self, reservation: Reservation, frames: Frames) -> None:
+        """Send zero or more frames at the position that was reserved for them."""
+        reservation.frames = frames
+        # The backlog is empty if the worker is dead and the channel has not noticed its end.
+        if self._is_over or not self._backlog or self._backlog[0] is not reservation:
+            return
+        if not self._write_some():
+            self._write_later()
+
+    def is_sending(self) -> bool:
+        """Return whether delayed frames were sent since the last call, or are not ready yet."""
+        if self._backlog and self._loop is not None:
+            self._write_backlog()
+        has_sent, self._has_sent = self._has_sent, False
+        return has_sent or (bool(self._backlog) and isinstance(self._backlog[0], Reservation))
+
+    @property
+    def backlog(self) -> int:
+        """Number of frames, or parts of them, that the other side has not taken yet."""
+        return len(self._backlog)
+
+    def drain(self) -> bool:
+        """Dispatch the frames that have arrived, also after the worker has died.
+
+        Do not call it from `on_frame`: the frame there would be overwritten.
+
+        Returns:
+            Whether a frame has arrived in part, and more of it than at the last call.
+        """
+        while self._read():
+            pass
+        missing = None if self._is_over else self._reader.missing
+        before, self._missing = self._missing, missing
+        return missing is not None and missing != before
+
+    def close(self) -> None:
+        """Drop unsent frames and close the ends; may be called again."""
+        self._stop_watching()
+        self._backlog.clear()
+        for end in self._ends:
+            end.close()
+
+    def _read(self) -> bool:
+        """Read once and dispatch the frames; False if the pipe was empty or has ended."""
+        if self._is_over:
+            return False
+        reader = self._reader
+        try:
+            frame = reader.read()
+        except BlockingIOError:
+            return False
+        except (EOFError, OSError):  # a reset counts as an end of file
+            self._finish(None)
+            return False
+        except TransportError as error:
+            self._finish(error)
+            return False
+        try:
+            while frame is not None:
+                self._on_frame(frame)
+                frame = reader.next_frame() if reader.rest and not self._is_over else None
+        except Exception as error:  # noqa: BLE001  after any error the stream cannot be read
+            self._finish(error)
+            return False
+        return True
+
+    def _write_later(self) -> None:
+        """Let the loop write the backlog when the pipe is writable."""
+        assert self._loop is not None, "nothing is sent before a loop is attached"
+        Context().run(self._loop.add_writer, self._sink, self._write_backlog)
+
+    def _write_backlog(self) -> None:
+        """Write as much as the pipe takes; the loop calls this until the backlog is empty."""
+        assert self._loop is not None, "the loop calls this"
+        if self._write_some():
+            self._loop.remove_writer(self._sink)
+
+    def _write_some(self) -> bool:
+        """Write as much as the pipe takes; return True if no ready frame is left."""
+        backlog = self._backlog
+        try:
+            while backlog:
+                head = backlog[0]
+                if isinstance(head, Reservation):
+                    if head.frames is None:  # `fill` goes on
+                        break
+                    backlog.popleft()
+                    backlog.extendleft(reversed([*_cut(head.frames)]))
+                    continue
+                sent = self._write(head)
+                if sent is None:
+                    return False
+                self._has_sent = True
+                if sent < len(head):
+                    backlog[0] = head[sent:]
+                    return False
+                backlog.popleft()
+        except OSError:
+            backlog.clear()
+        return True
+
+    def _finish(self, error: Exception | None) -> None:
+        self._stop_watching()
+        self._on_end(error)
+
+    def _stop_watching(self) -> None:
+        self._is_over = True
+        # A closed loop watches nothing, and raises when it is asked to stop.
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._source)
+            self._loop.remove_writer(self._sink)
+        self._loop = None
+
+
+def _cut(frames: Frames) -> Iterator[memoryview]:
+    """Yield the headers and bodies of frames separately, so that no body is copied."""
+    for kind, batch_id, body in frames:
+        yield memoryview(pack_header(kind, len(body), batch_id, 0.0))
+        if body:
+            yield memoryview(body)
