@@ -57,6 +57,9 @@ class BatcherStats:
     cache_coalesced: int = 0
     # Inputs that wait for an asynchronous cache now.
     cache_lookups: int = 0
+    # Whether this process reports the batcher to observers. With `shared` one server process
+    # reports for all of them; see `observing.ReporterChanged`.
+    is_reporter: bool = True
 
     @property
     def mean_batch_size(self) -> float:
