@@ -20,13 +20,32 @@ from fast_batcher.observing import (
     CollectionPaused,
     Observer,
     Outcome,
+    ReporterChanged,
     RequestEnded,
     WorkerChanged,
 )
 
 logger = logging.getLogger("fast_batcher")
 
-Event = BatchAnswered | BatchLost | RequestEnded | WorkerChanged | CacheUsed | CollectionPaused
+Event = (
+    BatchAnswered
+    | BatchLost
+    | RequestEnded
+    | WorkerChanged
+    | CacheUsed
+    | ReporterChanged
+    | CollectionPaused
+)
+# The method of an observer for each event.
+_METHODS: dict[type[Event], str] = {
+    BatchAnswered: "batch_answered",
+    BatchLost: "batch_lost",
+    RequestEnded: "request_ended",
+    WorkerChanged: "worker_changed",
+    CacheUsed: "cache_used",
+    ReporterChanged: "reporter_changed",
+    CollectionPaused: "collection_paused",
+}
 # Pauses that are kept until the next event; a process has some in a second.
 MAX_PAUSES = 1000
 
@@ -178,18 +197,7 @@ class Observers:
     def _call(self, event: Event) -> None:
         for observer in self.active:
             try:
-                if isinstance(event, BatchAnswered):
-                    observer.batch_answered(event)
-                elif isinstance(event, BatchLost):
-                    observer.batch_lost(event)
-                elif isinstance(event, RequestEnded):
-                    observer.request_ended(event)
-                elif isinstance(event, WorkerChanged):
-                    observer.worker_changed(event)
-                elif isinstance(event, CacheUsed):
-                    observer.cache_used(event)
-                else:
-                    observer.collection_paused(event)
+                getattr(observer, _METHODS[type(event)])(event)
             except Exception as error:  # noqa: BLE001  it must harm no request
                 self._log(observer, error)
 

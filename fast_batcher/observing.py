@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Outcome = Literal["completed", "failed", "expired", "cancelled", "rejected"]
-WorkerChange = Literal["started", "ready", "lost", "recycled"]
+WorkerChange = Literal["started", "ready", "restarted", "lost", "recycled"]
 CacheResult = Literal["hit", "miss", "coalesced"]
 
 
@@ -110,6 +110,8 @@ class WorkerChanged:
 
     model: str
     worker: int
+    # After "ready" a worker that replaces a lost or recycled worker is "restarted", too:
+    # `BatcherStats.restarts` counts these.
     change: WorkerChange
     # Of its process, None where there is none.
     pid: int | None
@@ -138,10 +140,23 @@ class CollectionPaused:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class ReporterChanged:
+    """This process has begun or ceased to report a batcher with `shared`.
+
+    One server process at a time reports: its observers get the events of all server processes, and
+    its gauges stand for all. Without a host process each server process reports for itself.
+    """
+
+    model: str
+    is_reporter: bool
+
+
 class Observer:
     """Base class of observers; each method does nothing unless it is overridden.
 
-    Every request is told once: in the `requests` of its batch, or as a `RequestEnded`.
+    Every request is told once: in the `requests` of its batch, or as a `RequestEnded`. With
+    `shared` it is told in one of the server processes.
     """
 
     # Whether it follows requests and batches, for traces: the events carry the context of each
@@ -171,6 +186,9 @@ class Observer:
 
     def cache_used(self, event: CacheUsed) -> None:
         """Take note of a call that used the cache."""
+
+    def reporter_changed(self, event: ReporterChanged) -> None:
+        """Take note of whether this process reports for all server processes; see the event."""
 
     def collection_paused(self, event: CollectionPaused) -> None:
         """Take note of a garbage collection of this process."""

@@ -24,6 +24,7 @@ from fast_batcher.observing import (
     CollectionPaused,
     Observer,
     Outcome,
+    ReporterChanged,
     RequestEnded,
     WorkerChanged,
 )
@@ -66,8 +67,7 @@ def instrument(batcher: DynBatcher[Any, Any], registry: CollectorRegistry | None
     effect.
 
     Args:
-        batcher: The batcher, open or not. With `shared=True` call this before it opens: later, each
-            server process would add the host's queue and workers to the gauges.
+        batcher: The batcher, open or not.
         registry: The registry of the metrics, None for `prometheus_client.REGISTRY`.
 
     Raises:
@@ -187,7 +187,7 @@ class PrometheusObserver(Observer):
     """Sets the metrics of one batcher; `instrument` makes it.
 
     Args:
-        batcher: The batcher, whose `stats` give the gauges, the restarts and the late errors.
+        batcher: The batcher, whose `stats` give the gauges and the late errors.
         metrics: The metrics of a registry.
     """
 
@@ -195,9 +195,9 @@ class PrometheusObserver(Observer):
         self._batcher = batcher
         self._metrics = metrics
         self._timer: asyncio.Handle | None = None
-        # What this batcher has added to the gauges, and to the counts of restarts and late errors.
-        self._shown = (0, 0, 0)
-        self._restarts = self._late_errors = 0
+        # What this batcher has added to the gauges, and the late errors that were counted.
+        self._shown = [0, 0, 0]
+        self._late_errors = 0
 
     @cached_property
     def _series(self) -> _Series:
@@ -235,7 +235,15 @@ class PrometheusObserver(Observer):
         self._series.gc_pause.observe(event.seconds)
 
     def worker_changed(self, event: WorkerChanged) -> None:
-        """Set the gauges as soon as the batcher has taken note of the change, too."""
+        """Count a restart, and set the gauges as soon as the batcher has noted the change."""
+        if event.change == "restarted":
+            self._series.restarts.inc()
+        self.refresh_soon()
+
+    def reporter_changed(self, event: ReporterChanged) -> None:
+        """Set the gauges, or set them to zero if another process shows them."""
+        # Another process has counted these.
+        self._late_errors = self._batcher.stats.late_errors
         self.refresh_soon()
 
     def refresh_soon(self) -> None:
@@ -249,19 +257,23 @@ class PrometheusObserver(Observer):
 
     def _refresh_each_second(self) -> None:
         # Not when Prometheus asks: in multiprocess mode it asks one of the processes for all.
-        self._refresh()
         self._timer = None
+        # First, because an error of a metric must not end the timer.
         if self._batcher.state != "closed":
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(REFRESH_INTERVAL, self._refresh_each_second)
+        self._refresh()
 
     def _refresh(self) -> None:
-        """Bring the gauges, and the counts of restarts and late errors, up to date."""
-        stats, series = self._batcher.stats, self._series
-        shown = (stats.waiting, stats.workers_ready, stats.running)
-        for gauge, value, before in zip(series.gauges, shown, self._shown, strict=True):
-            gauge.inc(value - before)
-        series.restarts.inc(stats.restarts - self._restarts)
-        series.late_errors.inc(stats.late_errors - self._late_errors)
-        self._shown, self._restarts = shown, stats.restarts
-        self._late_errors = stats.late_errors
+        """Bring the gauges and the count of late errors up to date."""
+        stats = self._batcher.stats
+        values = (0, 0, 0)
+        if stats.is_reporter:
+            values = (stats.waiting, stats.workers_ready, stats.running)
+        for index, (gauge, value) in enumerate(zip(self._series.gauges, values, strict=True)):
+            gauge.inc(value - self._shown[index])
+            self._shown[index] = value
+        late = stats.late_errors
+        if stats.is_reporter:
+            self._series.late_errors.inc(max(0, late - self._late_errors))
+        self._late_errors = late

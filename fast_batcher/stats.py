@@ -60,6 +60,9 @@ class BatcherStats:
     # Batches whose error no caller has got, because the callers had left: their requests had
     # expired or were cancelled, and count as such.
     late_errors: int = 0
+    # Whether this process reports the batcher to observers. With `shared` one server process
+    # reports for all of them; see `observing.ReporterChanged`.
+    is_reporter: bool = True
 
     @property
     def mean_batch_size(self) -> float:

@@ -47,6 +47,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model_spec import ModelSpec
+from fast_batcher.observing import WorkerChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -209,6 +210,7 @@ class LocalSession:
         is_reloaded = reloading is not None and reloading.is_awaited(worker.id)
         if index in self._seen_ready and not is_reloaded:
             self._ledger.counters.restarts += 1
+            self._ledger.observers.tell(WorkerChanged(self._name, index, "restarted", worker.pid))
         self._seen_ready.add(index)
         if self._status.state is State.OPENING:
             if len(self._seen_ready) == self.settings.num_workers:

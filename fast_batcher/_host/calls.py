@@ -153,9 +153,7 @@ class HostCalls:
     def flush(self) -> None:
         """Send what there is, if there is a host."""
         if self._link.is_connected:
-            if self._ledger.observers.active and not self.is_observed:
-                self.is_observed = True
-                self._link.send(Kind.OBSERVE)
+            self.observe()
             if self._arrivals:
                 arrivals = [*self._arrivals.values()]
                 self._arrivals.clear()
@@ -166,6 +164,12 @@ class HostCalls:
             if self._abandoned:
                 abandoned, self._abandoned = self._abandoned, []
                 self._link.send(Kind.ABANDON, dumps(abandoned))
+
+    def observe(self) -> None:
+        """Ask the host for events, once there is an observer."""
+        if self._ledger.observers.active and not self.is_observed:
+            self.is_observed = True
+            self._link.send(Kind.OBSERVE)
 
     def _resend(self, request_id: int) -> None:
         """Send the input of a request once more: the worker that had it in its memory is dead."""

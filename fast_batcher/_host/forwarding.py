@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import threading
+from collections.abc import Callable
 from contextvars import Context
-from typing import Protocol
 
 from fast_batcher._host.tenant import Tenant
 from fast_batcher._transport.channels import Kind
@@ -18,25 +18,21 @@ from fast_batcher.observing import (
     WorkerChanged,
 )
 
-
-class FindReporter(Protocol):
-    """Returns the API process that logs and observes for all of them."""
-
-    def __call__(self, *, observes: bool = False) -> Tenant | None:
-        """Return it, None without one; with `observes`, one that has observers."""
+# Finds an API process, None without one.
+Find = Callable[[], Tenant | None]
 
 
 class LogForwarder(logging.Handler):
     """Handler that passes records on; without an API process they go to stderr.
 
     Args:
-        find_reporter: Finds the API process.
+        find_reader: Finds the API process that logs.
         loop: The event loop, on whose thread records are sent.
     """
 
-    def __init__(self, find_reporter: FindReporter, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, find_reader: Find, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
-        self._find_reporter = find_reporter
+        self._find_reader = find_reader
         self._loop = loop
         self._thread = threading.get_ident()
         self._stderr = logging.StreamHandler()
@@ -49,21 +45,21 @@ class LogForwarder(logging.Handler):
             self._loop.call_soon_threadsafe(self._send, record, context=Context())
 
     def _send(self, record: logging.LogRecord) -> None:
-        reporter = self._find_reporter()
-        if reporter is None:
+        reader = self._find_reader()
+        if reader is None:
             self._stderr.handle(record)
         else:
-            reporter.tell(Kind.LOG, pack_record(record))
+            reader.tell(Kind.LOG, pack_record(record))
 
 
 class EventForwarder(Observer):
     """Observer that passes events on.
 
     Args:
-        find_reporter: Finds the API process.
+        find_reporter: Finds the API process that reports.
     """
 
-    def __init__(self, find_reporter: FindReporter) -> None:
+    def __init__(self, find_reporter: Find) -> None:
         self._find_reporter = find_reporter
 
     def batch_answered(self, event: BatchAnswered) -> None:
@@ -79,6 +75,6 @@ class EventForwarder(Observer):
         self._send(event)
 
     def _send(self, event: BatchAnswered | RequestEnded | WorkerChanged | CollectionPaused) -> None:
-        reporter = self._find_reporter(observes=True)
+        reporter = self._find_reporter()
         if reporter is not None:
             reporter.tell(Kind.EVENT, dumps(event))

@@ -6,7 +6,8 @@
     CALLS, ITEM_CALLS: ids, inputs, options -->
                                             <--   ANSWERS, ITEM_ANSWERS: ids, outcomes, room
     ABANDON, PRIORITY, RECONFIGURE, OBSERVE, PING  -->
-                                            <--   STATE, FREED_INPUTS, LOG, EVENT, PONG
+                                            <--   STATE, FREED_INPUTS, LOG, EVENT, REPORT, PONG
+    STATE_READ                              -->
                                             <--   RESEND: ids
     RESENT: id, input                       -->
     GOODBYE                                 -->

@@ -22,6 +22,7 @@ from fast_batcher._asyncio.ledger import Ledger
 from fast_batcher._asyncio.status import Status
 from fast_batcher._clock import monotonic
 from fast_batcher._core.host import Tenancy
+from fast_batcher._core.reporting import Reporting
 from fast_batcher._core.values import Group, State
 from fast_batcher._host.forwarding import EventForwarder, LogForwarder
 from fast_batcher._host.memory_ranges import MemoryRanges
@@ -93,7 +94,10 @@ class HostServer:
         # A descriptor that is closed for a moment to refuse clients when there is no other; -1 if
         # it is gone.
         self._reserve = os.open(os.devnull, os.O_RDONLY)
-        self._logs = LogForwarder(self._find_reporter, loop)
+        self._reporting = Reporting()
+        # The API process that was told that it reports, None without one.
+        self._reporter: Tenant | None = None
+        self._logs = LogForwarder(self._find_reader, loop)
         self._events = EventForwarder(self._find_reporter)
         loop.add_reader(listener.fileno(), self._accept)
         self._push_timer = loop.call_later(STATE_INTERVAL, self._tick, context=Context())
@@ -171,6 +175,8 @@ class HostServer:
                 self._admit(tenant, Hello(*loads(frame.body)))
         elif kind is Kind.PING:
             tenant.send(Kind.PONG)
+        elif kind is Kind.STATE_READ:
+            self._reporting.state_read(tenant.id)
         elif kind is Kind.OBSERVE:
             self._observe(tenant)
         elif kind is Kind.RECONFIGURE and self._session is not None:
@@ -193,6 +199,7 @@ class HostServer:
         """Cancel the requests of a process that is dead."""
         if tenant.id in self._strangers:
             self._drop_stranger(tenant.id)
+        self._stop_reporting(tenant)
         if self._tenants.pop(tenant.id, None) is not None:
             self._remove(tenant)
             self._tenancy.vanished(monotonic(), tenant.id)
@@ -209,6 +216,7 @@ class HostServer:
         self._remove(tenant)
         self._tenancy.said_goodbye(monotonic(), tenant.id)
         if self._tenancy.ends_at > monotonic() and not self.ended.done():
+            self._stop_reporting(tenant)
             tenant.send(Kind.FAREWELL, self._pack_state())
             tenant.close()
         else:
@@ -293,15 +301,39 @@ class HostServer:
 
     def _observe(self, tenant: Tenant) -> None:
         assert self._ledger is not None, "it has begun"
-        tenant.observes = True
         if self._events not in self._ledger.observers.active:
             self._ledger.observers.add(self._events)
+        self._reporting.joined(tenant.id)
+        self._choose_reporter()
 
-    def _find_reporter(self, *, observes: bool = False) -> Tenant | None:
-        """Return the API process that gets logs, or events: the first one that reads them."""
+    def _stop_reporting(self, tenant: Tenant) -> None:
+        self._reporting.left(tenant.id)
+        self._choose_reporter()
+
+    def _choose_reporter(self) -> None:
+        """Tell the API process that reports from now on, and the one before it."""
+        before, chosen = self._reporter, self._reporting.choose(monotonic())
+        reporter = next((one for one in self._present() if one.id == chosen), None)
+        if reporter is before:
+            return
+        self._reporter = reporter
+        # Also if it does not read: it finds this behind the last event that it has to count.
+        if before is not None:
+            before.send(Kind.REPORT, dumps(False))
+        if reporter is not None:
+            reporter.send(Kind.REPORT, dumps(True))
+
+    def _find_reporter(self) -> Tenant | None:
+        """Return the API process that gets events."""
+        if self._reporter is not None and self._reporter.is_stalled:
+            self._reporting.stalled(self._reporter.id)
+            self._choose_reporter()
+        return self._reporter
+
+    def _find_reader(self) -> Tenant | None:
+        """Return the API process that gets logs: the first one that reads them."""
         for tenant in self._present():
-            is_asked = tenant.session is not None and (tenant.observes or not observes)
-            if is_asked and not tenant.is_stalled:
+            if tenant.session is not None and not tenant.is_stalled:
                 return tenant
         return None
 
@@ -318,6 +350,7 @@ class HostServer:
     def _tick(self) -> None:
         if self._ranges is not None:
             self._ranges.reuse()
+        self._choose_reporter()
         self._push()
         self._push_timer = self._loop.call_later(STATE_INTERVAL, self._tick, context=Context())
 
@@ -330,6 +363,7 @@ class HostServer:
             if tenant.session is not None:
                 tenant.report_freed()
                 tenant.tell(Kind.STATE, body)
+                self._reporting.state_sent(monotonic(), tenant.id)
         if self._status is not None and self._status.has_failed_to_start:
             self._end()
 

@@ -31,6 +31,7 @@ from fast_batcher.errors import (
     WorkerStartupError,
 )
 from fast_batcher.model_spec import ModelSpec
+from fast_batcher.observing import ReporterChanged
 from fast_batcher.settings import Settings
 from fast_batcher.stats import BatcherStats, Explanation
 
@@ -85,6 +86,8 @@ class RemoteSession:
         # From that state, or from the one of a host that is gone.
         self._stats: BatcherStats | None = None
         self._explanation = Explanation()
+        # Whether this process reports: as the host has said, and without a host for itself.
+        self._is_reporter = True
         # Set when there is no host to wait for after the goodbye; None before the goodbye.
         self._hung_up: asyncio.Event | None = None
 
@@ -110,13 +113,19 @@ class RemoteSession:
         )
         host = self._stats
         if host is None:
-            return here
+            return replace(here, is_reporter=self._is_reporter)
+        submitted = host.submitted
+        if self._host is None:  # the open requests of the other processes are not known any more
+            submitted += waiting - host.waiting - host.running
         # The host has not seen the requests that were counted here.
         return replace(
             host,
             state=here.state,
             workers_ready=workers_ready,
-            submitted=host.submitted + here.submitted,
+            waiting=waiting,
+            running=running,
+            is_reporter=self._is_reporter,
+            submitted=submitted + here.submitted,
             failed=host.failed + here.failed,
             expired=host.expired + here.expired,
             cancelled=host.cancelled + here.cancelled,
@@ -132,6 +141,7 @@ class RemoteSession:
     def begin(self) -> None:
         """Join the host, or start it."""
         self._status.begin()
+        self._report(True)
         self._link.join()
 
     def _introduce(self) -> Hello:
@@ -191,6 +201,7 @@ class RemoteSession:
         logger.info("%s: joined the host process (pid %d)", self._name, welcome.process.pid)
         if self._is_reconfigured:
             self._link.send(Kind.RECONFIGURE, pack_changes(self._settings))
+        self._report(False)  # the host tells which process does
         self._calls.inputs.use(memory, welcome.start, welcome.length)
         self._calls.host_joined(welcome.room)
 
@@ -216,6 +227,7 @@ class RemoteSession:
             self._hung_up.set()
             return
         self._calls.host_lost()
+        self._report(True)
         if not self._status.has_failed_to_start:  # a host ends when its model cannot be loaded
             logger.warning("%s: the host process has died; another takes its place", self._name)
             self._rejoin_later()
@@ -235,12 +247,22 @@ class RemoteSession:
         if frame.kind in (Kind.STATE, Kind.FAREWELL):
             self._link.host_ends = bool(frame.batch_id)
             self._follow(HostState(*loads(frame.body)))
+            if frame.kind is Kind.STATE and self._hung_up is None:
+                self._link.send(Kind.STATE_READ)
+                self._calls.observe()
+        elif frame.kind is Kind.REPORT:
+            self._report(loads(frame.body))
         elif frame.kind is Kind.EVENT:
             self._ledger.observers.tell(loads(frame.body))
         else:
             self._calls.take(frame)
 
     # The host's state.
+
+    def _report(self, is_reporter: bool) -> None:
+        """Begin or cease to report."""
+        self._is_reporter = is_reporter
+        self._ledger.observers.tell(ReporterChanged(self._name, is_reporter))
 
     def _follow(self, host: HostState) -> None:
         """Bring the batcher into the state of its host."""
@@ -308,6 +330,8 @@ class RemoteSession:
 
     def _release(self) -> None:
         """Close everything; may be called again."""
+        self._host = None
+        self._report(False)
         self._calls.stop()
         self._link.close()
         self._calls.inputs.close()

@@ -106,7 +106,6 @@ class Tenant:
         self._events = events
         # None until it has introduced itself.
         self.session: Session | None = None
-        self.observes = False
         self._requests: dict[int, Request] = {}
         # Requests that have arrived; the API process adds the requests that are on their way.
         self._received = 0

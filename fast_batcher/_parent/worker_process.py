@@ -108,6 +108,10 @@ class WorkerLink(Protocol):
         """Number of this process among all processes that the pool has started."""
 
     @property
+    def pid(self) -> int | None:
+        """Process id, None before the start and for a worker without a process."""
+
+    @property
     def outbox(self) -> OutboxReader | None:
         """Memory in which the worker leaves large answers, None without shared memory."""
 

@@ -127,6 +127,7 @@ class Kind(IntEnum):
     RECONFIGURE = 37  # the pickled changes of the settings
     OBSERVE = 38  # send events from now on
     PRIORITY = 40  # pickled (id of a request, its higher priority)
+    STATE_READ = 41  # the answer to STATE
     GOODBYE = 39  # the batcher is closed
     # host to API process
     WELCOME = 48  # the first frame: the pickled fields of a `Welcome`
@@ -138,6 +139,7 @@ class Kind(IntEnum):
     FREED_INPUTS = 53  # a pickled list: ids of requests whose shared memory is free
     LOG = 54  # a log record
     EVENT = 55  # a pickled event for observers
+    REPORT = 57  # pickled: whether this process reports for all from now on
     FAREWELL = 56  # the answer to GOODBYE, the last frame: as STATE
 
 

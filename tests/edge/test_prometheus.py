@@ -25,14 +25,14 @@ from models.base import Echo
 from models.crashing import Crashes
 from models.ordinary import Gated
 from models.raising import FailsAtGate
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_fastapi_instrumentator import Instrumentator
 from server_load import GUNICORN, URL
 from servers import Server, find_free_port, serve
 from shared_hosts import Hosts, hosts
 from starlette.testclient import TestClient
-from waits import LIMIT, Gate, both_loops, call, outcome, until
+from waits import LIMIT, Gate, both_loops, call, one_loop, outcome, until
 
 from fast_batcher import DynBatcher
 from fast_batcher.caching import LRUCache
@@ -147,6 +147,27 @@ async def test_the_gauges_add_up_what_batchers_of_one_name_have(gate: Gate, endi
                 one.stop()
             await until(lambda: gauges() == (0, 0, 0))
     assert gauges() == (0, 0, 0)
+
+
+@pytest.mark.anyio
+@one_loop
+async def test_an_error_of_a_metric_ends_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry, errors = CollectorRegistry(), list[Any]()
+    read = Readings(registry, "Echo")
+    batcher = DynBatcher(Echo)
+    instrument(batcher, registry)
+    asyncio.get_running_loop().set_exception_handler(lambda _, one: errors.append(one["exception"]))
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    async with batcher:
+        await until(lambda: read("workers_ready") == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(Gauge, "inc", fail)
+            await until(lambda: len(errors) == 2)
+    await until(lambda: read("workers_ready") == 0)
+    assert {*map(type, errors)} == {OSError}
 
 
 def test_it_works_beside_the_metrics_of_the_app() -> None:

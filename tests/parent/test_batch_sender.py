@@ -30,6 +30,7 @@ class Wire:
     id = WORKER
     slabs = outbox = None
     stages = 1
+    pid = None
     module_files: ClassVar[dict[str, FileState]] = {}
 
     def __init__(self) -> None:

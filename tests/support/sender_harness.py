@@ -36,6 +36,7 @@ class Worker:
 
     outbox = None
     stages = 1
+    pid = None
     module_files: ClassVar[dict[str, FileState]] = {}
 
     def __init__(self, id: int, slabs: Slabs) -> None:
